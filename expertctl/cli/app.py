@@ -1,0 +1,139 @@
+"""The entry point: finds the command, imports its module only then, and reports errors.
+
+``expertctl --version`` and ``list`` must start without the libraries that other commands need, so
+commands are named here and imported when they are called.
+"""
+
+import errno
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import Abort, TyperException
+from typer.main import get_command
+
+from expertctl import __version__
+from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, exit_code
+from expertctl.cli.output import fail
+from expertctl.errors import DiskFullError, ExpertError, StoreError, UsageError
+
+COMMANDS: dict[str, str] = {
+    "init": "packages:init",
+    "build": "packages:build",
+    "sign": "packages:sign",
+    "verify": "packages:verify",
+    "inspect": "packages:inspect",
+    "unpack": "packages:unpack",
+    "export": "packages:export",
+    "keys": "keys:app",
+    "trust": "trust:app",
+    "install": "local:install",
+    "remove": "local:remove",
+    "list": "local:list_",
+    "gc": "local:gc",
+    "doctor": "local:doctor",
+    "reindex": "local:reindex",
+    "config": "config:app",
+    "base": "bases:app",
+    "route": "run:route",
+    "run": "run:run",
+}
+"""Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""
+
+
+class LazyGroup(TyperGroup):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]  # typer.Context is the public name
+        """Return the names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]  # typer.Context is the public name
+        """Import one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name].split(":")
+        target = getattr(import_module(f"expertctl.cli.{module}"), attribute)
+        return _command(cmd_name, target)
+
+
+def _command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
+    if isinstance(target, typer.Typer):
+        group = get_command(target)
+        group.name = name
+        return group
+    single = typer.Typer(add_completion=False)
+    single.command(name)(target)
+    return get_command(single)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"expertctl {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=True, rich_markup_mode=None)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Build, sign, install, route and run LLM experts.
+
+    Example: expertctl run "Sort these numbers: 41, 7, 23"
+    """
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run(words))
+
+
+def run(words: list[str]) -> int:
+    """Run one command; return its exit code. Nothing a user can cause is a traceback."""
+    as_json = "--json" in words
+    try:
+        result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
+        sys.stdout.flush()
+    except ExpertError as error:
+        fail(error, as_json=as_json)
+        return exit_code(error)
+    except (KeyboardInterrupt, Abort):
+        return INTERRUPTED
+    except TyperException as error:
+        return _refuse_usage(error, as_json=as_json)
+    except OSError as error:
+        return _refuse_disk(error, as_json=as_json)
+    return result if isinstance(result, int) else OK
+
+
+def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "expertctl"
+    usage = UsageError(error.format_message(), hint=f"see `{path} --help`")
+    fail(usage, as_json=as_json)
+    return exit_code(usage)
+
+
+def _refuse_disk(error: OSError, *, as_json: bool) -> int:
+    if error.errno == errno.EPIPE:
+        sys.stderr.close()
+        return FAILURE
+    name = error.filename or "the disk"
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        full = DiskFullError(f"{name}: no space left", hint="free some space, or `expertctl gc`")
+        fail(full, as_json=as_json)
+        return exit_code(full)
+    fail(StoreError(f"{name}: {error.strerror or error}"), as_json=as_json)
+    return FAILURE

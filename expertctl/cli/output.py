@@ -1,0 +1,112 @@
+"""What goes to the terminal: data on stdout, everything else on stderr.
+
+With ``--json`` stdout holds one JSON document and nothing else. Text that comes from packages is
+stripped of control characters before a terminal sees it.
+"""
+
+import json
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from expertctl.digest import Progress, no_progress
+from expertctl.errors import ExpertError
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
+]
+
+
+def emit(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
+    """Print the result of a command: the document with ``--json``, else the text."""
+    if as_json:
+        print_json(document)
+    elif text:
+        print(printable(text))  # noqa: T201  # stdout is the interface here
+
+
+def print_json(document: Mapping[str, object]) -> None:
+    """Print one JSON document on stdout."""
+    print(json.dumps(document, ensure_ascii=False))  # noqa: T201  # stdout is the interface here
+
+
+def note(text: str) -> None:
+    """Say something that is not data."""
+    print(printable(text), file=sys.stderr)  # noqa: T201  # stderr is the interface here
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Print warnings, one a line."""
+    for message in messages:
+        note(f"warning: {message}")
+
+
+def fail(error: ExpertError, *, as_json: bool) -> None:
+    """Print an error as the contract says: the fact, a blank line, the way out."""
+    if as_json:
+        fields = {"code": error.code, "message": error.message, "hint": error.hint}
+        print_json({"error": fields})
+    hint = f"\n\nhint: {error.hint}" if error.hint else ""
+    note(f"error: {error.message}{hint}")
+
+
+def printable(text: str) -> str:
+    """Replace control and format characters (ANSI escapes, bidi overrides) but line ends, tabs."""
+    return (
+        "".join(
+            c
+            if c in "\n\t" or unicodedata.category(c) not in {"Cc", "Cf"}
+            else "\N{REPLACEMENT CHARACTER}"
+            for c in text
+        )
+        if not text.isprintable()
+        else text
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Align columns with two spaces between them; readable without colour."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def human_size(size: int) -> str:
+    """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+@contextmanager
+def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
+    """Show a progress bar on stderr while bytes are handled; only on a terminal.
+
+    Yields a callable that takes the number of bytes just handled.
+    """
+    if as_json or not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(label, total=total)
+        yield lambda count: bars.update(task, advance=count)

@@ -1,0 +1,147 @@
+"""Every error that expertctl raises for its users, as one tree.
+
+::
+
+    ExpertError                      exit 1
+    ├── UsageError                   exit 2   the call itself is wrong
+    ├── NotFoundError                exit 3   a package, key, base or file is missing
+    │   └── MissingDependencyError            a required expert is not there
+    ├── IncompatibleError            exit 4   two things do not fit together
+    │   ├── BaseMismatchError                 an expert and a base
+    │   └── ConflictError                     two experts
+    ├── TrustError                   exit 5   nobody vouches for it, or the wrong one
+    │   ├── SignatureError                    the signature itself does not verify
+    │   ├── DigestError                       bytes are not the ones that were promised
+    │   ├── UnsignedError                     a signature is demanded and absent
+    │   └── RevokedError                      the key was revoked
+    ├── RegistryError                exit 6   network or registry
+    ├── BudgetError                  exit 7   memory, disk or quota is used up
+    │   └── DiskFullError
+    ├── InvalidPackageError          exit 8   a package or an input file is malformed
+    └── StoreError                   exit 1   the store cannot be used (read-only, damaged)
+
+A message names the thing, the fact and, in ``hint``, the way out. Exit codes and HTTP statuses are
+mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
+"""
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class ExpertError(Exception):
+    """Root of the tree; carries a stable ``code`` and a ``hint`` for the person."""
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        """Keep the message and the way out."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(ExpertError):
+    """The call itself is wrong: an argument, an empty prompt, a bad combination."""
+
+    code = "usage"
+
+
+class NotFoundError(ExpertError):
+    """A package, key, base or file does not exist."""
+
+    code = "not_found"
+
+
+class MissingDependencyError(NotFoundError):
+    """An expert that another one requires is not installed."""
+
+    code = "missing_dependency"
+
+
+class IncompatibleError(ExpertError):
+    """Two things do not fit together."""
+
+    code = "incompatible"
+
+
+class BaseMismatchError(IncompatibleError):
+    """An expert was made for another base model."""
+
+    code = "base_mismatch"
+
+
+class ConflictError(IncompatibleError):
+    """Two experts may not be installed or used together."""
+
+    code = "conflict"
+
+
+class TrustError(ExpertError):
+    """Nobody who is trusted for it vouches for the bytes."""
+
+    code = "trust"
+
+
+class SignatureError(TrustError):
+    """The signature bundle is malformed or does not verify."""
+
+    code = "signature"
+
+
+class DigestError(TrustError):
+    """Bytes differ from the digest that was promised for them."""
+
+    code = "digest"
+
+
+class UnsignedError(TrustError):
+    """A signature is demanded and absent."""
+
+    code = "unsigned"
+
+
+class RevokedError(TrustError):
+    """The signing key was revoked."""
+
+    code = "revoked"
+
+
+class RegistryError(ExpertError):
+    """The network or a registry failed."""
+
+    code = "registry"
+
+
+class BudgetError(ExpertError):
+    """A memory, disk or quota limit would be exceeded."""
+
+    code = "budget"
+
+
+class DiskFullError(BudgetError):
+    """The disk is full."""
+
+    code = "disk_full"
+
+
+class StoreError(ExpertError):
+    """The store cannot be used: read-only, locked for too long or damaged."""
+
+    code = "store"
+
+
+class InvalidPackageError(ExpertError):
+    """A package or an input file is malformed; carries all problems found, not the first."""
+
+    code = "invalid_package"
+
+    def __init__(self, what: str, problems: Iterable[str], *, hint: str = "") -> None:
+        """Say what is wrong with ``what``, one line per problem."""
+        self.what = what
+        self.problems = tuple(problems)
+        body = (
+            self.problems[0]
+            if len(self.problems) == 1
+            else f"{len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
+        )
+        super().__init__(f"{what}: {body}", hint=hint)

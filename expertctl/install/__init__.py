@@ -1,0 +1,1 @@
+"""From a reference or a file to a stored expert, with everything it requires."""

@@ -1,0 +1,1 @@
+"""From an adapter directory to a signed ``.expert`` file, and every strict reader on the way back."""

@@ -1,0 +1,234 @@
+"""Names, versions and constraints: the one place that reads a reference.
+
+Grammar: ``[registry-host/]namespace/name[@constraint]``. Versions are strict semver 2.0 without
+build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import total_ordering
+from typing import Self
+
+from expertctl.errors import UsageError
+
+MAX_LENGTH = 256
+NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
+_NAME = re.compile(NAME_PATTERN)
+_HOST = re.compile(
+    r"(?=.{1,128}\Z)([a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)*|\[[0-9a-fA-F:]+\])(:[0-9]{1,5})?"
+)
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_IDENTIFIER = r"(0|[1-9][0-9]{0,8}|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
+_VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-({_IDENTIFIER}(?:\.{_IDENTIFIER})*))?")
+_PARTIAL = re.compile(rf"{_NUMBER}(?:\.{_NUMBER})?(?:\.{_NUMBER})?")
+_OPERATOR = re.compile(r"(>=|<=|>|<|=)?\s*(\S+)")
+
+
+@total_ordering
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A semver version; ordered as semver 2.0 section 11 says."""
+
+    major: int
+    minor: int
+    patch: int
+    prerelease: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``X.Y.Z[-prerelease]``.
+
+        Raises:
+            UsageError: for anything else, build metadata and leading zeros included.
+        """
+        match = _VERSION.fullmatch(text) if len(text) <= MAX_LENGTH else None
+        if match is None:
+            raise UsageError(f"{text[:80]!r} is not a version such as 1.2.0 or 1.2.0-rc.1")
+        major, minor, patch, prerelease = match.group(1, 2, 3, 4)
+        parts = tuple(prerelease.split(".")) if prerelease else ()
+        return cls(int(major), int(minor), int(patch), parts)
+
+    def __str__(self) -> str:
+        """Return the canonical text."""
+        tail = f"-{'.'.join(self.prerelease)}" if self.prerelease else ""
+        return f"{self.major}.{self.minor}.{self.patch}{tail}"
+
+    def __lt__(self, other: "Version") -> bool:
+        """Order by precedence."""
+        return self._key() < other._key()
+
+    def _key(self) -> tuple[int, int, int, bool, tuple[tuple[bool, int, str], ...]]:
+        identifiers = tuple(
+            (not p.isdigit(), int(p) if p.isdigit() else 0, "" if p.isdigit() else p)
+            for p in self.prerelease
+        )
+        return (self.major, self.minor, self.patch, not self.prerelease, identifiers)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A set of versions, as a conjunction of comparisons; no comparison means any version."""
+
+    text: str
+    bounds: tuple[tuple[str, Version], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a constraint.
+
+        Raises:
+            UsageError: for anything outside the grammar.
+        """
+        if text == "*":
+            return cls(text, ())
+        bounds: list[tuple[str, Version]] = []
+        for part in text.split(","):
+            bounds += _bounds(part.strip(), text)
+        return cls(text, tuple(bounds))
+
+    def allows(self, version: Version) -> bool:
+        """Tell whether ``version`` is in the set; a prerelease only when it is named."""
+        if version.prerelease and not any(
+            b.prerelease
+            and (b.major, b.minor, b.patch) == (version.major, version.minor, version.patch)
+            for _, b in self.bounds
+        ):
+            return False
+        return all(_compare(version, operator, bound) for operator, bound in self.bounds)
+
+    def __str__(self) -> str:
+        """Return the text that was read."""
+        return self.text
+
+
+ANY = Constraint("*", ())
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PackageName:
+    """``namespace/name``."""
+
+    namespace: str
+    name: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``namespace/name``.
+
+        Raises:
+            UsageError: when it is not two names of lower-case letters, digits and single dashes.
+        """
+        namespace, _, name = text.partition("/")
+        fits = len(namespace) <= 64 and len(name) <= 64
+        if not (fits and _NAME.fullmatch(namespace) and _NAME.fullmatch(name)):
+            raise UsageError(
+                f"{text[:80]!r} is not a package name",
+                hint="names look like acme/sql-gen: lower-case letters, digits, single dashes",
+            )
+        return cls(namespace, name)
+
+    def __str__(self) -> str:
+        """Return ``namespace/name``."""
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a person asks for: a package, perhaps a registry, and the versions that will do."""
+
+    package: PackageName
+    constraint: Constraint = ANY
+    registry: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read ``[registry-host/]namespace/name[@constraint]``.
+
+        Raises:
+            UsageError: for anything outside the grammar.
+        """
+        if len(text) > MAX_LENGTH:
+            raise UsageError(f"{text[:40]!r}… is too long for a reference")
+        path, at, constraint = text.partition("@")
+        registry, slash, rest = path.partition("/")
+        if "/" not in rest:
+            registry, rest = "", path
+        elif not _HOST.fullmatch(registry):
+            raise UsageError(f"{registry!r} in {text!r} is not a registry host")
+        if at and not constraint:
+            raise UsageError(f"{text!r} has nothing after '@'")
+        return cls(
+            PackageName.parse(rest),
+            Constraint.parse(constraint) if at else ANY,
+            registry or None,
+        )
+
+    def __str__(self) -> str:
+        """Return the reference as a person would type it."""
+        host = f"{self.registry}/" if self.registry else ""
+        tail = "" if self.constraint == ANY else f"@{self.constraint}"
+        return f"{host}{self.package}{tail}"
+
+
+def _bounds(part: str, whole: str) -> list[tuple[str, Version]]:
+    if part[:1] in {"^", "~"}:
+        return _range(part[0], part[1:], whole)
+    match = _OPERATOR.fullmatch(part)
+    if match is None:
+        raise _bad(whole)
+    operator, number = match.group(1) or "=", match.group(2)
+    if _VERSION.fullmatch(number):
+        return [(operator, Version.parse(number))]
+    if operator == "=":
+        return _range("=", number, whole)
+    numbers = _partial(number, whole)
+    return [(operator, Version(*(numbers + [0, 0])[:3]))]
+
+
+def _range(operator: str, text: str, whole: str) -> list[tuple[str, Version]]:
+    if _VERSION.fullmatch(text):
+        low = Version.parse(text)
+        numbers = [low.major, low.minor, low.patch]
+    else:
+        numbers = _partial(text, whole)
+        low = Version(*(numbers + [0, 0])[:3])
+    fixed = _fixed(operator, numbers)
+    high = [*numbers[: fixed - 1], numbers[fixed - 1] + 1]
+    return [(">=", low), ("<", Version(*(high + [0, 0])[:3]))]
+
+
+def _fixed(operator: str, numbers: list[int]) -> int:
+    """How many leading numbers must stay equal or grow by one at the last of them."""
+    if operator == "~":
+        return min(2, len(numbers))
+    if operator == "=":
+        return len(numbers)
+    nonzero = next((i for i, n in enumerate(numbers) if n), len(numbers) - 1)
+    return nonzero + 1
+
+
+def _partial(text: str, whole: str) -> list[int]:
+    match = _PARTIAL.fullmatch(text)
+    if match is None:
+        raise _bad(whole)
+    return [int(group) for group in match.groups() if group is not None]
+
+
+def _compare(version: Version, operator: str, bound: Version) -> bool:
+    match operator:
+        case ">=":
+            return version >= bound
+        case "<=":
+            return version <= bound
+        case ">":
+            return version > bound
+        case "<":
+            return version < bound
+        case _:
+            return version == bound
+
+
+def _bad(text: str) -> UsageError:
+    return UsageError(
+        f"{text[:80]!r} is not a version constraint", hint="use 1.2.0, ^1.2, ~1.2, >=1,<2 or *"
+    )

@@ -1,0 +1,1 @@
+"""Documents that cross a boundary: strict JSON, the JSON Schemas, the manifest."""

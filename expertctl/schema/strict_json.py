@@ -1,0 +1,114 @@
+"""The one reading of untrusted JSON: bounded, and the same in every other strict reader.
+
+Refused: a BOM, anything but UTF-8, duplicate keys, lone surrogates, NaN and infinities, integers
+beyond ±(2⁵³-1) (RFC 7493, I-JSON), nesting deeper than ``MAX_DEPTH``.
+"""
+
+import json
+import math
+from typing import NoReturn
+
+import rfc8785
+
+from expertctl.errors import InvalidPackageError
+
+MAX_DEPTH = 32
+_MAX_INTEGER = 2**53 - 1
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+JsonObject = dict[str, JsonValue]
+
+
+class _RefusedError(ValueError):
+    """What is wrong with the document."""
+
+
+def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
+    """Read one JSON document.
+
+    Raises:
+        InvalidPackageError: for anything that two readers could understand differently.
+    """
+    if len(data) > max_bytes:
+        raise InvalidPackageError(what, [f"{len(data)} bytes of JSON, at most {max_bytes} allowed"])
+    try:
+        text = data.decode("utf-8")
+        document: JsonValue = json.loads(
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+        )
+        _check_values(document, MAX_DEPTH)
+    except UnicodeDecodeError as error:
+        raise InvalidPackageError(what, [f"not UTF-8 at byte {error.start}"]) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidPackageError(what, [f"not strict JSON: {error}"]) from error
+    return document
+
+
+def load_object(data: bytes, *, what: str, max_bytes: int) -> JsonObject:
+    """Read one JSON document that must be an object.
+
+    Raises:
+        InvalidPackageError: as `loads`, and when it is not an object.
+    """
+    document = loads(data, what=what, max_bytes=max_bytes)
+    if not isinstance(document, dict):
+        raise InvalidPackageError(what, ["the document is not a JSON object"])
+    return document
+
+
+def canonical(document: object) -> bytes:
+    """Return the RFC 8785 bytes of a document of our own making."""
+    return rfc8785.dumps(document)  # type: ignore[arg-type]  # its alias is recursive over Any
+
+
+def _unique(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RefusedError(f"duplicate key {next(n for n in names if names.count(n) > 1)!r}")
+    return result
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _RefusedError(f"{name} is not a JSON number")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 17 or abs(int(digits)) > _MAX_INTEGER:
+        raise _RefusedError(f"integer {digits[:20]}… is beyond 2^53-1")
+    return int(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise _RefusedError(f"number {digits[:20]} is too large")
+    return value
+
+
+def _check_values(value: JsonValue, depth: int) -> None:
+    if depth < 0:
+        raise _RefusedError(f"nested deeper than {MAX_DEPTH}")
+    match value:
+        case str() if not value.isascii():
+            _check_text(value)
+        case list():
+            for item in value:
+                _check_values(item, depth - 1)
+        case dict():
+            for name, item in value.items():
+                _check_values(name, depth)
+                _check_values(item, depth - 1)
+        case _:
+            pass
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _RefusedError("a string holds a lone surrogate") from error

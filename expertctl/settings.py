@@ -1,0 +1,135 @@
+"""Where things live and how the user wants them: flags, then environment, then ``config.toml``.
+
+``Home`` names every path below ``EXPERT_HOME``; ``Settings`` holds the choices. Nothing here
+creates or writes a file.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.errors import InvalidPackageError, UsageError
+
+_SIZE = re.compile(r"([0-9]{1,15})\s*([kKMGT]i?)?B?")
+_UNITS: dict[str | None, int] = {
+    None: 1,
+    **{u: 1000 ** (i + 1) for i, u in enumerate("KMGT")},
+    **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMGT")},
+}
+CONFIG_KEYS = {
+    "registry": "EXPERT_REGISTRY",
+    "offline": "EXPERT_OFFLINE",
+    "device": "EXPERT_DEVICE",
+    "memory_budget": "EXPERT_MEMORY_BUDGET",
+    "encoder": "EXPERT_ENCODER",
+}
+"""Config key → environment variable of the same meaning."""
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text[:40]!r} is not a size", hint="write 512MiB, 2GB or bytes")
+    number, unit = match.groups()
+    return int(number) * _UNITS[unit.replace("k", "K") if unit else None]
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The paths below ``EXPERT_HOME``."""
+
+    root: Path
+
+    @property
+    def store(self) -> Path:
+        """Blobs, references and staging."""
+        return self.root / "store"
+
+    @property
+    def index(self) -> Path:
+        """The catalogue and usage history, an SQLite database."""
+        return self.root / "index.db"
+
+    @property
+    def bases(self) -> Path:
+        """One folder per known base model."""
+        return self.root / "bases"
+
+    @property
+    def keys(self) -> Path:
+        """Private keys, mode 0600."""
+        return self.root / "keys"
+
+    @property
+    def trust(self) -> Path:
+        """Which key may sign what."""
+        return self.root / "trust.json"
+
+    @property
+    def config(self) -> Path:
+        """The user's settings."""
+        return self.root / "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The user's choices; ``None`` means that nobody chose."""
+
+    home: Home
+    registry: str | None = None
+    offline: bool = False
+    device: str | None = None
+    memory_budget: int | None = None
+    encoder: str | None = None
+
+
+def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
+    """Read ``config.toml`` and the environment, which wins.
+
+    Raises:
+        InvalidPackageError: when ``config.toml`` cannot be read as settings.
+        UsageError: when a value is not of its kind.
+    """
+    root = environment.get("EXPERT_HOME")
+    home = Home(Path(root).expanduser().absolute() if root else Path.home() / ".expert")
+    values = {**read_config(home.config), **_from_environment(environment)}
+    budget = values.get("memory_budget")
+    return Settings(
+        home=home,
+        registry=values.get("registry"),
+        offline=values.get("offline", "0").lower() in {"1", "true", "yes"},
+        device=values.get("device"),
+        memory_budget=parse_size(budget) if budget else None,
+        encoder=values.get("encoder"),
+    )
+
+
+def read_config(path: Path) -> dict[str, str]:
+    """Return the known keys of ``config.toml`` as text; a missing file is empty.
+
+    Raises:
+        InvalidPackageError: for broken TOML or an unknown key.
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidPackageError(str(path), [f"not valid TOML: {error}"]) from error
+    problems = [f"unknown setting {key!r}" for key in document if key not in CONFIG_KEYS]
+    if problems:
+        raise InvalidPackageError(str(path), problems, hint=f"known: {', '.join(CONFIG_KEYS)}")
+    return {key: str(value) for key, value in document.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    pairs = ((key, environment.get(name)) for key, name in CONFIG_KEYS.items())
+    return {key: value for key, value in pairs if value}

@@ -1,0 +1,1 @@
+"""What is on this machine: verified packages, base models, the catalogue."""
