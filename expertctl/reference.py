@@ -53,6 +53,11 @@ class Version:
         tail = f"-{'.'.join(self.prerelease)}" if self.prerelease else ""
         return f"{self.major}.{self.minor}.{self.patch}{tail}"
 
+    @property
+    def release(self) -> tuple[int, int, int]:
+        """The version without its prerelease part."""
+        return (self.major, self.minor, self.patch)
+
     def __lt__(self, other: "Version") -> bool:
         """Order by precedence."""
         return self._key() < other._key()
@@ -88,11 +93,8 @@ class Constraint:
 
     def allows(self, version: Version) -> bool:
         """Tell whether ``version`` is in the set; a prerelease only when it is named."""
-        if version.prerelease and not any(
-            b.prerelease
-            and (b.major, b.minor, b.patch) == (version.major, version.minor, version.patch)
-            for _, b in self.bounds
-        ):
+        named = {b.release for _, b in self.bounds if b.prerelease}
+        if version.prerelease and version.release not in named:
             return False
         return all(_compare(version, operator, bound) for operator, bound in self.bounds)
 
@@ -150,7 +152,7 @@ class Reference:
         if len(text) > MAX_LENGTH:
             raise UsageError(f"{text[:40]!r}… is too long for a reference")
         path, at, constraint = text.partition("@")
-        registry, slash, rest = path.partition("/")
+        registry, _, rest = path.partition("/")
         if "/" not in rest:
             registry, rest = "", path
         elif not _HOST.fullmatch(registry):
@@ -182,7 +184,7 @@ def _bounds(part: str, whole: str) -> list[tuple[str, Version]]:
     if operator == "=":
         return _range("=", number, whole)
     numbers = _partial(number, whole)
-    return [(operator, Version(*(numbers + [0, 0])[:3]))]
+    return [_partial_bound(operator, numbers)]
 
 
 def _range(operator: str, text: str, whole: str) -> list[tuple[str, Version]]:
@@ -191,10 +193,23 @@ def _range(operator: str, text: str, whole: str) -> list[tuple[str, Version]]:
         numbers = [low.major, low.minor, low.patch]
     else:
         numbers = _partial(text, whole)
-        low = Version(*(numbers + [0, 0])[:3])
+        low = _padded(numbers)
     fixed = _fixed(operator, numbers)
     high = [*numbers[: fixed - 1], numbers[fixed - 1] + 1]
-    return [(">=", low), ("<", Version(*(high + [0, 0])[:3]))]
+    return [(">=", low), ("<", _padded(high))]
+
+
+def _partial_bound(operator: str, numbers: list[int]) -> tuple[str, Version]:
+    """``>1`` means beyond every 1.x, and ``<=1`` up to the last of them, as cargo reads them."""
+    if operator in {">", "<="}:
+        beyond = _padded([*numbers[:-1], numbers[-1] + 1])
+        return (">=" if operator == ">" else "<", beyond)
+    return (operator, _padded(numbers))
+
+
+def _padded(numbers: list[int]) -> Version:
+    major, minor, patch = [*numbers, 0, 0][:3]
+    return Version(major, minor, patch)
 
 
 def _fixed(operator: str, numbers: list[int]) -> int:

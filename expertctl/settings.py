@@ -16,8 +16,8 @@ from expertctl.errors import InvalidPackageError, UsageError
 _SIZE = re.compile(r"([0-9]{1,15})\s*([kKMGT]i?)?B?")
 _UNITS: dict[str | None, int] = {
     None: 1,
-    **{u: 1000 ** (i + 1) for i, u in enumerate("KMGT")},
-    **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMGT")},
+    **{u: int(1000 ** (i + 1)) for i, u in enumerate("KMGT")},
+    **{f"{u}i": int(1024 ** (i + 1)) for i, u in enumerate("KMGT")},
 }
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
@@ -39,7 +39,7 @@ def parse_size(text: str) -> int:
     if match is None:
         raise UsageError(f"{text[:40]!r} is not a size", hint="write 512MiB, 2GB or bytes")
     number, unit = match.groups()
-    return int(number) * _UNITS[unit.replace("k", "K") if unit else None]
+    return int(number) * _UNITS[unit.upper().replace("I", "i") if unit else None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,5 +29,5 @@ _BY_CLASS: dict[type[ExpertError], int] = {
 
 def exit_code(error: ExpertError) -> int:
     """Return the process exit code for an error."""
-    classes = (_BY_CLASS.get(cls) for cls in type(error).__mro__)  # type: ignore[arg-type]  # plain classes miss
+    classes = (_BY_CLASS.get(cls) for cls in type(error).__mro__)
     return next((code for code in classes if code is not None), FAILURE)

@@ -56,16 +56,12 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
 
 def printable(text: str) -> str:
     """Replace control and format characters (ANSI escapes, bidi overrides) but line ends, tabs."""
-    return (
-        "".join(
-            c
-            if c in "\n\t" or unicodedata.category(c) not in {"Cc", "Cf"}
-            else "\N{REPLACEMENT CHARACTER}"
-            for c in text
-        )
-        if not text.isprintable()
-        else text
-    )
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    harmless = character in "\n\t" or unicodedata.category(character) not in {"Cc", "Cf"}
+    return character if harmless else "\N{REPLACEMENT CHARACTER}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
