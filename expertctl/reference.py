@@ -21,7 +21,7 @@ _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _IDENTIFIER = r"(0|[1-9][0-9]{0,8}|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-({_IDENTIFIER}(?:\.{_IDENTIFIER})*))?")
 _PARTIAL = re.compile(rf"{_NUMBER}(?:\.{_NUMBER})?(?:\.{_NUMBER})?")
-_OPERATOR = re.compile(r"(>=|<=|>|<|=)?\s*(\S+)")
+_OPERATOR = re.compile(r"(>=|<=|>|<|=)? *(\S+)")
 
 
 @total_ordering
@@ -88,7 +88,7 @@ class Constraint:
             return cls(text, ())
         bounds: list[tuple[str, Version]] = []
         for part in text.split(","):
-            bounds += _bounds(part.strip(), text)
+            bounds += _bounds(part.strip(" "), text)
         return cls(text, tuple(bounds))
 
     def allows(self, version: Version) -> bool:

@@ -1,0 +1,42 @@
+# `make run` and `make test` are the two commands of the README; both are quick the second time.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+PROMPT ?= Sort these numbers: 41, 7, 23, 15
+
+.PHONY: run test test-all lint coverage bench clean
+
+run: $(VENV)/.run
+	@$(BIN)/expertctl run "$(PROMPT)"
+
+test: $(VENV)/.dev
+	@$(PYTEST) -m "not all and not gpu" $(ARGS)
+
+test-all: $(VENV)/.dev
+	@$(PYTEST) -m "all and not gpu" $(ARGS)
+
+coverage: ARGS += --cov --cov-report=term:skip-covered --cov-fail-under=95
+coverage: test
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@$(BIN)/python -m benchmarks
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expertctl needs Python 3.11 or newer; set PYTHON=…")'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e ".[engine]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e ".[dev]"
+	@touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,120 @@
+"""References, versions and constraints; precedence cases from semver.org."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.errors import UsageError
+from expertctl.reference import Constraint, PackageName, Reference, Version
+
+# semver.org section 11, the chain of precedence that it prints, plus its 1.0.0 < 2.0.0 < 2.1.0.
+PRECEDENCE = [
+    "1.0.0-alpha",
+    "1.0.0-alpha.1",
+    "1.0.0-alpha.beta",
+    "1.0.0-beta",
+    "1.0.0-beta.2",
+    "1.0.0-beta.11",
+    "1.0.0-rc.1",
+    "1.0.0",
+    "2.0.0",
+    "2.1.0",
+    "2.1.1",
+]
+
+
+def test_versions_are_ordered_as_semver_says() -> None:
+    versions = [Version.parse(text) for text in PRECEDENCE]
+    assert sorted(reversed(versions)) == versions
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1.0", "v1.0.0", "01.0.0", "1.0.0+build", "1.0.0-", "1.0.0-01", "1.0.0-a..b", "1.0.0 ",
+        "١.0.0", "", "1.0.0-é", "9999999999.0.0", "-1.0.0", "1.0.0\n",
+    ],
+)  # fmt: skip
+def test_a_version_outside_strict_semver_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Version.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "inside", "outside"),
+    [
+        ("1.2.0", ["1.2.0"], ["1.2.1", "1.2.0-rc.1"]),
+        ("1.2", ["1.2.0", "1.2.9"], ["1.3.0", "1.1.9"]),
+        ("^1.2", ["1.2.0", "1.9.9"], ["1.1.9", "2.0.0"]),
+        ("^1.2.3", ["1.2.3", "1.3.0"], ["1.2.2", "2.0.0"]),
+        ("^0.2.3", ["0.2.3", "0.2.9"], ["0.3.0", "0.2.2"]),
+        ("^0.0.3", ["0.0.3"], ["0.0.4"]),
+        ("^0.0", ["0.0.0", "0.0.9"], ["0.1.0"]),
+        ("^0", ["0.0.1", "0.9.0"], ["1.0.0"]),
+        ("~1.2", ["1.2.0", "1.2.9"], ["1.3.0"]),
+        ("~1.2.3", ["1.2.3", "1.2.9"], ["1.2.2", "1.3.0"]),
+        ("~1", ["1.0.0", "1.9.0"], ["2.0.0"]),
+        (">=1,<2", ["1.0.0", "1.9.9"], ["0.9.9", "2.0.0"]),
+        (">1", ["2.0.0"], ["1.0.0", "1.9.0"]),
+        ("<=1", ["1.9.9", "0.1.0"], ["2.0.0"]),
+        ("*", ["0.0.0", "9.9.9"], ["1.0.0-rc.1"]),
+        ("^1.0.0-rc.1", ["1.0.0-rc.1", "1.0.0-rc.2", "1.0.0", "1.5.0"], ["1.0.0-beta", "1.1.0-rc.1"]),
+    ],
+)  # fmt: skip
+def test_a_constraint_allows_what_cargo_allows(
+    constraint: str, inside: list[str], outside: list[str]
+) -> None:
+    parsed = Constraint.parse(constraint)
+    assert [v for v in inside if not parsed.allows(Version.parse(v))] == []
+    assert [v for v in outside if parsed.allows(Version.parse(v))] == []
+
+
+@pytest.mark.parametrize("text", ["", "^", "==1", "1.*", ">=1,,<2", "^1 || ^2", "latest", "~>1"])
+def test_a_constraint_outside_the_grammar_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Constraint.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "registry", "name", "constraint"),
+    [
+        ("acme/sql-gen", None, "acme/sql-gen", "*"),
+        ("acme/sql@^1.2", None, "acme/sql", "^1.2"),
+        ("experts.example.com/acme/sql", "experts.example.com", "acme/sql", "*"),
+        ("localhost:5000/acme/sql@1.0.0", "localhost:5000", "acme/sql", "1.0.0"),
+        ("[::1]:5000/acme/sql", "[::1]:5000", "acme/sql", "*"),
+    ],
+)
+def test_a_reference_is_read_and_shown_again(
+    text: str, registry: str | None, name: str, constraint: str
+) -> None:
+    reference = Reference.parse(text)
+    assert (reference.registry, str(reference.package)) == (registry, name)
+    assert (str(reference.constraint), str(reference)) == (constraint, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sql", "Acme/sql", "acme/sql_gen", "acme/-sql", "acme/sql--gen", "acme/", "/sql", "a/b/c/d",
+        "../../etc/passwd", "acme/sql@", "acme/..", "acme/sql\x00", "acme/sql ", "http://h/a/b",
+        "a@h/acme/sql", "acme/" + "s" * 65, "acme\\sql", "acme/sql@1.0.0\n", "x" * 300,
+    ],
+)  # fmt: skip
+def test_a_reference_outside_the_grammar_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        Reference.parse(text)
+
+
+@given(st.text(max_size=80))
+def test_reading_any_text_as_a_reference_gives_a_reference_or_a_usage_error(text: str) -> None:
+    try:
+        reference = Reference.parse(text)
+    except UsageError:
+        return
+    assert Reference.parse(str(reference)) == reference
+
+
+def test_names_compare_by_namespace_then_name() -> None:
+    names = [PackageName.parse(t) for t in ("b/a", "a/b", "a/a")]
+    assert [str(n) for n in sorted(names)] == ["a/a", "a/b", "b/a"]
