@@ -1,0 +1,342 @@
+"""Tiny random models and adapters as real files; torch-free, equal for equal arguments.
+
+`write_base` makes a Hugging Face directory, `write_lora` a PEFT directory beside it. The values are
+small random numbers from a seeded generator, so that every tensor differs from every other.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTE_TOKENS = 256
+VOCAB = BYTE_TOKENS + len(SPECIAL_TOKENS)
+ALL_PROJECTIONS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+def write_base(
+    directory: Path,
+    *,
+    arch: str = "qwen3",
+    layers: int = 2,
+    hidden: int = 32,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    intermediate: int = 48,
+    vocab: int = VOCAB,
+    tie: bool = True,
+    dtype: str = "float32",
+    shards: int = 1,
+    seed: int = 0,
+    **config: object,
+) -> Path:
+    """Write a decoder with random weights and a byte-level tokenizer; return the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values: dict[str, object] = {
+        "architectures": [_CLASSES[arch]],
+        "model_type": arch,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": tie,
+        "attention_bias": False,
+        "use_cache": True,
+        "bos_token_id": BYTE_TOKENS,
+        "eos_token_id": BYTE_TOKENS + 2,
+        "dtype": dtype,
+        **config,
+    }
+    if arch == "mistral":
+        values.setdefault("sliding_window", None)
+    shapes = base_shapes(values)
+    _write_json(directory / "config.json", values)
+    _write_shards(directory, _random(shapes, seed), dtype=dtype, shards=shards)
+    write_tokenizer(directory)
+    return directory
+
+
+def base_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that such a configuration has."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    dim = config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {
+            f"{prefix}.input_layernorm.weight": (hidden,),
+            f"{prefix}.post_attention_layernorm.weight": (hidden,),
+            f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
+            f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
+            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
+            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
+        }
+        if config["model_type"] == "qwen3":
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        biased = _biased(config)
+        shapes |= {
+            f"{prefix}.self_attn.{name}.bias": shapes[f"{prefix}.self_attn.{name}.weight"][:1]
+            for name in biased
+        }
+    return shapes
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a byte-level tokenizer of `VOCAB` tokens with a ChatML template."""
+    alphabet = byte_alphabet()
+    tokenizer = Tokenizer(
+        models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[], fuse_unk=False)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS])
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    _write_json(
+        directory / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": None,
+            "eos_token": "<|im_end|>",
+            "pad_token": "<|endoftext|>",
+            "add_bos_token": False,
+            "model_max_length": 512,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+    _write_json(
+        directory / "generation_config.json",
+        {
+            "bos_token_id": BYTE_TOKENS,
+            "eos_token_id": [BYTE_TOKENS + 2, BYTE_TOKENS],
+            "pad_token_id": BYTE_TOKENS,
+        },
+    )
+
+
+def byte_alphabet() -> list[str]:
+    """Return the printable stand-in of each byte, as byte-level BPE defines it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def write_lora(
+    directory: Path,
+    base_dir: Path,
+    *,
+    rank: int = 4,
+    alpha: float = 8,
+    dtype: str = "float32",
+    targets: Iterable[str] = ALL_PROJECTIONS,
+    seed: int = 0,
+    scale: float = 0.1,
+    **config: Any,
+) -> Path:
+    """Write a PEFT LoRA for every layer of a base; return the directory.
+
+    ``scale`` is the standard deviation of the values; ``config`` overrides adapter_config.json.
+    ``rank_pattern`` and ``layers_to_transform`` decide which tensors there are.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = tuple(targets)
+    values = lora_config(base_dir, rank=rank, alpha=alpha, targets=wanted, **config)
+    shapes = lora_shapes(base_dir, values, targets=wanted)
+    _write_json(directory / "adapter_config.json", values)
+    arrays = {name: array * (scale / 0.05) for name, array in _random(shapes, seed).items()}
+    write_safetensors(
+        directory / "adapter_model.safetensors", arrays, dtype=dtype, metadata={"format": "pt"}
+    )
+    return directory
+
+
+def lora_config(
+    base_dir: Path, *, rank: int, alpha: float, targets: tuple[str, ...], **config: Any
+) -> dict[str, Any]:
+    """Return adapter_config.json as PEFT 0.21 writes it."""
+    values: dict[str, Any] = {
+        "alora_invocation_tokens": None,
+        "alpha_pattern": {},
+        "arrow_config": None,
+        "auto_mapping": None,
+        "base_model_name_or_path": str(base_dir),
+        "bias": "none",
+        "corda_config": None,
+        "ensure_weight_tying": False,
+        "eva_config": None,
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "kasa_config": None,
+        "layer_replication": None,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "loftq_config": {},
+        "lora_alpha": alpha,
+        "lora_bias": False,
+        "lora_dropout": 0.0,
+        "lora_ga_config": None,
+        "megatron_config": None,
+        "megatron_core": "megatron.core",
+        "modules_to_save": None,
+        "monteclora_config": None,
+        "peft_type": "LORA",
+        "peft_version": "0.21.2",
+        "qalora_group_size": 16,
+        "r": rank,
+        "rank_pattern": {},
+        "revision": None,
+        "target_modules": list(targets),
+        "target_parameters": None,
+        "task_type": "CAUSAL_LM",
+        "trainable_token_indices": None,
+        "use_bdlora": None,
+        "use_dora": False,
+        "use_qalora": False,
+        "use_rslora": False,
+        "velora_config": None,
+    }
+    return {**values, **config}
+
+
+def lora_shapes(
+    base_dir: Path, config: Mapping[str, Any], *, targets: tuple[str, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of such a LoRA; patterns are read as literal suffixes."""
+    base = base_shapes(json.loads((base_dir / "config.json").read_text(encoding="utf-8")))
+    layers = config["layers_to_transform"]
+    chosen = {layers} if isinstance(layers, int) else set(layers or ())
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in base.items():
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or not module.endswith(tuple(f".{t}" for t in targets)):
+            continue
+        if chosen and int(module.split(".")[2]) not in chosen:
+            continue
+        rank = _rank(module, config)
+        shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, shape[1])
+        shapes[f"base_model.model.{module}.lora_B.weight"] = (shape[0], rank)
+    return shapes
+
+
+def write_safetensors(
+    path: Path,
+    arrays: Arrays,
+    *,
+    dtype: str = "float32",
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write arrays as the safetensors library does: names sorted, header padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    parts, begin = [], 0
+    for name in sorted(arrays):
+        data = to_bytes(arrays[name], dtype)
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [begin, begin + len(data)],
+        }
+        parts.append(data)
+        begin += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(parts))
+
+
+def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
+    """Return the little-endian bytes of an array; bfloat16 is rounded to nearest even."""
+    if dtype == "bfloat16":
+        bits = array.astype("<f4").view("<u4").astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return array.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
+
+
+def _rank(module: str, config: Mapping[str, Any]) -> int:
+    for key, rank in config["rank_pattern"].items():
+        if module == key or module.endswith(f".{key}"):
+            return int(rank)
+    return int(config["r"])
+
+
+def _biased(config: Mapping[str, Any]) -> tuple[str, ...]:
+    if config["model_type"] == "qwen2":
+        return ("q_proj", "k_proj", "v_proj")
+    if config["model_type"] in {"llama", "qwen3"} and config["attention_bias"]:
+        return ("q_proj", "k_proj", "v_proj", "o_proj")
+    return ()
+
+
+def _random(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(seed)
+    arrays = {}
+    for name in sorted(shapes):
+        noise = generator.standard_normal(shapes[name]).astype(np.float32) * np.float32(0.05)
+        arrays[name] = 1 + noise if name.endswith("norm.weight") else noise
+    return arrays
+
+
+def _write_shards(directory: Path, arrays: Arrays, *, dtype: str, shards: int) -> None:
+    if shards == 1:
+        write_safetensors(
+            directory / "model.safetensors", arrays, dtype=dtype, metadata={"format": "pt"}
+        )
+        return
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        part = {name: arrays[name] for name in sorted(arrays)[number::shards]}
+        write_safetensors(directory / file, part, dtype=dtype, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(len(to_bytes(array, dtype)) for array in arrays.values())
+    _write_json(
+        directory / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+    )
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
