@@ -1,0 +1,1 @@
+"""Speed as a feature: each module measures ours and a rival, alternating, in one process tree."""

@@ -1,0 +1,28 @@
+"""Run every benchmark, one at a time, each in a process of its own; print one table."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.harness import as_table
+
+NOT_BENCHMARKS = {"__init__", "__main__", "harness"}
+
+
+def main() -> None:
+    """Print one table per benchmark; exit 1 when a target is missed."""
+    folder = Path(__file__).parent
+    names = sorted(p.stem for p in folder.glob("*.py") if p.stem not in NOT_BENCHMARKS)
+    missed = False
+    for name in names:
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json"]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        document = json.loads(output)
+        missed |= any(row["ok"] is False for row in document["rows"])
+        print(as_table(document), flush=True)
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()

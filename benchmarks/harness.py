@@ -1,0 +1,147 @@
+"""Alternating measurement and the one document that every benchmark prints.
+
+The machine is shared and noisy, so two things are measured A B A B and only the ratio of their
+medians counts; its spread is the quartiles of the ratios of neighbouring runs.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+Seconds = float
+Run = Callable[[], Seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison; ``theirs`` is None where the rival is not installed."""
+
+    case: str
+    ours: float
+    rival: str
+    theirs: float | None
+    unit: str
+    better: str
+    ratio: float | None
+    spread: tuple[float, float] | None
+    target: str | None = None
+    ok: bool | None = None
+    note: str | None = None
+
+
+def timed(action: Callable[[], object]) -> Run:
+    """Turn an action into a run that returns its wall time in seconds."""
+
+    def run() -> Seconds:
+        gc.collect()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    return run
+
+
+def compare(
+    case: str, ours: Run, theirs: Run, *, rival: str, rounds: int, target: str | None = None
+) -> Row:
+    """Measure two runs alternately, after one warm-up of each; smaller is better."""
+    ours(), theirs()
+    pairs = [_pair(ours, theirs, swapped=bool(i % 2)) for i in range(rounds)]
+    mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratios = sorted(a / b for a, b in pairs)
+    row = Row(
+        case=case,
+        ours=round(mine * 1000, 3),
+        rival=rival,
+        theirs=round(other * 1000, 3),
+        unit="ms",
+        better="lower",
+        ratio=round(mine / other, 3),
+        spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
+    )
+    return judged(row, target) if target else row
+
+
+def judged(row: Row, target: str) -> Row:
+    """Say whether the ratio meets a target such as ``<= 1.5``."""
+    operator, bound = target.split()
+    ratio = row.ratio
+    met = ratio is not None and (
+        ratio <= float(bound) if operator == "<=" else ratio >= float(bound)
+    )
+    return replace(row, target=target, ok=met)
+
+
+def absent(case: str, *, rival: str, install: str, target: str | None = None) -> Row:
+    """The row of a rival that is not installed, with the line that installs it."""
+    return Row(case, 0.0, rival, None, "ms", "lower", None, None, target, False, install)
+
+
+def main(name: str, measure: Callable[[int], Sequence[Row]], *, rounds: int) -> None:
+    """Command line of one benchmark: ``--json`` for the document, else a table."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    options = parser.parse_args()
+    document: dict[str, object] = {
+        "name": name,
+        "machine": machine(),
+        "rows": [asdict(row) for row in measure(options.rounds)],
+    }
+    print(json.dumps(document) if options.json else as_table(document))
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    return {"cpu": _cpu(), "threads": threads, "device": "cpu", "python": platform.python_version()}
+
+
+def as_table(document: dict[str, object]) -> str:
+    """The document for a person."""
+    header = ("case", "ours", "theirs", "rival", "ratio", "spread", "target", "ok")
+    lines = [header, *(_cells(row) for row in document["rows"])]  # type: ignore[attr-defined]  # rows is a list
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    body = "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines
+    )
+    return f"{document['name']}  {document['machine']}\n{body}"
+
+
+def _cells(row: dict[str, object]) -> tuple[str, ...]:
+    ok = {True: "yes", False: "NO", None: "-"}[row["ok"]]  # type: ignore[index]  # bool or None
+    figures = [f"{row['ours']} {row['unit']}", f"{row['theirs']} {row['unit']}"]
+    rest = [row["ratio"], row["spread"], row["target"] or "-"]
+    return (str(row["case"]), *figures, str(row["rival"]), *(str(cell) for cell in rest), ok)
+
+
+def _pair(ours: Run, theirs: Run, *, swapped: bool) -> tuple[Seconds, Seconds]:
+    if swapped:
+        other = theirs()
+        return ours(), other
+    return ours(), theirs()
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    position = share * (len(values) - 1)
+    low = int(position)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (position - low)
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [
+        line.partition(":")[2].strip()
+        for line in (info.read_text().splitlines() if info.exists() else [])
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.processor() or sys.platform

@@ -1,0 +1,98 @@
+"""How long a command takes to start, against a one-command typer program and ``import torch``."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import Row, Run, compare, judged, main
+
+TYPER_PROGRAM = """
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def hello(name: str = "world") -> None:
+    print(f"hello {name}")
+
+
+app()
+"""
+PROMPT = "Sort these numbers: 41, 7, 23, 15"
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Time ``--version``, ``list`` and ``run`` as processes, on a home with the starter pack."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "hello.py")
+        program.write_text(TYPER_PROGRAM)
+        home = {"EXPERT_HOME": str(Path(folder, "home"))}
+        _output([*EXPERTCTL, "run", PROMPT, "--json"], home)  # installs the starter pack
+        typer = _process([sys.executable, str(program)], home)
+        torch = _process([sys.executable, "-c", "import torch"], home)
+        return [
+            compare(
+                "expertctl --version", _process([*EXPERTCTL, "--version"], home), typer,
+                rival="one-command typer program", rounds=rounds, target="<= 1.2",
+            ),
+            compare(
+                "expertctl list", _process([*EXPERTCTL, "list"], home), typer,
+                rival="one-command typer program", rounds=rounds, target="<= 1.5",
+            ),
+            _added_by_run(torch, home, rounds),
+        ]  # fmt: skip
+
+
+EXPERTCTL = [str(Path(sys.executable).with_name("expertctl"))]
+
+
+def _added_by_run(torch: Run, home: dict[str, str], rounds: int) -> Row:
+    """What ``run`` takes beyond importing torch and generating, as a part of importing torch."""
+    pairs = [(torch(), _besides_generating(home)) for _ in range(rounds)]
+    added = [(whole - imported) for imported, whole in pairs]
+    imports = [imported for imported, _ in pairs]
+    shares = sorted(a / i for a, i in zip(added, imports, strict=True))
+    row = Row(
+        case="expertctl run: added to import torch, besides generating",
+        ours=round(median(added) * 1000, 1),
+        rival="python -c 'import torch'",
+        theirs=round(median(imports) * 1000, 1),
+        unit="ms",
+        better="lower",
+        ratio=round(median(added) / median(imports), 3),
+        spread=(round(shares[len(shares) // 4], 3), round(shares[-1 - len(shares) // 4], 3)),
+    )
+    return judged(row, "<= 0.5")
+
+
+def _besides_generating(home: dict[str, str]) -> float:
+    start = time.perf_counter()
+    document = json.loads(_output([*EXPERTCTL, "run", PROMPT, "--json"], home))
+    seconds = time.perf_counter() - start
+    timings = document["timings_ms"]
+    return float(seconds - (timings["prefill"] + timings["decode"]) / 1000)
+
+
+def _process(command: list[str], home: dict[str, str]) -> Run:
+    def run() -> float:
+        start = time.perf_counter()
+        _output(command, home)
+        return time.perf_counter() - start
+
+    return run
+
+
+def _output(command: list[str], home: dict[str, str]) -> bytes:
+    environment = {**os.environ, **home}
+    return subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+
+
+if __name__ == "__main__":
+    main("startup", measure, rounds=15)
