@@ -175,8 +175,10 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
 def _beyond_the_schema(manifest: Manifest) -> list[str]:
     """What the schema's patterns cannot decide."""
     problems = _unreadable(Version.parse, "version", [manifest.version])
-    problems += _unreadable(Reference.parse, "requires", manifest.composition.requires)
-    problems += _unreadable(Reference.parse, "conflicts", manifest.composition.conflicts)
+    problems += _unreadable(Reference.parse, "composition/requires", manifest.composition.requires)
+    problems += _unreadable(
+        Reference.parse, "composition/conflicts", manifest.composition.conflicts
+    )
     paths = [p for a in manifest.adapters for p in (a.path, a.config)]
     return problems + [f"two adapters use {p!r}" for p in sorted(set(paths)) if paths.count(p) > 1]
 

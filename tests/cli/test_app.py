@@ -1,0 +1,112 @@
+"""The entry point: lazy commands, errors as the contract says, nothing but exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expertctl import __version__, errors
+from expertctl.cli import app
+from expertctl.cli.exit_codes import exit_code
+
+SUBCLASSES = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.ExpertError)
+]
+# contract.md, "Exit codes".
+CONTRACT = {
+    "error": 1,
+    "store": 1,
+    "usage": 2,
+    "not_found": 3,
+    "missing_dependency": 3,
+    "incompatible": 4,
+    "base_mismatch": 4,
+    "conflict": 4,
+    "trust": 5,
+    "signature": 5,
+    "digest": 5,
+    "unsigned": 5,
+    "revoked": 5,
+    "registry": 6,
+    "budget": 7,
+    "disk_full": 7,
+    "invalid_package": 8,
+}
+
+
+@pytest.mark.parametrize("cls", SUBCLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_has_the_exit_code_of_the_contract(cls: type[errors.ExpertError]) -> None:
+    error = cls("what", ["why"]) if cls is errors.InvalidPackageError else cls("what")  # type: ignore[call-arg]
+    assert exit_code(error) == CONTRACT[cls.code]
+
+
+def test_error_codes_are_distinct() -> None:
+    codes = [cls.code for cls in SUBCLASSES]
+    assert sorted(codes) == sorted(set(codes))
+
+
+def test_the_docstring_draws_every_error() -> None:
+    drawing = errors.__doc__ or ""
+    assert [cls.__name__ for cls in SUBCLASSES if cls.__name__ not in drawing] == []
+
+
+def test_version_is_printed_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"expertctl {__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(app.COMMANDS))
+def test_every_command_has_help_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    if app.COMMANDS[name].endswith(":app"):
+        assert "Commands" in text
+    else:
+        assert f"expertctl {name}" in text.split("Example")[1]
+        assert "--json" in text
+
+
+def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["frobnicate"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "frobnicate" in err
+    assert "\n\nhint: see `expertctl --help`\n" in err
+
+
+def test_with_json_an_error_is_one_document_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["inspect", "nowhere.expert", "--json"]) == 3
+    out, err = capsys.readouterr()
+    fields = json.loads(out)["error"]
+    assert fields["code"] == "not_found"
+    assert "nowhere.expert" in fields["message"]
+    assert err.startswith("error: ")
+
+
+def test_a_reader_that_closes_the_pipe_early_gets_no_traceback(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("expertctl")
+    result = subprocess.run(
+        ["bash", "-c", f"{program} --help | head -c 1"],
+        env={**os.environ, "EXPERT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_a_broken_config_file_is_an_error_that_names_it(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text("= broken")
+    assert app.run(["list"]) == 8
+    assert str(home / "config.toml") in capsys.readouterr().err

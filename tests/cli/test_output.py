@@ -1,0 +1,78 @@
+"""Output: control characters never reach a terminal, tables line up, sizes read well."""
+
+import io
+import json
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.cli.output import emit, fail, human_size, note, printable, progress, table
+from expertctl.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text\n\tindented é 漢", "plain text\n\tindented é 漢"),
+        ("\x1b[31mred", "�[31mred"),
+        ("a\rb", "a�b"),
+        ("file\u202egnp.exe", "file�gnp.exe"),
+        ("\x00\x07\x9b", "���"),
+    ],
+)
+def test_control_characters_are_replaced(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@given(st.text())
+def test_printable_text_has_no_escape_and_keeps_its_length(text: str) -> None:
+    shown = printable(text)
+    assert len(shown) == len(text)
+    assert not set(shown) & {"\x1b", "\x9b", "\r", "\x07", "\u202e"}
+
+
+def test_with_json_only_the_document_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    emit({"name": "é\x1b"}, "text", as_json=True)
+    note("aside")
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"name": "é\x1b"}
+    assert "\x1b" not in out
+    assert err == "aside\n"
+
+
+def test_an_error_shows_the_fact_then_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    fail(UsageError("this is wrong", hint="do that"), as_json=False)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: this is wrong\n\nhint: do that\n")
+
+
+def test_a_table_lines_up_without_trailing_spaces() -> None:
+    text = table(["name", "size"], [["a", "1 B"], ["longer", "2 B"]])
+    assert text == "name    size\na       1 B\nlonger  2 B"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345_678, "12.3 MB"), (10**13, "10.0 TB")],
+)
+def test_sizes_are_shown_in_powers_of_a_thousand(size: int, text: str) -> None:
+    assert human_size(size) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, as_json, silent in [
+        (Terminal(), False, False),
+        (Terminal(), True, True),
+        (io.StringIO(), False, True),
+    ]:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with progress("hashing", 10, as_json=as_json) as advance:
+            advance(10)
+        assert (stream.getvalue() == "") == silent

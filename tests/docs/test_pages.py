@@ -1,0 +1,55 @@
+"""Every command shown in a page works, and prints what the page says."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.transcripts import Step, matches, run, steps_of
+from tests.factories import write_base, write_lora
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+RUNNABLE = [page for page in PAGES if steps_of(page)]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A folder as the pages assume it: the checkout's examples, a base and a LoRA of one's own."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    write_base(folder / "my-base")
+    write_lora(folder / "my-lora", folder / "my-base")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path) -> None:
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HOME": str(workplace.parent),
+        "OMP_NUM_THREADS": "1",
+    }
+    steps = [step for step in steps_of(page) if not step.command.startswith("make ")]
+    assert run(steps, folder=workplace, environment=environment, limit_s=600) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_inside_the_project_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_comparison_of_transcripts_notices_a_difference() -> None:
+    assert matches(("a … c", "…", "d"), ["a b c", "x", "y", "d"])
+    assert not matches(("a", "b"), ["a"])
+    assert not matches(("a [x]",), ["a x"])
+
+
+def test_a_failing_command_is_reported(tmp_path: Path) -> None:
+    steps = [Step("true", ()), Step("false", ()), Step("echo hi", ("ho",))]
+    problems = run(steps, folder=tmp_path, environment={"PATH": os.environ["PATH"]}, limit_s=10)
+    assert [p.splitlines()[0] for p in problems] == ["$ false", "$ echo hi"]

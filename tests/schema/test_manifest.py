@@ -1,0 +1,112 @@
+"""The manifest: every key of the published example, and refusals that name every problem."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import InvalidPackageError
+from expertctl.schema.manifest import parse_manifest
+from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.validation import schema_path
+
+EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "manifest"
+
+
+@pytest.fixture
+def document() -> JsonObject:
+    example: JsonObject = json.loads((EXAMPLES / "valid" / "every-key.json").read_text())
+    return example
+
+
+def refused(document: JsonObject) -> str:
+    with pytest.raises(InvalidPackageError) as caught:
+        parse_manifest(json.dumps(document).encode())
+    return caught.value.message
+
+
+def test_every_key_of_the_example_is_read(document: JsonObject) -> None:
+    manifest = parse_manifest(json.dumps(document).encode())
+    assert manifest.ref == "acme/sql-gen@1.2.0"
+    assert manifest.base.revision == "c1899de289a04d12100db370d81485cdf75e47ca"
+    assert (manifest.adapters[0].rank, manifest.adapters[0].tensors) == (16, 392)
+    assert manifest.routing.exclude_keywords == ("mongodb",)
+    assert manifest.composition.requires == ("acme/english@^1",)
+    assert (manifest.decoding.temperature, manifest.decoding.stop) == (0.2, (";",))
+    assert manifest.evaluation[0].expert == 0.91
+    assert manifest.limitations[0].workaround == "state the depth"
+
+
+def test_all_problems_are_reported_at_once(document: JsonObject) -> None:
+    document["name"] = "Bad Name"
+    document["description"] = ""
+    document["surprise"] = 1
+    message = refused(document)
+    assert message.startswith("expert.json: 3 problems")
+    assert "name:" in message
+    assert "description:" in message
+    assert "surprise" in message
+
+
+def test_keys_that_begin_with_x_are_allowed_at_every_level(document: JsonObject) -> None:
+    document["x-team"] = {"any": "thing"}
+    routing = document["routing"]
+    assert isinstance(routing, dict)
+    routing["x-note"] = 1
+    assert parse_manifest(json.dumps(document).encode()).name == "acme/sql-gen"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("schema", 2),
+        ("schema", True),
+        ("version", "1.2"),
+        ("version", "1.2.0+build"),
+        ("version", "1.2.0-"),
+        ("version", "1.2.0-01"),
+        ("name", "acme/../x"),
+        ("name", "sql"),
+        ("homepage", "javascript:alert(1)"),
+        ("adapters", []),
+        ("base", {"name": "x"}),
+        ("composition", {"max_chain": 11}),
+        ("composition", {"requires": ["acme/english@latest"]}),
+        ("decoding", {"temperature": 3}),
+        ("decoding", {"grammar": "../../etc/passwd"}),
+        ("routing", {"priority": 2}),
+    ],
+)
+def test_a_value_outside_the_format_is_refused(
+    document: JsonObject, key: str, value: object
+) -> None:
+    document[key] = value  # type: ignore[assignment]  # hostile on purpose
+    assert key in refused(document)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../x.safetensors", "/abs", "a/b", "C:\\x", "..", ".hidden", "a\x00b", "con:", "a b", "é",
+        "x" * 101, "",
+    ],
+)  # fmt: skip
+def test_a_file_name_that_could_leave_the_package_is_refused(
+    document: JsonObject, path: str
+) -> None:
+    document["adapters"][0]["path"] = path  # type: ignore[index,call-overload]  # known shape
+    assert "adapters/0/path" in refused(document)
+
+
+def test_two_adapters_may_not_share_a_file(document: JsonObject) -> None:
+    document["adapters"] *= 2  # type: ignore[operator]  # known shape
+    assert "two adapters use 'adapter_config.json'" in refused(document)
+
+
+def test_a_lora_without_a_rank_is_refused(document: JsonObject) -> None:
+    del document["adapters"][0]["rank"]  # type: ignore[index,union-attr,call-overload]  # known shape
+    assert '"rank" is a required property' in refused(document)
+
+
+def test_the_schema_is_found_in_the_checkout() -> None:
+    assert json.loads(schema_path("manifest").read_text())["title"] == "expert.json"
