@@ -1,0 +1,106 @@
+"""Reading a saved plan: the document of ``route --json`` or of ``run --json``, from anywhere.
+
+A plan file is untrusted: it is checked against ``schemas/route.schema.json``, and what it names is
+looked up by digest again before anything is loaded. Only its ``plan`` is read.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from expertctl.digest import Digest
+from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.routing.plan import Plan, PlannedExpert, SamplingParams
+from expertctl.schema.manifest import AdapterKind
+from expertctl.schema.strict_json import JsonObject, load_object
+from expertctl.schema.validation import problems_of
+
+MAX_PLAN_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """An entry of ``experts`` as it is spelled in JSON."""
+
+    ref: str
+    content_digest: str
+    package_digest: str
+    kind: AdapterKind
+    score: float
+    weight: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """The ``plan`` object as it is spelled in JSON."""
+
+    identity: str
+    seed: int
+    base: str
+    experts: tuple[_Expert, ...]
+    params: SamplingParams
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the plan in a file.
+
+    Raises:
+        NotFoundError: when the file cannot be read.
+        InvalidPackageError: with every problem of the document.
+    """
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_PLAN_BYTES + 1)
+    except OSError as error:
+        raise NotFoundError(f"plan {path}: {error.strerror or error}") from error
+    return parse_plan(data, what=str(path))
+
+
+def parse_plan(data: bytes, *, what: str = "plan") -> Plan:
+    """Read the plan in the bytes of a ``route --json`` or ``run --json`` document.
+
+    Raises:
+        InvalidPackageError: with every problem of the document.
+    """
+    document = load_object(data, what=what, max_bytes=MAX_PLAN_BYTES)
+    if "plan" not in document:
+        hint = "save one with `expertctl route --json PROMPT > plan.json`"
+        raise InvalidPackageError(what, ["there is no 'plan' in it"], hint=hint)
+    read: JsonObject = {"plan": document["plan"]}
+    problems = problems_of(read, "route")
+    if problems:
+        raise InvalidPackageError(what, problems)
+    plan = _plan(msgspec.convert(read["plan"], _Document))
+    doubled = _doubled(plan)
+    if doubled:
+        raise InvalidPackageError(what, [f"{ref} is planned twice" for ref in doubled])
+    return plan
+
+
+def _plan(document: _Document) -> Plan:
+    return Plan(
+        identity=Digest.parse(document.identity),
+        seed=document.seed,
+        base=document.base,
+        experts=tuple(map(_planned, document.experts)),
+        params=document.params,
+    )
+
+
+def _planned(expert: _Expert) -> PlannedExpert:
+    return PlannedExpert(
+        ref=expert.ref,
+        content_digest=Digest.parse(expert.content_digest),
+        package_digest=Digest.parse(expert.package_digest),
+        kind=expert.kind,
+        score=expert.score,
+        weight=expert.weight,
+        reason=expert.reason,
+    )
+
+
+def _doubled(plan: Plan) -> list[str]:
+    digests = [expert.content_digest for expert in plan.experts]
+    return sorted({e.ref for e in plan.experts if digests.count(e.content_digest) > 1})
