@@ -1,1 +1,1 @@
-"""From an adapter directory to a signed ``.expert`` file, and every strict reader on the way back."""
+"""From an adapter directory to a signed ``.expert`` file, and the strict readers back."""

@@ -1,0 +1,75 @@
+"""Whether an expert fits a base: the digests of decision 8, then names and shapes of modules."""
+
+from collections.abc import Mapping
+
+from expertctl.errors import BaseMismatchError
+from expertctl.package.adapter import AdapterSpec, shortened
+from expertctl.package.base_model import BaseIdentity
+from expertctl.schema.manifest import BaseRequirement, Manifest
+
+
+def check_base(
+    manifest: Manifest, identity: BaseIdentity, *, allow_mismatch: bool = False
+) -> list[str]:
+    """Check an expert against a base; return the warnings that a result must carry.
+
+    Raises:
+        BaseMismatchError: when they do not fit and a mismatch is not allowed.
+    """
+    required = manifest.base
+    problems = _mismatches(required, identity)
+    if problems and not allow_mismatch:
+        raise BaseMismatchError(
+            f"{manifest.ref} was made for {_label(required.name, required.revision)}, not for "
+            f"{_label(identity.name, identity.revision)}: {'; '.join(problems)}",
+            hint="add the right base with `expertctl base add DIR`, or accept the risk with "
+            "--allow-base-mismatch",
+        )
+    if problems:
+        return [f"{manifest.ref}: base mismatch allowed: {problem}" for problem in problems]
+    return _unchecked(manifest)
+
+
+def check_tensors(spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Return every way in which an adapter's tensors do not fit a base's linear layers."""
+    problems = []
+    for part in spec.parts:
+        shape = shapes.get(part.module)
+        if shape is None:
+            problems.append(f"{part.module}: the base has no such linear layer")
+        elif shape != (part.outputs, part.inputs):
+            problems.append(
+                f"{part.module}: made for {part.outputs} x {part.inputs}, "
+                f"the base has {shape[0]} x {shape[1]}"
+            )
+    return shortened(problems)
+
+
+def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:
+    problems = []
+    if required.arch != str(identity.arch):
+        problems.append("the architecture differs")
+    if required.tokenizer != str(identity.tokenizer):
+        problems.append("the tokenizer differs")
+    if required.weights is not None:
+        accepted = {required.weights, *required.accepts}
+        if str(identity.weights) not in accepted:
+            problems.append("the weights differ")
+    elif required.name != identity.name:
+        problems.append("the name differs, and the package states no digest of the weights")
+    elif required.revision != identity.revision:
+        problems.append("the revision differs, and the package states no digest of the weights")
+    return problems
+
+
+def _unchecked(manifest: Manifest) -> list[str]:
+    if manifest.base.weights is not None:
+        return []
+    return [
+        f"{manifest.ref}: the content of the base was not checked: the package states no digest "
+        f"of its weights"
+    ]
+
+
+def _label(name: str, revision: str | None) -> str:
+    return f"{name}@{revision[:12]}" if revision else name

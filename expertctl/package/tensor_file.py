@@ -1,0 +1,216 @@
+"""The one reading of a safetensors header, stricter than the format's own library.
+
+A header that two readers could understand differently is refused: leading whitespace, duplicate
+keys, unknown fields, holes, overlaps, odd names. Layout: u64 length, JSON header, tensor bytes.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from expertctl.errors import InvalidPackageError
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+
+LENGTH_BYTES = 8
+DTYPE_BYTES: Mapping[str, int] = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+}
+"""Types of whole bytes; those of 4 or 6 bits are refused by name."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_METADATA = "__metadata__"
+_MAX_NAME = 512
+_MAX_DIMENSIONS = 8
+_MAX_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a header may cost."""
+
+    header_bytes: int
+    tensors: int
+
+
+ADAPTER_LIMITS = Limits(header_bytes=4 << 20, tensors=200_000)
+BASE_LIMITS = Limits(header_bytes=32 << 20, tensors=1_000_000)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor; ``begin`` and ``end`` count from the first byte after the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """Every tensor of a file, by name in file order; its bytes begin at ``data_offset``."""
+
+    tensors: Mapping[str, TensorInfo]
+    data_offset: int
+    file_size: int
+
+
+def header_length(first: bytes | bytearray, *, file_size: int, what: str, limits: Limits) -> int:
+    """Return how many bytes of JSON follow the first eight.
+
+    Raises:
+        InvalidPackageError: for a length that is beyond the limits or the file.
+    """
+    if len(first) < LENGTH_BYTES:
+        raise InvalidPackageError(what, [f"{file_size} bytes are too few for a safetensors file"])
+    length = int.from_bytes(first[:LENGTH_BYTES], "little")
+    if length > limits.header_bytes:
+        raise InvalidPackageError(
+            what, [f"a safetensors header of {length} bytes, at most {limits.header_bytes} allowed"]
+        )
+    if length > file_size - LENGTH_BYTES:
+        raise InvalidPackageError(
+            what, [f"a safetensors header of {length} bytes in a file of {file_size}"]
+        )
+    return length
+
+
+def parse_header(
+    start: bytes | bytearray, *, file_size: int, what: str, limits: Limits = ADAPTER_LIMITS
+) -> TensorTable:
+    """Read the table of tensors from the start of a file, which may be longer than the header.
+
+    Raises:
+        InvalidPackageError: with every problem of the header.
+    """
+    length = header_length(start, file_size=file_size, what=what, limits=limits)
+    text = bytes(start[LENGTH_BYTES : LENGTH_BYTES + length])
+    if len(text) < length:
+        raise InvalidPackageError(what, ["the safetensors header is cut short"])
+    if not (text.startswith(b"{") and text.rstrip(b" ").endswith(b"}")):
+        raise InvalidPackageError(what, ["the safetensors header is not a bare JSON object"])
+    document = load_object(text, what=f"{what} header", max_bytes=limits.header_bytes)
+    return _table_of(document, data_offset=LENGTH_BYTES + length, file_size=file_size, what=what)
+
+
+def read_header(
+    stream: BinaryIO, *, file_size: int, what: str, limits: Limits = ADAPTER_LIMITS
+) -> TensorTable:
+    """Read the table of tensors from a stream at its beginning; see `parse_header`.
+
+    Raises:
+        InvalidPackageError: with every problem of the header.
+    """
+    first = stream.read(LENGTH_BYTES)
+    length = header_length(first, file_size=file_size, what=what, limits=limits)
+    return parse_header(first + stream.read(length), file_size=file_size, what=what, limits=limits)
+
+
+def read_table(path: Path, *, limits: Limits = ADAPTER_LIMITS) -> TensorTable:
+    """Read the table of tensors of a file.
+
+    Raises:
+        InvalidPackageError: with every problem of the header.
+    """
+    with path.open("rb") as stream:
+        size = path.stat().st_size
+        return read_header(stream, file_size=size, what=path.name, limits=limits)
+
+
+def _table_of(document: JsonObject, *, data_offset: int, file_size: int, what: str) -> TensorTable:
+    problems = _metadata_problems(document.pop(_METADATA, None))
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in document.items():
+        try:
+            tensors[_checked_name(name)] = _tensor_of(name, entry)
+        except _RefusedError as error:
+            problems.append(str(error))
+    if not document:
+        problems.append("there is no tensor")
+    if not problems:
+        problems = _layout_problems(tensors, file_size - data_offset)
+    if problems:
+        raise InvalidPackageError(what, _shortened(problems))
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].begin))
+    return TensorTable(ordered, data_offset, file_size)
+
+
+class _RefusedError(ValueError):
+    """What is wrong with one tensor."""
+
+
+def _metadata_problems(metadata: JsonValue) -> list[str]:
+    if metadata is None:
+        return []
+    if not isinstance(metadata, dict):
+        return [f"{_METADATA} is not an object"]
+    return [
+        f"{_METADATA}: {k[:80]!r} is not text" for k, v in metadata.items() if type(v) is not str
+    ]
+
+
+def _checked_name(name: str) -> str:
+    if len(name) > _MAX_NAME or not _NAME.fullmatch(name):
+        raise _RefusedError(f"{name[:80]!r} is not a tensor name")
+    return name
+
+
+def _tensor_of(name: str, entry: JsonValue) -> TensorInfo:
+    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+        raise _RefusedError(f"{name}: not exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise _RefusedError(f"{name}: dtype {dtype!r} is not supported")
+    sizes, span = _integers(shape, minimum=1), _integers(offsets, minimum=0)
+    if sizes is None or len(sizes) > _MAX_DIMENSIONS:
+        raise _RefusedError(f"{name}: {shape!r:.80} is not a shape")
+    if span is None or len(span) != 2:
+        raise _RefusedError(f"{name}: {offsets!r:.80} are not two offsets")
+    begin, end = span
+    size = math.prod(sizes) * DTYPE_BYTES[dtype]
+    if end - begin != size:
+        raise _RefusedError(f"{name}: {begin} to {end} is not {size} bytes of {dtype} {sizes}")
+    return TensorInfo(dtype, tuple(sizes), begin, end)
+
+
+def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
+    """Return a list of integers as such, None for anything else; true is not 1."""
+    if not isinstance(values, list):
+        return None
+    numbers = [v for v in values if isinstance(v, int) and type(v) is int and v >= minimum]
+    return numbers if len(numbers) == len(values) else None
+
+
+def _layout_problems(tensors: Mapping[str, TensorInfo], data_size: int) -> list[str]:
+    """Tensors must cover the data exactly: no hole, no overlap, nothing after the last."""
+    expected = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
+        if tensor.begin != expected:
+            return [f"{name}: begins at {tensor.begin}, the one before ends at {expected}"]
+        expected = tensor.end
+    if expected != data_size:
+        return [f"tensors end at {expected}, the file holds {data_size} bytes of data"]
+    return []
+
+
+def _shortened(problems: list[str]) -> list[str]:
+    rest = len(problems) - _MAX_PROBLEMS
+    return [*problems[:_MAX_PROBLEMS], *([f"… and {rest} more"] if rest > 0 else [])]
