@@ -1,0 +1,222 @@
+"""The one zstd frame (RFC 8878) around a package's tar: bounded, and nothing after it.
+
+The frame is transport only. Before a byte is decompressed its blocks are walked: one frame, its
+content size stated, a small window, no dictionary, and the file ends where it ends. Decompression
+runs in a thread of its own, because zstandard leaves the interpreter free while it works.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import zstandard
+
+from expertctl.errors import InvalidPackageError
+
+MAGIC = b"\x28\xb5\x2f\xfd"
+LEVEL = 1
+"""Weights do not shrink further at higher levels."""
+WINDOW_LOG = 17
+MAX_WINDOW = 8 << 20
+"""What RFC 8878, section 3.1.1.1.2, asks every decoder to support."""
+MAX_RATIO = 50
+RATIO_FREE_BYTES = 64 << 20
+_CHUNK = 1 << 18
+_BUFFERS = 8
+_READ = 1 << 18
+_RAW, _RLE, _RESERVED = 0, 1, 3
+_MAX_BLOCK = 128 << 10
+
+
+def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str) -> int:
+    """Return the content size of the one frame that a file consists of.
+
+    Raises:
+        InvalidPackageError: when it is anything else, or too large, or packed too densely.
+    """
+    content, position, checksum = _frame_header(stream.read(18), max_content, what)
+    stream.seek(position)
+    position = _end_of_blocks(stream, position, what) + checksum
+    stream.seek(0)
+    if position != file_size:
+        raise InvalidPackageError(
+            what, [f"the zstd frame ends at byte {position}, the file at {file_size}"]
+        )
+    check_ratio(content, file_size, what=what)
+    return content
+
+
+def check_ratio(content: int, compressed: int, *, what: str) -> None:
+    """Refuse what only a decompression bomb looks like.
+
+    Raises:
+        InvalidPackageError: when much more comes out than went in.
+    """
+    if content > RATIO_FREE_BYTES and content > MAX_RATIO * compressed:
+        raise InvalidPackageError(
+            what, [f"{compressed} bytes would unpack to {content}, more than {MAX_RATIO} times"]
+        )
+
+
+def _frame_header(start: bytes, max_content: int, what: str) -> tuple[int, int, int]:
+    """Return content size, length of the header, length of the checksum (section 3.1.1.1)."""
+    if start[:4] != MAGIC or len(start) < 6:
+        raise InvalidPackageError(what, ["not a .expert file: it does not begin with a zstd frame"])
+    flags = start[4]
+    single_segment, checksum = bool(flags & 0x20), 4 if flags & 0x04 else 0
+    if flags & 0x1B:
+        raise InvalidPackageError(what, ["the zstd frame has a dictionary or reserved bits"])
+    field = (1 if single_segment else 0, 2, 4, 8)[flags >> 6]
+    if field == 0:
+        raise InvalidPackageError(what, ["the zstd frame does not state its content size"])
+    begin = 5 if single_segment else 6
+    content = int.from_bytes(start[begin : begin + field], "little") + (256 if field == 2 else 0)
+    window = content if single_segment else _window(start[5])
+    if window > MAX_WINDOW:
+        raise InvalidPackageError(what, [f"the zstd frame asks for a window of {window} bytes"])
+    if content > max_content:
+        raise InvalidPackageError(
+            what, [f"it would unpack to {content} bytes, at most {max_content} allowed"]
+        )
+    return content, begin + field, checksum
+
+
+def _window(descriptor: int) -> int:
+    base = 1 << (10 + (descriptor >> 3))
+    return base + (base >> 3) * (descriptor & 7)
+
+
+def _end_of_blocks(stream: BinaryIO, position: int, what: str) -> int:
+    """Walk the block headers (section 3.1.1.2); return where the last block ends."""
+    while True:
+        head = stream.read(3)
+        value = int.from_bytes(head, "little")
+        last, kind, size = value & 1, value >> 1 & 3, value >> 3
+        if len(head) < 3 or kind == _RESERVED or size > _MAX_BLOCK:
+            raise InvalidPackageError(what, [f"the zstd frame is broken at byte {position}"])
+        position += 3 + (1 if kind == _RLE else size)
+        if last:
+            return position
+        stream.seek(position)
+
+
+class FrameReader:
+    """The content of a frame as a stream: exact reads of small things, chunks of large ones.
+
+    The chunks are views of buffers that are used again; they are valid until the next read.
+    """
+
+    def __init__(self, filled: "queue.SimpleQueue[_Chunk]", empty: "_Buffers", what: str) -> None:
+        """Take the two queues that connect it with the decompressing thread."""
+        self._filled = filled
+        self._empty = empty
+        self._what = what
+        self._buffer: bytearray | None = None
+        self._view = memoryview(b"")
+
+    def read_exact(self, size: int) -> bytes:
+        """Return the next ``size`` bytes.
+
+        Raises:
+            InvalidPackageError: when there are fewer, or the frame is corrupt.
+        """
+        parts = bytearray()
+        for chunk in self.chunks(size):
+            parts += chunk
+        return bytes(parts)
+
+    def chunks(self, size: int) -> Iterator[memoryview]:
+        """Yield the next ``size`` bytes in pieces.
+
+        Raises:
+            InvalidPackageError: when there are fewer, or the frame is corrupt.
+        """
+        while size:
+            if not self._view:
+                self._refill()
+            piece = self._view[:size]
+            self._view = self._view[len(piece) :]
+            size -= len(piece)
+            yield piece
+
+    def at_end(self) -> bool:
+        """Tell whether the content ends here, as the frame itself promised.
+
+        Raises:
+            InvalidPackageError: when the frame is corrupt.
+        """
+        if self._view:
+            return False
+        item = self._filled.get()
+        if isinstance(item, Exception):
+            raise self._corrupt(item)
+        return item[1] == 0
+
+    def _corrupt(self, error: Exception) -> InvalidPackageError:
+        refusal = InvalidPackageError(self._what, [f"the zstd frame is corrupt: {error}"])
+        refusal.__cause__ = error
+        return refusal
+
+    def _refill(self) -> None:
+        if self._buffer is not None:
+            self._empty.put(self._buffer)
+            self._buffer = None
+        item = self._filled.get()
+        if isinstance(item, Exception):
+            raise self._corrupt(item)
+        self._buffer, count = item
+        if count == 0:
+            raise InvalidPackageError(self._what, ["the archive is cut short"])
+        self._view = memoryview(self._buffer)[:count]
+
+
+_Chunk = tuple[bytearray, int] | Exception
+_Buffers = queue.SimpleQueue[bytearray | None]
+
+
+@contextmanager
+def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
+    """Decompress a checked frame in a thread for as long as the context lasts."""
+    filled: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+    empty: _Buffers = queue.SimpleQueue()
+    for _ in range(_BUFFERS):
+        empty.put(bytearray(_CHUNK))
+    worker = threading.Thread(target=_decompress, args=(stream, filled, empty), daemon=True)
+    worker.start()
+    try:
+        yield FrameReader(filled, empty, what)
+    finally:
+        empty.put(None)
+        worker.join()
+
+
+def _decompress(stream: BinaryIO, filled: "queue.SimpleQueue[_Chunk]", empty: _Buffers) -> None:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+    try:
+        with decompressor.stream_reader(stream, read_size=_READ, closefd=False) as reader:
+            _fill(reader.readinto, filled, empty)
+    except (zstandard.ZstdError, OSError) as error:
+        filled.put(error)
+
+
+def _fill(
+    read: Callable[[bytearray], int], filled: "queue.SimpleQueue[_Chunk]", empty: _Buffers
+) -> None:
+    while (buffer := empty.get()) is not None:
+        count = read(buffer)
+        filled.put((buffer, count))
+        if count == 0:
+            return
+
+
+@contextmanager
+def compressing(stream: BinaryIO, *, content_size: int) -> Iterator[BinaryIO]:
+    """Write one frame whose content has the given size."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        LEVEL, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False
+    )
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    with compressor.stream_writer(stream, size=content_size, closefd=False) as writer:
+        yield writer

@@ -1,0 +1,225 @@
+"""The OCI image layout of a package: pure functions of its file set.
+
+One raw layer per file, named by sha256, ``model.sig`` last; the manifest is shaped like that of
+CNCF ModelPack and holds no time and nothing else that could vary. A reader rebuilds it from the
+layers it names and demands the same bytes, so nothing in it has to be believed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from expertctl.digest import Digest, FileDigest
+from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.schema.manifest import MANIFEST_PATH, SIGNATURE_PATH
+from expertctl.schema.strict_json import JsonValue, canonical, load_object
+
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+INDEX_TYPE = "application/vnd.oci.image.index.v1+json"
+ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
+CONFIG_TYPE = "application/vnd.cncf.model.config.v1+json"
+FILEPATH = "org.cncf.model.filepath"
+WEIGHT_TYPE = "application/vnd.cncf.model.weight.v1.raw"
+SETTINGS_TYPE = "application/vnd.cncf.model.weight.config.v1.raw"
+DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
+
+CONFIG = canonical({"config": {}, "descriptor": {}, "modelfs": {"diffIds": [], "type": "layers"}})
+"""The one configuration that every package has."""
+
+_CONFIG_DIGEST = Digest.of(CONFIG)
+OCI_LAYOUT = canonical({"imageLayoutVersion": "1.0.0"})
+MAX_FILES = 64
+MAX_FILE_BYTES = 8**11 - 1
+"""What the eleven octal digits of a USTAR header can say."""
+MAX_TOTAL_BYTES = 16 << 30
+MAX_MANIFEST_BYTES = 64 << 10
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_DOC = re.compile(r"README\.md|(LICENSE|NOTICE)[A-Za-z0-9_.-]*")
+_DEVICES = {"con", "prn", "aux", "nul", *(f"{d}{n}" for d in ("com", "lpt") for n in range(10))}
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """A blob: its media type, size and digest."""
+
+    media_type: str
+    size: int
+    digest: Digest
+
+    def document(self) -> dict[str, JsonValue]:
+        """Return the OCI descriptor."""
+        return {"digest": str(self.digest), "mediaType": self.media_type, "size": self.size}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything in a package but the files' bytes."""
+
+    files: tuple[FileDigest, ...]
+    """All files but the signature, sorted by path."""
+    signature: FileDigest | None
+    manifest: bytes
+    index: bytes
+
+    @property
+    def layers(self) -> tuple[FileDigest, ...]:
+        """All files in the order of the manifest: the signature last."""
+        return (*self.files, *([self.signature] if self.signature else []))
+
+    @property
+    def package_digest(self) -> Digest:
+        """The digest of the OCI manifest."""
+        return Digest.of(self.manifest)
+
+    @property
+    def blobs(self) -> tuple[tuple[Digest, int], ...]:
+        """Digest and size of every layer's blob, once each, weights last."""
+        ordered = sorted(self.layers, key=lambda file: media_type(file.path) == WEIGHT_TYPE)
+        return tuple({file.digest: (file.digest, file.size) for file in ordered}.values())
+
+    @property
+    def documents(self) -> Mapping[Digest, bytes]:
+        """The blobs that are made, not packed: manifest and config."""
+        return {Digest.of(data): data for data in (self.manifest, CONFIG)}
+
+
+def layout_of(files: Iterable[FileDigest], signature: FileDigest | None) -> Layout:
+    """Return the layout of a file set.
+
+    Raises:
+        InvalidPackageError: when the names, sizes or number of files are not acceptable.
+    """
+    ordered = tuple(sorted(files, key=lambda file: file.path))
+    problems = file_problems([*ordered, *([signature] if signature else [])])
+    if problems:
+        raise InvalidPackageError("package", problems)
+    manifest = _manifest(ordered, signature)
+    descriptor = Descriptor(MANIFEST_TYPE, len(manifest), Digest.of(manifest))
+    return Layout(ordered, signature, manifest, index_of(descriptor))
+
+
+def content_digest(files: Iterable[FileDigest]) -> Digest:
+    """Return the digest of all files but the signature: what a package is, whoever signed it."""
+    rows = [[f.path, f.size, f.digest.hex] for f in sorted(files, key=lambda f: f.path)]
+    return Digest.of(canonical(rows))
+
+
+def media_type(path: str) -> str:
+    """Return the ModelPack media type of a file, which its name alone decides."""
+    if path.endswith(".safetensors"):
+        return WEIGHT_TYPE
+    return DOC_TYPE if _DOC.fullmatch(path) or path == SIGNATURE_PATH else SETTINGS_TYPE
+
+
+def is_document(path: str) -> bool:
+    """Tell whether a file is a model card or a licence, which every package may hold."""
+    return _DOC.fullmatch(path) is not None
+
+
+def name_problem(path: str) -> str | None:
+    """Return why a file name is refused: it must be plain and safe on every system."""
+    if not _FILE_NAME.fullmatch(path):
+        return f"{path[:120]!r} is not a plain file name"
+    if path.endswith(".") or path.split(".")[0].lower() in _DEVICES:
+        return f"{path!r} is not a file name on every system"
+    return None
+
+
+def file_problems(files: Sequence[FileDigest]) -> list[str]:
+    """Return what is wrong with a set of files, names and sizes alone."""
+    problems = [problem for file in files if (problem := name_problem(file.path))]
+    folded = [file.path.casefold() for file in files]
+    problems += sorted({f"{f!r} is there twice" for f in folded if folded.count(f) > 1})
+    problems += [f"{f.path}: {f.size} bytes" for f in files if not 0 <= f.size <= MAX_FILE_BYTES]
+    if len(files) > MAX_FILES:
+        problems.append(f"{len(files)} files, at most {MAX_FILES} allowed")
+    if sum(file.size for file in files) > MAX_TOTAL_BYTES:
+        problems.append(f"more than {MAX_TOTAL_BYTES} bytes in all")
+    problems += [f"{f.path}: this content is reserved" for f in files if f.digest == _CONFIG_DIGEST]
+    if MANIFEST_PATH not in {file.path for file in files}:
+        problems.append(f"{MANIFEST_PATH} is missing")
+    return problems
+
+
+def index_of(manifest: Descriptor) -> bytes:
+    """Return ``index.json`` for a manifest."""
+    entry = {**manifest.document(), "artifactType": ARTIFACT_TYPE}
+    return canonical({"manifests": [entry], "mediaType": INDEX_TYPE, "schemaVersion": 2})
+
+
+def read_index(data: bytes, *, what: str) -> Descriptor:
+    """Read ``index.json``: exactly what `index_of` writes.
+
+    Raises:
+        InvalidPackageError: for anything else.
+    """
+    document = load_object(data, what=f"{what} index.json", max_bytes=MAX_MANIFEST_BYTES)
+    manifests = document.get("manifests")
+    if not isinstance(manifests, list) or len(manifests) != 1:
+        raise InvalidPackageError(what, ["index.json does not name exactly one manifest"])
+    descriptor, _ = _descriptor(manifests[0], what)
+    if index_of(descriptor) != data:
+        raise InvalidPackageError(what, ["index.json is not the one that a package has"])
+    return descriptor
+
+
+def read_manifest(data: bytes, *, what: str) -> Layout:
+    """Read an OCI manifest: exactly what `layout_of` writes for the files it names.
+
+    Raises:
+        InvalidPackageError: for anything else.
+    """
+    document = load_object(data, what=f"{what} manifest", max_bytes=MAX_MANIFEST_BYTES)
+    layers = document.get("layers")
+    if not isinstance(layers, list) or not 0 < len(layers) <= MAX_FILES:
+        raise InvalidPackageError(what, [f"the manifest does not name 1 to {MAX_FILES} layers"])
+    files = [_file_of(layer, what) for layer in layers]
+    signed = files[-1].path == SIGNATURE_PATH
+    problems = file_problems(files)
+    if problems:
+        raise InvalidPackageError(what, problems)
+    layout = layout_of(files[:-1] if signed else files, files[-1] if signed else None)
+    if layout.manifest != data:
+        raise InvalidPackageError(what, ["the manifest is not the one that its files have"])
+    return layout
+
+
+def _manifest(files: Sequence[FileDigest], signature: FileDigest | None) -> bytes:
+    layers = [*files, *([signature] if signature else [])]
+    config = Descriptor(CONFIG_TYPE, len(CONFIG), _CONFIG_DIGEST)
+    return canonical(
+        {
+            "artifactType": ARTIFACT_TYPE,
+            "config": config.document(),
+            "layers": [_layer(file) for file in layers],
+            "mediaType": MANIFEST_TYPE,
+            "schemaVersion": 2,
+        }
+    )
+
+
+def _layer(file: FileDigest) -> dict[str, JsonValue]:
+    descriptor = Descriptor(media_type(file.path), file.size, file.digest)
+    return {**descriptor.document(), "annotations": {FILEPATH: file.path}}
+
+
+def _file_of(layer: JsonValue, what: str) -> FileDigest:
+    descriptor, fields = _descriptor(layer, what)
+    annotations = fields.get("annotations")
+    path = annotations.get(FILEPATH) if isinstance(annotations, dict) else None
+    if not isinstance(path, str):
+        raise InvalidPackageError(what, [f"a layer has no annotation {FILEPATH}"])
+    return FileDigest(path, descriptor.size, descriptor.digest)
+
+
+def _descriptor(value: JsonValue, what: str) -> tuple[Descriptor, dict[str, JsonValue]]:
+    if not isinstance(value, dict):
+        raise InvalidPackageError(what, ["a descriptor is not an object"])
+    kind, digest, size = value.get("mediaType"), value.get("digest"), value.get("size")
+    if not (isinstance(kind, str) and isinstance(digest, str) and type(size) is int):
+        raise InvalidPackageError(what, ["a descriptor lacks mediaType, digest or size"])
+    try:
+        return Descriptor(kind, size, Digest.parse(digest)), value
+    except ExpertError as error:
+        raise InvalidPackageError(what, [f"a descriptor's digest: {error.message}"]) from error

@@ -1,0 +1,251 @@
+"""Reading a package strictly, in one pass: structure, every digest, the manifest, the tensors.
+
+Nothing is believed: the archive that must come is derived from the OCI manifest, which is itself
+derived from the files it names, and each byte is compared or hashed. Decompression overlaps with
+hashing. What a package holds may be used only after `expertctl.package.verify`.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import AdapterSpec
+from expertctl.package.archive import (
+    BLOCK,
+    END,
+    INDEX_MEMBER,
+    LAYOUT_MEMBER,
+    Member,
+    archive_size,
+    blob_name,
+    declared_size,
+    members,
+    refused,
+)
+from expertctl.package.content import check_content
+from expertctl.package.frame import FrameReader, check_frame, decompressing
+from expertctl.package.layout import (
+    CONFIG,
+    MAX_FILES,
+    MAX_MANIFEST_BYTES,
+    MAX_TOTAL_BYTES,
+    OCI_LAYOUT,
+    WEIGHT_TYPE,
+    Layout,
+    content_digest,
+    media_type,
+    read_index,
+    read_manifest,
+)
+from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
+from expertctl.schema.manifest import SIGNATURE_PATH, Manifest
+
+MAX_SMALL_BYTES = 1 << 20
+MAX_SIGNATURE_BYTES = 1 << 20
+_MAX_ARCHIVE = MAX_TOTAL_BYTES + (MAX_FILES + 8) * 2 * BLOCK
+_HEADER_BYTES = ADAPTER_LIMITS.header_bytes + LENGTH_BYTES
+
+
+class BlobSink(Protocol):
+    """Takes the bytes of every layer, `model.sig` included, while they are hashed.
+
+    Leaving the context without an exception means that the digest was right; a blob must not be
+    published before.
+    """
+
+    def open(
+        self, digest: Digest, size: int
+    ) -> AbstractContextManager[Callable[[memoryview], object]]:
+        """Begin a blob."""
+        ...
+
+
+class Discard:
+    """A sink that keeps nothing."""
+
+    @contextmanager
+    def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], object]]:
+        """Begin a blob."""
+        del digest, size
+        yield len
+
+
+DISCARD = Discard()
+
+
+@dataclass(frozen=True, slots=True)
+class PackageContents:
+    """What a package holds; its digests are right, but nobody has vouched for it yet."""
+
+    manifest: Manifest
+    adapters: tuple[AdapterSpec, ...]
+    """What the tensors mean, in the order of ``manifest.adapters``."""
+    layout: Layout
+    signature: bytes | None
+    small: Mapping[str, bytes]
+    """The bytes of files up to 1 MiB that are no weights, by path."""
+    content_digest: Digest
+
+    @property
+    def files(self) -> tuple[FileDigest, ...]:
+        """All files but the signature, sorted by path."""
+        return self.layout.files
+
+    @property
+    def package_digest(self) -> Digest:
+        """The digest of the OCI manifest."""
+        return self.layout.package_digest
+
+    @property
+    def layout_blobs(self) -> Mapping[Digest, bytes]:
+        """The OCI manifest and its config, which are blobs but no layers."""
+        return self.layout.documents
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+def read_package(
+    path: Path, *, sink: BlobSink = DISCARD, progress: Progress = no_progress
+) -> PackageContents:
+    """Read a ``.expert`` file whole.
+
+    Raises:
+        NotFoundError: when there is no such file.
+        InvalidPackageError: when it is malformed in any way.
+        DigestError: when bytes are not those of the digest that names them.
+    """
+    with open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        content = check_frame(stream, file_size=size, max_content=_MAX_ARCHIVE, what=path.name)
+        with decompressing(stream, what=path.name) as frame:
+            return _ArchiveReader(frame, sink, progress, path.name).read(content)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file, without waiting for a pipe or a device.
+
+    Raises:
+        NotFoundError: when there is no such file.
+        InvalidPackageError: when it is something else.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path}: no such file") from error
+    with os.fdopen(handle, "rb") as stream:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise InvalidPackageError(str(path), ["not a regular file"])
+        yield stream
+
+
+class _ArchiveReader:
+    """One pass over one archive."""
+
+    def __init__(self, frame: FrameReader, sink: BlobSink, progress: Progress, what: str) -> None:
+        self._frame = frame
+        self._sink = sink
+        self._progress = progress
+        self._what = what
+        self._starts: dict[Digest, bytes] = {}
+
+    def read(self, archive_bytes: int) -> PackageContents:
+        """Read everything; ``archive_bytes`` is what the frame promised."""
+        layout = self._read_layout()
+        if archive_size(layout) != archive_bytes:
+            raise InvalidPackageError(
+                self._what,
+                [f"an archive of {archive_bytes} bytes; its manifest makes {archive_size(layout)}"],
+            )
+        kept: dict[Digest, int] = {}
+        for file in layout.layers:
+            kept[file.digest] = max(kept.get(file.digest, 0), _kept_bytes(file))
+        for member in members(layout)[4:]:
+            self._expect_header(member)
+            self._read_blob(member, kept[member.digest])
+        if self._frame.read_exact(len(END)) != END or not self._frame.at_end():
+            raise InvalidPackageError(self._what, ["something follows the last file"])
+        return self._contents(layout)
+
+    def _read_layout(self) -> Layout:
+        if self._document(LAYOUT_MEMBER, len(OCI_LAYOUT)) != OCI_LAYOUT:
+            raise refused(self._what, LAYOUT_MEMBER)
+        descriptor = read_index(self._document(INDEX_MEMBER, MAX_MANIFEST_BYTES), what=self._what)
+        name = blob_name(descriptor.digest)
+        data = self._document(name, MAX_MANIFEST_BYTES)
+        if len(data) != descriptor.size:
+            raise InvalidPackageError(self._what, ["index.json gives the manifest another size"])
+        if Digest.of(data) != descriptor.digest:
+            raise DigestError(f"{self._what}: the OCI manifest does not have its digest")
+        layout = read_manifest(data, what=self._what)
+        config = blob_name(Digest.of(CONFIG))
+        if self._document(config, len(CONFIG)) != CONFIG:
+            raise refused(self._what, config)
+        return layout
+
+    def _document(self, name: str, limit: int) -> bytes:
+        """Read a member whose name is known and whose size is not."""
+        size = declared_size(self._frame.read_exact(BLOCK), name=name, what=self._what)
+        if size > limit:
+            raise InvalidPackageError(self._what, [f"{name}: {size} bytes, at most {limit}"])
+        data = self._frame.read_exact(size)
+        self._expect_zeros(-size % BLOCK, name)
+        return data
+
+    def _expect_header(self, member: Member) -> None:
+        if self._frame.read_exact(BLOCK) != member.header:
+            raise refused(self._what, member.name)
+
+    def _expect_zeros(self, count: int, name: str) -> None:
+        if self._frame.read_exact(count).strip(b"\0"):
+            raise InvalidPackageError(self._what, [f"{name}: the padding is not zero"])
+
+    def _read_blob(self, member: Member, keep: int) -> None:
+        hasher, start = hashlib.sha256(), bytearray()
+        with self._sink.open(member.digest, member.size) as write:
+            for chunk in self._frame.chunks(member.size):
+                hasher.update(chunk)
+                write(chunk)
+                if len(start) < keep:
+                    start += chunk[: keep - len(start)]
+                self._progress(len(chunk))
+            if hasher.hexdigest() != member.digest.hex:
+                raise DigestError(
+                    f"{self._what}: {member.name} does not have the digest that names it",
+                    hint="the file is damaged or was altered; get it again",
+                )
+        self._expect_zeros(member.padding, member.name)
+        self._starts[member.digest] = bytes(start)
+
+    def _contents(self, layout: Layout) -> PackageContents:
+        small, headers = {}, {}
+        for file in layout.files:
+            start = self._starts[file.digest]
+            if media_type(file.path) == WEIGHT_TYPE:
+                headers[file.path] = start
+            elif len(start) == file.size:
+                small[file.path] = start
+        manifest, adapters = check_content(layout.files, small, headers, what=self._what)
+        signature = self._starts[layout.signature.digest] if layout.signature else None
+        return PackageContents(
+            manifest, adapters, layout, signature, small, content_digest(layout.files)
+        )
+
+
+def _kept_bytes(file: FileDigest) -> int:
+    """How much of a file's start is kept in memory."""
+    if media_type(file.path) == WEIGHT_TYPE:
+        return min(file.size, _HEADER_BYTES)
+    if file.path == SIGNATURE_PATH and file.size > MAX_SIGNATURE_BYTES:
+        raise InvalidPackageError(SIGNATURE_PATH, [f"{file.size} bytes are no signature"])
+    return file.size if file.size <= MAX_SMALL_BYTES else 0

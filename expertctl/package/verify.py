@@ -1,0 +1,92 @@
+"""Who vouches for a package: from contents whose digests are right to a `VerifiedPackage`.
+
+Only this module makes one. Nothing here needs the network.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.digest import Progress, no_progress
+from expertctl.errors import TrustError, UnsignedError
+from expertctl.package.read import DISCARD, BlobSink, PackageContents, read_package
+from expertctl.reference import Reference
+from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.trust.policy import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPackage:
+    """A package whose digests and signature were checked; only this module makes one."""
+
+    contents: PackageContents
+    signer: str | None
+    """The id of the key; ``None`` means unsigned, and that the user accepted it."""
+
+
+def verify_file(
+    path: Path,
+    trust: TrustStore,
+    *,
+    expected: Reference | None = None,
+    sink: BlobSink = DISCARD,
+    progress: Progress = no_progress,
+) -> VerifiedPackage:
+    """Read a ``.expert`` file and demand a trusted signature.
+
+    Raises:
+        InvalidPackageError: when the file is malformed.
+        TrustError: when its digests, signature or signer are not right.
+    """
+    contents = read_package(path, sink=sink, progress=progress)
+    return verify_contents(contents, trust, expected=expected)
+
+
+def verify_contents(
+    contents: PackageContents, trust: TrustStore, *, expected: Reference | None = None
+) -> VerifiedPackage:
+    """Demand the package that was asked for, signed by a key that may sign it.
+
+    Raises:
+        UnsignedError: when there is no signature.
+        TrustError: when it is another package, or the signature or its key is not right.
+    """
+    if expected is not None:
+        check_expected(contents, expected)
+    manifest = contents.manifest
+    if contents.signature is None:
+        raise UnsignedError(
+            f"{manifest.ref} is not signed",
+            hint="ask its publisher for a signed one, or sign it with `expertctl sign FILE`",
+        )
+    bundle = read_bundle(contents.signature)
+    key = trust.authorise(
+        bundle.key_id, package=manifest.package, content_digest=contents.content_digest
+    )
+    verify_bundle(bundle, contents.files, key)
+    return VerifiedPackage(contents, key.key_id)
+
+
+def accept_unsigned(contents: PackageContents) -> VerifiedPackage:
+    """Accept a package that has no signature, as the user demanded.
+
+    Raises:
+        TrustError: when it has one: then it must be verified.
+    """
+    if contents.signature is not None:
+        raise TrustError(
+            f"{contents.manifest.ref} is signed, so its signature counts",
+            hint="see `expertctl verify` and `expertctl trust`",
+        )
+    return VerifiedPackage(contents, None)
+
+
+def check_expected(contents: PackageContents, expected: Reference) -> None:
+    """Demand the name and version that were asked for.
+
+    Raises:
+        TrustError: when the package is another one.
+    """
+    manifest = contents.manifest
+    same = manifest.package == expected.package
+    if not (same and expected.constraint.allows(manifest.semver)):
+        raise TrustError(f"asked for {expected}, but the package is {manifest.ref}")

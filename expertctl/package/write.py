@@ -1,0 +1,126 @@
+"""Writing a package: the deterministic tar, plain for export or in a zstd frame as ``.expert``.
+
+Bytes are hashed again while they are written, so a file that changes under us is found out. A
+package appears under its name whole or not at all.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from expertctl.digest import CHUNK, Digest, Progress, no_progress
+from expertctl.durable import sync_folder
+from expertctl.errors import DigestError, NotFoundError
+from expertctl.package.archive import (
+    END,
+    INDEX_MEMBER,
+    LAYOUT_MEMBER,
+    Member,
+    archive_size,
+    members,
+)
+from expertctl.package.frame import check_ratio, compressing
+from expertctl.package.layout import OCI_LAYOUT, Layout
+
+
+class Output(Protocol):
+    """Where a tar goes: a file, or the compressor before it."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Take some bytes."""
+        ...
+
+
+Blobs = Callable[[Digest], AbstractContextManager[BinaryIO]]
+"""Opens the bytes of a layer."""
+
+
+def write_package(
+    path: Path, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+) -> None:
+    """Write a ``.expert`` file.
+
+    Raises:
+        DigestError: when a blob's bytes are not those of its digest.
+        InvalidPackageError: when readers would take the result for a decompression bomb.
+    """
+    size = archive_size(layout)
+    with publishing(path) as stream:
+        with compressing(stream, content_size=size) as output:
+            write_archive(output, layout, blobs, progress=progress)
+        check_ratio(size, stream.tell(), what=path.name)
+
+
+def export_archive(
+    path: Path, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+) -> None:
+    """Write the tar alone: an OCI archive that other tools read.
+
+    Raises:
+        DigestError: when a blob's bytes are not those of its digest.
+    """
+    with publishing(path) as stream:
+        write_archive(stream, layout, blobs, progress=progress)
+
+
+def write_archive(
+    output: Output, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+) -> None:
+    """Write the tar of a layout.
+
+    Raises:
+        DigestError: when a blob's bytes are not those of its digest.
+    """
+    made: Mapping[str, bytes] = {LAYOUT_MEMBER: OCI_LAYOUT, INDEX_MEMBER: layout.index}
+    for member in members(layout):
+        output.write(member.header)
+        document = made.get(member.name, layout.documents.get(member.digest))
+        if document is not None:
+            output.write(document)
+        else:
+            with blobs(member.digest) as stream:
+                _copy(stream, output, member, progress)
+        output.write(bytes(member.padding))
+    output.write(END)
+
+
+def _copy(stream: BinaryIO, output: Output, member: Member, progress: Progress) -> None:
+    hasher, left = hashlib.sha256(), member.size
+    while chunk := stream.read(min(CHUNK, left)):
+        hasher.update(chunk)
+        output.write(chunk)
+        left -= len(chunk)
+        progress(len(chunk))
+    if left or stream.read(1) or hasher.hexdigest() != member.digest.hex:
+        raise DigestError(
+            f"{getattr(stream, 'name', member.name)}: the content changed while it was packed",
+            hint="let no other program write to it, and try again",
+        )
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[BinaryIO]:
+    """Give a stream whose content becomes ``path`` at the end, durably, or is dropped.
+
+    Raises:
+        NotFoundError: when the folder does not exist.
+    """
+    if not path.parent.is_dir():
+        raise NotFoundError(f"{path.parent}: no such directory")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
