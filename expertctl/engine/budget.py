@@ -1,0 +1,100 @@
+"""The ledger of memory: one limit over base, experts, KV and buffers that is never exceeded.
+
+Bytes are entered before they are allocated and struck out after they are freed, so the ledger never
+says less than what is live.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, get_args
+
+from expertctl.errors import BudgetError
+
+Purpose = Literal["base", "experts", "kv", "buffers"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+_WAYS_OUT: dict[Purpose, str] = {
+    "base": "raise --memory-budget, or choose a smaller base",
+    "experts": "raise --memory-budget, or use fewer experts with --max-experts",
+    "kv": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
+    "buffers": "shorten the prompt, or raise --memory-budget",
+}
+
+
+class Budget:
+    """Who holds how many bytes of one memory; owned by one thread."""
+
+    def __init__(self, limit: int) -> None:
+        """Start with nothing held."""
+        self.limit = limit
+        self._held: dict[Purpose, int] = dict.fromkeys(PURPOSES, 0)
+        self._peak = 0
+
+    @property
+    def used(self) -> int:
+        """Bytes held now."""
+        return sum(self._held.values())
+
+    @property
+    def free(self) -> int:
+        """Bytes that can still be reserved."""
+        return self.limit - self.used
+
+    @property
+    def peak(self) -> int:
+        """The most that was ever held."""
+        return self._peak
+
+    def held(self, purpose: Purpose) -> int:
+        """Bytes held now for one purpose."""
+        return self._held[purpose]
+
+    def reserve(self, purpose: Purpose, size: int, *, what: str) -> None:
+        """Enter bytes that are about to be allocated.
+
+        Raises:
+            BudgetError: when they do not fit; nothing is entered then.
+        """
+        if size < 0:
+            raise ValueError(f"{size} bytes cannot be reserved")
+        if size > self.free:
+            raise self.refusal(purpose, size, what=what)
+        self._held[purpose] += size
+        self._peak = max(self._peak, self.used)
+
+    def release(self, purpose: Purpose, size: int) -> None:
+        """Strike out bytes that were freed."""
+        if not 0 <= size <= self._held[purpose]:
+            raise ValueError(f"{size} bytes of {purpose} are not held")
+        self._held[purpose] -= size
+
+    @contextmanager
+    def holding(self, purpose: Purpose, size: int, *, what: str) -> Iterator[None]:
+        """Hold bytes for the length of a ``with`` block.
+
+        Raises:
+            BudgetError: when they do not fit.
+        """
+        self.reserve(purpose, size, what=what)
+        try:
+            yield
+        finally:
+            self.release(purpose, size)
+
+    def refusal(self, purpose: Purpose, size: int, *, what: str) -> BudgetError:
+        """Return the error that says what does not fit beside what."""
+        held = ", ".join(f"{p} {mebibytes(n)}" for p, n in self._held.items() if n) or "nothing"
+        return BudgetError(
+            f"{what} needs {mebibytes(size)}, but only {mebibytes(self.free)} of the budget of "
+            f"{mebibytes(self.limit)} are free (held: {held})",
+            hint=_WAYS_OUT[purpose],
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what must always hold."""
+        assert 0 <= self.used <= self._peak <= self.limit
+        assert all(size >= 0 for size in self._held.values())
+
+
+def mebibytes(size: int) -> str:
+    """Return bytes as people compare them with a budget."""
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,64 @@
+"""The ledger: exact, never above its limit, and clear about what does not fit."""
+
+import pytest
+
+from expertctl.engine.budget import PURPOSES, Budget
+from expertctl.errors import BudgetError
+
+
+def test_bytes_are_held_for_the_length_of_a_block() -> None:
+    budget = Budget(100)
+    with budget.holding("base", 60, what="the base"):
+        with budget.holding("kv", 40, what="the KV cache"):
+            assert (budget.used, budget.free, budget.held("kv")) == (100, 0, 40)
+        assert budget.used == 60
+    assert (budget.used, budget.peak) == (0, 100)
+    budget.check_integrity()
+
+
+def test_one_byte_too_many_is_refused_and_nothing_is_entered() -> None:
+    budget = Budget(100)
+    budget.reserve("base", 60, what="the base")
+    with pytest.raises(BudgetError):
+        budget.reserve("experts", 41, what="acme/sql@1.0.0")
+    assert (budget.used, budget.peak) == (60, 60)
+    budget.reserve("experts", 40, what="acme/sql@1.0.0")
+    budget.check_integrity()
+
+
+def test_bytes_are_given_back_when_the_block_fails() -> None:
+    budget = Budget(10)
+
+    def fail() -> None:
+        with budget.holding("kv", 10, what="the KV cache"):
+            raise KeyError("inside")
+
+    pytest.raises(KeyError, fail)
+    assert budget.used == 0
+
+
+def test_a_refusal_says_what_is_needed_what_is_free_and_the_way_out() -> None:
+    budget = Budget(512 << 20)
+    budget.reserve("base", 300 << 20, what="the base")
+    with pytest.raises(BudgetError) as caught:
+        budget.reserve("kv", 224 << 20, what="the KV cache of 2060 tokens")
+    assert caught.value.message == (
+        "the KV cache of 2060 tokens needs 224.0 MiB, but only 212.0 MiB of the budget of "
+        "512.0 MiB are free (held: base 300.0 MiB)"
+    )
+    assert "--max-tokens" in caught.value.hint
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+def test_every_refusal_names_a_way_out(purpose: str) -> None:
+    error = Budget(0).refusal(purpose, 1, what="it")  # type: ignore[arg-type]  # a Purpose
+    assert "--memory-budget" in error.hint
+    assert "held: nothing" in error.message
+
+
+def test_wrong_book_keeping_is_noticed() -> None:
+    budget = Budget(10)
+    with pytest.raises(ValueError, match="cannot be reserved"):
+        budget.reserve("kv", -1, what="nonsense")
+    with pytest.raises(ValueError, match="not held"):
+        budget.release("kv", 1)

@@ -1,0 +1,246 @@
+"""Residency: a budget that live bytes never exceed, fair eviction, pins that hold."""
+
+import gc
+import weakref
+from contextlib import ExitStack
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from expertctl.digest import Digest
+from expertctl.engine.budget import Budget
+from expertctl.engine.tiers import Tier, Tiers, Wanted
+from expertctl.errors import BudgetError, DigestError
+
+LIMIT = 1000
+
+
+def key(name: str, tier: Tier = Tier.RAM) -> tuple[Tier, Digest]:
+    return (tier, Digest.of(name.encode()))
+
+
+def wanted(name: str, nbytes: int = 100, tier: Tier = Tier.RAM) -> Wanted[torch.Tensor]:
+    return Wanted(key(name, tier), nbytes, name, lambda: torch.empty(nbytes, dtype=torch.uint8))
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget(LIMIT)
+
+
+@pytest.fixture
+def tiers(budget: Budget) -> Tiers:
+    return Tiers(ram=budget, device=budget)
+
+
+def use(tiers: Tiers, *names: str, nbytes: int = 100) -> None:
+    tiers.begin_request()
+    with tiers.pin([wanted(name, nbytes) for name in names]):
+        tiers.check_integrity()
+    tiers.check_integrity()
+
+
+def resident(tiers: Tiers, names: str) -> str:
+    return "".join(name for name in names if tiers.holds(key(name)))
+
+
+def test_what_was_loaded_stays_and_is_not_loaded_again(tiers: Tiers, budget: Budget) -> None:
+    with tiers.pin([wanted("a")]) as [first]:
+        pass
+    with tiers.pin([wanted("a")]) as [again]:
+        assert again is first
+    assert budget.used == 100
+    assert (tiers.traffic[Tier.RAM].hits, tiers.traffic[Tier.RAM].loads) == (1, 1)
+
+
+def test_values_come_in_the_order_asked_for_and_doubles_are_loaded_once(tiers: Tiers) -> None:
+    use(tiers, "b")
+    with tiers.pin([wanted("a", 1), wanted("b"), wanted("a", 1)]) as values:
+        assert [value.nbytes for value in values] == [1, 100, 1]
+        assert values[0] is values[2]
+
+
+def test_the_least_used_goes_first(tiers: Tiers) -> None:
+    use(tiers, "a", nbytes=400)
+    use(tiers, "a", nbytes=400)
+    use(tiers, "b", nbytes=400)
+    use(tiers, "c", nbytes=400)
+    assert resident(tiers, "abc") == "ac"
+
+
+def test_often_used_long_ago_loses_against_once_used_now(tiers: Tiers) -> None:
+    """4 uses, 128 requests ago, weigh 4 * 0.25 = 1, and a little later less than one use now."""
+    for _ in range(4):
+        use(tiers, "a", nbytes=400)
+    for _ in range(130):
+        tiers.begin_request()
+    use(tiers, "b", nbytes=400)
+    use(tiers, "c", nbytes=400)
+    assert resident(tiers, "abc") == "bc"
+
+
+def test_among_equals_the_oldest_goes(tiers: Tiers) -> None:
+    with tiers.pin([wanted("a", 400)]), tiers.pin([wanted("b", 400)]):
+        pass
+    tiers.begin_request()
+    use(tiers, "c", nbytes=400)
+    assert resident(tiers, "abc") in {"ac", "bc"}
+
+
+def test_room_is_made_before_loading(budget: Budget, tiers: Tiers) -> None:
+    seen: list[int] = []
+
+    def load() -> torch.Tensor:
+        seen.append(budget.held("experts"))
+        assert not tiers.holds(key("a"))
+        return torch.empty(700, dtype=torch.uint8)
+
+    use(tiers, "a", nbytes=400)
+    with tiers.pin([Wanted(key("b"), 700, "b", load)]):
+        assert seen == [700]
+
+
+def test_a_pinned_entry_is_never_evicted(tiers: Tiers) -> None:
+    with tiers.pin([wanted("a", 600)]) as [value]:
+        with pytest.raises(BudgetError, match="b needs"):
+            use(tiers, "b", nbytes=500)
+        assert tiers.holds(key("a"))
+        assert value.nbytes == 600
+    use(tiers, "b", nbytes=500)
+    assert resident(tiers, "ab") == "b"
+
+
+def test_when_it_cannot_fit_nothing_is_evicted(tiers: Tiers) -> None:
+    use(tiers, "a", "b", nbytes=300)
+    with tiers.pin([wanted("a", 300)]), pytest.raises(BudgetError):
+        use(tiers, "c", "d", nbytes=400)
+    assert resident(tiers, "abcd") == "ab"
+
+
+def test_a_failed_load_leaves_the_ledger_as_it_was(tiers: Tiers, budget: Budget) -> None:
+    def load() -> torch.Tensor:
+        raise DigestError("a is not what was installed")
+
+    with pytest.raises(DigestError):
+        use_both = [Wanted(key("a"), 100, "a", load), wanted("b")]
+        with tiers.pin(use_both):
+            pass
+    assert budget.used == 0
+    assert resident(tiers, "ab") == ""
+    tiers.check_integrity()
+
+
+def test_what_a_resident_plan_uses_stays_until_the_plan_goes(tiers: Tiers, budget: Budget) -> None:
+    plan = Wanted(key("p", Tier.DEVICE), 100, "p", lambda: "plan", uses=(key("a"),))
+    with tiers.pin([wanted("a", 300)]), tiers.pin([plan]):
+        pass
+    with tiers.pin([plan]), pytest.raises(BudgetError):
+        use(tiers, "b", nbytes=700)
+    use(tiers, "b", nbytes=700)
+    assert resident(tiers, "ab") == "ab"
+    assert not tiers.holds(plan.key)
+    use(tiers, "c", nbytes=900)
+    assert budget.used == 900
+
+
+def test_other_memory_makes_room_too(tiers: Tiers, budget: Budget) -> None:
+    use(tiers, "a", "b", nbytes=400)
+    with tiers.holding(Tier.DEVICE, "kv", 500, what="the KV cache"):
+        assert budget.used == 900
+        assert len(resident(tiers, "ab")) == 1
+    with pytest.raises(BudgetError), tiers.holding(Tier.DEVICE, "kv", 1001, what="KV"):
+        pass
+    assert len(resident(tiers, "ab")) == 1
+
+
+def test_two_memories_have_two_budgets() -> None:
+    ram, device = Budget(500), Budget(200)
+    tiers = Tiers(ram=ram, device=device)
+    with tiers.pin([wanted("a", 400)]), tiers.pin([wanted("p", 200, Tier.DEVICE)]):
+        assert (ram.used, device.used) == (400, 200)
+    with tiers.pin([wanted("q", 150, Tier.DEVICE)]):
+        assert (ram.used, device.used) == (400, 150)
+    tiers.check_integrity()
+
+
+def test_clear_drops_all_but_what_is_pinned(tiers: Tiers, budget: Budget) -> None:
+    use(tiers, "a", "b")
+    with tiers.pin([wanted("c", 7)]):
+        tiers.clear()
+        assert budget.used == 7
+    tiers.clear()
+    assert budget.used == 0
+
+
+class Residency(RuleBasedStateMachine):
+    """Random loads, pins and releases; the bytes counted are those of storages that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = Budget(LIMIT)
+        self.tiers = Tiers(ram=self.budget, device=self.budget)
+        self.storages: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self.pins: list[ExitStack] = []
+
+    def live(self) -> int:
+        return sum(nbytes for storage, nbytes in self.storages if storage() is not None)
+
+    def request(self, name: str, nbytes: int) -> Wanted[torch.UntypedStorage]:
+        def load() -> torch.UntypedStorage:
+            assert self.live() + nbytes <= LIMIT
+            storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+            self.storages.append((weakref.ref(storage), nbytes))
+            return storage
+
+        return Wanted(key(f"{name} {nbytes}"), nbytes, name, load)
+
+    @rule(name=st.sampled_from("abcde"), nbytes=st.sampled_from([0, 90, 250, 400, 1001]))
+    def pin(self, name: str, nbytes: int) -> None:
+        stack = ExitStack()
+        try:
+            [value] = stack.enter_context(self.tiers.pin([self.request(name, nbytes)]))
+        except BudgetError:
+            return
+        assert value.nbytes() == nbytes
+        self.pins.append(stack)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1))).close()
+
+    @rule(count=st.integers(1, 300))
+    def grow_older(self, count: int) -> None:
+        for _ in range(count):
+            self.tiers.begin_request()
+
+    @rule(size=st.integers(0, LIMIT))
+    def hold_other_memory(self, size: int) -> None:
+        try:
+            with self.tiers.holding(Tier.DEVICE, "kv", size, what="KV"):
+                assert self.live() + size <= LIMIT
+        except BudgetError:
+            assert size > 0
+
+    @rule()
+    def clear(self) -> None:
+        self.tiers.clear()
+
+    @invariant()
+    def live_bytes_are_those_of_the_ledger(self) -> None:
+        self.tiers.check_integrity()
+        assert self.live() == self.budget.used <= LIMIT
+
+    def teardown(self) -> None:
+        for stack in self.pins:
+            stack.close()
+        self.tiers.clear()
+        gc.collect()
+        assert self.live() == 0
+
+
+TestResidency = Residency.TestCase
+TestResidency.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
