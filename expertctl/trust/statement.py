@@ -70,8 +70,9 @@ class Statement:
         demand(document["_type"], STATEMENT_TYPE, "the statement's _type")
         demand(document["predicateType"], PREDICATE_TYPE, "the predicateType")
         predicate = take(document["predicate"], {"serialization", "resources"}, "the predicate")
+        ignored = _parse_serialization(predicate["serialization"])
         files = _parse_resources(predicate["resources"])
-        _check_serialization(predicate["serialization"], files)
+        _check_ignored(ignored, files)
         name = _parse_subject(document["subject"], files)
         return cls(name, tuple(files))
 
@@ -174,7 +175,8 @@ def _parse_resource(value: JsonValue) -> SignedFile:
         raise SignatureError(message) from error
 
 
-def _check_serialization(value: JsonValue, files: Sequence[SignedFile]) -> None:
+def _parse_serialization(value: JsonValue) -> list[str]:
+    """Return the ignored paths; all else in it has one allowed value."""
     keys = {"method", "hash_type", "allow_symlinks"}
     what = "the serialization"
     method = value.get("method") if isinstance(value, dict) else "files"
@@ -185,7 +187,7 @@ def _check_serialization(value: JsonValue, files: Sequence[SignedFile]) -> None:
     ignored = serialization.get("ignore_paths", [])
     if not isinstance(ignored, list):
         raise SignatureError("model.sig: ignore_paths is not an array")
-    _check_ignored([text(item, "an ignored path") for item in ignored], files)
+    return [text(item, "an ignored path") for item in ignored]
 
 
 def _check_ignored(ignored: Sequence[str], files: Sequence[SignedFile]) -> None:
