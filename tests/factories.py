@@ -1,7 +1,8 @@
 """Tiny random models and adapters as real files; torch-free, equal for equal arguments.
 
-`write_base` makes a Hugging Face directory, `write_lora` a PEFT directory beside it. The values are
-small random numbers from a seeded generator, so that every tensor differs from every other.
+`write_base` makes a Hugging Face directory, `write_lora` a PEFT directory beside it,
+`make_package` a ``.expert`` file from both. The values are small random numbers from a seeded
+generator, so that every tensor differs from every other.
 """
 
 import json
@@ -11,6 +12,11 @@ from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.build import build, plan_build
+from expertctl.package.draft import Overrides
+from expertctl.trust.keys import PrivateKey
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_TOKENS = 256
@@ -340,3 +346,28 @@ def _write_shards(directory: Path, arrays: Arrays, *, dtype: str, shards: int) -
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def make_package(
+    directory: Path,
+    name: str = "acme/sql",
+    version: str = "1.0.0",
+    *,
+    base_dir: Path,
+    key: PrivateKey | None = None,
+    base: BaseFacts | None = None,
+    output: Path | None = None,
+    lora: Mapping[str, Any] | None = None,
+    **manifest: Any,
+) -> Path:
+    """Build a package below ``directory``; return the ``.expert`` file.
+
+    ``lora`` goes to `write_lora`, everything else becomes a key of the manifest. Reading a base
+    takes time, so give ``base`` where many packages share one.
+    """
+    slug = f"{name.replace('/', '-')}-{version}"
+    adapter = write_lora(directory / f"{slug}.files", base_dir, **(lora or {}))
+    _write_json(adapter / "expert.json", {"name": name, "version": version, **manifest})
+    facts = base or read_base(base_dir)
+    plan = plan_build(adapter, Overrides(), base=facts)
+    return build(plan, output or directory / f"{slug}.expert", key=key).path

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -100,7 +101,6 @@ def signed_layout(files: tuple[FileDigest, ...], signature: bytes | None) -> Lay
 
 def with_document(blobs: Blobs, document: bytes | None) -> Blobs:
     """Return a source of blobs that knows one more, which is in memory."""
-    from io import BytesIO
 
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:

@@ -1,0 +1,247 @@
+"""Making packages and looking into them, from ``init`` to ``export``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, note, progress, warn
+from expertctl.cli.package_view import (
+    built_document,
+    built_text,
+    contents_document,
+    inspect_document,
+    inspect_text,
+)
+from expertctl.digest import Progress
+from expertctl.durable import write_atomic
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.package import build as building
+from expertctl.package.base_model import BaseFacts, module_shapes, read_base
+from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
+from expertctl.package.read import read_package
+from expertctl.package.spool import export_oci, sign_package
+from expertctl.package.spool import unpack as unpack_package
+from expertctl.package.verify import verify_file
+from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.settings import Settings, load_settings
+from expertctl.trust.keys import KeyRing, PrivateKey
+from expertctl.trust.policy import TrustStore
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NS/NAME", help="The package's name; default local/DIR."),
+]
+VersionOption = Annotated[
+    str | None, typer.Option("--version", metavar="X.Y.Z", help="Its version; default 0.1.0.")
+]
+Description = Annotated[
+    str | None, typer.Option("--description", metavar="TEXT", help="What the expert does.")
+]
+License = Annotated[
+    str | None, typer.Option("--license", metavar="SPDX", help="Its licence, such as Apache-2.0.")
+]
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="NAME|DIR",
+        help="The base it was trained on: one you added, or a Hugging Face directory.",
+    ),
+]
+
+
+def init(
+    directory: Directory,
+    name: Name = None,
+    version: VersionOption = None,
+    description: Description = None,
+    license_: License = None,
+    base: Base = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a draft of expert.json beside an adapter, filled in as far as the files tell.
+
+    Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
+    """
+    path = directory / MANIFEST_PATH
+    if path.exists():
+        raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
+    overrides = Overrides(name, version, description, license_)
+    facts = _base_facts(directory, base, as_json=as_json)
+    draft = building.draft(directory, overrides, base=facts)
+    write_atomic(path, encode(draft))
+    missing = base_problems(draft)
+    warn(missing)
+    document = {"path": str(path), "manifest": draft, "missing": missing}
+    emit(document, f"wrote {path}", as_json=as_json)
+
+
+def build(
+    directory: Directory,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Default: NAME-VERSION.expert here."),
+    ] = None,
+    sign: Annotated[
+        str | None, typer.Option("--sign", metavar="KEY", help="Sign with one of your keys.")
+    ] = None,
+    name: Name = None,
+    version: VersionOption = None,
+    description: Description = None,
+    license_: License = None,
+    base: Base = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check an adapter directory and pack it into a .expert file; all problems come at once.
+
+    Example: expertctl build my-lora/ -o my.expert --sign me
+    """
+    settings = load_settings()
+    key = _private_key(settings, sign) if sign else None
+    overrides = Overrides(name, version, description, license_)
+    facts = _base_facts(directory, base, as_json=as_json)
+    with progress("checking", _size_of(directory), as_json=as_json) as report:
+        plan = building.plan_build(directory, overrides, base=facts, progress=report)
+    target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
+    with progress("packing", 2 * plan.size, as_json=as_json) as report:
+        built = building.build(plan, target, key=key, progress=report)
+    _say_built(built)
+    emit(built_document(built), built_text(built), as_json=as_json)
+
+
+def sign(
+    file: File,
+    key: Annotated[str, typer.Option("--key", metavar="NAME", help="One of your keys.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Sign a package, or sign it anew; its content, and so its content digest, stays.
+
+    Example: expertctl sign my.expert --key me
+    """
+    private = _private_key(load_settings(), key)
+    with _reading("signing", file, as_json=as_json) as report:
+        contents = sign_package(file, private, progress=report)
+    document = {**contents_document(contents, file), "signer": private.public.key_id}
+    emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
+
+
+def verify(file: File, as_json: JsonFlag = False) -> None:
+    """Check every digest, the signature, and that its key may sign this package.
+
+    Example: expertctl verify my.expert
+    """
+    trust = TrustStore(load_settings().home.trust)
+    with _reading("verifying", file, as_json=as_json) as report:
+        verified = verify_file(file, trust, progress=report)
+    contents = verified.contents
+    text = f"{file}: {contents.manifest.ref} verified, signed by {verified.signer}"
+    document = {**contents_document(contents, file), "signer": verified.signer, "verified": True}
+    emit(document, text, as_json=as_json)
+
+
+def inspect(file: File, as_json: JsonFlag = False) -> None:
+    """Show what a package says about itself; its signature is shown, not verified.
+
+    Example: expertctl inspect my.expert --json
+    """
+    with _reading("reading", file, as_json=as_json) as report:
+        contents = read_package(file, progress=report)
+    note("not verified: this is what the file says about itself; see `expertctl verify`")
+    emit(inspect_document(contents, file), inspect_text(contents), as_json=as_json)
+
+
+def unpack(
+    file: File,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the files of a package, its signature too, into a new directory.
+
+    Example: expertctl unpack my.expert my-lora-copy
+    """
+    with _reading("unpacking", file, as_json=as_json) as report:
+        contents = unpack_package(file, directory, progress=report)
+    note("not verified: digests are right, the signature was not checked")
+    count = len(contents.layout.layers)
+    document = {**contents_document(contents, file), "directory": str(directory)}
+    emit(document, f"wrote {count} files to {directory}", as_json=as_json)
+
+
+def export(
+    file: File,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to write it.")
+    ] = None,
+    oci: Annotated[
+        bool, typer.Option("--oci", help="As an OCI archive, which registries' tools read.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write a package in a form that other tools read.
+
+    Example: expertctl export my.expert --oci -o my.tar
+    """
+    if not oci:
+        raise UsageError("no form was chosen", hint="add --oci for an OCI archive")
+    target = output or file.with_suffix(".tar")
+    with _reading("exporting", file, as_json=as_json) as report:
+        contents = export_oci(file, target, progress=report)
+    document = {**contents_document(contents, target), "format": "oci"}
+    emit(document, f"wrote {target}", as_json=as_json)
+
+
+def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
+    """Find the base: a directory that was named, else one that was added; None when unknown."""
+    label = base_label(directory)
+    if base is not None and Path(base).is_dir():
+        return _read_base(Path(base), label, as_json=as_json)
+    wanted = base or label
+    if wanted is None:
+        return None
+    from expertctl.store.bases import BaseStore
+
+    try:
+        found = BaseStore(load_settings().home.bases).find(wanted)
+    except NotFoundError:
+        if base is not None:
+            raise
+        return None
+    return BaseFacts(found.identity, module_shapes(found.path))
+
+
+def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
+    name = label if label and is_hub_name(label) else None
+    with progress("hashing base", _size_of(directory), as_json=as_json) as report:
+        return read_base(directory, name=name, progress=report)
+
+
+def _private_key(settings: Settings, name: str) -> PrivateKey:
+    return KeyRing(settings.home.keys).private(name)
+
+
+def _say_built(built: building.Built) -> None:
+    warn(built.warnings)
+    if built.left_out:
+        note(f"left out, because nothing names them: {', '.join(built.left_out)}")
+    if built.signer is None:
+        note("not signed; sign it with `expertctl sign FILE --key NAME`")
+
+
+@contextmanager
+def _reading(label: str, file: Path, *, as_json: bool) -> Iterator[Progress]:
+    total = file.stat().st_size if file.is_file() else None
+    with progress(label, total, as_json=as_json) as report:
+        yield report
+
+
+def _size_of(directory: Path) -> int | None:
+    if not directory.is_dir():
+        return None
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))

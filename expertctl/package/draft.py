@@ -1,0 +1,202 @@
+"""Drafting ``expert.json`` from what a person wrote, what they said, and what the files show.
+
+What cannot be known is a problem, and all problems come at once.
+
+Order of authority: flags, then an existing ``expert.json``, then the files. What the files decide
+(rank, dtype, number of tensors) is never a matter of opinion: a manifest that differs is refused.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.package.adapter import AdapterSpec, lora_spec
+from expertctl.package.adapter_config import MAX_CONFIG_BYTES, LoraConfig, parse_lora_config
+from expertctl.package.base_model import BaseFacts
+from expertctl.package.tensor_file import TensorTable, read_table
+from expertctl.reference import PackageName
+from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
+from expertctl.schema.strict_json import JsonObject, load_object
+
+WEIGHTS_PATH = "adapter_model.safetensors"
+CONFIG_PATH = "adapter_config.json"
+DEFAULT_NAMESPACE = "local"
+DEFAULT_VERSION = "0.1.0"
+DEFAULT_LICENSE = "unspecified"
+BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_PICKLES = ("adapter_model.bin", "adapter_model.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the command line says; ``None`` means nothing."""
+
+    name: str | None = None
+    version: str | None = None
+    description: str | None = None
+    license: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """One adapter's two files, read."""
+
+    config_path: str
+    weights_path: str
+    config: LoraConfig
+    table: TensorTable
+    spec: AdapterSpec
+
+
+def read_adapter(directory: Path, *, weights: str, config: str) -> AdapterFiles:
+    """Read an adapter's configuration and table of tensors.
+
+    Raises:
+        NotFoundError: when the directory or a file is missing.
+        InvalidPackageError: with every problem.
+    """
+    for name in (config, weights):
+        _demand(directory, name)
+    parsed = parse_lora_config((directory / config).read_bytes(), what=config)
+    table = read_table(directory / weights)
+    spec = lora_spec(parsed, table, what=weights)
+    return AdapterFiles(config, weights, parsed, table, spec)
+
+
+def base_label(directory: Path) -> str | None:
+    """Return what the directory calls its base: a label to look up, never a path to open.
+
+    Raises:
+        InvalidPackageError: when a file that should say so cannot be read at all.
+    """
+    base = read_draft(directory).get("base")
+    name = base.get("name") if isinstance(base, dict) else None
+    path = directory / CONFIG_PATH
+    if name is None and path.is_file():
+        config = load_object(path.read_bytes(), what=CONFIG_PATH, max_bytes=MAX_CONFIG_BYTES)
+        name = config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else None
+
+
+def is_hub_name(label: str) -> bool:
+    """Tell whether a label names a model rather than a place on somebody's disk."""
+    return _HUB_NAME.fullmatch(label) is not None
+
+
+def read_draft(directory: Path) -> JsonObject:
+    """Return ``expert.json`` as it is, or an empty one.
+
+    Raises:
+        InvalidPackageError: when it is not a JSON object.
+    """
+    path = directory / MANIFEST_PATH
+    if not path.is_file():
+        return {}
+    return load_object(path.read_bytes(), what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
+
+
+def complete(
+    existing: JsonObject,
+    overrides: Overrides,
+    *,
+    directory: Path,
+    adapter: AdapterFiles | None,
+    base: BaseFacts | None,
+) -> JsonObject:
+    """Return the manifest with everything filled in that can be known."""
+    said = {
+        "name": overrides.name,
+        "version": overrides.version,
+        "description": overrides.description,
+        "license": overrides.license,
+    }
+    name = overrides.name or existing.get("name") or default_name(directory)
+    document: JsonObject = {
+        "schema": 1,
+        "name": name,
+        "version": DEFAULT_VERSION,
+        "description": f"LoRA adapter {str(name).partition('/')[2]}",
+        "license": DEFAULT_LICENSE,
+        **existing,
+        **{key: value for key, value in said.items() if value is not None},
+    }
+    document["base"] = _base(existing.get("base"), adapter, base)
+    if "adapters" not in existing and adapter is not None:
+        document["adapters"] = [_entry(adapter)]
+    return document
+
+
+def encode(document: JsonObject) -> bytes:
+    """Return the text of a manifest as we write it."""
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def default_name(directory: Path) -> str:
+    """Return ``local/`` and the directory's name, made into a package name."""
+    slug = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:64].strip("-")
+    return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
+
+
+def base_problems(document: JsonObject) -> list[str]:
+    """Return what is not known about the base, with the way out."""
+    base = document.get("base")
+    absent = [k for k in ("arch", "tokenizer") if not (isinstance(base, Mapping) and base.get(k))]
+    if not absent:
+        return []
+    name = base.get("name") if isinstance(base, Mapping) else None
+    label = f"base {name}" if name else "the base"
+    return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
+
+
+def _demand(directory: Path, name: str) -> None:
+    path = directory / name
+    if path.is_file() and not path.is_symlink():
+        return
+    if not directory.is_dir():
+        raise NotFoundError(f"{directory}: no such directory")
+    if path.is_symlink():
+        raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
+    pickles = [p for p in _PICKLES if (directory / p).exists()]
+    if pickles:
+        raise InvalidPackageError(
+            pickles[0],
+            ["pickles are never opened; save the adapter with safe_serialization=True"],
+        )
+    raise NotFoundError(
+        f"{directory}: {name} is missing", hint="name the directory that PEFT saved the adapter to"
+    )
+
+
+def _entry(adapter: AdapterFiles) -> JsonObject:
+    return {
+        "kind": "lora",
+        "path": adapter.weights_path,
+        "config": adapter.config_path,
+        "rank": adapter.spec.rank,
+        "dtype": adapter.spec.dtype,
+        "tensors": adapter.spec.tensors,
+    }
+
+
+def _base(existing: object, adapter: AdapterFiles | None, base: BaseFacts | None) -> JsonObject:
+    """What the publisher wrote about the base stays; what is missing comes from the base itself."""
+    stated = existing if isinstance(existing, dict) else {}
+    if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
+        return stated
+    known: JsonObject = {}
+    if adapter is not None and adapter.config.base_label:
+        known = {"name": adapter.config.base_label, "revision": adapter.config.base_revision}
+    if base is not None:
+        identity = base.identity
+        known = {
+            "name": identity.name,
+            "revision": identity.revision,
+            "arch": str(identity.arch),
+            "weights": str(identity.weights) if identity.weights else None,
+            "tokenizer": str(identity.tokenizer),
+        }
+    return {**known, **stated}
