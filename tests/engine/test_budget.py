@@ -33,7 +33,8 @@ def test_bytes_are_given_back_when_the_block_fails() -> None:
         with budget.holding("kv", 10, what="the KV cache"):
             raise KeyError("inside")
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert budget.used == 0
 
 

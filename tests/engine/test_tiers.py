@@ -124,10 +124,9 @@ def test_a_failed_load_leaves_the_ledger_as_it_was(tiers: Tiers, budget: Budget)
     def load() -> torch.Tensor:
         raise DigestError("a is not what was installed")
 
-    with pytest.raises(DigestError):
-        use_both = [Wanted(key("a"), 100, "a", load), wanted("b")]
-        with tiers.pin(use_both):
-            pass
+    both = [Wanted(key("a"), 100, "a", load), wanted("b")]
+    with pytest.raises(DigestError), tiers.pin(both):
+        pass
     assert budget.used == 0
     assert resident(tiers, "ab") == ""
     tiers.check_integrity()

@@ -1,0 +1,201 @@
+"""Adapter weights from disk to tensors: read once, hashed in memory, used from those very bytes.
+
+Decision 14: no mapping of the file and no second read, so what was verified is what is used, also
+when somebody writes to the file meanwhile. Reading runs ahead of hashing in a thread of its own.
+The tensors are views into the buffer; nothing is converted here.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.engine.lora import LoraTensors
+from expertctl.engine.memory import allocate
+from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import lora_spec
+from expertctl.package.adapter_config import parse_lora_config
+from expertctl.package.tensor_file import (
+    ADAPTER_LIMITS,
+    LENGTH_BYTES,
+    TensorTable,
+    header_length,
+    parse_header,
+)
+from expertctl.schema.manifest import AdapterEntry, Manifest
+
+CHUNK = 4 << 20
+SLACK = 8
+"""Spare bytes of a buffer, so that tensors can be moved to an address that fits their type."""
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class Files(Protocol):
+    """Where the verified bytes of one package come from: the store, or memory."""
+
+    def read(self, path: str) -> memoryview:
+        """Return a buffer with one file's bytes, digest checked, and `SLACK` bytes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """The weights of one expert in memory, each tensor a view into ``buffers``."""
+
+    ref: str
+    modules: Mapping[str, LoraTensors]
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """The files of one installed expert; every read checks the digest."""
+
+    ref: str
+    paths: Mapping[str, tuple[Path, FileDigest]]
+    progress: Progress = no_progress
+
+    def read(self, path: str) -> memoryview:
+        """Read one file of the package.
+
+        Raises:
+            DigestError: when its bytes are not those that were installed.
+            NotFoundError: when it is gone.
+        """
+        blob, expected = self.paths[path]
+        return read_verified(blob, expected, owner=self.ref, progress=self.progress)
+
+
+def adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
+    """Return what the weights of an expert will take in memory."""
+    return sum(sizes[entry.path] + SLACK for entry in manifest.adapters)
+
+
+def load_adapter(manifest: Manifest, files: Files) -> LoadedAdapter:
+    """Bring the weights of one expert into memory.
+
+    Raises:
+        DigestError: when bytes are not those that were verified at install.
+        InvalidPackageError: when a file is malformed.
+    """
+    loaded = [_load_entry(manifest, entry, files) for entry in manifest.adapters]
+    modules: dict[str, LoraTensors] = {}
+    for part in loaded:
+        doubled = modules.keys() & part.modules.keys()
+        if doubled:
+            names = ", ".join(sorted(doubled)[:3])
+            raise InvalidPackageError(manifest.ref, [f"two adapters change {names}"])
+        modules |= part.modules
+    return LoadedAdapter(
+        ref=manifest.ref,
+        modules=modules,
+        tensors=sum(part.tensors for part in loaded),
+        nbytes=sum(part.nbytes for part in loaded),
+    )
+
+
+def read_verified(
+    path: Path, expected: FileDigest, *, owner: str, progress: Progress = no_progress
+) -> memoryview:
+    """Read a file into a new buffer, hashing while reading; `SLACK` bytes are left after it.
+
+    Raises:
+        DigestError: when size or digest differ.
+        NotFoundError: when the file cannot be opened.
+    """
+    try:
+        with path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size != expected.size:
+                raise _changed(owner, expected, size)
+            buffer = allocate(size + SLACK)
+            digest = _read_and_hash(stream, buffer[:size], progress)
+    except FileNotFoundError as error:
+        raise NotFoundError(
+            f"{owner}: {expected.path} is missing from the store", hint="see `expertctl doctor`"
+        ) from error
+    if digest != expected.digest:
+        raise _changed(owner, expected, size)
+    return buffer
+
+
+def _changed(owner: str, expected: FileDigest, size: int) -> DigestError:
+    detail = "" if size == expected.size else f" ({size} bytes instead of {expected.size})"
+    return DigestError(
+        f"{owner}: {expected.path} is not what was installed{detail}",
+        hint="find the damage with `expertctl doctor`, then install the expert again",
+    )
+
+
+def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> Digest:
+    hasher = hashlib.sha256()
+    chunks = [target[begin : begin + CHUNK] for begin in range(0, len(target), CHUNK)]
+    with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:
+        ahead: list[Future[None]] = [reader.submit(_fill, stream, chunk) for chunk in chunks]
+        for chunk, done in zip(chunks, ahead, strict=True):
+            done.result()
+            hasher.update(chunk)
+            progress(len(chunk))
+    return Digest(hasher.hexdigest())
+
+
+def _fill(stream: BinaryIO, target: memoryview) -> None:
+    """Read until ``target`` is full; what a shrinking file leaves is zeros and fails the digest."""
+    filled = 0
+    while filled < len(target):
+        count = stream.readinto(target[filled:])  # type: ignore[attr-defined]  # a raw file has it
+        if not count:
+            return
+        filled += count
+
+
+def _load_entry(manifest: Manifest, entry: AdapterEntry, files: Files) -> LoadedAdapter:
+    if entry.kind != "lora":
+        raise IncompatibleError(f"{manifest.ref}: adapters of kind {entry.kind} are not supported")
+    what = f"{manifest.ref}: {entry.path}"
+    config_bytes = files.read(entry.config)
+    config = parse_lora_config(bytes(config_bytes[:-SLACK]), what=f"{manifest.ref}: {entry.config}")
+    buffer = files.read(entry.path)
+    size = len(buffer) - SLACK
+    table = _table(buffer, size, what)
+    spec = lora_spec(config, table, what=what)
+    tensors = _views(buffer, size, table)
+    modules = {
+        part.module: LoraTensors(tensors[part.a], tensors[part.b], part.scale)
+        for part in spec.parts
+    }
+    if 2 * len(modules) != len(table.tensors) or len(table.tensors) != entry.tensors:
+        raise InvalidPackageError(
+            what, [f"{2 * len(modules)} of {entry.tensors} promised tensors have a use"]
+        )
+    return LoadedAdapter(manifest.ref, modules, len(table.tensors), len(buffer))
+
+
+def _table(buffer: memoryview, size: int, what: str) -> TensorTable:
+    first = bytes(buffer[: min(size, LENGTH_BYTES)])
+    length = header_length(first, file_size=size, what=what, limits=ADAPTER_LIMITS)
+    start = bytes(buffer[: LENGTH_BYTES + length])
+    return parse_header(start, file_size=size, what=what)
+
+
+def _views(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tensor]:
+    """Return every tensor as a view; all have one type, as `lora_spec` checked."""
+    shift = -table.data_offset % SLACK
+    if shift:  # an odd header length: move everything, so that addresses are multiples of 8
+        buffer[shift : shift + size] = buffer[:size]
+    dtype = _DTYPES[next(iter(table.tensors.values())).dtype]
+    whole = torch.frombuffer(buffer, dtype=torch.uint8)
+    begin = shift + table.data_offset
+    data = whole[begin : begin + (size - table.data_offset)].view(dtype)
+    width = dtype.itemsize
+    return {
+        name: data.as_strided(t.shape, (t.shape[1], 1), data.storage_offset() + t.begin // width)
+        for name, t in table.tensors.items()
+    }
