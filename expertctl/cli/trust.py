@@ -88,12 +88,7 @@ def _document(trusted: TrustedKey) -> dict[str, object]:
         "algorithm": trusted.key.algorithm,
         "key_id": trusted.key_id,
         "grants": [
-            {
-                "namespace": grant.namespace,
-                "content_digests": None
-                if grant.content_digests is None
-                else list(grant.content_digests),
-            }
+            {"namespace": grant.namespace, "content_digests": grant.content_digests}
             for grant in trusted.grants
         ],
     }
@@ -112,12 +107,14 @@ def _text(record: TrustRecord) -> str:
 
 
 def _covered(grants: tuple[Grant, ...]) -> str:
-    return " ".join(
-        f"{g.namespace}/*"
-        if g.content_digests is None
-        else f"{g.namespace}/*({len(g.content_digests)} contents)"
-        for g in grants
-    )
+    return ", ".join(f"{grant.namespace}/*{_limit(grant)}" for grant in grants)
+
+
+def _limit(grant: Grant) -> str:
+    if grant.content_digests is None:
+        return ""
+    count = len(grant.content_digests)
+    return f" ({count} content{'s' if count > 1 else ''})"
 
 
 def _state(trusted: TrustedKey, record: TrustRecord) -> str:

@@ -342,9 +342,7 @@ def _known_kind(key: PublicKeyTypes, what: str) -> tuple[_EcPublic | _EdPublic, 
 def _check_encoding(signature: bytes) -> None:
     """Refuse all but the one DER text of the lower ``s``, so that nobody can mint a second one."""
     try:
-        r, s = decode_dss_signature(signature)
-        if encode_dss_signature(r, s) != signature:
-            raise SignatureError("the ECDSA signature is not in DER")
+        r, s = decode_dss_signature(signature)  # strict DER: no BER lengths, no trailing bytes
     except ValueError as error:
         raise SignatureError("the ECDSA signature is not in DER") from error
     if not (0 < r < P256_ORDER and 0 < s < P256_ORDER):

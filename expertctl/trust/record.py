@@ -187,18 +187,11 @@ class TrustRecord:
             hint = f"wait for a version of {package} that is signed with another key"
             raise RevokedError(f"{package}: {_told(key_id, revocation)}", hint=hint)
         trusted = self.trusted(key_id)
-        namespace = package.namespace
         if trusted is None:
-            hint = f"if you know whose it is: `expertctl trust add KEY.pem --namespace {namespace}`"
-            raise TrustError(f"{package}: key {key_id} is not trusted", hint=hint)
-        grant = next((g for g in trusted.grants if g.namespace == namespace), None)
-        who = f"key {key_id} ({trusted.name})"
-        if grant is None:
-            message = f"{package}: {who} may not sign '{namespace}/*'"
-            raise TrustError(message, hint="see `expertctl trust list`")
-        if not grant.allows(content_digest):
-            message = f"{package}: {who} is valid for fixed contents, {content_digest} is not one"
-            raise TrustError(message, hint="see `expertctl trust list --json`")
+            use = f"`expertctl trust add KEY.pem --namespace {package.namespace}`"
+            message = f"{package}: key {key_id} is not trusted"
+            raise TrustError(message, hint=f"if you know whose it is: {use}")
+        _demand_grant(trusted, package, content_digest)
         return trusted.key
 
 
@@ -276,6 +269,17 @@ def _inconsistencies(stored: _Stored, record: TrustRecord) -> Iterable[str]:
         ("revoked", [r.key_id for r in record.revoked]),
     ):
         yield from (f"{what}: {i} is there twice" for i in sorted(set(ids)) if ids.count(i) > 1)
+
+
+def _demand_grant(trusted: TrustedKey, package: PackageName, content_digest: Digest) -> None:
+    grant = next((g for g in trusted.grants if g.namespace == package.namespace), None)
+    who = f"key {trusted.key_id} ({trusted.name})"
+    if grant is None:
+        message = f"{package}: {who} may not sign '{package.namespace}/*'"
+        raise TrustError(message, hint="see `expertctl trust list`")
+    if not grant.allows(content_digest):
+        message = f"{package}: {who} is valid for fixed contents, {content_digest} is not one"
+        raise TrustError(message, hint="see `expertctl trust list --json`")
 
 
 def _told(key_id: str, revocation: Revocation) -> str:
