@@ -1,0 +1,252 @@
+"""The one decoder: Llama, Mistral, Qwen2 and Qwen3 by their row, with a plan's deltas.
+
+Prefill and decode are separate calls with separate results. A decoder has no state of a generation:
+that is in the `KVCache` of each call, so several generations may take turns. Activations are
+float32, [tokens, features]; base weights are only read.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.architecture import ModelConfig
+from expertctl.engine.attention import View, attend, view_of
+from expertctl.engine.base_weights import EMBEDDING, BaseWeights
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.linear import LinearDelta, linear
+from expertctl.engine.rope import rotate, rotation_table
+from expertctl.errors import IncompatibleError, UsageError
+
+PREFILL_CHUNK = 512
+_FLOAT_BYTES = 4
+
+Deltas = Mapping[str, LinearDelta]
+"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
+
+NO_DELTAS: Deltas = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefillResult:
+    """After the prompt: the scores of the first new token, float32 [vocab]."""
+
+    logits: Tensor
+    tokens: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeResult:
+    """After one token at ``position``: the scores of the next, float32 [vocab]."""
+
+    logits: Tensor
+    position: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Linear:
+    module: str
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        return linear(x, self.weight, self.bias, deltas.get(self.module))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    input_norm: Tensor
+    query: _Linear
+    key: _Linear
+    value: _Linear
+    output: _Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    gate: _Linear
+    up: _Linear
+    down: _Linear
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """What all layers share in one pass: rotations [tokens, dim] and a view per window."""
+
+    cos: Tensor
+    sin: Tensor
+    views: dict[int | None, View]
+
+
+class Decoder:
+    """A base model that can be run; its weights are shared by all who generate with it."""
+
+    def __init__(self, config: ModelConfig, weights: BaseWeights) -> None:
+        """Sort the weights into layers."""
+        self.config = config
+        self.device = weights.device
+        self.modules = frozenset(config.linear_shapes())
+        self._embedding = weights.tensors[EMBEDDING]
+        self._norm = weights.tensors["model.norm.weight"]
+        self._head = _Linear("lm_head", weights.head(), None)
+        self._layers = [_layer_of(config, weights, n) for n in range(config.layers)]
+        self._rotations = torch.empty(2, 0, config.head_dim, device=weights.device)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        ids: Sequence[int] | Tensor,
+        cache: KVCache,
+        deltas: Deltas = NO_DELTAS,
+        *,
+        chunk: int = PREFILL_CHUNK,
+        progress: Progress = no_progress,
+    ) -> PrefillResult:
+        """Read a prompt, ``chunk`` tokens at a time; ``progress`` counts them and may raise.
+
+        Raises:
+            UsageError: for a prompt without tokens.
+            BudgetError: when the cache is too small; nothing was read then.
+            IncompatibleError: for a token or a delta that this base does not have.
+        """
+        begin, started = cache.length, time.perf_counter()
+        tokens = self._checked(ids, deltas)
+        cache.require(len(tokens))
+        hidden = self._embedding[:0]
+        try:
+            for part in torch.split(tokens, chunk):
+                hidden = self._forward(part, cache, deltas)
+                progress(len(part))
+        except BaseException:
+            cache.rewind(begin)
+            raise
+        return PrefillResult(self._logits(hidden, deltas), len(tokens), self._ms_since(started))
+
+    @torch.inference_mode()
+    def decode(self, token: int, cache: KVCache, deltas: Deltas = NO_DELTAS) -> DecodeResult:
+        """Read one more token.
+
+        Raises:
+            BudgetError: when the cache is full.
+            IncompatibleError: for a token or a delta that this base does not have.
+        """
+        position, started = cache.length, time.perf_counter()
+        tokens = self._checked([token], deltas)
+        cache.require(1)
+        logits = self._logits(self._forward(tokens, cache, deltas), deltas)
+        return DecodeResult(logits, position, self._ms_since(started))
+
+    def buffer_bytes(self, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
+        """Return how many bytes a pass needs besides weights and cache, at most about."""
+        config, rows = self.config, min(chunk, capacity)
+        heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+        per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
+        masks = rows * capacity * len({w for w in config.windows if w} | {None})
+        rotations = 2 * (2 * capacity) * config.head_dim
+        return _FLOAT_BYTES * (rows * per_token + masks + rotations + 2 * config.vocab_size)
+
+    def _checked(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
+        if not deltas.keys() <= self.modules:
+            raise IncompatibleError(
+                f"the base has no linear layer {_few(deltas.keys() - self.modules)}",
+                hint="the expert was made for another base",
+            )
+        tokens = torch.as_tensor(ids, dtype=torch.long, device=self.device)
+        if len(tokens) == 0:
+            raise UsageError("there is no token to read", hint="give a prompt that is not empty")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise IncompatibleError(
+                f"token {low if low < 0 else high} is not among the {self.config.vocab_size} "
+                "of the base",
+                hint="the tokenizer belongs to another base",
+            )
+        return tokens
+
+    def _forward(self, tokens: Tensor, cache: KVCache, deltas: Deltas) -> Tensor:
+        """Run all layers over one part of a text: [tokens] -> [tokens, hidden]."""
+        step = self._step(cache.length, len(tokens))
+        x = self._embedding[tokens].float()
+        for number, layer in enumerate(self._layers):
+            x = x + self._attention(x, layer, number, step, cache, deltas)
+            x = x + self._mlp(x, layer, deltas)
+        cache.advance(len(tokens))
+        return x
+
+    def _attention(
+        self, x: Tensor, layer: _Layer, number: int, step: _Step, cache: KVCache, deltas: Deltas
+    ) -> Tensor:
+        x = self._normed(x, layer.input_norm)
+        queries = self._heads(layer.query(x, deltas), layer.query_norm)
+        keys = self._heads(layer.key(x, deltas), layer.key_norm)
+        values = self._heads(layer.value(x, deltas), None)
+        keys, values = cache.write(number, rotate(keys, step.cos, step.sin), values)
+        view = step.views[layer.window]
+        out = attend(rotate(queries, step.cos, step.sin), keys, values, view)
+        return layer.output(out, deltas)
+
+    def _mlp(self, x: Tensor, layer: _Layer, deltas: Deltas) -> Tensor:
+        x = self._normed(x, layer.mlp_norm)
+        gated = F.silu(layer.gate(x, deltas)) * layer.up(x, deltas)  # [tokens, intermediate]
+        return layer.down(gated, deltas)
+
+    def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """[tokens, heads * dim] -> [heads, tokens, dim]."""
+        split = x.view(len(x), -1, self.config.head_dim)
+        return (split if norm is None else self._normed(split, norm)).transpose(0, 1)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+    def _logits(self, hidden: Tensor, deltas: Deltas) -> Tensor:
+        """Score the token that follows the last one: [tokens, hidden] -> [vocab]."""
+        return self._head(self._normed(hidden[-1:], self._norm), deltas)[0]
+
+    def _step(self, start: int, tokens: int) -> _Step:
+        end = start + tokens
+        if end > self._rotations.shape[1]:
+            positions = 1 << (end - 1).bit_length()
+            self._rotations = rotation_table(self.config.rope, positions, device=self.device)
+        cos, sin = self._rotations[:, start:end]
+        windows = set(self.config.windows)
+        views = {w: view_of(start, tokens, w, device=self.device) for w in windows}
+        return _Step(cos, sin, views)
+
+    def _ms_since(self, started: float) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - started) * 1e3
+
+
+def _layer_of(config: ModelConfig, weights: BaseWeights, number: int) -> _Layer:
+    tensors, prefix = weights.tensors, f"model.layers.{number}"
+
+    def read(name: str) -> _Linear:
+        module = f"{prefix}.{name}"
+        return _Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
+
+    return _Layer(
+        input_norm=tensors[f"{prefix}.input_layernorm.weight"],
+        query=read("self_attn.q_proj"),
+        key=read("self_attn.k_proj"),
+        value=read("self_attn.v_proj"),
+        output=read("self_attn.o_proj"),
+        query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
+        key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
+        mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
+        gate=read("mlp.gate_proj"),
+        up=read("mlp.up_proj"),
+        down=read("mlp.down_proj"),
+        window=config.windows[number],
+    )
+
+
+def _few(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

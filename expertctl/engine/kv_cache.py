@@ -1,0 +1,80 @@
+"""Keys and values of one generation, preallocated; the one owner of them.
+
+Layout ``[layer, kv_head, capacity, head_dim]``: heads stand ``capacity`` rows apart whatever the
+current length is. Memory is not cleared, rows at and beyond ``length`` are never read. A text that
+does not fit is an error, old rows are never pushed out.
+"""
+
+import torch
+from torch import Tensor
+
+from expertctl.engine.architecture import ModelConfig
+from expertctl.errors import BudgetError
+
+
+class KVCache:
+    """Room for ``capacity`` tokens; `length` of them are filled."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Reserve the memory, once."""
+        shape = (config.layers, config.kv_heads, capacity, config.head_dim)
+        self.capacity = capacity
+        self.length = 0
+        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self._values = torch.empty(shape, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors, filled or not."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def require(self, tokens: int) -> None:
+        """Check that so many more tokens fit.
+
+        Raises:
+            BudgetError: when they do not.
+        """
+        if self.length + tokens > self.capacity:
+            raise BudgetError(
+                f"{tokens} more tokens do not fit into the KV cache: "
+                f"{self.length} of {self.capacity} are used",
+                hint="shorten the prompt or ask for fewer tokens",
+            )
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the step's rows ``[kv_heads, tokens, head_dim]`` behind the filled ones.
+
+        Returns all keys and values of the layer up to them, as views. The rows count as filled
+        after `advance` only, so a step that fails leaves the cache as it was.
+        """
+        end = self.length + keys.shape[1]
+        self._keys[layer, :, self.length : end].copy_(keys)
+        self._values[layer, :, self.length : end].copy_(values)
+        return self._keys[layer, :, :end], self._values[layer, :, :end]
+
+    def advance(self, tokens: int) -> None:
+        """Count the rows that every layer has written."""
+        self.length += tokens
+
+    def rewind(self, length: int) -> None:
+        """Keep the first ``length`` tokens only."""
+        assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
+        self.length = length
+
+    def reset(self) -> None:
+        """Make room for another generation."""
+        self.rewind(0)
+
+    def check_integrity(self) -> None:
+        """Assert what always holds: a possible length, numbers in every filled row."""
+        assert 0 <= self.length <= self.capacity
+        assert self._keys.shape == self._values.shape
+        for filled in (self._keys[:, :, : self.length], self._values[:, :, : self.length]):
+            assert bool(torch.isfinite(filled).all())

@@ -1,0 +1,109 @@
+"""One torch thread, and tiny random models of transformers as the oracle."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from expertctl.engine.architecture import read_config
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.kv_cache import KVCache
+
+CLASSES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+}
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Leave the other cores to other tests."""
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """A random model as transformers runs it, and the directory it was saved to."""
+
+    directory: Path
+    model: Any
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Scores after each token, [tokens, vocab], of one forward pass over the whole text."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([ids]), use_cache=False).logits[0]
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        config = read_config(self.directory)
+        return Decoder(config, load_base(self.directory, config, dtype=dtype))
+
+
+MakeOracle = Callable[..., Oracle]
+
+
+def build_oracle(directory: Path, arch: str = "qwen3", *, seed: int = 0, **config: Any) -> Oracle:
+    config_class, model_class = CLASSES[arch]
+    values: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        **({"sliding_window": None} if arch == "mistral" else {}),
+        **config,
+    }
+    model = model_class(config_class(**values)).eval()
+    randomise(model, seed)
+    model.save_pretrained(directory)
+    return Oracle(directory, model)
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Give every parameter values of order one; biases and norms begin as zeros and ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(1 + noise if "norm" in name else noise)
+
+
+@pytest.fixture
+def oracle(tmp_path: Path) -> MakeOracle:
+    """Make a random model: ``oracle("llama", attention_bias=True)``."""
+    return lambda arch="qwen3", **config: build_oracle(tmp_path / "model", arch, **config)
+
+
+@pytest.fixture(scope="session")
+def shared_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One Qwen3 model for tests that only read it."""
+    return build_oracle(tmp_path_factory.mktemp("shared") / "model")
+
+
+def run_decoder(
+    decoder: Decoder, ids: list[int], *, prefill: int, capacity: int = 40, **options: Any
+) -> torch.Tensor:
+    """Scores from the last prompt token on, [1 + decoded, vocab]."""
+    cache = KVCache(decoder.config, capacity)
+    rows = [decoder.prefill(ids[:prefill], cache, **options).logits]
+    rows += [decoder.decode(token, cache).logits for token in ids[prefill:]]
+    cache.check_integrity()
+    return torch.stack(rows)
+
+
+def assert_same_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
+    assert float((ours - theirs).abs().max()) <= TOLERANCE
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))

@@ -1,0 +1,341 @@
+"""The decoder against transformers in float32, and against itself in every order of calls."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.architecture import read_config
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.linear import LinearDelta
+from expertctl.errors import BudgetError, IncompatibleError, UsageError
+from tests.engine.conftest import (
+    MakeOracle,
+    Oracle,
+    assert_same_logits,
+    run_decoder,
+)
+
+VECTORS = json.loads(
+    Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
+)
+KV = VECTORS["kv_equivalence"]
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"num_key_value_heads": 4}),
+    ("llama", {"num_key_value_heads": 1}),
+    ("llama", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
+    ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 4}),
+    ("mistral", {"sliding_window": 1}),
+    ("mistral", {"sliding_window": 16, "tie_word_embeddings": True}),
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {**YARN, "rope_theta": 1e6}}),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    ("qwen3", {}),
+    ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("qwen3", {"head_dim": 12, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4, "truncate": False}}),
+    (
+        "qwen3",
+        {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 1e4,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+                "beta_fast": 8.0,
+                "beta_slow": 2.0,
+            }
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "config"), MODELS, ids=str)
+def test_logits_equal_those_of_transformers(
+    oracle: MakeOracle, arch: str, config: dict[str, Any]
+) -> None:
+    model = oracle(arch, **config)
+    ours = run_decoder(model.decoder(), IDS, prefill=9)
+    assert_same_logits(ours, model.logits(IDS)[8:])
+
+
+@pytest.mark.parametrize(("arch", "config"), MODELS, ids=str)
+def test_prefill_in_chunks_equals_prefill_in_one_go(
+    oracle: MakeOracle, arch: str, config: dict[str, Any]
+) -> None:
+    decoder = oracle(arch, **config).decoder()
+    whole = run_decoder(decoder, IDS, prefill=12)
+    for chunk in (1, 5, 7):
+        assert_same_logits(run_decoder(decoder, IDS, prefill=12, chunk=chunk), whole)
+
+
+def test_the_old_spelling_of_rope_is_read_as_the_new_one(oracle: MakeOracle) -> None:
+    model = oracle("llama", rope_parameters={**LLAMA3, "rope_theta": 321.0})
+    path = model.directory / "config.json"
+    config = json.loads(path.read_text())
+    assert config["rope_parameters"]["rope_theta"] == 321.0
+    old = config.pop("rope_parameters")
+    config["rope_theta"] = old.pop("rope_theta")
+    config["rope_scaling"] = {"type": old.pop("rope_type"), **old}
+    path.write_text(json.dumps(config))
+    assert_same_logits(run_decoder(model.decoder(), IDS, prefill=9), model.logits(IDS)[8:])
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_prefill_and_decode_equal_one_full_forward(oracle: MakeOracle, arch: str) -> None:
+    model = oracle(arch, num_attention_heads=KV["q_heads"], num_key_value_heads=KV["kv_heads"])
+    decoder, ids = model.decoder(), IDS[: KV["prefill"] + KV["decode"]]
+    full = model.logits(ids)[KV["prefill"] - 1 :]
+    for capacity in (len(ids), len(ids) + 1, 61):
+        split = run_decoder(decoder, ids, prefill=KV["prefill"], capacity=capacity)
+        assert float((split - full).abs().max()) <= KV["tolerance_abs"]
+        assert split.argmax(-1).tolist() == full.argmax(-1).tolist()
+
+
+def test_two_sessions_may_take_turns(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    texts = (IDS[:8], list(reversed(IDS))[:9])
+    caches = (KVCache(decoder.config, 11), KVCache(decoder.config, 30))
+    rows: tuple[list[torch.Tensor], ...] = ([], [])
+    for session in (0, 1):
+        rows[session].append(decoder.prefill(texts[session][:5], caches[session]).logits)
+    for step in range(5, 9):
+        for session in (0, 1):
+            if step < len(texts[session]):
+                rows[session].append(decoder.decode(texts[session][step], caches[session]).logits)
+    for text, got in zip(texts, rows, strict=True):
+        assert_same_logits(torch.stack(got), shared_oracle.logits(text)[4:])
+
+
+def test_a_cache_serves_again_after_a_reset(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 23)
+    for text in (IDS, IDS[::-1][:7], IDS[3:11]):
+        cache.reset()
+        first = decoder.prefill(text[:5], cache).logits
+        rest = [decoder.decode(token, cache).logits for token in text[5:]]
+        assert_same_logits(torch.stack([first, *rest]), shared_oracle.logits(text)[4:])
+
+
+def test_a_cache_taken_from_a_pool_holds_nothing_of_its_last_user(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    pool = [KVCache(decoder.config, 30)]
+    for text in (IDS, IDS[4:12]):
+        cache = pool.pop()
+        cache.reset()
+        got = decoder.prefill(text, cache).logits
+        assert_same_logits(got[None], shared_oracle.logits(text)[-1:])
+        pool.append(cache)
+
+
+def test_rows_beyond_the_length_are_never_read(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 30)
+    cache._keys.fill_(torch.nan)
+    cache._values.fill_(torch.nan)
+    rows = [decoder.prefill(IDS[:5], cache, chunk=2).logits]
+    rows += [decoder.decode(token, cache).logits for token in IDS[5:8]]
+    assert_same_logits(torch.stack(rows), shared_oracle.logits(IDS[:8])[4:])
+    cache.check_integrity()
+
+
+def test_results_say_what_was_done(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 30)
+    seen: list[int] = []
+    prefill = decoder.prefill(torch.tensor(IDS[:7]), cache, chunk=3, progress=seen.append)
+    decode = decoder.decode(1, cache)
+    assert (prefill.tokens, decode.position, cache.length) == (7, 7, 8)
+    assert seen == [3, 3, 1]
+    assert prefill.ms > 0
+    assert decode.ms > 0
+    assert prefill.logits.dtype == decode.logits.dtype == torch.float32
+
+
+def test_a_text_that_does_not_fit_is_refused_and_changes_nothing(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 8)
+    with pytest.raises(BudgetError, match="9 more tokens do not fit"):
+        decoder.prefill(IDS[:9], cache, chunk=4)
+    assert cache.length == 0
+    decoder.prefill(IDS[:8], cache)
+    with pytest.raises(BudgetError, match="8 of 8 are used"):
+        decoder.decode(1, cache)
+    assert cache.length == 8
+
+
+def test_an_interrupted_prefill_leaves_the_cache_as_it_was(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 30)
+    decoder.prefill(IDS[:3], cache)
+
+    def stop(_: int) -> None:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        decoder.prefill(IDS[3:9], cache, chunk=2, progress=stop)
+    assert cache.length == 3
+    assert_same_logits(
+        decoder.prefill(IDS[3:9], cache).logits[None], shared_oracle.logits(IDS[:9])[-1:]
+    )
+
+
+def test_an_empty_prompt_is_refused(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    with pytest.raises(UsageError, match="no token"):
+        decoder.prefill([], KVCache(decoder.config, 8))
+
+
+@pytest.mark.parametrize("token", [-1, 61, 10**6])
+def test_a_token_of_another_vocabulary_is_refused(shared_oracle: Oracle, token: int) -> None:
+    decoder = shared_oracle.decoder()
+    with pytest.raises(IncompatibleError, match=f"token {token} is not among the 61"):
+        decoder.prefill([1, token, 2], KVCache(decoder.config, 8))
+    with pytest.raises(IncompatibleError, match=f"token {token} "):
+        decoder.decode(token, KVCache(decoder.config, 8))
+
+
+def test_a_delta_for_no_module_is_refused(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 8)
+    for module in ("model.layers.3.self_attn.q_proj", "base_model.model.lm_head", "q_proj"):
+        with pytest.raises(IncompatibleError, match=f"no linear layer {module}"):
+            decoder.prefill([1], cache, {module: LinearDelta()})
+        with pytest.raises(IncompatibleError, match=module):
+            decoder.decode(1, cache, {module: LinearDelta()})
+
+
+def merged(oracle: Oracle, deltas: dict[str, LinearDelta]) -> None:
+    """Write deltas of low rank, input and output scale into the oracle's own weights."""
+    with torch.no_grad():
+        for module, delta in deltas.items():
+            layer = oracle.model.get_submodule(module)
+            assert delta.a is not None
+            assert delta.b is not None
+            weight = layer.weight.double()
+            if delta.input_scale is not None:
+                weight = weight * delta.input_scale
+            if delta.output_scale is not None:
+                weight = weight * delta.output_scale[:, None]
+            layer.weight.copy_(weight + delta.b.double() @ delta.a.double())
+            if delta.bias_scale is not None and layer.bias is not None:
+                layer.bias.mul_(delta.bias_scale)
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("qwen3", {"attention_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("mistral", {"sliding_window": 4}),
+    ],
+    ids=str,
+)
+def test_deltas_reach_every_linear_layer(
+    oracle: MakeOracle, arch: str, config: dict[str, Any]
+) -> None:
+    model = oracle(arch, **config)
+    decoder = model.decoder()
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.2
+
+    deltas = {
+        module: LinearDelta(
+            a=noise(3, shape[1]),
+            b=noise(shape[0], 3),
+            input_scale=1 + noise(shape[1]),
+            output_scale=1 + noise(shape[0]),
+            bias_scale=1 + noise(shape[0]),
+        )
+        for module, shape in decoder.config.linear_shapes().items()
+    }
+    assert deltas.keys() == decoder.modules
+    cache = KVCache(decoder.config, 20)
+    plain = model.logits(IDS)
+    rows = [decoder.prefill(IDS[:5], cache, deltas).logits]
+    rows += [decoder.decode(token, cache, deltas).logits for token in IDS[5:8]]
+    merged(model, deltas)
+    assert_same_logits(torch.stack(rows), model.logits(IDS[:8])[4:])
+    assert_same_logits(run_decoder(decoder, IDS, prefill=9), plain[8:])
+
+
+def test_a_delta_on_a_tied_head_leaves_the_embedding_alone(oracle: MakeOracle) -> None:
+    model = oracle("qwen3", tie_word_embeddings=True)
+    decoder = model.decoder()
+    delta = LinearDelta(a=torch.full((1, 32), 0.1), b=torch.linspace(-1, 1, 61)[:, None])
+    hidden = torch.zeros(0)
+
+    def keep(_module: object, args: tuple[torch.Tensor, ...], _out: object) -> None:
+        nonlocal hidden
+        hidden = args[0][0, -1]
+
+    model.model.lm_head.register_forward_hook(keep)
+    plain = model.logits(IDS[:6])[-1]
+    got = decoder.prefill(IDS[:6], KVCache(decoder.config, 8), {"lm_head": delta}).logits
+    assert delta.a is not None
+    assert delta.b is not None
+    assert_same_logits(got[None], (plain + delta.b @ (delta.a @ hidden))[None])
+
+
+def test_bfloat16_weights_come_close(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder(torch.bfloat16)
+    ours, theirs = run_decoder(decoder, IDS, prefill=9), shared_oracle.logits(IDS)[8:]
+    assert ours.dtype == torch.float32
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.03
+
+
+def test_base_weights_are_not_changed_by_use(shared_oracle: Oracle) -> None:
+    config = read_config(shared_oracle.directory)
+    weights = load_base(shared_oracle.directory, config)
+    before = {name: tensor.clone() for name, tensor in weights.tensors.items()}
+    delta = {"lm_head": LinearDelta(output_scale=torch.full((61,), 2.0))}
+    Decoder(config, weights).prefill(IDS, KVCache(config, 20), delta)
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights.tensors.items())
+
+
+def test_buffers_grow_with_what_they_are_for(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    small, large = (decoder.buffer_bytes(n, chunk=8) for n in (8, 64))
+    assert 0 < small < large < 1 << 20
+    assert decoder.buffer_bytes(64, chunk=64) > large
+
+
+def test_positions_are_rotated_right_beyond_the_first_table(oracle: MakeOracle) -> None:
+    model = oracle("llama", num_hidden_layers=1, max_position_embeddings=300)
+    ids = [(7 * n) % 61 for n in range(260)]
+    ours = run_decoder(model.decoder(), ids, prefill=250, capacity=280, chunk=100)
+    assert_same_logits(ours, model.logits(ids)[249:])
