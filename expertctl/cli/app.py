@@ -16,8 +16,8 @@ from typer.exceptions import Abort, TyperException
 from typer.main import get_command
 
 from expertctl import __version__
-from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, exit_code
-from expertctl.cli.output import fail
+from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
+from expertctl.cli.output import fail, note
 from expertctl.errors import DiskFullError, ExpertError, StoreError, UsageError
 
 COMMANDS: dict[str, str] = {
@@ -119,6 +119,9 @@ def run(words: list[str]) -> int:
 
 
 def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":  # private in typer; its message is the help
+        note(error.format_message())
+        return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "expertctl"
     usage = UsageError(error.format_message(), hint=f"see `{path} --help`")

@@ -82,6 +82,13 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
     assert "\n\nhint: see `expertctl --help`\n" in err
 
 
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.run(["keys"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Usage: expertctl keys")
+
+
 def test_with_json_an_error_is_one_document_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["inspect", "nowhere.expert", "--json"]) == 3
     out, err = capsys.readouterr()
