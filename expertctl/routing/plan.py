@@ -102,7 +102,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericSettings:
-    """What the numbers depend on besides the experts."""
+    """What the numbers depend on besides the experts.
+
+    ``rope`` is ``rope_parameters`` of `expertctl.package.decoder_config.decoder_config`; ``dtype``
+    is the base's, or its quantisation.
+    """
 
     arch: Digest
     weights: Digest | None
@@ -134,13 +138,3 @@ def plan_identity(
             }
         )
     )
-
-
-def rope_settings(config: JsonObject) -> JsonObject:
-    """Return the RoPE settings of a Hugging Face ``config.json``, old or new spelling alike."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    fields = dict(scaling) if isinstance(scaling, dict) else {}
-    kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
-    theta = fields.pop("rope_theta", None) or config.get("rope_theta") or 10_000
-    fields.pop("type", None)
-    return {**fields, "rope_type": kind, "rope_theta": theta}

@@ -14,7 +14,6 @@ from expertctl.routing.plan import (
     PlannedExpert,
     SamplingParams,
     plan_identity,
-    rope_settings,
 )
 from expertctl.routing.plan_file import parse_plan
 
@@ -67,31 +66,6 @@ def test_order_and_weight_of_experts_change_the_identity() -> None:
         [],
     )
     assert len({plan_identity(SETTINGS, experts) for experts in plans}) == len(plans)
-
-
-@pytest.mark.parametrize(
-    ("config", "settings_"),
-    [
-        ({}, {"rope_type": "default", "rope_theta": 10000}),
-        ({"rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e6}),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            {"rope_type": "default", "rope_theta": 1e6},
-        ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}},
-            {"rope_type": "linear", "rope_theta": 5e5, "factor": 2},
-        ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"type": "x", "rope_type": "llama3", "factor": 8}},
-            {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8},
-        ),
-    ],
-)
-def test_rope_settings_read_old_and_new_spellings_alike(
-    config: dict[str, Any], settings_: dict[str, Any]
-) -> None:
-    assert rope_settings(config) == settings_
 
 
 def test_greedy_makes_every_penalty_neutral_and_keeps_the_limits() -> None:

@@ -1,0 +1,137 @@
+"""What can be told about a prompt without a model: language, format, task type, length.
+
+Cheap and linear in the length of what is read; hints of packages are evaluated on it.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.routing.words import MAX_CHARACTERS, words_of
+from expertctl.schema.strict_json import JsonObject
+
+DEFAULT_TASK = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the router knows of a prompt; ``None`` means that nothing can be told."""
+
+    words: tuple[str, ...]
+    length: int
+    language: str | None
+    format: str | None
+    task: str
+    has_json: bool
+    has_code: bool
+
+    def to_json(self) -> JsonObject:
+        """Return the ``prompt`` object of ``route --json``."""
+        return {
+            "characters": self.length,
+            "language": self.language,
+            "format": self.format,
+            "task": self.task,
+            "has_json": self.has_json,
+            "has_code": self.has_code,
+        }
+
+
+def features_of(prompt: str) -> Features:
+    """Extract the features of a prompt."""
+    text, words = prompt[:MAX_CHARACTERS], words_of(prompt)
+    known = set(words)
+    return Features(
+        words=tuple(words),
+        length=len(prompt),
+        language=_language(text, words),
+        format=_first(_FORMATS, known),
+        task=_task(text),
+        has_json="json" in known or bool(_JSON.search(text)),
+        has_code=bool(_CODE.search(text)),
+    )
+
+
+_FORMATS: Mapping[str, frozenset[str]] = {
+    "sql": frozenset({"sql", "select", "sqlite", "postgres", "postgresql", "mysql"}),
+    "json": frozenset({"json", "jsonl"}),
+    "xml": frozenset({"xml", "xsd", "xslt"}),
+    "yaml": frozenset({"yaml", "yml"}),
+    "csv": frozenset({"csv", "tsv"}),
+    "html": frozenset({"html", "css"}),
+    "markdown": frozenset({"markdown"}),
+    "regex": frozenset({"regex", "regexp"}),
+}
+_JSON = re.compile(r'[{\[]\s{0,20}["{\[]')
+_CODE = re.compile(
+    r"```|\b(?:def|class|function|func|fn|import|#include|public|const|var)\s[\w.<{(]|[;{}]\s{0,4}$"
+    r"|=>|\breturn\s",
+    re.MULTILINE,
+)
+
+_TASKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (task, re.compile(pattern, re.IGNORECASE))
+    for task, pattern in (
+        ("json_parsing", r"\bjsonl?\b|\bparse\b|\bextract\b.{1,60}\b(?:fields?|keys?|values?)\b"),
+        (
+            "creative_writing",
+            r"\b(?:write|compose|invent|tell)\b.{1,40}\b(?:poem|story|song|haiku|limerick|joke|tale"
+            r"|lyrics|verse)s?\b|\bbrainstorm\b",
+        ),
+        (
+            "code_generation",
+            r"```|\bsql\b|\b(?:write|implement|create|fix|refactor|debug)\b.{1,40}"
+            r"\b(?:function|class|script|program|code|method|query|regex|unit test)\b",
+        ),
+        ("translation", r"\btranslate\b|\btranslation\b"),
+        ("summarisation", r"\bsummar(?:y|ise|ize)\b|\btl;?dr\b"),
+        ("classification", r"\bclassify\b|\bcategori[sz]e\b|\bsentiment\b"),
+    )
+)
+
+_SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (language, re.compile(pattern))
+    for language, pattern in (
+        ("ja", "[\u3040-\u30ff]"),
+        ("ko", "[\uac00-\ud7af]"),
+        ("zh", "[\u4e00-\u9fff]"),
+        ("ru", "[\u0400-\u04ff]"),
+        ("el", "[\u0370-\u03ff]"),
+        ("he", "[\u0590-\u05ff]"),
+        ("ar", "[\u0600-\u06ff]"),
+        ("hi", "[\u0900-\u097f]"),
+        ("th", "[\u0e00-\u0e7f]"),
+    )
+)
+_COMMON: Mapping[str, frozenset[str]] = {
+    language: frozenset(words.split())
+    for language, words in {
+        "en": "the of and to in is that it for was on are with as be this what how from these",
+        "de": "der die das und ist nicht ein eine ich zu den mit von auf für wie bitte was",
+        "fr": "le la les des et est une un dans pour que qui avec sur pas ce écris quel quelle",
+        "es": "el la los las y es una un en para que con por no del escribe cuál qué como",
+        "pt": "o os as e é uma um em para que com por não do da escreva qual como",
+        "it": "il lo gli e è una un in per che con non del della scrivi quale come",
+        "nl": "de het een en is niet van dat op te met voor schrijf wat hoe",
+    }.items()
+}
+
+
+def _language(text: str, words: list[str]) -> str | None:
+    """By script, else by the commonest words; a draw or no evidence is ``None``."""
+    letters = sum(character.isalpha() for character in text)
+    for language, pattern in _SCRIPTS:
+        if letters and len(pattern.findall(text)) > letters // 3:
+            return language
+    hits = {lang: sum(word in common for word in words) for lang, common in _COMMON.items()}
+    best = max(hits.values())
+    leaders = [language for language, count in hits.items() if count == best]
+    return leaders[0] if best and len(leaders) == 1 else None
+
+
+def _task(text: str) -> str:
+    return next((task for task, pattern in _TASKS if pattern.search(text)), DEFAULT_TASK)
+
+
+def _first(table: Mapping[str, frozenset[str]], words: set[str]) -> str | None:
+    return next((name for name, marks in table.items() if marks & words), None)
