@@ -1,12 +1,20 @@
 """Files that are there whole or not at all, also after a power cut.
 
 A file is written beside its place, flushed to the disk and then renamed; the folder is flushed
-too, because a rename is durable only when its folder is.
+too, because a rename is durable only when its folder is. Every byte that the store writes goes
+through here, by one call of ``os`` per step: the tests kill the process at each of them.
 """
 
+import errno
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from expertctl.digest import CHUNK
+
+Write = Callable[[memoryview], None]
 
 
 def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -14,16 +22,67 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.chmod(mode)
+        _fill(handle, data, mode=mode)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def staged_file(path: Path, *, mode: int = 0o644) -> Iterator[Write]:
+    """Create or empty a file and lend what writes to it; it is on the disk at the end.
+
+    The folder is not flushed: the file is meant to be published from there.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        yield lambda data: _write_all(handle, data)
+        _seal(handle, mode=mode)
+    finally:
+        os.close(handle)
+
+
+def publish(source: Path, target: Path) -> None:
+    """Move a file that is on the disk to its place, replacing what is there.
+
+    The caller flushes the folder of ``target`` when its last file is there. A place on another
+    file system gets a copy, which appears at once too.
+    """
+    try:
+        source.replace(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        _copy(source, target)
+        source.unlink()
+
+
+def make_folders(folder: Path, *, mode: int = 0o755) -> None:
+    """Create a folder and those above it that are missing, durably."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        new.mkdir(mode=mode, exist_ok=True)
+        sync_folder(new.parent)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder of ours and all that is in it; what is gone already is no error."""
+    try:
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            remove_tree(Path(entry.path))
+        else:
+            Path(entry.path).unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:
@@ -35,3 +94,37 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _copy(source: Path, target: Path) -> None:
+    mode = source.stat().st_mode & 0o777
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    temporary = Path(name)
+    try:
+        with source.open("rb") as stream:
+            _fill(handle, iter(lambda: stream.read(CHUNK), b""), mode=mode)
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _fill(handle: int, data: bytes | Iterator[bytes], *, mode: int) -> None:
+    try:
+        for part in [data] if isinstance(data, bytes) else data:
+            _write_all(handle, memoryview(part))
+        _seal(handle, mode=mode)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(handle, data[done:])
+
+
+def _seal(handle: int, *, mode: int) -> None:
+    if os.name == "posix":
+        os.fchmod(handle, mode)
+    os.fsync(handle)

@@ -1,12 +1,20 @@
 """Atomic, durable file replacement."""
 
+import errno
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from expertctl.durable import sync_folder, write_atomic
+from expertctl.durable import (
+    make_folders,
+    publish,
+    remove_tree,
+    staged_file,
+    sync_folder,
+    write_atomic,
+)
 
 
 def test_a_new_file_has_the_content_and_the_mode(tmp_path: Path) -> None:
@@ -25,21 +33,29 @@ def test_replacing_leaves_one_file_and_no_temporary(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_failure_keeps_the_old_file_and_removes_the_temporary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     path = tmp_path / "file"
     write_atomic(path, b"old")
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os if call == "fsync" else Path, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, bytes(data)[:3]))
+    write_atomic(tmp_path / "file", b"0123456789")
+    monkeypatch.undo()
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
@@ -50,3 +66,77 @@ def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
 def test_syncing_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "absent")
+
+
+def test_a_staged_file_holds_what_was_written_and_has_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "staged"
+    path.write_bytes(b"something longer that was there before")
+    with staged_file(path, mode=0o444) as write:
+        write(memoryview(b"one "))
+        write(memoryview(b"two"))
+    assert path.read_bytes() == b"one two"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o444
+
+
+def test_a_staged_file_is_not_sealed_when_its_writer_fails(tmp_path: Path) -> None:
+    path = tmp_path / "staged"
+    with pytest.raises(ValueError, match="bad"), staged_file(path, mode=0o444) as write:
+        write(memoryview(b"half"))
+        raise ValueError("bad")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_publishing_replaces_and_leaves_no_source(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"new")
+    target.write_bytes(b"old")
+    publish(source, target)
+    assert target.read_bytes() == b"new"
+    assert not source.exists()
+
+
+def test_publishing_onto_another_file_system_copies_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "other" / "target"
+    target.parent.mkdir()
+    source.write_bytes(os.urandom(3_000_000))
+    source.chmod(0o444)
+    content, replace = source.read_bytes(), os.replace
+
+    def across(old: "os.PathLike[str]", new: "os.PathLike[str]") -> None:
+        if Path(old).parent != Path(new).parent:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", across)
+    publish(source, target)
+    assert target.read_bytes() == content
+    assert stat.S_IMODE(target.stat().st_mode) == 0o444
+    assert not source.exists()
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_publishing_reports_any_other_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        publish(tmp_path / "absent", tmp_path / "target")
+
+
+def test_folders_are_made_with_all_above_them(tmp_path: Path) -> None:
+    make_folders(tmp_path / "a" / "b" / "c", mode=0o700)
+    make_folders(tmp_path / "a" / "b" / "c")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_removing_a_tree_follows_no_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_bytes(b"kept")
+    tree = tmp_path / "tree"
+    (tree / "inner").mkdir(parents=True)
+    (tree / "inner" / "file").write_bytes(b"gone")
+    (tree / "link").symlink_to(outside)
+    remove_tree(tree)
+    remove_tree(tree)
+    assert not tree.exists()
+    assert (outside / "file").read_bytes() == b"kept"

@@ -1,1 +1,1 @@
-"""What is on this machine: verified packages, base models, the catalogue."""
+"""What is installed on this machine: packages, base models, the catalogue."""

@@ -1,0 +1,271 @@
+"""`BaseStore`: the base models that this machine knows, one folder each.
+
+A base stays where it is: ``bases/<name>/base.json`` holds its path, its digests, the shapes of its
+linear layers, and size, time, inode and digest of every file. With a copy, the files lie beside.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import quote
+
+from expertctl.digest import CHUNK, Progress, no_progress
+from expertctl.durable import (
+    make_folders,
+    remove_tree,
+    staged_file,
+    sync_folder,
+    write_atomic,
+)
+from expertctl.errors import (
+    ConflictError,
+    InvalidPackageError,
+    NotFoundError,
+    UsageError,
+)
+from expertctl.package.base_model import read_base, read_config
+from expertctl.store.base_files import (
+    BaseFile,
+    current_files,
+    file_names,
+    fingerprint,
+    refuse_changes,
+    rehashed,
+)
+from expertctl.store.base_record import StoredBase, encode_base, read_base_record
+from expertctl.store.disk import disk_errors
+from expertctl.store.lock import exclusive
+from expertctl.store.store import near_names
+
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""Values of ``model_type`` that the engine runs."""
+
+_RECORD = "base.json"
+_COPY = "files"
+_TEMPORARY = ".new-"
+_MAX_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class BaseStore:
+    """The known bases; nothing is created until one is added."""
+
+    folder: Path
+
+    def bases(self) -> list[StoredBase]:
+        """Return the known bases, sorted by name.
+
+        Raises:
+            StoreError: when the record of one is damaged.
+        """
+        if not self.folder.is_dir():
+            return []
+        records = sorted(self.folder.glob(f"[!.]*/{_RECORD}"))
+        return sorted((read_base_record(path) for path in records), key=lambda base: base.name)
+
+    def find(self, wanted: str) -> StoredBase:
+        """Return a base by its name, or by the digest of its architecture or weights.
+
+        Raises:
+            NotFoundError: when there is none; the hint names what is near.
+        """
+        known = self.bases()
+        for base in known:
+            identity = base.identity
+            if wanted in (base.name, str(identity.weights), str(identity.arch)):
+                return base
+        near = near_names(wanted, [base.name for base in known])
+        hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl base add DIR`"
+        raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=hint)
+
+    def default(self) -> StoredBase | None:
+        """Return the base that was added last; None when there is none."""
+        return max(self.bases(), key=lambda base: base.added_ns, default=None)
+
+    def add(
+        self,
+        directory: Path,
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        progress: Progress = no_progress,
+    ) -> StoredBase:
+        """Read a base whole and remember it where it is; again is harmless.
+
+        Raises:
+            NotFoundError: when the directory or one of its files is missing.
+            InvalidPackageError: when the engine could not run it.
+            ConflictError: when another base has that name.
+        """
+        _check_directory(directory)
+        name, revision = _named(directory, name, revision)
+        with self._changing():
+            base = _read_whole(directory, name=name, revision=revision, progress=progress)
+            return self._record(base)
+
+    def add_copy(
+        self,
+        directory: Path,
+        *,
+        name: str | None = None,
+        revision: str | None = None,
+        progress: Progress = no_progress,
+    ) -> StoredBase:
+        """Copy a base and remember the copy, see `add`."""
+        _check_directory(directory)
+        name, revision = _named(directory, name, revision)
+        with self._changing():
+            temporary = self.folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            try:
+                _copy_files(directory, temporary / _COPY, progress)
+                base = _read_whole(
+                    temporary / _COPY, name=name, revision=revision, progress=progress
+                )
+                return self._publish(temporary, base)
+            finally:
+                remove_tree(temporary)
+
+    def remove(self, base: StoredBase) -> None:
+        """Forget a base; of its files only a copy of ours is removed.
+
+        Raises:
+            StoreError: when the store cannot be written.
+        """
+        with self._changing():
+            home = self._home(base.name)
+            (home / _RECORD).unlink(missing_ok=True)
+            sync_folder(home)
+            remove_tree(home)
+
+    def check(self, base: StoredBase) -> None:
+        """Demand the files that were added, by size, time and inode; in doubt by content.
+
+        Raises:
+            BaseMismatchError: naming every file that is not.
+        """
+        files, problems = current_files(base.path, base.files)
+        refuse_changes(base.name, problems)
+        if files != base.files and os.access(self.folder, os.W_OK):
+            self._refresh(base, files)
+
+    def rehash(self, base: StoredBase, *, progress: Progress = no_progress) -> None:
+        """Demand the files that were added, reading every byte.
+
+        Raises:
+            BaseMismatchError: naming every file that is not.
+        """
+        refuse_changes(base.name, rehashed(base.path, base.files, progress=progress))
+
+    def check_integrity(self) -> None:
+        """Raise unless every record can be read and every base is what was added."""
+        for base in self.bases():
+            assert self._home(base.name).is_dir(), base.name
+            self.check(base)
+
+    def _record(self, base: StoredBase) -> StoredBase:
+        home = self._home(base.name)
+        self._refuse_another(base)
+        if (home / _COPY).is_dir():
+            remove_tree(home)
+        make_folders(home, mode=0o700)
+        write_atomic(home / _RECORD, encode_base(base))
+        return base
+
+    def _refresh(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
+        """Remember new times and inodes of the same content, so that it is hashed once only."""
+        path = self._home(base.name) / _RECORD
+        with self._changing():
+            if path.exists() and read_base_record(path) == base:
+                write_atomic(path, encode_base(replace(base, files=files)))
+
+    def _publish(self, temporary: Path, base: StoredBase) -> StoredBase:
+        """Rename the folder of a copy to its place; that is the commit."""
+        self._refuse_another(base)
+        home = self._home(base.name)
+        placed = replace(base, path=home / _COPY, copied=True)
+        write_atomic(temporary / _RECORD, encode_base(placed))
+        remove_tree(home)
+        temporary.rename(home)
+        sync_folder(self.folder)
+        return placed
+
+    def _refuse_another(self, base: StoredBase) -> None:
+        path = self._home(base.name) / _RECORD
+        if path.exists() and read_base_record(path).identity != base.identity:
+            raise ConflictError(
+                f"another base is called {base.name}",
+                hint=f"give this one a `--name`, or first `expertctl base remove {base.name}`",
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with disk_errors(self.folder):
+            make_folders(self.folder, mode=0o700)
+            with exclusive(self.folder / "lock"):
+                for left in self.folder.glob(f"{_TEMPORARY}*"):
+                    remove_tree(left)
+                yield
+
+    def _home(self, name: str) -> Path:
+        return self.folder / quote(name, safe="")
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.is_dir():
+        return
+    if directory.exists():
+        raise UsageError(f"{directory} is no directory", hint="give the folder of config.json")
+    hint = f"download it first: `hf download {directory} --local-dir DIR`, then base add DIR"
+    raise NotFoundError(f"{directory}: no such directory", hint=hint)
+
+
+def _named(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
+    """Fill in what the folders of a hub cache tell: ``models--org--name/snapshots/<commit>``."""
+    place = directory.resolve()
+    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+        name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
+        revision = revision or place.name
+    name = name or place.name
+    shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
+    if not shown or len(quote(name, safe="")) > _MAX_NAME:
+        raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
+    return name, revision
+
+
+def _read_whole(
+    directory: Path, *, name: str, revision: str | None, progress: Progress
+) -> StoredBase:
+    _check_supported(directory)
+    names = file_names(directory)
+    files = fingerprint(directory, names, progress=progress)
+    facts = read_base(directory, name=name, revision=revision, progress=progress)
+    refuse_changes(name, current_files(directory, files)[1])
+    place = directory.absolute()
+    return StoredBase(name, place, facts.identity, files, facts.shapes, False, time.time_ns())
+
+
+def _check_supported(directory: Path) -> None:
+    config = read_config(directory)
+    kind = config.get("model_type")
+    problems = []
+    if kind not in ARCHITECTURES:
+        problems.append(f"model_type {kind!r} is not supported, only {', '.join(ARCHITECTURES)}")
+    if config.get("quantization_config") is not None:
+        problems.append("quantised bases are not supported; add the original one")
+    if problems:
+        raise InvalidPackageError(str(directory), problems)
+
+
+def _copy_files(source: Path, target: Path, progress: Progress) -> None:
+    names = file_names(source)
+    make_folders(target, mode=0o700)
+    for name in names:
+        with (source / name).open("rb") as stream, staged_file(target / name) as write:
+            while chunk := stream.read(CHUNK):
+                write(memoryview(chunk))
+                progress(len(chunk))
+    sync_folder(target)

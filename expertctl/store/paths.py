@@ -1,0 +1,126 @@
+"""Where the store keeps what, and what refs there are; reads only.
+
+::
+
+    store/blobs/sha256/<hex>                           one file of a package
+    store/refs/<registry>/<namespace>/<name>/<version> the commit of one installed expert
+    store/staging/<token>/                             what one install is writing now
+    store/leases/<token>/                              blobs that one process is using now
+    store/lock                                         held by whoever changes refs or blobs
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.digest import Digest
+from expertctl.errors import InvalidPackageError
+from expertctl.reference import PackageName, Version
+from expertctl.store.ref import StoredExpert, parse_ref
+
+
+@dataclass(frozen=True, slots=True)
+class StorePaths:
+    """The paths below ``store/``."""
+
+    root: Path
+
+    @property
+    def blobs(self) -> Path:
+        """One file per blob, named by its digest."""
+        return self.root / "blobs" / "sha256"
+
+    @property
+    def refs(self) -> Path:
+        """One file per installed expert."""
+        return self.root / "refs"
+
+    @property
+    def staging(self) -> Path:
+        """One folder per running install."""
+        return self.root / "staging"
+
+    @property
+    def leases(self) -> Path:
+        """One folder per process that uses blobs."""
+        return self.root / "leases"
+
+    @property
+    def lock(self) -> Path:
+        """The lock of whoever changes refs or blobs."""
+        return self.root / "lock"
+
+    def blob(self, digest: Digest) -> Path:
+        """Where a blob is, if it is there."""
+        return self.blobs / digest.hex
+
+    def ref(self, registry: str, package: PackageName, version: Version) -> Path:
+        """Where the ref of an expert is, if it is installed."""
+        return self.refs / registry / package.namespace / package.name / str(version)
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedRef:
+    """A file among the refs that is not one."""
+
+    path: Path
+    name: str
+    """What it should have been: ``namespace/name@version``."""
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the refs say now, sorted by name and version."""
+
+    experts: tuple[StoredExpert, ...]
+    damaged: tuple[DamagedRef, ...]
+
+
+def scan(paths: StorePaths) -> Scan:
+    """Read every ref; what is removed meanwhile is not there."""
+    experts: list[StoredExpert] = []
+    damaged: list[DamagedRef] = []
+    for path in _ref_files(paths.refs):
+        try:
+            experts.append(_read_ref(paths, path))
+        except FileNotFoundError:
+            continue
+        except InvalidPackageError as error:
+            namespace, name, version = path.parts[-3:]
+            damaged.append(DamagedRef(path, f"{namespace}/{name}@{version}", error.problems[0]))
+    experts.sort(key=lambda e: (e.package, e.version, e.registry))
+    return Scan(tuple(experts), tuple(damaged))
+
+
+def _read_ref(paths: StorePaths, path: Path) -> StoredExpert:
+    expert = parse_ref(path.read_bytes(), what=str(path))
+    if paths.ref(expert.registry, expert.package, expert.version) != path:
+        raise InvalidPackageError(str(path), [f"it names {expert.ref} of {expert.registry}"])
+    return expert
+
+
+def _ref_files(folder: Path) -> Iterator[Path]:
+    """Yield the files four levels below ``refs``; a dot begins what is being written."""
+    level = [str(folder)]
+    for _ in range(3):
+        level = [e.path for f in level for e in _entries(f) if e.is_dir()]
+    for name in level:
+        yield from (Path(e.path) for e in _entries(name) if e.is_file())
+
+
+def _entries(folder: str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def file_size(path: Path) -> int | None:
+    """Return the size of a file, None when it is not there."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None

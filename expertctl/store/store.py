@@ -1,0 +1,229 @@
+"""`Store`: the one owner of installed packages on this disk.
+
+Readers take no lock: refs are written last and removed first, so what a ref names is there. What
+writes lives in other modules and is imported when something is written: `list` must start fast.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from expertctl.digest import Digest, hash_file
+from expertctl.errors import DigestError, NotFoundError, StoreError
+from expertctl.reference import ANY, Reference
+from expertctl.store.paths import Scan, StorePaths, file_size, scan
+from expertctl.store.ref import StoredExpert
+
+if TYPE_CHECKING:
+    from expertctl.package.verify import VerifiedPackage
+    from expertctl.schema.manifest import Manifest
+    from expertctl.store.staging import Staging
+    from expertctl.store.transaction import Added, Freed, Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The packages below one folder; nothing is created until something is written."""
+
+    root: Path
+
+    @property
+    def paths(self) -> StorePaths:
+        """Where everything is."""
+        return StorePaths(self.root)
+
+    def scan(self) -> Scan:
+        """Return the installed experts, and refs that are damaged."""
+        return scan(self.paths)
+
+    def experts(self) -> list[StoredExpert]:
+        """Return the installed experts, sorted by name and version."""
+        return list(self.scan().experts)
+
+    def find(self, wanted: Reference | Digest) -> StoredExpert:
+        """Return the newest version that a reference allows, or what has a digest.
+
+        Raises:
+            NotFoundError: when nothing fits; the hint names what is near.
+        """
+        now = self.scan()
+        if isinstance(wanted, Digest):
+            return _with_digest(now.experts, wanted)
+        found = [e for e in now.experts if _fits(e, wanted)]
+        if not found:
+            raise _missing(wanted, now)
+        return max(found, key=lambda expert: expert.version)
+
+    def blob_path(self, digest: Digest) -> Path:
+        """Return the file of a blob.
+
+        Raises:
+            StoreError: when it is missing, which `doctor` explains.
+        """
+        path = self.paths.blob(digest)
+        if file_size(path) is None:
+            hint = "`expertctl doctor` tells which expert needs it and what to do"
+            raise StoreError(f"{path}: this file of the store is missing", hint=hint)
+        return path
+
+    def read(self, expert: StoredExpert, path: str) -> bytes:
+        """Return one file of an expert, hashed as it is read.
+
+        Raises:
+            DigestError: when it was changed.
+            StoreError: when it is missing.
+        """
+        file = expert.file(path)
+        data = self.blob_path(file.digest).read_bytes()
+        if Digest.of(data) != file.digest:
+            hint = f"install it again from its file; `expertctl doctor` checks all of {self.root}"
+            raise DigestError(f"{expert.ref}: {path} was changed in the store", hint=hint)
+        return data
+
+    def manifest(self, expert: StoredExpert) -> "Manifest":
+        """Return the manifest of an expert, its bytes hashed as they are read.
+
+        Raises:
+            DigestError: when it was changed.
+            StoreError: when it is missing.
+        """
+        from expertctl.schema.manifest import MANIFEST_PATH, parse_manifest
+
+        data = self.read(expert, MANIFEST_PATH)
+        return parse_manifest(data, what=f"{expert.ref} {MANIFEST_PATH}")
+
+    @contextmanager
+    def stage(self) -> "Iterator[Staging]":
+        """Lend a folder that one package can be written to; it is removed at the end.
+
+        Raises:
+            StoreError: when the store cannot be written.
+            DiskFullError: when there is no space left.
+        """
+        from expertctl.store.disk import disk_errors
+        from expertctl.store.lock import claim
+        from expertctl.store.staging import Staging
+
+        with disk_errors(self.root), ExitStack() as stack:
+            with self.transaction() as changes:
+                changes.sweep()
+                folder = stack.enter_context(claim(self.paths.staging))
+            yield Staging(folder)
+
+    def transaction(self) -> "AbstractContextManager[Transaction]":
+        """Keep all others from changing the store.
+
+        Raises:
+            StoreError: when it cannot be written, or another process holds it for too long.
+        """
+        from expertctl.store.transaction import begin
+
+        return begin(self.paths)
+
+    def add(
+        self, package: "VerifiedPackage", staging: "Staging", *, warnings: Sequence[str] = ()
+    ) -> "Added":
+        """Publish one package whose blobs are staged; see `Transaction.add`."""
+        with self.transaction() as changes:
+            return changes.add(package, staging, warnings=warnings)
+
+    def remove(self, expert: StoredExpert) -> "Freed":
+        """Remove an expert, and the blobs that nothing else needs now."""
+        with self.transaction() as changes:
+            return changes.remove(expert)
+
+    def gc(self, *, dry_run: bool = False) -> "Freed":
+        """Remove what nothing needs: blobs without a ref, folders of killed processes.
+
+        Raises:
+            StoreError: when a ref is damaged, or the store cannot be written.
+        """
+        from expertctl.store.transaction import Freed, garbage_of
+
+        if dry_run or not self.root.exists():
+            return garbage_of(self.paths) if self.root.exists() else Freed()
+        with self.transaction() as changes:
+            return changes.collect()
+
+    @contextmanager
+    def lease(self, experts: Iterable[StoredExpert]) -> Iterator[None]:
+        """Keep the blobs of experts until the end, whoever removes them meanwhile.
+
+        A store that cannot be written needs no lease: nobody here can remove anything.
+
+        Raises:
+            NotFoundError: when one of them is not installed any more.
+        """
+        from expertctl.store.lease import lease
+
+        wanted = list(experts)
+        with ExitStack() as stack:
+            if os.access(self.root, os.W_OK):
+                with self.transaction():
+                    self._demand(wanted)
+                    digests = [file.digest for expert in wanted for file in expert.layers]
+                    stack.enter_context(lease(self.paths, digests))
+            else:
+                self._demand(wanted)
+            yield
+
+    def check_integrity(self) -> None:
+        """Raise unless every ref can be read and every blob has its digest."""
+        now = self.scan()
+        assert not now.damaged, now.damaged
+        for expert in now.experts:
+            for file in expert.layers:
+                assert hash_file(self.blob_path(file.digest)) == (file.size, file.digest), file
+
+    def _demand(self, experts: Sequence[StoredExpert]) -> None:
+        present = set(self.experts())
+        for expert in experts:
+            if expert not in present:
+                raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
+
+
+def parse_wanted(text: str) -> Reference | Digest:
+    """Read what a person names an installed expert by: a reference, or ``sha256:<hex>``.
+
+    Raises:
+        UsageError: when it is no reference.
+        DigestError: when it is a malformed digest.
+    """
+    return Digest.parse(text) if text.startswith("sha256:") else Reference.parse(text)
+
+
+def _fits(expert: StoredExpert, wanted: Reference) -> bool:
+    return (
+        expert.package == wanted.package
+        and wanted.registry in {None, expert.registry}
+        and wanted.constraint.allows(expert.version)
+    )
+
+
+def _with_digest(experts: Sequence[StoredExpert], digest: Digest) -> StoredExpert:
+    for expert in experts:
+        if digest in (expert.content_digest, expert.package_digest):
+            return expert
+    raise NotFoundError(f"{digest} is not installed", hint="`expertctl list --json` shows digests")
+
+
+def _missing(wanted: Reference, now: Scan) -> NotFoundError:
+    versions = [str(e.version) for e in now.experts if e.package == wanted.package]
+    if versions:
+        hint = f"installed: {', '.join(versions)}"
+        if wanted.constraint == ANY:
+            hint += "; a prerelease must be named"
+        return NotFoundError(f"no installed version fits {wanted}", hint=hint)
+    near = near_names(str(wanted.package), [str(e.package) for e in now.experts])
+    hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl list` shows what is"
+    return NotFoundError(f"{wanted} is not installed", hint=hint)
+
+
+def near_names(name: str, names: Iterable[str]) -> list[str]:
+    """Return up to three names that look like another one."""
+    from difflib import get_close_matches
+
+    return get_close_matches(name, sorted(set(names)), n=3)

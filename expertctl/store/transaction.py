@@ -1,0 +1,240 @@
+"""Changes to refs and blobs, made while nobody else makes any.
+
+Order is everything here. Installing: blobs, their folder flushed, then the ref. Removing: the ref,
+its folder flushed, then blobs that no ref names and no lease holds. So a process may be killed
+between any two steps, and what refs say is there, is there.
+"""
+
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from expertctl.digest import Digest
+from expertctl.durable import make_folders, publish, remove_tree, staged_file, sync_folder
+from expertctl.errors import ConflictError, StoreError
+from expertctl.package.verify import VerifiedPackage
+from expertctl.schema.manifest import BaseRequirement
+from expertctl.store.disk import disk_errors
+from expertctl.store.lease import leased_blobs
+from expertctl.store.lock import claimed_folders, exclusive, is_held
+from expertctl.store.paths import Scan, StorePaths, file_size, scan
+from expertctl.store.ref import LOCAL, RequiredBase, StoredExpert, encode_ref
+from expertctl.store.staging import Staging
+
+STAGING_AGE = 3600.0
+"""Staging that is younger, in seconds, is left alone, even where locks do not work."""
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+Outcome = Literal["installed", "re-signed", "already installed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What adding a package did."""
+
+    expert: StoredExpert
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What was removed, or would be."""
+
+    blobs: tuple[Digest, ...] = ()
+    folders: tuple[Path, ...] = ()
+    size: int = 0
+
+
+@contextmanager
+def begin(paths: StorePaths) -> Iterator["Transaction"]:
+    """Take the store's lock, creating the store if need be.
+
+    Raises:
+        StoreError: when it cannot be written, or another process holds it for too long.
+    """
+    with disk_errors(paths.root):
+        make_folders(paths.root, mode=0o700)
+        with exclusive(paths.lock):
+            yield Transaction(paths)
+
+
+class Transaction:
+    """The right to change the store; only `begin` makes one."""
+
+    def __init__(self, paths: StorePaths) -> None:
+        """Change the store at ``paths``, whose lock is held."""
+        self._paths = paths
+
+    def scan(self) -> Scan:
+        """Return what the refs say now."""
+        return scan(self._paths)
+
+    def add(
+        self, package: VerifiedPackage, staging: Staging, *, warnings: Sequence[str] = ()
+    ) -> Added:
+        """Publish a package whose blobs are staged.
+
+        The blobs replace those that are there: so installing again repairs damage.
+
+        Raises:
+            ConflictError: when the version is installed with other content.
+        """
+        new = _expert_of(package, warnings)
+        path = self._paths.ref(new.registry, new.package, new.version)
+        old = next((e for e in self.scan().experts if e.ref == new.ref), None)
+        expert, outcome = _decide(old, new)
+        for digest in {file.digest for file in new.layers}:
+            make_folders(self._paths.blobs, mode=0o755)
+            publish(staging.path(digest), self._paths.blob(digest))
+        sync_folder(self._paths.blobs)
+        if old != expert:
+            self._write_ref(expert, path, staging)
+        superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
+        self._free(file.digest for file in superseded)
+        return Added(expert, outcome)
+
+    def remove(self, expert: StoredExpert) -> Freed:
+        """Remove an expert, and the blobs that nothing else needs now."""
+        self.discard(self._paths.ref(expert.registry, expert.package, expert.version))
+        return self._free(file.digest for file in expert.layers)
+
+    def discard(self, ref: Path) -> None:
+        """Remove a ref, damaged or not; its blobs stay."""
+        ref.unlink(missing_ok=True)
+        sync_folder(ref.parent)
+        for folder in (ref.parent, ref.parent.parent):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+    def collect(self, *, age: float = STAGING_AGE) -> Freed:
+        """Remove blobs that nothing needs, and folders that killed processes left.
+
+        Raises:
+            StoreError: when a ref is damaged: its blobs cannot be told from garbage.
+        """
+        garbage = garbage_of(self._paths, age=age)
+        self.sweep(age=age)
+        for path in self._paths.blobs.glob(".*.tmp"):
+            path.unlink()
+        for digest in garbage.blobs:
+            self._paths.blob(digest).unlink(missing_ok=True)
+        return garbage
+
+    def sweep(self, *, age: float = STAGING_AGE) -> None:
+        """Remove folders that killed processes left."""
+        for folder in abandoned(self._paths, age=age):
+            remove_tree(folder)
+
+    def _write_ref(self, expert: StoredExpert, path: Path, staging: Staging) -> None:
+        with staged_file(staging.ref) as write:
+            write(memoryview(encode_ref(expert)))
+        make_folders(path.parent)
+        publish(staging.ref, path)
+        sync_folder(path.parent)
+
+    def _free(self, digests: Iterable[Digest]) -> Freed:
+        now = self.scan()
+        if now.damaged:
+            return Freed()
+        needed = _referenced(now) | leased_blobs(self._paths)
+        freed = sorted({*digests} - needed)
+        sizes = {digest: file_size(self._paths.blob(digest)) for digest in freed}
+        for digest in freed:
+            self._paths.blob(digest).unlink(missing_ok=True)
+        gone = tuple(digest for digest, size in sizes.items() if size is not None)
+        return Freed(gone, (), sum(size or 0 for size in sizes.values()))
+
+
+def garbage_of(paths: StorePaths, *, age: float = STAGING_AGE) -> Freed:
+    """Return what `Transaction.collect` would remove; changes nothing.
+
+    Raises:
+        StoreError: when a ref is damaged: its blobs cannot be told from garbage.
+    """
+    now = scan(paths)
+    if now.damaged:
+        names = ", ".join(ref.name for ref in now.damaged)
+        raise StoreError(
+            f"the record of {names} is damaged, so its files cannot be told from garbage",
+            hint="install it again from its file, or `expertctl remove` it; then repeat",
+        )
+    needed = _referenced(now) | leased_blobs(paths)
+    blobs = [digest for digest in stored_blobs(paths) if digest not in needed]
+    size = sum(file_size(paths.blob(digest)) or 0 for digest in blobs)
+    return Freed(tuple(blobs), tuple(abandoned(paths, age=age)), size)
+
+
+def stored_blobs(paths: StorePaths) -> list[Digest]:
+    """Return the digests of all blobs, sorted."""
+    names = [path.name for path in paths.blobs.iterdir()] if paths.blobs.is_dir() else []
+    return sorted(Digest(name) for name in names if _HEX.fullmatch(name))
+
+
+def abandoned(paths: StorePaths, *, age: float = STAGING_AGE) -> list[Path]:
+    """Return the folders of processes that ended without clearing up, but none that is young.
+
+    A time in the future, as after a change of the clock, is not young.
+    """
+    now = time.time()
+    folders = [*claimed_folders(paths.staging), *claimed_folders(paths.leases)]
+    return [f for f in folders if abs(now - _changed(f, now)) >= age and not is_held(f)]
+
+
+def _changed(folder: Path, now: float) -> float:
+    try:
+        return folder.stat().st_mtime
+    except FileNotFoundError:
+        return now
+
+
+def _referenced(now: Scan) -> set[Digest]:
+    return {file.digest for expert in now.experts for file in expert.layers}
+
+
+def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, Outcome]:
+    """Return what the ref shall say; a signature is never taken away."""
+    if old is None:
+        return new, "installed"
+    if old.content_digest != new.content_digest:
+        raise ConflictError(
+            f"{new.ref} is already installed with other content",
+            hint=f"a version never changes its content: build it as another version, or first "
+            f"`expertctl remove {new.ref}`",
+        )
+    if new.signer is None or old.package_digest == new.package_digest:
+        return replace(old, warnings=new.warnings), "already installed"
+    return new, "re-signed"
+
+
+def _expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExpert:
+    contents = package.contents
+    manifest = contents.manifest
+    return StoredExpert(
+        registry=LOCAL,
+        package=manifest.package,
+        version=manifest.semver,
+        content_digest=contents.content_digest,
+        package_digest=contents.package_digest,
+        files=contents.files,
+        signature=contents.layout.signature,
+        signer=package.signer,
+        base=_base_of(manifest.base),
+        requires=manifest.composition.requires,
+        conflicts=manifest.composition.conflicts,
+        warnings=tuple(warnings),
+    )
+
+
+def _base_of(base: BaseRequirement) -> RequiredBase:
+    return RequiredBase(
+        name=base.name,
+        revision=base.revision,
+        arch=Digest.parse(base.arch),
+        weights=Digest.parse(base.weights) if base.weights else None,
+        tokenizer=Digest.parse(base.tokenizer),
+        accepts=tuple(Digest.parse(text) for text in base.accepts),
+    )
