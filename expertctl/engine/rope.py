@@ -133,6 +133,8 @@ def _scaling(fields: Fields, original: int, max_positions: int) -> RopeScaling |
             return _parse_llama3(fields, original)
         case "yarn":
             return _parse_yarn(fields, original, max_positions)
+        case _ if fields.problems:
+            return None
         case _:
             raise IncompatibleError(
                 f"RoPE scaling {kind[:40]!r} is not supported",

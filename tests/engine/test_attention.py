@@ -1,0 +1,56 @@
+"""Attention against the textbook formula, for every split of a text and every window."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.attention import attend, attend_plainly, view_of
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    start=st.integers(0, 9),
+    tokens=st.integers(1, 7),
+    window=st.none() | st.integers(1, 18),
+    kv_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+)
+def test_attention_equals_the_plain_formula(
+    start: int, tokens: int, window: int | None, kv_heads: int, groups: int
+) -> None:
+    generator = torch.Generator().manual_seed(start * 100 + tokens)
+    queries = torch.randn(kv_heads * groups, tokens, 4, generator=generator)
+    room = torch.randn(2, kv_heads, start + tokens + 3, 4, generator=generator)
+    keys, values = room[:, :, : start + tokens]
+    got = attend(queries, keys, values, view_of(start, tokens, window))
+    wanted = attend_plainly(queries, keys, values, window=window)
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_one_token_needs_no_mask() -> None:
+    assert view_of(9, 1, None).mask is None
+    assert (view_of(9, 1, 4).first, view_of(9, 1, 4).mask) == (6, None)
+
+
+def test_a_whole_prompt_needs_no_mask_unless_the_window_is_shorter() -> None:
+    assert view_of(0, 8, None).causal
+    assert view_of(0, 8, 8).causal
+    short = view_of(0, 8, 7)
+    assert short.mask is not None
+    assert int(short.mask.sum()) == 8 * 9 // 2 - 1
+
+
+def test_keys_before_every_window_are_not_looked_at() -> None:
+    view = view_of(20, 3, 5)
+    assert view.first == 16
+    assert view.mask is not None
+    assert view.mask.shape == (3, 7)
+    assert view.mask.sum(dim=1).tolist() == [5, 5, 5]
+
+
+def test_a_narrow_cache_answers_in_the_dtype_of_the_queries() -> None:
+    queries, keys, values = (torch.randn(2, 3, 4) for _ in range(3))
+    got = attend(queries, keys.bfloat16(), values.bfloat16(), view_of(0, 3, None))
+    assert got.dtype == torch.float32
+    wanted = attend_plainly(queries, keys, values, window=None)
+    assert float((got - wanted).norm() / wanted.norm()) < 0.03
