@@ -177,13 +177,16 @@ def _config_of(document: JsonObject, what: str) -> LoraConfig:
     layers = values.get("layers_to_transform")
     problems: list[str] = []
     config = LoraConfig(
-        r=values["r"],
+        r=int(values["r"]),
         alpha=values["lora_alpha"],
         use_rslora=values.get("use_rslora", False),
         fan_in_fan_out=values.get("fan_in_fan_out", False),
         target_modules=_literals(values.get("target_modules")),
         exclude_modules=_literals(values.get("exclude_modules")) or (),
-        rank_pattern=_patterns(values.get("rank_pattern"), "rank_pattern", problems),
+        rank_pattern=tuple(
+            (pattern, int(rank))
+            for pattern, rank in _patterns(values.get("rank_pattern"), "rank_pattern", problems)
+        ),
         alpha_pattern=_patterns(values.get("alpha_pattern"), "alpha_pattern", problems),
         layers_to_transform=_layers(layers),
         layers_pattern=_texts(values.get("layers_pattern")),
@@ -206,9 +209,9 @@ def _texts(value: list[str] | str | None) -> tuple[str, ...]:
 
 
 def _layers(value: list[int] | int | None) -> frozenset[int] | None:
-    if isinstance(value, int):
-        return frozenset({value})
-    return frozenset(value) if value else None
+    if isinstance(value, (int, float)):
+        return frozenset({int(value)})
+    return frozenset(int(layer) for layer in value) if value else None
 
 
 def _patterns(

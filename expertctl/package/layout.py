@@ -95,8 +95,8 @@ def layout_of(files: Iterable[FileDigest], signature: FileDigest | None) -> Layo
     if problems:
         raise InvalidPackageError("package", problems)
     manifest = _manifest(ordered, signature)
-    descriptor = Descriptor(MANIFEST_TYPE, len(manifest), Digest.of(manifest))
-    return Layout(ordered, signature, manifest, index_of(descriptor))
+    index = index_of(Digest.of(manifest), len(manifest))
+    return Layout(ordered, signature, manifest, index)
 
 
 def content_digest(files: Iterable[FileDigest]) -> Digest:
@@ -142,9 +142,9 @@ def file_problems(files: Sequence[FileDigest]) -> list[str]:
     return problems
 
 
-def index_of(manifest: Descriptor) -> bytes:
+def index_of(digest: Digest, size: int) -> bytes:
     """Return ``index.json`` for a manifest."""
-    entry = {**manifest.document(), "artifactType": ARTIFACT_TYPE}
+    entry = {**Descriptor(MANIFEST_TYPE, size, digest).document(), "artifactType": ARTIFACT_TYPE}
     return canonical({"manifests": [entry], "mediaType": INDEX_TYPE, "schemaVersion": 2})
 
 
@@ -159,7 +159,7 @@ def read_index(data: bytes, *, what: str) -> Descriptor:
     if not isinstance(manifests, list) or len(manifests) != 1:
         raise InvalidPackageError(what, ["index.json does not name exactly one manifest"])
     descriptor, _ = _descriptor(manifests[0], what)
-    if index_of(descriptor) != data:
+    if index_of(descriptor.digest, descriptor.size) != data:
         raise InvalidPackageError(what, ["index.json is not the one that a package has"])
     return descriptor
 

@@ -108,6 +108,9 @@ def parse_header(
     if not (text.startswith(b"{") and text.rstrip(b" ").endswith(b"}")):
         raise InvalidPackageError(what, ["the safetensors header is not a bare JSON object"])
     document = load_object(text, what=f"{what} header", max_bytes=limits.header_bytes)
+    if len(document) > limits.tensors + 1:
+        problem = f"{len(document)} tensors, at most {limits.tensors} allowed"
+        raise InvalidPackageError(what, [problem])
     return _table_of(document, data_offset=LENGTH_BYTES + length, file_size=file_size, what=what)
 
 

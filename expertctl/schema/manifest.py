@@ -165,7 +165,10 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
     problems = problems_of(document, "manifest")
     if problems:
         raise InvalidPackageError(what, problems)
-    manifest = msgspec.convert(document, Manifest)
+    try:
+        manifest = msgspec.convert(document, Manifest)
+    except msgspec.ValidationError as error:  # 16.0 is an integer for JSON Schema, not for us
+        raise InvalidPackageError(what, [str(error)]) from error
     problems = _beyond_the_schema(manifest)
     if problems:
         raise InvalidPackageError(what, problems)

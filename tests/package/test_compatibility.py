@@ -1,0 +1,95 @@
+"""Whether an expert fits a base: the rule of each digest, and the shapes of modules."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import BaseMismatchError
+from expertctl.package.base_model import BaseFacts, module_shapes
+from expertctl.package.compatibility import check_base, check_tensors
+from expertctl.package.read import read_package
+from expertctl.schema.manifest import Manifest
+from tests.factories import write_base
+
+OTHER = Digest.of(b"other")
+
+
+@pytest.fixture
+def manifest(package: Path) -> Manifest:
+    return read_package(package).manifest
+
+
+def requiring(manifest: Manifest, **changes: Any) -> Manifest:
+    return replace(manifest, base=replace(manifest.base, **changes))
+
+
+def test_the_same_base_fits_without_a_word(manifest: Manifest, facts: BaseFacts) -> None:
+    assert check_base(manifest, facts.identity) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "word"),
+    [("arch", "architecture"), ("tokenizer", "tokenizer"), ("weights", "weights")],
+)
+def test_another_digest_is_refused_and_named(
+    field: str, word: str, manifest: Manifest, facts: BaseFacts
+) -> None:
+    other = replace(facts.identity, **{field: OTHER})
+    with pytest.raises(BaseMismatchError, match=f"the {word} differ") as caught:
+        check_base(manifest, other)
+    assert "--allow-base-mismatch" in caught.value.hint
+    (warning,) = check_base(manifest, other, allow_mismatch=True)
+    assert word in warning
+
+
+def test_a_base_whose_weights_nobody_read_does_not_fit(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    with pytest.raises(BaseMismatchError, match="weights"):
+        check_base(manifest, replace(facts.identity, weights=None))
+
+
+def test_further_weights_that_the_publisher_tested_fit(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    tested = requiring(manifest, accepts=(str(OTHER),))
+    assert check_base(tested, replace(facts.identity, weights=OTHER)) == []
+    with pytest.raises(BaseMismatchError):
+        check_base(tested, replace(facts.identity, weights=OTHER, arch=OTHER))
+
+
+def test_names_do_not_matter_where_weights_are_stated(manifest: Manifest, facts: BaseFacts) -> None:
+    assert check_base(manifest, replace(facts.identity, name="mirror/x", revision="abc")) == []
+
+
+def test_without_weights_name_and_revision_must_be_equal_and_it_is_said(
+    manifest: Manifest, facts: BaseFacts
+) -> None:
+    unstated = requiring(manifest, weights=None, name="a/b", revision="r1")
+    same = replace(facts.identity, name="a/b", revision="r1", weights=OTHER)
+    (warning,) = check_base(unstated, same)
+    assert "not checked" in warning
+    for changes in ({"name": "c/d"}, {"revision": "r2"}, {"revision": None}):
+        with pytest.raises(BaseMismatchError, match="states no digest"):
+            check_base(unstated, replace(same, **changes))
+
+
+def test_tensors_are_held_to_the_layers_of_the_base(
+    package: Path, base_dir: Path, tmp_path: Path
+) -> None:
+    (spec,) = read_package(package).adapters
+    assert check_tensors(spec, module_shapes(base_dir)) == []
+    wider = write_base(tmp_path / "wider", hidden=64, intermediate=48)
+    assert any("made for 32 x 32" in p for p in check_tensors(spec, module_shapes(wider)))
+    shallow = write_base(tmp_path / "shallow", layers=1)
+    problems = check_tensors(spec, module_shapes(shallow))
+    assert len(problems) == 7
+    assert all("no such linear layer" in problem for problem in problems)
+
+
+def test_no_module_at_all_is_a_problem_and_never_silence(package: Path) -> None:
+    (spec,) = read_package(package).adapters
+    assert len(check_tensors(spec, {})) == 14
