@@ -41,7 +41,7 @@ class Files(Protocol):
     """Where the verified bytes of one package come from: the store, or memory."""
 
     def read(self, path: str) -> memoryview:
-        """Return a buffer with one file's bytes, digest checked, and `SLACK` bytes after them."""
+        """Hand over one file's bytes, digest checked, and `SLACK` bytes after them."""
 
 
 @dataclass(frozen=True, slots=True)

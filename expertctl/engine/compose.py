@@ -83,6 +83,11 @@ def compiled_bytes(chain: Sequence[Weighted], *, dtype: torch.dtype, device: tor
     return elements * dtype.itemsize
 
 
+def uses_in_place(chain: Sequence[Weighted], *, dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether a compiled plan will refer to memory of its experts."""
+    return any(_shared(blocks, dtype, device)[0] for blocks in _blocks(chain).values())
+
+
 def compile_plan(
     chain: Sequence[Weighted], shapes: Shapes, *, dtype: torch.dtype, device: torch.device
 ) -> CompiledPlan:

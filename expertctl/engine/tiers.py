@@ -8,7 +8,7 @@ Rules: what does not fit is made room for *before* it is loaded; the entry of th
 does what a resident plan uses in place. Borrowing is by ``with``, so nothing is left pinned.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -92,17 +92,23 @@ class Tiers:
         Raises:
             BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
         """
-        present = [item for item in wanted if item.key in self._entries]
-        absent = list({i.key: i for i in wanted if i.key not in self._entries}.values())
-        with ExitStack() as pins:
-            for item in present:
-                pins.enter_context(self._pinned(item.key))
-                self.traffic[item.key[0]].hits += 1
-            self._load(absent)
-            for item in absent:
-                pins.enter_context(self._pinned(item.key))
-                self.traffic[item.key[0]].loads += 1
-            yield [self._entries[item.key].value for item in wanted]  # type: ignore[misc]  # a key always names the same kind
+        keys = [item.key for item in wanted]
+        self._hold(wanted)
+        del wanted  # what loads an entry may refer to others, which must be free to go meanwhile
+        try:
+            yield [self._entries[key].value for key in keys]  # type: ignore[misc]  # a key always names the same kind
+        finally:
+            self._unpin(keys)
+
+    @contextmanager
+    def resident(self, key: Key) -> Iterator[object]:
+        """Borrow an entry that is there."""
+        self._pin([key])
+        self.traffic[key[0]].hits += 1
+        try:
+            yield self._entries[key].value
+        finally:
+            self._unpin([key])
 
     @contextmanager
     def holding(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> Iterator[None]:
@@ -139,16 +145,32 @@ class Tiers:
         for item in absent:
             self.traffic[item.key[0]].loads += 1
 
-    @contextmanager
-    def _pinned(self, key: Key) -> Iterator[None]:
-        entry = self._entries[key]
-        entry.pins += 1
-        entry.count += 1
-        entry.last_used = self._request
+    def _hold(self, wanted: Sequence[Wanted[Resident]]) -> None:
+        """Pin what is there, load the rest and pin that too; all or nothing."""
+        present = [item.key for item in wanted if item.key in self._entries]
+        absent = {item.key: item for item in wanted if item.key not in self._entries}
+        self._pin(present)
         try:
-            yield
-        finally:
-            entry.pins -= 1
+            self._load(list(absent.values()))
+        except BaseException:
+            self._unpin(present)
+            raise
+        self._pin(absent)
+        for key in dict.fromkeys(present):
+            self.traffic[key[0]].hits += 1
+        for key in absent:
+            self.traffic[key[0]].loads += 1
+
+    def _pin(self, keys: Iterable[Key]) -> None:
+        for key in dict.fromkeys(keys):
+            entry = self._entries[key]
+            entry.pins += 1
+            entry.count += 1
+            entry.last_used = self._request
+
+    def _unpin(self, keys: Iterable[Key]) -> None:
+        for key in dict.fromkeys(keys):
+            self._entries[key].pins -= 1
 
     def _load(self, absent: Sequence[Wanted[Resident]]) -> None:
         """Enter the cost of all, then bring them; what fails is struck out again."""

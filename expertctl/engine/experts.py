@@ -1,0 +1,224 @@
+"""From verified packages to what a plan computes with, through the tiers.
+
+An expert's bytes come from the store, where every file is hashed again on its way into memory, or
+from a ``.expert`` file that was verified while it was read into memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.engine.adapter_load import (
+    SLACK,
+    LoadedAdapter,
+    StoredFiles,
+    adapter_bytes,
+    load_adapter,
+)
+from expertctl.engine.budget import Budget
+from expertctl.engine.compose import (
+    BASE_ALONE,
+    CompiledPlan,
+    Shapes,
+    Weighted,
+    compile_plan,
+    compiled_bytes,
+    uses_in_place,
+)
+from expertctl.engine.memory import allocate
+from expertctl.engine.tiers import Key, Tier, Tiers, Wanted
+from expertctl.package.read import PackageContents, read_package
+from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
+from expertctl.schema.manifest import Manifest
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store
+from expertctl.trust.policy import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSource:
+    """One expert that may be used: who it is, how to load it, what that costs in memory."""
+
+    manifest: Manifest
+    content_digest: Digest
+    nbytes: int
+    load: Callable[[], LoadedAdapter]
+
+    @property
+    def wanted(self) -> Wanted[LoadedAdapter]:
+        """The request for its weights in memory."""
+        return Wanted(
+            key=(Tier.RAM, self.content_digest),
+            nbytes=self.nbytes,
+            what=self.manifest.ref,
+            load=self.load,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a plan is compiled for: the base's layers, the activations, the device."""
+
+    shapes: Shapes
+    dtype: torch.dtype
+    device: torch.device
+
+
+def stored_source(
+    store: Store, expert: StoredExpert, manifest: Manifest, *, progress: Progress = no_progress
+) -> ExpertSource:
+    """Offer an installed expert."""
+    paths = {file.path: (store.paths.blob(file.digest), file) for file in expert.files}
+    sizes = {file.path: file.size for file in expert.files}
+    files = StoredFiles(expert.ref, paths, progress)
+    cost = adapter_bytes(manifest, sizes)
+    return ExpertSource(
+        manifest, expert.content_digest, cost, lambda: load_adapter(manifest, files)
+    )
+
+
+class MemorySink:
+    """Takes the files of one package into memory while the reader hashes them, within a budget."""
+
+    def __init__(self, budget: Budget, *, what: str) -> None:
+        """Start with no file."""
+        self.buffers: dict[Digest, memoryview] = {}
+        self._budget, self._what, self._held = budget, what, 0
+
+    @contextmanager
+    def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], None]]:
+        """Begin a file.
+
+        Raises:
+            BudgetError: when it does not fit.
+        """
+        self._budget.reserve("experts", size + SLACK, what=self._what)
+        self._held += size + SLACK
+        buffer, filled = allocate(size + SLACK), 0
+
+        def write(chunk: memoryview) -> None:
+            nonlocal filled
+            buffer[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+
+        yield write
+        self.buffers[digest] = buffer
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self.buffers = {}
+        self._budget.release("experts", self._held)
+        self._held = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFiles:
+    """The files of one package that were hashed on their way into memory."""
+
+    digests: Mapping[str, FileDigest]
+    buffers: Mapping[Digest, memoryview]
+
+    def read(self, path: str) -> memoryview:
+        """Return one file of the package; its bytes may be moved, so it is read once only."""
+        return self.buffers[self.digests[path].digest]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalExpert:
+    """A package that is used from its file, not from the store."""
+
+    package: VerifiedPackage
+    source: ExpertSource
+
+
+@contextmanager
+def local_expert(
+    path: Path, *, trust: TrustStore, budget: Budget, progress: Progress = no_progress
+) -> Iterator[LocalExpert]:
+    """Read a ``.expert`` file into memory; an unsigned one will do, a signature counts.
+
+    Raises:
+        InvalidPackageError: when the file is malformed.
+        TrustError: when it is signed, but not by somebody who is trusted for it.
+        BudgetError: when it does not fit.
+    """
+    sink = MemorySink(budget, what=path.name)
+    try:
+        contents = read_package(path, sink=sink, progress=progress)
+        signed = contents.signature is not None
+        package = verify_contents(contents, trust) if signed else accept_unsigned(contents)
+        yield LocalExpert(package, _memory_source(contents, sink))
+    finally:
+        sink.close()
+
+
+def _memory_source(contents: PackageContents, sink: MemorySink) -> ExpertSource:
+    """Offer a package that lies in memory already: loading it costs nothing more."""
+    digests = {file.path: file for file in contents.files}
+    adapter = load_adapter(contents.manifest, MemoryFiles(digests, sink.buffers))
+    return ExpertSource(contents.manifest, contents.content_digest, 0, lambda: adapter)
+
+
+@contextmanager
+def compiled(
+    tiers: Tiers,
+    chain: Sequence[tuple[ExpertSource, float]],
+    *,
+    identity: Digest,
+    target: Target,
+) -> Iterator[CompiledPlan]:
+    """Borrow the compiled plan of an ordered chain of weighted experts, loading what is absent.
+
+    Experts whose bytes the plan does not use in place may be evicted as soon as it is compiled.
+
+    Raises:
+        DigestError: when bytes are not those that were verified.
+        IncompatibleError: when an expert does not fit the base.
+        BudgetError: when the experts cannot fit into memory.
+    """
+    if not chain:
+        yield BASE_ALONE
+        return
+    key = (Tier.DEVICE, identity)
+    with ExitStack() as pins:
+        if tiers.holds(key):
+            plan = cast(CompiledPlan, pins.enter_context(tiers.resident(key)))
+        else:
+            plan = _compile(tiers, chain, key, target, pins)
+        yield plan
+
+
+def _compile(
+    tiers: Tiers,
+    chain: Sequence[tuple[ExpertSource, float]],
+    key: Key,
+    target: Target,
+    pins: ExitStack,
+) -> CompiledPlan:
+    """Compile with the experts pinned; only the plan stays so. Here end all other references."""
+    with tiers.pin([source.wanted for source, _ in chain]) as adapters:
+        wanted = _wanted_plan(key, chain, adapters, target)
+        [plan] = pins.enter_context(tiers.pin([wanted]))
+    return plan
+
+
+def _wanted_plan(
+    key: Key,
+    chain: Sequence[tuple[ExpertSource, float]],
+    adapters: Sequence[LoadedAdapter],
+    target: Target,
+) -> Wanted[CompiledPlan]:
+    links = [Weighted(a, weight) for a, (_, weight) in zip(adapters, chain, strict=True)]
+    in_place = uses_in_place(links, dtype=target.dtype, device=target.device)
+    return Wanted(
+        key=key,
+        nbytes=compiled_bytes(links, dtype=target.dtype, device=target.device),
+        what=f"the plan of {', '.join(source.manifest.ref for source, _ in chain)}",
+        load=lambda: compile_plan(links, target.shapes, dtype=target.dtype, device=target.device),
+        uses=tuple(source.wanted.key for source, _ in chain) if in_place else (),
+    )

@@ -1,0 +1,207 @@
+"""From packages to compiled plans: verified wherever the bytes come from, and paid for once."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertctl.digest import Digest, FileDigest
+from expertctl.engine.adapter_load import StoredFiles, adapter_bytes, load_adapter
+from expertctl.engine.budget import Budget
+from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.experts import ExpertSource, Target, compiled, local_expert
+from expertctl.engine.tiers import Tier, Tiers
+from expertctl.errors import BudgetError, DigestError, IncompatibleError, RevokedError, TrustError
+from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.trust.keys import PrivateKey
+from expertctl.trust.policy import TrustStore
+from tests.engine.adapter_files import files_of, linear_shapes, manifest_of
+from tests.factories import make_package, write_base, write_lora
+
+PLAN = Digest.of(b"plan")
+Source = Callable[..., ExpertSource]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("experts") / "base")
+
+
+@pytest.fixture(scope="module")
+def facts(base: Path) -> BaseFacts:
+    return read_base(base)
+
+
+@pytest.fixture
+def target(base: Path) -> Target:
+    return Target(linear_shapes(base), torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def source(tmp_path: Path, base: Path) -> Source:
+    def make(name: str = "lora", **options: object) -> ExpertSource:
+        directory = write_lora(tmp_path / name, base, **options)  # type: ignore[arg-type]  # its own options
+        manifest = manifest_of(directory)
+        files = files_of(directory)
+        sizes = {path: file.size for path, (_, file) in files.paths.items()}
+        digest = Digest.of(name.encode())
+        cost = adapter_bytes(manifest, sizes)
+        return ExpertSource(manifest, digest, cost, lambda: load_adapter(manifest, files))
+
+    return make
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget(1 << 20)
+
+
+@pytest.fixture
+def tiers(budget: Budget) -> Tiers:
+    return Tiers(ram=budget, device=budget)
+
+
+def test_no_expert_means_no_delta(tiers: Tiers, target: Target) -> None:
+    with compiled(tiers, [], identity=PLAN, target=target) as plan:
+        assert plan == CompiledPlan({}, 0)
+
+
+def test_a_plan_is_compiled_once_and_found_again(
+    tiers: Tiers, target: Target, source: Source, budget: Budget
+) -> None:
+    one = source(alpha=4, rank=4)
+    with compiled(tiers, [(one, 1.0)], identity=PLAN, target=target) as plan:
+        tiers.check_integrity()
+        assert budget.used == one.nbytes + plan.nbytes == one.nbytes
+    with compiled(tiers, [(one, 1.0)], identity=PLAN, target=target) as again:
+        assert again is plan
+    assert (tiers.traffic[Tier.RAM].loads, tiers.traffic[Tier.DEVICE].loads) == (1, 1)
+    assert tiers.traffic[Tier.DEVICE].hits == 1
+
+
+def test_an_expert_used_in_place_stays_as_long_as_its_plan(
+    tiers: Tiers, target: Target, source: Source, budget: Budget
+) -> None:
+    one = source()
+    with compiled(tiers, [(one, 1.0)], identity=PLAN, target=target) as plan:
+        tiers.clear()
+        assert tiers.holds(one.wanted.key)
+        assert budget.used == one.nbytes + plan.nbytes
+    tiers.clear()
+    assert budget.used == 0
+
+
+def test_experts_that_were_concatenated_may_go_and_their_memory_is_free(
+    tiers: Tiers, target: Target, source: Source, budget: Budget
+) -> None:
+    buffers: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def watched(expert: ExpertSource) -> ExpertSource:
+        def load():  # type: ignore[no-untyped-def]  # as ExpertSource.load
+            adapter = expert.load()
+            storage = next(iter(adapter.modules.values())).a.untyped_storage()
+            buffers.append(weakref.ref(storage))
+            return adapter
+
+        return ExpertSource(expert.manifest, expert.content_digest, expert.nbytes, load)
+
+    chain = [(watched(source("one")), 0.5), (watched(source("two", seed=1)), 2.0)]
+    with compiled(tiers, chain, identity=PLAN, target=target) as plan:
+        tiers.clear()
+        gc.collect()
+        assert budget.used == plan.nbytes > 0
+        assert [buffer() for buffer in buffers] == [None, None]
+
+
+def test_a_tampered_expert_is_refused_and_nothing_stays_held(
+    tmp_path: Path, base: Path, tiers: Tiers, target: Target, budget: Budget
+) -> None:
+    directory = write_lora(tmp_path / "lora", base)
+    manifest, files = manifest_of(directory), files_of(directory)
+    wrong = {
+        path: (place, FileDigest(path, file.size, Digest.of(b"other")))
+        for path, (place, file) in files.paths.items()
+    }
+    bad = ExpertSource(
+        manifest, PLAN, 100, lambda: load_adapter(manifest, StoredFiles("acme/x@1.0.0", wrong))
+    )
+    with pytest.raises(DigestError, match=r"acme/x@1\.0\.0"):  # noqa: SIM117 - one thing raises
+        with compiled(tiers, [(bad, 1.0)], identity=PLAN, target=target):
+            pass
+    assert budget.used == 0
+
+
+def test_an_expert_of_another_base_is_refused_and_no_plan_stays(
+    tiers: Tiers, target: Target, source: Source
+) -> None:
+    one = source()
+    other = Target({"lm_head": (1, 1)}, target.dtype, target.device)
+    with pytest.raises(IncompatibleError, match="no such linear layer"):  # noqa: SIM117 - one thing raises
+        with compiled(tiers, [(one, 1.0)], identity=PLAN, target=other):
+            pass
+    assert not tiers.holds((Tier.DEVICE, PLAN))
+    tiers.check_integrity()
+
+
+def test_experts_beyond_the_budget_are_refused_with_the_numbers(
+    target: Target, source: Source
+) -> None:
+    small = Budget(1000)
+    with pytest.raises(BudgetError, match=r"acme/lora@1\.0\.0 needs .* of the budget"):  # noqa: SIM117 - one thing raises
+        with compiled(
+            Tiers(ram=small, device=small), [(source(), 1.0)], identity=PLAN, target=target
+        ):
+            pass
+    assert small.used == 0
+
+
+def test_an_unsigned_file_is_used_from_memory_as_it_was_hashed(
+    tmp_path: Path, base: Path, facts: BaseFacts, tiers: Tiers, target: Target, budget: Budget
+) -> None:
+    path = make_package(tmp_path, base_dir=base, base=facts)
+    expected = load_adapter(
+        manifest_of(tmp_path / "acme-sql-1.0.0.files"), files_of(tmp_path / "acme-sql-1.0.0.files")
+    )
+    with local_expert(path, trust=TrustStore(tmp_path / "t"), budget=budget) as local:
+        held = budget.used
+        path.unlink()
+        assert held >= local.package.contents.size
+        assert local.package.signer is None
+        with compiled(tiers, [(local.source, 1.0)], identity=PLAN, target=target) as plan:
+            assert budget.used == held + plan.nbytes
+            for module, lora in expected.modules.items():
+                a = plan.deltas[module].a
+                assert a is not None
+                assert torch.equal(a, lora.a)
+        tiers.clear()
+    assert budget.used == 0
+
+
+def test_a_signed_file_is_used_only_when_its_key_is_trusted(
+    tmp_path: Path, base: Path, facts: BaseFacts, budget: Budget
+) -> None:
+    key = PrivateKey.generate("ecdsa-p256")
+    path = make_package(tmp_path, base_dir=base, base=facts, key=key)
+    trust = TrustStore(tmp_path / "trust.json")
+    with pytest.raises(TrustError), local_expert(path, trust=trust, budget=budget):
+        pass
+    trust.add(key.public, name="acme", namespaces=["acme"])
+    with local_expert(path, trust=trust, budget=budget) as local:
+        assert local.package.signer == key.public.key_id
+    trust.revoke(key.public.key_id)
+    with pytest.raises(RevokedError), local_expert(path, trust=trust, budget=budget):
+        pass
+    assert budget.used == 0
+
+
+def test_a_file_too_large_for_the_budget_is_refused(
+    tmp_path: Path, base: Path, facts: BaseFacts
+) -> None:
+    path, small = make_package(tmp_path, base_dir=base, base=facts), Budget(5000)
+    with pytest.raises(BudgetError, match="acme-sql"):  # noqa: SIM117 - one thing raises
+        with local_expert(path, trust=TrustStore(tmp_path / "t"), budget=small):
+            pass
+    assert small.used == 0
