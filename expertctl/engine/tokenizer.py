@@ -1,0 +1,244 @@
+"""Text to tokens and back, by ``tokenizer.json`` of the base.
+
+Control tokens are those that the file marks as special. Text of a user never becomes one: where it
+holds the letters of one, these are read as letters. What a chat template writes itself does become
+control tokens. `Marks` keep the two apart in one rendered text; all other text is tokenised exactly
+as the file says.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from expertctl.engine.tokenizer_config import TokenizerConfig, read_tokenizer_config
+from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
+
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_BYTES = 128 << 20
+_FIRST_MARK = 0xF0000  # private use plane
+_BROKEN = "\ufffd"
+_MAX_HELD_TOKENS = 64
+_ANCHOR = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Two characters that do not occur in a conversation, to stand around control tokens in it."""
+
+    begin: str
+    end: str
+
+    def around(self, text: str) -> str:
+        """Return marked text."""
+        return f"{self.begin}{text}{self.end}"
+
+    def pieces(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Split a rendered text into (piece, was marked); a mark that lost its partner splits."""
+        begin, end = self.begin, self.end
+        for match in re.finditer(f"{begin}([^{begin}{end}]*){end}|([^{begin}{end}]+)", text):
+            if match[1] or match[2]:
+                yield (match[1], True) if match[1] else (match[2], False)
+
+
+class Tokenizer:
+    """The tokens of one base."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: TokenizerConfig) -> None:
+        """Keep the backend; ``control_ids`` are what users cannot write."""
+        self.config = config
+        self._backend = backend
+        added: dict[int, Any] = backend.get_added_tokens_decoder()
+        control = {i: token for i, token in added.items() if token.special}
+        self.control_ids = frozenset(control)
+        self._suspect = _pattern_of(control.values())
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.end_ids = self._end_ids()
+
+    @classmethod
+    def open(cls, directory: Path) -> Self:
+        """Read the tokenizer of a base.
+
+        Raises:
+            NotFoundError: when there is none.
+            InvalidPackageError: when a file is malformed.
+        """
+        path = directory / TOKENIZER_FILE
+        if not path.is_file():
+            raise NotFoundError(f"{path} is missing", hint="the base must have a tokenizer.json")
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise InvalidPackageError(str(path), [f"{size} bytes, at most {_MAX_BYTES} allowed"])
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises no other
+            raise InvalidPackageError(str(path), [f"not a tokenizer: {error}"]) from error
+        backend.no_truncation()  # a prompt is never cut silently
+        backend.no_padding()
+        return cls(backend, read_tokenizer_config(directory))
+
+    def encode(self, text: str) -> list[int]:
+        """Read a user's text as it is; the file decides about a token at the beginning.
+
+        Raises:
+            UsageError: when control tokens in the text cannot be read as letters, or when it
+                holds half a character.
+        """
+        _check_unicode(text)
+        if not self._controls(text):
+            return list(self._backend.encode(text).ids)
+        self._letters(text, after="")
+        return list(self._letter_backend.encode(text).ids)
+
+    def encode_rendered(self, text: str, marks: Marks | None = None) -> list[int]:
+        """Read what a chat template wrote; nothing is added, marked parts are letters.
+
+        Raises:
+            UsageError: when a marked part cannot be read as letters.
+        """
+        if marks is None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = []
+        for number, (piece, marked) in enumerate(marks.pieces(text)):
+            after = _ANCHOR if number else ""
+            ids += self._letters(piece, after=after) if marked else self._plain(piece, after=after)
+        return ids
+
+    def marks_for(self, texts: Sequence[str], *, template: str = "") -> Marks | None:
+        """Return marks for a conversation in which control tokens occur, else None.
+
+        Raises:
+            UsageError: when a text holds half a character.
+        """
+        for text in texts:
+            _check_unicode(text)
+        if not any(self._controls(text) for text in texts):
+            return None
+        used = set(template).union(*texts)
+        free = (chr(c) for c in range(_FIRST_MARK, _FIRST_MARK + 65_534) if chr(c) not in used)
+        return Marks(next(free), next(free))
+
+    def mark(self, text: str, marks: Marks) -> str:
+        """Return a user's text with marks around every control token in it."""
+        parts, position = [], 0
+        for begin, end in self._controls(text):
+            parts += [text[position:begin], marks.around(text[begin:end])]
+            position = end
+        return "".join((*parts, text[position:]))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def token_id(self, token: str) -> int | None:
+        """Return the number of a token by its spelling."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def has_text(self, token: int) -> bool:
+        """Whether a token is one of the file's and not a control token."""
+        return token not in self.control_ids and self._backend.id_to_token(token) is not None
+
+    def _end_ids(self) -> frozenset[int]:
+        """Both places count: some chat models name the end of a turn in one of them only."""
+        named = self.token_id(self.config.special_tokens.get("eos_token", ""))
+        return frozenset(self.config.end_ids) | ({named} if named is not None else set())
+
+    @cached_property
+    def _letter_backend(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, blind to control tokens; made when first needed."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def _controls(self, text: str) -> list[tuple[int, int]]:
+        """Where the text would become control tokens."""
+        if self._suspect is not None and not self._suspect.search(text):
+            return []
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        spans = zip(encoding.ids, encoding.offsets, strict=True)
+        return [span for i, span in spans if i in self.control_ids]
+
+    def _plain(self, text: str, *, after: str) -> list[int]:
+        return _ids_behind(self._backend, text, after=after)
+
+    def _letters(self, text: str, *, after: str) -> list[int]:
+        ids = _ids_behind(self._letter_backend, text, after=after)
+        if self.control_ids.isdisjoint(ids):
+            return ids
+        raise UsageError(
+            f"the prompt holds {text[:80]!r}, a control token of the base that its tokenizer "
+            "cannot read as letters",
+            hint="leave it out of the prompt",
+        )
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the prompt is not Unicode text at character {error.start}", hint="pass it as UTF-8"
+        ) from error
+
+
+def _pattern_of(control: Iterable[Any]) -> re.Pattern[str] | None:
+    """What a text must hold to become a control token; None where normalising could make one."""
+    tokens = list(control)
+    if any(token.normalized for token in tokens):
+        return None
+    return re.compile("|".join(re.escape(token.content) for token in tokens) or "(?!)")
+
+
+def _ids_behind(backend: tokenizers.Tokenizer, text: str, *, after: str) -> list[int]:
+    """Tokens of a piece inside a text: read behind an anchor, which is then taken away.
+
+    Some tokenizers put a space before whatever begins a text; a piece is no beginning.
+    """
+    ids = list(backend.encode(after + text, add_special_tokens=False).ids)
+    anchor = list(backend.encode(after, add_special_tokens=False).ids)
+    if ids[: len(anchor)] != anchor:
+        return list(backend.encode(text, add_special_tokens=False).ids)
+    return ids[len(anchor) :]
+
+
+class TextStream:
+    """Turns tokens into text as they come; what was given out never changes.
+
+    The text of a few tokens is compared with that of the same and one more, because spaces and
+    UTF-8 sequences reach across tokens. A sequence that is not complete is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begin with no token."""
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # tokens of the last text given out
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Take one token, return the text that is certain now."""
+        if not self._tokenizer.has_text(token):
+            return ""
+        self._held.append(token)
+        text = self._new_text()
+        if text.endswith(_BROKEN) and len(self._held) < _MAX_HELD_TOKENS:
+            return ""
+        if text:
+            self._context, self._held = self._held, []
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back, as it is."""
+        text = self._new_text()
+        self._context, self._held = self._held, []
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        both = self._tokenizer.decode(self._context + self._held)
+        if both.startswith(before):
+            return both[len(before) :]
+        return self._tokenizer.decode(self._held)  # broken bytes spoilt what stood before
