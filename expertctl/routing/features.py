@@ -64,7 +64,7 @@ _FORMATS: Mapping[str, frozenset[str]] = {
 }
 _JSON = re.compile(r'[{\[]\s{0,20}["{\[]')
 _CODE = re.compile(
-    r"```|\b(?:def|class|function|func|fn|import|#include|public|const|var)\s[\w.<{(]|[;{}]\s{0,4}$"
+    r"```|\b(?:def|class|function|func|fn|import|#include|public|const|var)\s[\w.<{(]|;\s{0,4}$"
     r"|=>|\breturn\s",
     re.MULTILINE,
 )
@@ -121,7 +121,7 @@ def _language(text: str, words: list[str]) -> str | None:
     """By script, else by the commonest words; a draw or no evidence is ``None``."""
     letters = sum(character.isalpha() for character in text)
     for language, pattern in _SCRIPTS:
-        if letters and len(pattern.findall(text)) > letters // 3:
+        if letters and len(pattern.findall(text)) > letters // 4:
             return language
     hits = {lang: sum(word in common for word in words) for lang, common in _COMMON.items()}
     best = max(hits.values())

@@ -24,6 +24,9 @@ from expertctl.schema.strict_json import canonical
 Vectors = npt.NDArray[np.float32]
 """Unit rows, or other float32 numbers that come of them."""
 
+Rows = npt.NDArray[np.int64]
+"""Indices of rows."""
+
 FORMAT = "1"
 _ROWS = "rows"
 
@@ -56,6 +59,13 @@ class VectorTable:
         """The first row of every entry."""
         return [0, *accumulate(self.entries.values())][:-1]
 
+    def rows_of(self, digests: Iterable[Digest]) -> Rows:
+        """Return which rows belong to the entries that are named and there."""
+        wanted = set(digests)
+        spans = zip(self.entries.items(), self.starts, strict=True)
+        mine = [range(start, start + n) for (digest, n), start in spans if digest in wanted]
+        return np.array([row for span in mine for row in span], np.int64)
+
     def with_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
         """Return a table with more entries; those that are there already stay as they are."""
         new = {digest: rows for digest, rows in added.items() if digest not in self.entries}
@@ -66,11 +76,8 @@ class VectorTable:
     def only(self, kept: Iterable[Digest]) -> "VectorTable":
         """Return a table without the entries that are not named."""
         wanted = set(kept)
-        spans = zip(self.entries.items(), self.starts, strict=True)
-        kept_spans = [(d, start, count) for (d, count), start in spans if d in wanted]
-        rows = [self.rows[:0], *(self.rows[start : start + n] for _, start, n in kept_spans)]
-        entries = {digest: count for digest, _, count in kept_spans}
-        return VectorTable(self.encoder, self.stamp, entries, np.concatenate(rows))
+        entries = {digest: n for digest, n in self.entries.items() if digest in wanted}
+        return VectorTable(self.encoder, self.stamp, entries, self.rows[self.rows_of(wanted)])
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

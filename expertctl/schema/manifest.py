@@ -12,6 +12,7 @@ import msgspec
 
 from expertctl.errors import ExpertError, InvalidPackageError
 from expertctl.reference import PackageName, Reference, Version
+from expertctl.schema.hint import parse_hint
 from expertctl.schema.strict_json import JsonObject, load_object
 from expertctl.schema.validation import problems_of
 
@@ -182,6 +183,8 @@ def _beyond_the_schema(manifest: Manifest) -> list[str]:
     problems += _unreadable(
         Reference.parse, "composition/conflicts", manifest.composition.conflicts
     )
+    hint = manifest.routing.hint
+    problems += _unreadable(parse_hint, "routing", [hint] if hint is not None else [])
     paths = [p for a in manifest.adapters for p in (a.path, a.config)]
     return problems + [f"two adapters use {p!r}" for p in sorted(set(paths)) if paths.count(p) > 1]
 

@@ -1,0 +1,83 @@
+"""Which experts may stand in one plan, what they need beside them, and in which order.
+
+Composition is a capability, not a default: a second expert joins only when both say so, each one's
+``composes_with`` naming the other's ``role``. What an expert requires comes with it, before it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from expertctl.errors import ConflictError, IncompatibleError, MissingDependencyError
+from expertctl.reference import Reference
+from expertctl.routing.candidate import Installed
+
+
+def with_requirements(expert: Installed, usable: Sequence[Installed]) -> list[Installed]:
+    """Return an expert after all that it requires, what is required first.
+
+    Raises:
+        MissingDependencyError: when something required is not among the usable experts.
+    """
+    needed: dict[str, Installed] = {}
+    _collect(expert, usable, needed)
+    return [*(e for e in needed.values() if e.digest != expert.digest), expert]
+
+
+def check_together(experts: Sequence[Installed]) -> None:
+    """Check that no two of these experts exclude each other and none is in too long a chain.
+
+    Raises:
+        ConflictError: naming the two.
+        IncompatibleError: naming the expert that allows fewer.
+    """
+    for i, one in enumerate(experts):
+        for other in experts[i + 1 :]:
+            _check_pair(one, other)
+    for expert in experts:
+        most = expert.manifest.composition.max_chain
+        if len(experts) > most:
+            raise IncompatibleError(
+                f"{expert.ref} allows at most {most} experts in a plan, this one has {len(experts)}"
+            )
+
+
+def not_composing(newcomer: Installed, chosen: Iterable[Installed]) -> str:
+    """Say why an expert may not join others of its own accord; empty when it may."""
+    for other in chosen:
+        for one, two in ((newcomer, other), (other, newcomer)):
+            role = two.manifest.composition.role
+            if role is None or role not in one.manifest.composition.composes_with:
+                return f"{one.ref} does not declare that it composes with {two.ref}"
+    return ""
+
+
+def in_plan_order(experts: Iterable[Installed]) -> list[Installed]:
+    """Sort by the manifests' ``load_order``; equals stay as they come."""
+    return sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
+
+
+def _collect(expert: Installed, usable: Sequence[Installed], needed: dict[str, Installed]) -> None:
+    if expert.ref in needed:
+        return
+    needed[expert.ref] = expert
+    for text in expert.manifest.composition.requires:
+        _collect(_required(expert, text, usable), usable, needed)
+    needed[expert.ref] = needed.pop(expert.ref)  # after what it requires
+
+
+def _required(expert: Installed, text: str, usable: Sequence[Installed]) -> Installed:
+    found = [e for e in usable if e.is_meant(Reference.parse(text))]
+    if not found:
+        raise MissingDependencyError(
+            f"{expert.ref} requires {text}, and no such expert can be used",
+            hint=f"install it: `expertctl install {text}`",
+        )
+    return max(found, key=lambda e: e.stored.version)
+
+
+def _check_pair(one: Installed, other: Installed) -> None:
+    for a, b in ((one, other), (other, one)):
+        hits = [t for t in a.manifest.composition.conflicts if b.is_meant(Reference.parse(t))]
+        if hits:
+            raise ConflictError(f"{a.ref} conflicts with {b.ref}: it declares {hits[0]}")
+    if one.stored.package == other.stored.package:
+        raise ConflictError(f"{one.ref} and {other.ref} are versions of one package")

@@ -1,0 +1,107 @@
+"""What a caller asks the router: the prompt, and what is wanted, forbidden and preferred."""
+
+from dataclasses import dataclass
+
+from expertctl.digest import Digest
+from expertctl.errors import UsageError
+from expertctl.reference import Reference
+from expertctl.routing.presets import (
+    DEFAULT_MAX_EXPERTS,
+    NO_WISHES,
+    SamplingWishes,
+    check_limit,
+    check_prompt,
+    check_wishes,
+)
+
+Target = Reference | Digest
+"""How an expert is named: a reference, or its content or package digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """An expert that the user names, and its weight."""
+
+    target: Target
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteRequest:
+    """One prompt to be planned; ``memory_budget`` is in bytes."""
+
+    prompt: str
+    force: tuple[Forced, ...] = ()
+    exclude: tuple[Target, ...] = ()
+    max_experts: int = DEFAULT_MAX_EXPERTS
+    base_alone: bool = False
+    seed: int | None = None
+    wishes: SamplingWishes = NO_WISHES
+    dtype: str = "float32"
+    adapter_dtype: str = "published"
+    memory_budget: int | None = None
+    allow_base_mismatch: bool = False
+
+
+def check_request(request: RouteRequest) -> None:
+    """Check a request before anything is looked up.
+
+    Raises:
+        UsageError: naming what is wrong.
+    """
+    check_prompt(request.prompt)
+    check_limit("max_experts", request.max_experts)
+    check_limit("seed", request.seed)
+    check_wishes(request.wishes)
+    for forced in request.force:
+        check_limit("weight", forced.weight)
+    if request.base_alone and request.force:
+        raise UsageError("experts are forced and forbidden at once")
+    if len(request.force) > request.max_experts:
+        raise UsageError(
+            f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed"
+        )
+
+
+def parse_forced(text: str) -> Forced:
+    """Read ``REF[:weight]`` or ``sha256:<hex>[:weight]``.
+
+    Raises:
+        UsageError: when it is neither, or the weight is not a number in its limits.
+    """
+    algorithm, _, rest = text.partition(":")
+    if algorithm == "sha256":
+        digest, _, weight = rest.partition(":")
+        return Forced(Digest.parse(f"sha256:{digest}"), _weight(weight, text))
+    reference, weight = text, ""
+    if _is_after_the_name(text):
+        reference, _, weight = text.rpartition(":")
+    return Forced(Reference.parse(reference), _weight(weight, text))
+
+
+def parse_target(text: str) -> Target:
+    """Read a reference or a digest.
+
+    Raises:
+        UsageError: for any other text.
+        DigestError: for a damaged digest.
+    """
+    return Digest.parse(text) if text.startswith("sha256:") else Reference.parse(text)
+
+
+def _is_after_the_name(text: str) -> bool:
+    """Tell whether the last colon stands after the name, not before the port of a registry."""
+    return ":" in text and "/" not in text.rpartition(":")[2]
+
+
+def _weight(text: str, whole: str) -> float:
+    if not text and not whole.endswith(":"):
+        return 1.0
+    try:
+        weight = float(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{text[:40]!r} in {whole[:80]!r} is not a weight", hint="write acme/sql:0.5"
+        ) from error
+    check_limit("weight", weight)
+    return weight

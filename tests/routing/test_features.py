@@ -1,0 +1,113 @@
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.routing.features import features_of
+
+
+@pytest.mark.parametrize(
+    ("prompt", "language"),
+    [
+        ("What is the capital of France?", "en"),
+        ("Was ist die Hauptstadt von Frankreich und wie heißt der Fluss?", "de"),
+        ("Quelle est la capitale de la France et pour qui est ce livre?", "fr"),
+        ("Escribe un poema para la clase y el profesor con los alumnos", "es"),
+        ("Escreva uma história para os alunos e não para as mães", "pt"),
+        ("Scrivi una poesia per gli amici che non sono della scuola", "it"),
+        ("Wat is het verschil en hoe werkt dat met een fiets op de weg", "nl"),
+        ("東京の天気は", "ja"),
+        ("北京今天的天气", "zh"),
+        ("오늘 날씨", "ko"),
+        ("Какая сегодня погода", "ru"),
+        ("كيف حالك", "ar"),
+        ("מה שלומך", "he"),
+        ("Γειά σου φίλε", "el"),
+        ("आप कैसे हैं", "hi"),
+        ("สวัสดี", "th"),
+        ("12, 7, 99", None),
+        ("", None),
+    ],
+)
+def test_the_language_is_told_where_it_shows(prompt: str, language: str | None) -> None:
+    assert features_of(prompt).language == language
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task", "format_"),
+    [
+        ("Write as JSON: name Ada", "json_parsing", "json"),
+        ("Parse this", "json_parsing", None),
+        ("Write a poem about rain", "creative_writing", None),
+        ("Tell me a short funny story", "creative_writing", None),
+        ("Write an SQL query", "code_generation", "sql"),
+        ("Implement a function that adds", "code_generation", None),
+        ("```\nx = 1\n```", "code_generation", None),
+        ("Translate this to Spanish", "translation", None),
+        ("tl;dr of this page", "summarisation", None),
+        ("Classify the sentiment", "classification", None),
+        ("config as yaml", "default", "yaml"),
+        ("a csv file", "default", "csv"),
+        ("What is the capital of France?", "default", None),
+    ],
+)
+def test_task_and_format_are_told(prompt: str, task: str, format_: str | None) -> None:
+    features = features_of(prompt)
+    assert (features.task, features.format) == (task, format_)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "has_json", "has_code"),
+    [
+        ('{"a": 1}', True, False),
+        ("as json", True, False),
+        ("[ [1] ]", True, False),
+        ("{x}", False, False),
+        ("def f(x): pass", False, True),
+        ("import os", False, True),
+        ("x => x + 1", False, True),
+        ("first class travel", False, True),
+        ("a poem", False, False),
+    ],
+)
+def test_json_and_code_are_seen(prompt: str, has_json: bool, has_code: bool) -> None:
+    features = features_of(prompt)
+    assert (features.has_json, features.has_code) == (has_json, has_code)
+
+
+def test_the_document_says_the_length_and_no_word_of_the_prompt() -> None:
+    assert features_of("as json").to_json() == {
+        "characters": 7,
+        "language": None,
+        "format": "json",
+        "task": "json_parsing",
+        "has_json": True,
+        "has_code": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "write " * 80_000,
+        "{ " * 200_000,
+        " " * 500_000,
+        "a" * 500_000,
+        "tell a " * 70_000,
+        "`" * 500_000,
+    ],
+    ids=lambda prompt: prompt[:8],
+)
+def test_a_prompt_of_the_largest_size_is_read_quickly(prompt: str) -> None:
+    start = time.process_time()
+    assert features_of(prompt).length == len(prompt)
+    assert time.process_time() - start < 1.0
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=300))
+def test_any_text_has_features(prompt: str) -> None:
+    features = features_of(prompt)
+    assert features.length == len(prompt)
+    assert features.task
