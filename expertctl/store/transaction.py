@@ -83,10 +83,10 @@ class Transaction:
         Raises:
             ConflictError: when the version is installed with other content.
         """
-        new = _expert_of(package, warnings)
-        path = self._paths.ref(new.registry, new.package, new.version)
-        old = next((e for e in self.scan().experts if e.ref == new.ref), None)
+        new = expert_of(package, warnings)
+        old = self._installed(new)
         expert, outcome = _decide(old, new)
+        path = self._paths.ref(new.registry, new.package, new.version)
         for digest in {file.digest for file in new.layers}:
             make_folders(self._paths.blobs, mode=0o755)
             publish(staging.path(digest), self._paths.blob(digest))
@@ -96,6 +96,15 @@ class Transaction:
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
         self._free(file.digest for file in superseded)
         return Added(expert, outcome)
+
+    def check(self, package: VerifiedPackage) -> None:
+        """Do what `add` does before it publishes anything.
+
+        Raises:
+            ConflictError: when the version is installed with other content.
+        """
+        new = expert_of(package, ())
+        _decide(self._installed(new), new)
 
     def remove(self, expert: StoredExpert) -> Freed:
         """Remove an expert, and the blobs that nothing else needs now."""
@@ -128,6 +137,9 @@ class Transaction:
         """Remove folders that killed processes left."""
         for folder in abandoned(self._paths, age=age):
             remove_tree(folder)
+
+    def _installed(self, new: StoredExpert) -> StoredExpert | None:
+        return next((e for e in self.scan().experts if e.ref == new.ref), None)
 
     def _write_ref(self, expert: StoredExpert, path: Path, staging: Staging) -> None:
         with staged_file(staging.ref) as write:
@@ -210,7 +222,8 @@ def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, 
     return new, "re-signed"
 
 
-def _expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExpert:
+def expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExpert:
+    """Return what a ref says of a package."""
     contents = package.contents
     manifest = contents.manifest
     return StoredExpert(
@@ -222,14 +235,15 @@ def _expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExper
         files=contents.files,
         signature=contents.layout.signature,
         signer=package.signer,
-        base=_base_of(manifest.base),
+        base=required_base(manifest.base),
         requires=manifest.composition.requires,
         conflicts=manifest.composition.conflicts,
         warnings=tuple(warnings),
     )
 
 
-def _base_of(base: BaseRequirement) -> RequiredBase:
+def required_base(base: BaseRequirement) -> RequiredBase:
+    """Return the base that a manifest names."""
     return RequiredBase(
         name=base.name,
         revision=base.revision,

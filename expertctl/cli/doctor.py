@@ -1,0 +1,58 @@
+"""``expertctl doctor``: what is wrong, and the way out."""
+
+import typer
+
+from expertctl.cli.exit_codes import FAILURE
+from expertctl.cli.output import JsonFlag, emit, human_size, progress
+from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
+from expertctl.settings import load_settings
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.store import Store
+from expertctl.trust.policy import TrustStore
+
+
+def doctor(as_json: JsonFlag = False) -> None:
+    """Check everything that is installed, byte by byte; exit 1 when something is broken.
+
+    Example: expertctl doctor --json
+    """
+    home = load_settings().home
+    store = Store(home.store)
+    with progress("hashing", blob_bytes(store), as_json=as_json) as report:
+        diagnosis = examine(
+            store,
+            bases=BaseStore(home.bases),
+            trust=TrustStore(home.trust),
+            catalogue=Catalogue(home.index),
+            progress=report,
+        )
+    emit(_document(diagnosis), _text(diagnosis), as_json=as_json)
+    if not diagnosis.healthy:
+        raise typer.Exit(FAILURE)
+
+
+def _document(diagnosis: Diagnosis) -> dict[str, object]:
+    return {
+        "healthy": diagnosis.healthy,
+        "experts": diagnosis.experts,
+        "blobs": diagnosis.blobs,
+        "size": diagnosis.size,
+        "findings": [
+            {"subject": f.subject, "problem": f.problem, "hint": f.hint, "broken": f.broken}
+            for f in diagnosis.findings
+        ],
+    }
+
+
+def _text(diagnosis: Diagnosis) -> str:
+    size = human_size(diagnosis.size)
+    looked = f"checked {diagnosis.experts} experts, {diagnosis.blobs} files, {size}"
+    verdict = "nothing is broken" if diagnosis.healthy else "something is broken"
+    return "\n".join([*map(_line, diagnosis.findings), f"{looked}: {verdict}"])
+
+
+def _line(finding: Finding) -> str:
+    kind = "broken" if finding.broken else "note"
+    hint = f"\n  hint: {finding.hint}" if finding.hint else ""
+    return f"{kind}: {finding.subject}: {finding.problem}{hint}"

@@ -1,0 +1,94 @@
+"""``expertctl list`` and ``gc``: what is installed. Starts without the libraries of others."""
+
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
+from expertctl.settings import Home, load_settings
+from expertctl.store.paths import Scan
+from expertctl.store.ref import StoredExpert
+from expertctl.store.signers import Signers, read_signers
+from expertctl.store.store import Store
+
+
+def list_(as_json: JsonFlag = False) -> None:
+    """List the installed experts.
+
+    Example: expertctl list --json
+    """
+    home = load_settings().home
+    now, signers = Store(home.store).scan(), read_signers(home.trust)
+    warn(f"the record of {ref.name} is damaged; see `expertctl doctor`" for ref in now.damaged)
+    if not (now.experts or now.damaged):
+        note("no experts yet; install one with `expertctl install FILE`")
+    emit(_document(now, signers), _text(now, signers), as_json=as_json)
+
+
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove files that nothing installed needs, and what killed installs left.
+
+    Example: expertctl gc --dry-run
+    """
+    home: Home = load_settings().home
+    freed = Store(home.store).gc(dry_run=dry_run)
+    document = {
+        "dry_run": dry_run,
+        "blobs": [str(digest) for digest in freed.blobs],
+        "folders": [str(folder) for folder in freed.folders],
+        "size": freed.size,
+    }
+    verb = "would free" if dry_run else "freed"
+    text = f"{verb} {human_size(freed.size)}: {len(freed.blobs)} files, "
+    emit(document, f"{text}{len(freed.folders)} folders of killed processes", as_json=as_json)
+
+
+def _document(now: Scan, signers: Signers) -> dict[str, object]:
+    damaged = [{"ref": d.name, "path": str(d.path), "problem": d.problem} for d in now.damaged]
+    return {"experts": [expert_document(e, signers) for e in now.experts], "damaged": damaged}
+
+
+def expert_document(expert: StoredExpert, signers: Signers) -> dict[str, object]:
+    """Return an installed expert as ``--json`` shows it."""
+    return {
+        "ref": expert.ref,
+        "name": str(expert.package),
+        "version": str(expert.version),
+        "registry": expert.registry,
+        "base": expert.base.name,
+        "size": expert.size,
+        "signer": expert.signer,
+        "signer_name": signers.names.get(expert.signer or ""),
+        "flags": flags_of(expert, signers),
+        "content_digest": str(expert.content_digest),
+        "package_digest": str(expert.package_digest),
+        "warnings": list(expert.warnings),
+    }
+
+
+def flags_of(expert: StoredExpert, signers: Signers) -> list[str]:
+    """Return what is unusual about an installed expert, a word each."""
+    flags = {
+        "unsigned": expert.signer is None,
+        "revoked": expert.signer in signers.revoked,
+        "mismatch": expert.mismatched,
+    }
+    return [name for name, holds in flags.items() if holds]
+
+
+def _text(now: Scan, signers: Signers) -> str:
+    rows = [
+        [
+            str(expert.package),
+            str(expert.version),
+            expert.base.name,
+            human_size(expert.size),
+            signers.shown(expert.signer),
+            " ".join(flags_of(expert, signers)),
+        ]
+        for expert in now.experts
+    ]
+    return table(["NAME", "VERSION", "BASE", "SIZE", "SIGNER", "FLAGS"], rows) if rows else ""

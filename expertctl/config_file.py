@@ -1,0 +1,133 @@
+"""Changing ``config.toml``: one line at a time, so that a person's comments stay."""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from expertctl.durable import make_folders, write_atomic
+from expertctl.errors import InvalidPackageError, StoreError, UsageError
+from expertctl.settings import CONFIG_KEYS, parse_size, read_config
+
+_TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
+_MAX_VALUE = 1000
+LOCK_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting as it counts now, and who says so."""
+
+    key: str
+    value: str | None
+    source: str
+    """``environment``, ``file`` or ``default``."""
+
+
+def read_settings(path: Path, environment: Mapping[str, str]) -> list[Setting]:
+    """Return every known setting.
+
+    Raises:
+        InvalidPackageError: when the file cannot be read as settings.
+    """
+    stored = read_config(path)
+    return [_setting(key, stored, environment) for key in CONFIG_KEYS]
+
+
+def set_value(path: Path, key: str, value: str) -> None:
+    """Write one setting; everything else in the file stays as it is.
+
+    Raises:
+        UsageError: for an unknown key or a value that is not of its kind.
+        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+    """
+    check_key(key)
+    _change(path, key, _checked(key, value))
+
+
+def unset_value(path: Path, key: str) -> None:
+    """Take one setting out of the file.
+
+    Raises:
+        UsageError: for an unknown key.
+        InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+    """
+    check_key(key)
+    _change(path, key, None)
+
+
+def check_key(key: str) -> None:
+    """Demand a known key.
+
+    Raises:
+        UsageError: for any other.
+    """
+    if key not in CONFIG_KEYS:
+        hint = f"known: {', '.join(CONFIG_KEYS)}"
+        raise UsageError(f"{key[:80]!r} is not a setting", hint=hint)
+
+
+def _setting(key: str, stored: Mapping[str, str], environment: Mapping[str, str]) -> Setting:
+    given = environment.get(CONFIG_KEYS[key])
+    if given:
+        return Setting(key, given, "environment")
+    return Setting(key, stored.get(key), "file" if key in stored else "default")
+
+
+def _change(path: Path, key: str, value: str | None) -> None:
+    make_folders(path.parent, mode=0o700)
+    with _locked(path):
+        stored = read_config(path)
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        changed = _replaced(text, key, "" if value is None else f"{key} = {_quoted(value)}\n")
+        wanted = {k: v for k, v in stored.items() if k != key}
+        _check_meaning(path, changed, wanted if value is None else {**wanted, key: value})
+        write_atomic(path, changed.encode("utf-8"), mode=0o600)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    try:
+        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS, mode=0o600):
+            yield
+    except Timeout as error:
+        message = f"{path} is being changed by another process"
+        raise StoreError(message, hint="try again when that has ended") from error
+
+
+def _replaced(text: str, key: str, line: str) -> str:
+    pattern = re.compile(rf"^[ \t]*{re.escape(key)}[ \t]*=.*(?:\n|\Z)", re.MULTILINE)
+    if pattern.search(text):
+        return pattern.sub(lambda _: line, text, count=1)
+    end = "" if not text or text.endswith("\n") else "\n"
+    return f"{text}{end}{line}"
+
+
+def _check_meaning(path: Path, text: str, wanted: Mapping[str, str]) -> None:
+    """Demand that a line-wise change did what it should and nothing else."""
+    try:
+        found = {key: str(value) for key, value in tomllib.loads(text).items()}
+    except tomllib.TOMLDecodeError:
+        found = {}
+    if found != wanted:
+        problems = ["it is written in a way that cannot be changed line by line"]
+        raise InvalidPackageError(str(path), problems, hint="edit it by hand")
+
+
+def _checked(key: str, value: str) -> str:
+    if not value.isprintable() or not 0 < len(value) <= _MAX_VALUE:
+        raise UsageError(f"{value[:40]!r} cannot be the value of {key}")
+    if key == "memory_budget":
+        parse_size(value)
+    if key == "offline" and value.lower() not in _TRUE | _FALSE:
+        raise UsageError(f"{value[:40]!r} is not true or false", hint="offline is true or false")
+    return value
+
+
+def _quoted(value: str) -> str:
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -1,0 +1,249 @@
+"""What is wrong with this machine's experts, and the way out of each; changes nothing."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
+from expertctl.errors import ExpertError, RevokedError, TrustError
+from expertctl.install.remove import fits
+from expertctl.install.requirements import missing_requirements
+from expertctl.package.layout import content_digest, layout_of
+from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.paths import Scan, StorePaths
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store
+from expertctl.store.transaction import abandoned, required_base, stored_blobs
+from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.trust.policy import TrustStore
+
+_THREADS = 4
+_AGAIN = "install it again from its file: `expertctl install FILE`"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be."""
+
+    subject: str
+    problem: str
+    hint: str
+    broken: bool = True
+    """False when all works, but somebody should know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was looked at and what was found."""
+
+    findings: tuple[Finding, ...]
+    experts: int
+    blobs: int
+    size: int
+
+    @property
+    def healthy(self) -> bool:
+        """Tell whether nothing is broken."""
+        return not any(finding.broken for finding in self.findings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blob:
+    """What a file among the blobs really is; no size when it is missing."""
+
+    size: int | None
+    digest: Digest | None
+
+
+def examine(
+    store: Store,
+    *,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue,
+    progress: Progress = no_progress,
+) -> Diagnosis:
+    """Read everything and hash every blob, in threads."""
+    blobs = _hash_blobs(store.paths, progress)
+    now = store.scan()
+    findings = [
+        *_damaged_refs(now),
+        *(f for expert in now.experts for f in _expert_findings(expert, blobs, store, trust)),
+        *_requirement_findings(now.experts),
+        *_blob_findings(now, blobs, store.paths),
+        *_staging_findings(store.paths),
+        *_mode_findings(store.paths),
+        *_trust_findings(trust),
+        *_catalogue_findings(catalogue, now),
+        *_base_findings(bases, now.experts),
+    ]
+    size = sum(blob.size or 0 for blob in blobs.values())
+    return Diagnosis(tuple(findings), len(now.experts), len(blobs), size)
+
+
+def blob_bytes(store: Store) -> int:
+    """Return how many bytes `examine` will hash."""
+    paths = [store.paths.blob(digest) for digest in stored_blobs(store.paths)]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+def _hash_blobs(paths: StorePaths, progress: Progress) -> Mapping[Digest, _Blob]:
+    digests = stored_blobs(paths)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda digest: _hash_blob(paths.blob(digest), progress), digests)
+        return dict(zip(digests, found, strict=True))
+
+
+def _hash_blob(path: Path, progress: Progress) -> _Blob:
+    try:
+        return _Blob(*hash_file(path, progress=progress))
+    except FileNotFoundError:
+        return _Blob(None, None)
+
+
+def _damaged_refs(now: Scan) -> Iterator[Finding]:
+    for ref in now.damaged:
+        hint = f"{_AGAIN}; or `expertctl remove {ref.name}`"
+        yield Finding(ref.name, f"its record {ref.path} is damaged: {ref.problem}", hint)
+
+
+def _expert_findings(
+    expert: StoredExpert, blobs: Mapping[Digest, _Blob], store: Store, trust: TrustStore
+) -> Iterator[Finding]:
+    broken = [f for file in expert.layers if (f := _file_finding(expert, file, blobs, store))]
+    yield from broken
+    if not broken:
+        yield from _record_findings(expert, store)
+        yield from _signer_findings(expert, store, trust)
+
+
+def _file_finding(
+    expert: StoredExpert, file: FileDigest, blobs: Mapping[Digest, _Blob], store: Store
+) -> Finding | None:
+    blob = blobs.get(file.digest, _Blob(None, None))
+    path = store.paths.blob(file.digest)
+    if blob.size is None and not path.exists():
+        problem = f"{file.path} is missing: there is no {path}"
+    elif blob.size is not None and blob.size < file.size:
+        problem = f"{file.path} is cut short: {path} has {blob.size:,} of {file.size:,} bytes"
+    elif blob.size is not None and blob.digest != file.digest:
+        problem = f"{file.path} was changed: {path} has the digest {blob.digest}"
+    else:
+        return None
+    return Finding(expert.ref, problem, _AGAIN)
+
+
+def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
+    """A record must follow from the files that it names."""
+    layout = layout_of(expert.files, expert.signature)
+    manifest = store.manifest(expert)
+    pairs = {
+        "content digest": (expert.content_digest, content_digest(expert.files)),
+        "package digest": (expert.package_digest, layout.package_digest),
+        "name": (expert.ref, manifest.ref),
+        "base": (expert.base, required_base(manifest.base)),
+        "requires": (expert.requires, manifest.composition.requires),
+        "conflicts": (expert.conflicts, manifest.composition.conflicts),
+    }
+    wrong = [what for what, (stated, real) in pairs.items() if stated != real]
+    if wrong:
+        problem = f"its record does not say what {MANIFEST_PATH} says: {', '.join(wrong)}"
+        yield Finding(expert.ref, problem, _AGAIN)
+
+
+def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> Iterator[Finding]:
+    if expert.signature is None:
+        problem = "it is not signed: nobody vouches for it"
+        yield Finding(expert.ref, problem, "install a signed package of it", broken=False)
+        return
+    try:
+        bundle = read_bundle(store.blob_path(expert.signature.digest).read_bytes())
+        key = trust.authorise(
+            bundle.key_id, package=expert.package, content_digest=expert.content_digest
+        )
+        verify_bundle(bundle, expert.files, key)
+    except RevokedError as error:
+        yield Finding(expert.ref, error.message, error.hint)
+    except TrustError as error:
+        yield Finding(expert.ref, error.message, error.hint, broken=False)
+    except ExpertError as error:
+        yield Finding(expert.ref, error.message, error.hint or _AGAIN)
+
+
+def _requirement_findings(experts: Iterable[StoredExpert]) -> Iterator[Finding]:
+    for ref, wanted in missing_requirements(experts).items():
+        names = ", ".join(wanted)
+        hint = f"install {names}, or `expertctl remove {ref}`"
+        yield Finding(ref, f"it requires {names}, which is not installed", hint)
+
+
+def _blob_findings(
+    now: Scan, blobs: Mapping[Digest, _Blob], paths: StorePaths
+) -> Iterator[Finding]:
+    needed = {file.digest for expert in now.experts for file in expert.layers}
+    idle = [d for d, blob in blobs.items() if d not in needed and blob.size is not None]
+    if idle and not now.damaged:
+        size = sum(blobs[digest].size or 0 for digest in idle)
+        problem = f"{len(idle)} files of {size:,} bytes belong to nothing that is installed"
+        yield Finding(str(paths.blobs), problem, "`expertctl gc` removes them", broken=False)
+    known = {digest.hex for digest in blobs}
+    names = sorted(p.name for p in paths.blobs.iterdir()) if paths.blobs.is_dir() else []
+    for name in names:
+        if name not in known and name[0] != ".":
+            hint = "remove it, if you know what it is"
+            yield Finding(str(paths.blobs / name), "this is no file of ours", hint, broken=False)
+
+
+def _staging_findings(paths: StorePaths) -> Iterator[Finding]:
+    for folder in abandoned(paths):
+        problem = "an install that was killed left this"
+        yield Finding(str(folder), problem, "`expertctl gc` removes it", broken=False)
+
+
+def _mode_findings(paths: StorePaths) -> Iterator[Finding]:
+    if os.name != "posix" or not paths.root.exists():
+        return
+    folders = [paths.root, paths.blobs.parent, paths.blobs, *paths.refs.rglob("*")]
+    files = [paths.blob(digest) for digest in stored_blobs(paths)]
+    for path in [*folders, *files]:
+        if path.exists() and path.stat().st_mode & 0o022:
+            yield Finding(str(path), "other users may change it", f"chmod go-w {path}")
+
+
+def _trust_findings(trust: TrustStore) -> Iterator[Finding]:
+    try:
+        trust.read()
+    except ExpertError as error:
+        yield Finding(str(trust.path), error.message, error.hint)
+
+
+def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:
+    problems = catalogue.problems()
+    hint = "`expertctl reindex` makes it again"
+    for problem in problems:
+        yield Finding(str(catalogue.path), problem, hint)
+    if not problems and set(catalogue.refs()) != {expert.ref for expert in now.experts}:
+        problem = "it does not list what is installed"
+        yield Finding(str(catalogue.path), problem, hint, broken=False)
+
+
+def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterator[Finding]:
+    try:
+        known = bases.bases()
+    except ExpertError as error:
+        yield Finding(str(bases.folder), error.message, error.hint)
+        return
+    for base in known:
+        try:
+            bases.check(base)
+        except ExpertError as error:
+            yield Finding(base.name, error.message, error.hint)
+    for expert in experts:
+        if not any(fits(expert.base, base) for base in known):
+            problem = f"its base {expert.base.name} is not added"
+            hint = "`expertctl base add DIR` with the base's directory"
+            yield Finding(expert.ref, problem, hint, broken=False)

@@ -1,0 +1,182 @@
+"""Installing packages from files: verified, checked against each other and the bases, published.
+
+Everything given in one call counts together. Nothing is published before all of it has passed; then
+each is published after what it requires, so that being killed leaves no expert without its needs.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from expertctl.digest import Progress, no_progress
+from expertctl.errors import ConflictError, ExpertError, UnsignedError, UsageError
+from expertctl.install.fit import fit
+from expertctl.install.requirements import (
+    Claims,
+    check_conflicts,
+    check_requirements,
+    in_order,
+)
+from expertctl.package.read import PackageContents, read_package
+from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
+from expertctl.reference import Reference
+from expertctl.routing.index import RoutingIndex
+from expertctl.schema.manifest import Manifest
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.ref import StoredExpert
+from expertctl.store.staging import Staging
+from expertctl.store.store import Store
+from expertctl.store.transaction import Outcome, Transaction
+from expertctl.trust.policy import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """What became of one package."""
+
+    expert: StoredExpert
+    outcome: Outcome
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A verified package in its staging."""
+
+    package: VerifiedPackage
+    staging: Staging
+    lasting: tuple[str, ...] = ()
+    momentary: tuple[str, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.package.contents.manifest
+
+
+def install_files(
+    paths: Sequence[Path],
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+    progress: Progress = no_progress,
+) -> list[Installed]:
+    """Install packages from files, all or none of them.
+
+    Raises:
+        NotFoundError: when a file, or something that a package requires, is missing.
+        InvalidPackageError: when a file is malformed.
+        TrustError: when nobody who is trusted vouches for one.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        DiskFullError: when there is no space left.
+        StoreError: when the store cannot be written.
+    """
+    if not paths:
+        raise UsageError("nothing to install", hint="expertctl install FILE…")
+    with ExitStack() as stack:
+        candidates = []
+        for path in paths:
+            staging = stack.enter_context(store.stage())
+            contents = read_package(path, sink=staging, progress=progress)
+            package = _vouched(contents, trust, allow_unsigned=allow_unsigned)
+            candidates.append(_Candidate(package, staging))
+        fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
+        with store.transaction() as changes:
+            ordered = _checked(fitted, changes)
+            added = [_publish(candidate, changes) for candidate in ordered]
+    manifests = [candidate.manifest for candidate in ordered]
+    return [
+        replace(item, warnings=(*item.warnings, *_remember(item.expert, m, catalogue, index)))
+        for item, m in zip(added, manifests, strict=True)
+    ]
+
+
+def _vouched(
+    contents: PackageContents, trust: TrustStore, *, allow_unsigned: bool
+) -> VerifiedPackage:
+    if contents.signature is None and allow_unsigned:
+        return accept_unsigned(contents)
+    try:
+        return verify_contents(contents, trust)
+    except UnsignedError as error:
+        hint = f"{error.hint}; or install it all the same with --allow-unsigned"
+        raise UnsignedError(error.message, hint=hint) from error
+
+
+def _fitted(
+    candidates: Sequence[_Candidate], bases: BaseStore, *, allow_mismatch: bool
+) -> list[_Candidate]:
+    known = bases.bases()
+    fitted = []
+    for candidate in candidates:
+        contents = candidate.package.contents
+        lasting, momentary = fit(contents, known, allow_mismatch=allow_mismatch)
+        fitted.append(replace(candidate, lasting=tuple(lasting), momentary=tuple(momentary)))
+    return fitted
+
+
+def _checked(candidates: Sequence[_Candidate], changes: Transaction) -> list[_Candidate]:
+    """Check the experts against each other and the installed ones; return them in order."""
+    unique: dict[str, _Candidate] = {}
+    for candidate in candidates:
+        ref = candidate.manifest.ref
+        unique[ref] = _preferred(unique.get(ref), candidate)
+        changes.check(candidate.package)
+    installed = [Claims.of(expert) for expert in changes.scan().experts]
+    new = {ref: _claims(candidate.manifest) for ref, candidate in unique.items()}
+    check_conflicts(list(new.values()), installed)
+    check_requirements(list(new.values()), installed)
+    return [unique[claims.ref] for claims in in_order(list(new.values()))]
+
+
+def _preferred(first: _Candidate | None, second: _Candidate) -> _Candidate:
+    """Of the same package given twice, take the signed one, else the first."""
+    if first is None:
+        return second
+    if first.package.contents.content_digest != second.package.contents.content_digest:
+        raise ConflictError(
+            f"two files with different content are {second.manifest.ref}",
+            hint="install one of them, or build one as another version",
+        )
+    return first if first.package.signer or not second.package.signer else second
+
+
+def _claims(manifest: Manifest) -> Claims:
+    composition = manifest.composition
+    return Claims(
+        manifest.package,
+        manifest.semver,
+        tuple(Reference.parse(text) for text in composition.requires),
+        tuple(Reference.parse(text) for text in composition.conflicts),
+    )
+
+
+def _publish(candidate: _Candidate, changes: Transaction) -> Installed:
+    added = changes.add(candidate.package, candidate.staging, warnings=candidate.lasting)
+    warnings = [*candidate.lasting, *candidate.momentary]
+    if added.expert.signer is None:
+        warnings.append(f"{added.expert.ref} is not signed: nobody vouches for it")
+    return Installed(added.expert, added.outcome, tuple(warnings))
+
+
+def _remember(
+    expert: StoredExpert,
+    manifest: Manifest,
+    catalogue: Catalogue | None,
+    index: RoutingIndex | None,
+) -> list[str]:
+    """Enter an installed expert where it is looked up; that can be made good later."""
+    try:
+        if catalogue is not None:
+            catalogue.add(expert, manifest)
+        if index is not None:
+            index.add({expert.content_digest: manifest})
+    except ExpertError as error:
+        return [f"{expert.ref} is installed but not indexed: {error.message}; `expertctl reindex`"]
+    return []

@@ -1,0 +1,115 @@
+"""The starter pack: a small base and experts that ship in the wheel, for the first minute.
+
+They take the ordinary path: the base is added, the experts are verified and installed. The key that
+signed them was made for that, used once and thrown away; its public half is trusted for the content
+digests that ``starter.json`` pins, and for nothing else.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from expertctl.digest import Progress, no_progress
+from expertctl.errors import DigestError, InvalidPackageError
+from expertctl.install.install import Installed, install_files
+from expertctl.package.base_model import BaseIdentity
+from expertctl.routing.index import RoutingIndex
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.store import Store
+from expertctl.trust.keys import PublicKey
+from expertctl.trust.policy import TrustStore
+
+STARTER = Path(__file__).parent.parent / "_starter"
+PINS = "starter.json"
+NAMESPACE = "starter"
+
+
+@dataclass(frozen=True, slots=True)
+class BasePin:
+    """The digests that the base must have."""
+
+    name: str
+    arch: str
+    weights: str
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class StarterPins:
+    """``starter.json``: what the pack holds; ``experts`` maps a file to its content digest."""
+
+    base: BasePin
+    public_key: str
+    experts: dict[str, str]
+
+
+def read_pins(folder: Path = STARTER) -> StarterPins:
+    """Read what the wheel pins.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+    """
+    path = folder / PINS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StarterPins)
+    except (OSError, msgspec.MsgspecError) as error:
+        hint = "install expertctl again"
+        raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error
+
+
+def is_wanted(store: Store, bases: BaseStore) -> bool:
+    """Tell whether this home is new: neither an expert nor a base is there."""
+    return not store.experts() and not bases.bases()
+
+
+def install_starter(
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    folder: Path = STARTER,
+    progress: Progress = no_progress,
+) -> list[Installed]:
+    """Add the base and install the experts of the starter pack; again is harmless.
+
+    Raises:
+        InvalidPackageError: when the installation is damaged.
+        DigestError: when the base is not the pinned one.
+        StoreError: when the home cannot be written.
+    """
+    pins = read_pins(folder)
+    base = bases.add_copy(folder / "base", name=pins.base.name, progress=progress)
+    _check_base(base.identity, pins.base)
+    trust.add(
+        PublicKey.from_pem(pins.public_key.encode()),
+        name="starter-pack",
+        namespaces=[NAMESPACE],
+        content_digests=sorted(pins.experts.values()),
+    )
+    return install_files(
+        [folder / name for name in sorted(pins.experts)],
+        store=store,
+        bases=bases,
+        trust=trust,
+        catalogue=catalogue,
+        index=index,
+        progress=progress,
+    )
+
+
+def _check_base(identity: BaseIdentity, pin: BasePin) -> None:
+    found = {
+        "arch": str(identity.arch),
+        "weights": str(identity.weights),
+        "tokenizer": str(identity.tokenizer),
+    }
+    for field, value in found.items():
+        if value != getattr(pin, field):
+            raise DigestError(
+                f"the starter base has {field} {value}, pinned is {getattr(pin, field)}",
+                hint="install expertctl again",
+            )
