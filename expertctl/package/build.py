@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_file, no_progress
-from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
 from expertctl.package.content import entry_problems, file_set_problems, named_files
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """How many bytes will be packed."""
+        """How many bytes there are beside the manifest."""
         return sum((self.directory / path).stat().st_size for path in self.paths)
 
 
@@ -132,6 +132,8 @@ def plan_build(
         NotFoundError: when the directory or its adapter is missing.
         InvalidPackageError: with every problem.
     """
+    if not directory.is_dir():
+        raise NotFoundError(f"{directory}: no such directory")
     existing = read_draft(directory)
     findings = _Findings()
     adapters = _read_adapters(directory, existing, findings)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertctl.errors import InvalidPackageError
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue
 
 DECODER_FIELDS = (
     "model_type",
@@ -38,6 +38,13 @@ _REQUIRED = (
     "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
+)
+_OPTIONAL = (
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "max_window_layers",
+    "max_position_embeddings",
 )
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -70,6 +77,7 @@ _COMMON: Mapping[str, Any] = {
     "mlp_bias": False,
 }
 _ROPE_THETA = 10000.0
+_MAX_COUNT = 2**31 - 1
 _MAX_LAYERS = 10_000
 
 
@@ -79,19 +87,25 @@ def decoder_config(config: JsonObject, *, what: str = "config.json") -> dict[str
     Raises:
         InvalidPackageError: when a field is missing or not of its kind.
     """
-    problems = [
-        f"{name}: missing, or not a positive integer"
-        for name in _REQUIRED
-        if not (type(config.get(name)) is int and config[name] > 0)  # type: ignore[operator]  # an int by then
+    problems = [f"{n}: not a positive integer" for n in _REQUIRED if not _is_count(config.get(n))]
+    problems += [
+        f"{name}: neither null nor a whole number"
+        for name in _OPTIONAL
+        if config.get(name) is not None and not _is_count(config[name], minimum=0)
     ]
     kind = config.get("model_type")
     if not isinstance(kind, str):
         problems.append("model_type: missing")
-    if not problems and int(config["num_hidden_layers"]) > _MAX_LAYERS:  # type: ignore[arg-type]  # an int by then
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MAX_LAYERS:
         problems.append(f"num_hidden_layers: more than {_MAX_LAYERS}")
     if problems:
         raise InvalidPackageError(what, problems)
     return _normalised({**_COMMON, **_DEFAULTS.get(str(kind), {}), **config})
+
+
+def _is_count(value: JsonValue, *, minimum: int = 1) -> bool:
+    return isinstance(value, int) and type(value) is int and minimum <= value <= _MAX_COUNT
 
 
 def _normalised(values: dict[str, Any]) -> dict[str, Any]:

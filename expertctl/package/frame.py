@@ -218,5 +218,6 @@ def compressing(stream: BinaryIO, *, content_size: int) -> Iterator[BinaryIO]:
         LEVEL, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False
     )
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    with compressor.stream_writer(stream, size=content_size, closefd=False) as writer:
-        yield writer
+    writer = compressor.stream_writer(stream, size=content_size, closefd=False)
+    yield writer
+    writer.close()

@@ -1,0 +1,47 @@
+"""Private keys are found wherever they stand in a file; public ones are no secret."""
+
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    KeySerializationEncryption,
+    NoEncryption,
+    PrivateFormat,
+)
+
+from expertctl.package.secrets_scan import holds_private_key
+from expertctl.trust.keys import PrivateKey
+
+KEY = ec.generate_private_key(ec.SECP256R1())
+
+
+@pytest.mark.parametrize(
+    ("form", "encryption"),
+    [
+        (PrivateFormat.PKCS8, NoEncryption()),
+        (PrivateFormat.PKCS8, BestAvailableEncryption(b"x")),
+        (PrivateFormat.TraditionalOpenSSL, NoEncryption()),
+        (PrivateFormat.OpenSSH, NoEncryption()),
+    ],
+    ids=["pkcs8", "encrypted", "ec", "openssh"],
+)
+@pytest.mark.parametrize("before", [0, (1 << 20) - 10, 1 << 20])
+def test_a_private_key_is_found(
+    form: PrivateFormat, encryption: KeySerializationEncryption, before: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"." * before + KEY.private_bytes(Encoding.PEM, form, encryption))
+    assert holds_private_key(path)
+
+
+def test_a_public_key_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(PrivateKey.generate().public.pem())
+    assert not holds_private_key(tmp_path / "x")
+
+
+def test_text_about_keys_is_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("never paste your PRIVATE KEY ----- here")
+    assert not holds_private_key(tmp_path / "x")

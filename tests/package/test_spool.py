@@ -1,0 +1,185 @@
+"""Unpack, export and re-sign: contained, whole or not at all, and equal to what was packed."""
+
+import io
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import Digest, hash_file
+from expertctl.errors import DigestError, ExpertError, InvalidPackageError, UsageError
+from expertctl.package.read import read_package
+from expertctl.package.spool import export_oci, sign_package, unpack
+from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.trust.keys import PrivateKey
+from tests.package.forge import framed, repack, tar_of
+
+
+@pytest.fixture
+def own(package: Path, tmp_path: Path) -> Path:
+    """A copy of the package that the test may change."""
+    return Path(shutil.copy(package, tmp_path / "own.expert"))
+
+
+@pytest.fixture
+def damaged(package: Path, tmp_path: Path) -> Path:
+    tar = bytearray(tar_of(package))
+    tar[-1500] ^= 1
+    return framed(bytes(tar), tmp_path / "damaged.expert")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_unpacked_files_are_those_of_the_package(package: Path, tmp_path: Path) -> None:
+    contents = unpack(package, tmp_path / "out")
+    assert names(tmp_path / "out") == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "expert.json",
+        "model.sig",
+    ]
+    for file in contents.layout.layers:
+        path = tmp_path / "out" / file.path
+        assert hash_file(path) == (file.size, file.digest)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == 0o755
+    assert names(tmp_path) == ["out"]
+
+
+def test_an_empty_directory_is_filled(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    unpack(package, tmp_path / "out")
+    assert len(names(tmp_path / "out")) == 4
+
+
+def fill(target: Path) -> None:
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+
+
+def write(target: Path) -> None:
+    target.write_text("mine")
+
+
+def link(target: Path) -> None:
+    (target.parent / "real").mkdir()
+    target.symlink_to(target.parent / "real")
+
+
+@pytest.mark.parametrize("prepare", [fill, write, link])
+def test_what_is_there_is_not_touched(
+    prepare: Callable[[Path], None], package: Path, tmp_path: Path
+) -> None:
+    prepare(tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError):
+        unpack(package, tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_parent_that_is_missing_is_named(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such directory"):
+        unpack(package, tmp_path / "none" / "out")
+
+
+def test_a_damaged_package_leaves_nothing(damaged: Path, tmp_path: Path, key: PrivateKey) -> None:
+    before, data = names(tmp_path), damaged.read_bytes()
+    for action in (
+        lambda: unpack(damaged, tmp_path / "out"),
+        lambda: export_oci(damaged, tmp_path / "out.tar"),
+        lambda: sign_package(damaged, key),
+    ):
+        with pytest.raises((DigestError, InvalidPackageError)):
+            action()
+        assert names(tmp_path) == before
+    assert damaged.read_bytes() == data
+
+
+def test_equal_files_are_both_unpacked(package: Path, tmp_path: Path) -> None:
+    from tests.package.forge import files_of
+
+    files = {**files_of(tar_of(package)), "README.md": b"same", "LICENSE": b"same"}
+    path = framed(repack(files), tmp_path / "x.expert")
+    unpack(path, tmp_path / "out")
+    readme, licence = (tmp_path / "out" / name for name in ("README.md", "LICENSE"))
+    readme.write_text("changed")
+    assert licence.read_text() == "same"
+
+
+def test_the_export_is_the_very_tar_of_the_file(package: Path, tmp_path: Path) -> None:
+    export_oci(package, tmp_path / "out.tar")
+    assert (tmp_path / "out.tar").read_bytes() == tar_of(package)
+    assert names(tmp_path) == ["out.tar"]
+
+
+def test_the_export_is_an_oci_layout_for_any_reader(package: Path, tmp_path: Path) -> None:
+    contents = export_oci(package, tmp_path / "out.tar")
+    with tarfile.open(tmp_path / "out.tar", "r:") as tar:
+        blobs = {m.name: (tar.extractfile(m) or io.BytesIO()).read() for m in tar}
+    assert json.loads(blobs["oci-layout"]) == {"imageLayoutVersion": "1.0.0"}
+    (entry,) = json.loads(blobs["index.json"])["manifests"]
+    assert entry["digest"] == str(contents.package_digest)
+    for name, data in blobs.items():
+        if name.startswith("blobs/"):
+            assert name == f"blobs/sha256/{Digest.of(data).hex}"
+    manifest = json.loads(blobs[f"blobs/sha256/{contents.package_digest.hex}"])
+    for descriptor in (manifest["config"], *manifest["layers"]):
+        assert len(blobs[f"blobs/sha256/{descriptor['digest'][7:]}"]) == descriptor["size"]
+
+
+def test_a_new_signature_keeps_the_content(own: Path) -> None:
+    before, other = read_package(own), PrivateKey.generate()
+    told = sign_package(own, other)
+    after = read_package(own)
+    assert told == after
+    assert after.content_digest == before.content_digest
+    assert after.package_digest != before.package_digest
+    assert after.signature is not None
+    bundle = read_bundle(after.signature)
+    assert bundle.key_id == other.public.key_id
+    verify_bundle(bundle, after.files, other.public)
+
+
+def test_signing_an_unsigned_package_equals_building_it_signed(
+    unsigned: Path, package: Path, key: PrivateKey, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copy(unsigned, tmp_path / "x.expert"))
+    sign_package(copy, key)
+    assert tar_of(copy) == tar_of(package)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_folder_that_cannot_be_written_is_an_error(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "ro").mkdir(mode=0o555)
+    with pytest.raises((OSError, ExpertError)):
+        unpack(package, tmp_path / "ro" / "out")
+
+
+@pytest.mark.all
+def test_skopeo_reads_the_export(package: Path, tmp_path: Path) -> None:
+    skopeo = shutil.which("skopeo")
+    if skopeo is None:
+        pytest.skip("needs Debian's skopeo: apt-get install skopeo")
+    contents = export_oci(package, tmp_path / "out.tar")
+    policy = tmp_path / "policy.json"
+    policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+    subprocess.run(
+        [
+            skopeo, "--policy", str(policy), "copy",
+            f"oci-archive:{tmp_path / 'out.tar'}", f"dir:{tmp_path / 'out'}",
+        ],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    manifest = (tmp_path / "out" / "manifest.json").read_bytes()
+    assert Digest.of(manifest) == contents.package_digest
+    for file in contents.layout.layers:
+        assert hash_file(tmp_path / "out" / file.digest.hex) == (file.size, file.digest)
