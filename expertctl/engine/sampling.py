@@ -1,0 +1,170 @@
+"""One token drawn from scores, in a fixed order.
+
+Constraint mask, repetition, presence and frequency penalty, temperature, top-k, softmax, top-p,
+min-p, draw. Penalties count generated tokens only; greedy ignores them. Each step is a function of
+its own on float32 arrays. The draw inverts the cumulative distribution in order of token ids with
+numbers from Philox, whose bits are the same on every platform.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from expertctl.errors import IncompatibleError, UsageError
+from expertctl.routing.plan import SamplingParams
+
+Scores = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+Counts = Mapping[int, int]
+"""How often each token was generated."""
+
+_MAX_SEED = 2**64 - 1
+
+
+class Draws:
+    """Uniform numbers in [0, 1) from a seed; one owner per generation."""
+
+    def __init__(self, seed: int) -> None:
+        """Begin the sequence of a seed.
+
+        Raises:
+            UsageError: for a seed that is no unsigned 64-bit number.
+        """
+        if not 0 <= seed <= _MAX_SEED:
+            raise UsageError(f"seed {seed} is out of range", hint="it must be 0 to 2^64-1")
+        self._bits = np.random.Philox(seed)
+
+    def next(self) -> float:
+        """Return the next number, made from 53 bits."""
+        return (int(self._bits.random_raw()) >> 11) * 2.0**-53
+
+
+def sample(
+    logits: Tensor | Scores,
+    counts: Counts,
+    params: SamplingParams,
+    draws: Draws,
+    *,
+    allowed: Mask | None = None,
+) -> int:
+    """Return the next token.
+
+    Raises:
+        IncompatibleError: when the scores are not numbers or no token is allowed.
+    """
+    scores = constrained(_checked(logits), allowed)
+    if params.is_greedy:
+        return int(scores.argmax())  # of equal scores the lowest id
+    scores = penalised(scores, counts, params)
+    return draw(probabilities(scores, params), draws.next())
+
+
+def probabilities(scores: Scores, params: SamplingParams) -> Scores:
+    """Return the distribution to draw from: temperature to min-p, summing to 1."""
+    scores = keep_top_k(tempered(scores, params.temperature), params.top_k)
+    chances = keep_min_p(keep_top_p(softmax(scores), params.top_p), params.min_p)
+    return _normalised(chances)
+
+
+def constrained(scores: Scores, allowed: Mask | None) -> Scores:
+    """Rule out what is not allowed.
+
+    Raises:
+        IncompatibleError: when nothing is left.
+    """
+    if allowed is not None:
+        scores = np.where(allowed, scores, _never())
+    if scores.max() == -np.inf:
+        raise IncompatibleError("no token is allowed to come next")
+    return scores
+
+
+def penalised(scores: Scores, counts: Counts, params: SamplingParams) -> Scores:
+    """Make generated tokens less likely: by a factor, by their presence, by their number."""
+    neutral = params.repetition_penalty == 1.0
+    if not counts or (neutral and not (params.presence_penalty or params.frequency_penalty)):
+        return scores
+    ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
+    numbers = np.fromiter(counts.values(), dtype=np.float32, count=len(counts))
+    old = scores[ids]
+    factor = np.float32(params.repetition_penalty)
+    new = np.where(old < 0, old * factor, old / factor)
+    new -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * numbers
+    scores = scores.copy()
+    scores[ids] = new
+    return scores
+
+
+def tempered(scores: Scores, temperature: float) -> Scores:
+    """Divide by the temperature; the best score becomes 0, so that nothing overflows."""
+    with np.errstate(over="ignore"):
+        scaled: Scores = (scores - scores.max()) / np.float32(max(temperature, 1e-30))
+    return scaled
+
+
+def keep_top_k(scores: Scores, top_k: int) -> Scores:
+    """Rule out what is below the k-th best score; what equals it stays."""
+    if top_k <= 0 or top_k >= len(scores):
+        return scores
+    threshold = np.partition(scores, -top_k)[-top_k]
+    return np.where(scores >= threshold, scores, _never())
+
+
+def softmax(scores: Scores) -> Scores:
+    """Return probabilities."""
+    with np.errstate(under="ignore"):
+        weights: Scores = np.exp(scores - scores.max())
+    return _normalised(weights)
+
+
+def keep_top_p(chances: Scores, top_p: float) -> Scores:
+    """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids."""
+    if top_p >= 1.0:
+        return chances
+    ordered = np.sort(chances)[::-1]
+    before = np.cumsum(ordered, dtype=np.float64) - ordered
+    count = max(int(np.searchsorted(before, top_p, side="left")), 1)
+    threshold = ordered[count - 1]
+    keep = chances > threshold
+    equal = np.flatnonzero(chances == threshold)
+    keep[equal[: count - int(keep.sum())]] = True
+    return np.where(keep, chances, np.float32(0))
+
+
+def keep_min_p(chances: Scores, min_p: float) -> Scores:
+    """Keep what is at least ``min_p`` times as likely as the likeliest."""
+    if min_p <= 0.0:
+        return chances
+    return np.where(chances >= np.float32(min_p) * chances.max(), chances, np.float32(0))
+
+
+def draw(chances: Scores, uniform: float) -> int:
+    """Return the token at ``uniform`` of the cumulative distribution, in order of ids."""
+    ids = np.flatnonzero(chances)
+    heights = np.cumsum(chances[ids], dtype=np.float64)
+    place = np.searchsorted(heights, uniform * heights[-1], side="right")
+    return int(ids[min(int(place), len(ids) - 1)])
+
+
+def _normalised(weights: Scores) -> Scores:
+    total: Any = weights.sum(dtype=np.float64)
+    return weights / np.float32(total)
+
+
+def _checked(logits: Tensor | Scores) -> Scores:
+    values: Any = logits.detach().float().cpu().numpy() if isinstance(logits, Tensor) else logits
+    scores: Scores = np.asarray(values, dtype=np.float32)
+    best = scores.max()  # NaN wins every maximum
+    if np.isnan(best) or best == np.inf:
+        raise IncompatibleError(
+            "the model's scores are not numbers",
+            hint="the weights of the base or of an expert are damaged, or the dtype is too narrow",
+        )
+    return scores
+
+
+def _never() -> np.float32:
+    return np.float32(-np.inf)

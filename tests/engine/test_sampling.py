@@ -1,0 +1,276 @@
+"""Sampling: filters against transformers, the order against the vectors, draws by counting."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from expertctl.engine import sampling
+from expertctl.engine.sampling import Draws, probabilities, sample
+from expertctl.errors import IncompatibleError, UsageError
+from expertctl.routing.plan import SamplingParams
+
+VECTORS = json.loads(
+    Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
+)
+NEUTRAL = SamplingParams(temperature=1.0, top_p=1.0, repetition_penalty=1.0)
+VOCAB = 97
+
+
+def random_scores(seed: int, size: int = VOCAB) -> Any:
+    return np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+
+
+def theirs(warper: Any, scores: Any, ids: list[int] | None = None) -> Any:
+    """What a warper of transformers makes of one row, as probabilities."""
+    out = warper(torch.tensor([ids or []], dtype=torch.long), torch.tensor(scores)[None])
+    return out[0].softmax(-1).numpy()
+
+
+def ours(scores: Any, **params: Any) -> Any:
+    return probabilities(scores, replace(NEUTRAL, **params))
+
+
+def assert_same(got: Any, wanted: Any) -> None:
+    assert (got > 0).tolist() == (wanted > 0).tolist()
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.6, 1.0, 2.0])
+def test_temperature_is_that_of_transformers(temperature: float) -> None:
+    for seed in range(5):
+        scores = random_scores(seed)
+        wanted = theirs(TemperatureLogitsWarper(temperature), scores)
+        np.testing.assert_allclose(ours(scores, temperature=temperature), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 10, VOCAB, VOCAB + 5])
+def test_top_k_is_that_of_transformers(top_k: int) -> None:
+    for seed in range(5):
+        scores = random_scores(seed)
+        assert_same(ours(scores, top_k=top_k), theirs(TopKLogitsWarper(top_k), scores))
+
+
+def test_top_k_keeps_what_equals_the_kth_as_transformers_does() -> None:
+    scores = np.array([1, 3, 2, 2, 2, 0], dtype=np.float32)
+    assert_same(ours(scores, top_k=2), theirs(TopKLogitsWarper(2), scores))
+    assert np.count_nonzero(ours(scores, top_k=2)) == 4
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 0.95, 0.999])
+def test_top_p_is_that_of_transformers(top_p: float) -> None:
+    for seed in range(10):
+        scores = random_scores(seed)
+        assert_same(ours(scores, top_p=top_p), theirs(TopPLogitsWarper(top_p), scores))
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
+def test_min_p_is_that_of_transformers(min_p: float) -> None:
+    for seed in range(10):
+        scores = random_scores(seed)
+        assert_same(ours(scores, min_p=min_p), theirs(MinPLogitsWarper(min_p), scores))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.1, 1.5, 2.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    for seed in range(5):
+        scores = random_scores(seed)
+        ids = np.random.default_rng(seed).integers(0, VOCAB, 20).tolist()
+        counts = {i: ids.count(i) for i in ids}
+        params = replace(NEUTRAL, repetition_penalty=penalty)
+        got = sampling.penalised(scores, counts, params)
+        warped = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([ids]), torch.tensor(scores)[None]
+        )
+        np.testing.assert_allclose(got, warped[0].numpy(), rtol=1e-6)
+
+
+def test_presence_counts_once_and_frequency_every_time() -> None:
+    scores = np.zeros(4, dtype=np.float32)
+    params = replace(NEUTRAL, presence_penalty=0.5, frequency_penalty=0.25)
+    assert sampling.penalised(scores, {1: 1, 2: 3}, params).tolist() == [0, -0.75, -1.25, 0]
+    assert scores.tolist() == [0, 0, 0, 0]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.floats(0.2, 2.0),
+    top_k=st.integers(1, 30),
+    top_p=st.floats(0.05, 0.99),
+    min_p=st.floats(0.01, 0.5),
+    penalty=st.floats(1.0, 2.0),
+)
+def test_all_filters_in_the_published_order_equal_transformers_in_that_order(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, penalty: float
+) -> None:
+    scores, ids = random_scores(seed), [3, 5, 3, 96]
+    rows = torch.tensor([ids])
+    row = torch.tensor(scores)[None]
+    for warper in (
+        RepetitionPenaltyLogitsProcessor(penalty),
+        TemperatureLogitsWarper(temperature),
+        TopKLogitsWarper(top_k),
+        TopPLogitsWarper(top_p),
+        MinPLogitsWarper(min_p),
+    ):
+        row = warper(rows, row)
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=penalty,
+    )
+    got = probabilities(sampling.penalised(scores, {3: 2, 5: 1, 96: 1}, params), params)
+    differ = np.flatnonzero((got > 0) != (row[0].softmax(-1).numpy() > 0))
+    if len(differ) == 0:
+        np.testing.assert_allclose(got, row[0].softmax(-1).numpy(), atol=2e-6)
+    else:  # a sum of float32 may fall on either side of the threshold
+        assert len(differ) == 1
+
+
+def test_the_steps_have_the_published_order() -> None:
+    assert VECTORS["sampling_order"] == [
+        "constraint mask",
+        "repetition penalty",
+        "presence penalty",
+        "frequency penalty",
+        "temperature",
+        "top_k",
+        "softmax",
+        "top_p",
+        "min_p",
+        "draw",
+    ]
+    # halved by repetition, then 0.5 less: the other way round it would be 0.75
+    scores = np.array([2, 0], dtype=np.float32)
+    params = replace(NEUTRAL, repetition_penalty=2.0, presence_penalty=0.5)
+    assert sampling.penalised(scores, {0: 1}, params).tolist() == [0.5, 0]
+    # top-k looks at the mask first: the best allowed ones are kept
+    row = np.array([9, 8, 1, 0], dtype=np.float32)
+    allowed = np.array([False, False, True, True])
+    tokens = {
+        sample(row, {}, replace(NEUTRAL, top_k=1), Draws(seed), allowed=allowed)
+        for seed in range(20)
+    }
+    assert tokens == {2}
+
+
+def test_greedy_takes_the_likeliest_and_ignores_every_penalty() -> None:
+    scores = np.array([1, 5, 4], dtype=np.float32)
+    greedy = SamplingParams(temperature=0.0, repetition_penalty=2.0, presence_penalty=9.0)
+    assert sample(scores, {1: 100}, greedy, Draws(0)) == 1
+    assert sample(scores, {1: 100}, greedy, Draws(0), allowed=np.array([True, False, True])) == 2
+
+
+def test_of_equal_scores_greedy_takes_the_lowest_id() -> None:
+    scores = torch.tensor([0.0, 3.0, 3.0, 3.0])
+    assert sample(scores, {}, NEUTRAL.greedy(), Draws(1)) == 1
+
+
+def test_top_p_keeps_the_lowest_of_equals() -> None:
+    got = ours(np.zeros(8, dtype=np.float32), top_p=0.5)
+    assert np.flatnonzero(got).tolist() == [0, 1, 2, 3]
+
+
+def test_draws_follow_the_distribution() -> None:
+    scores = np.log(np.array([0.5, 0.0001, 0.3, 0.1999], dtype=np.float32))
+    draws = Draws(7)
+    tokens = [sample(scores, {}, NEUTRAL, draws) for _ in range(4000)]
+    shares = np.bincount(tokens, minlength=4) / 4000
+    np.testing.assert_allclose(shares, np.exp(scores), atol=0.03)
+
+
+@settings(deadline=None, max_examples=100)
+@given(uniform=st.floats(0, 1, exclude_max=True), seed=st.integers(0, 99))
+def test_a_draw_inverts_the_cumulative_distribution(uniform: float, seed: int) -> None:
+    chances = ours(random_scores(seed, 12), top_k=5)
+    token = sampling.draw(chances, uniform)
+    below = math.fsum(chances[:token].tolist()) / math.fsum(chances.tolist())
+    assert chances[token] > 0
+    assert below - 1e-6 <= uniform <= below + chances[token] + 1e-6
+
+
+def test_the_ends_of_the_distribution_are_tokens_that_may_come() -> None:
+    chances = np.array([0, 0.5, 0, 0.5, 0], dtype=np.float32)
+    assert sampling.draw(chances, 0.0) == 1
+    assert sampling.draw(chances, 0.5) == 3
+    assert sampling.draw(chances, 1 - 2.0**-53) == 3
+    assert sampling.draw(chances, 1.0) == 3
+
+
+def test_a_seed_gives_the_same_numbers_on_every_platform() -> None:
+    # Philox 4x64-10 behind numpy's SeedSequence: both are frozen by NumPy's stream policy
+    reference = np.random.Generator(np.random.Philox(42)).random(4).tolist()
+    draws = Draws(42)
+    assert [draws.next() for _ in range(4)] == reference
+    assert reference[0] == pytest.approx(FIRST_OF_42, abs=1e-15)
+
+
+FIRST_OF_42 = 0.08607763073528474
+
+
+def test_different_seeds_give_different_numbers() -> None:
+    assert len({Draws(seed).next() for seed in range(100)}) == 100
+    assert 0 <= Draws(2**64 - 1).next() < 1
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match="out of range"):
+        Draws(seed)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [NEUTRAL, NEUTRAL.greedy()], ids=["sampled", "greedy"])
+def test_scores_that_are_not_numbers_are_an_error(bad: float, params: SamplingParams) -> None:
+    scores = torch.tensor([0.0, bad, 1.0])
+    with pytest.raises(IncompatibleError, match="not numbers"):
+        sample(scores, {}, params, Draws(0))
+
+
+def test_nothing_allowed_is_an_error() -> None:
+    for params in (NEUTRAL, NEUTRAL.greedy()):
+        with pytest.raises(IncompatibleError, match="no token is allowed"):
+            sample(random_scores(0), {}, params, Draws(0), allowed=np.zeros(VOCAB, dtype=bool))
+
+
+def test_forbidden_tokens_never_come_back_through_a_penalty() -> None:
+    scores = np.array([-np.inf, 1, 2], dtype=np.float32)
+    params = replace(NEUTRAL, repetition_penalty=2.0, frequency_penalty=-2.0)
+    drawn = {sample(scores, {0: 3}, params, Draws(seed)) for seed in range(50)}
+    assert drawn == {1, 2}
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    values=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=20),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0, 1),
+    top_k=st.integers(0, 30),
+    min_p=st.floats(0, 1),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_any_scores_and_settings_give_a_token_that_may_come(
+    values: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    scores = np.array(values, dtype=np.float32)
+    token = sample(scores, {0: 1}, params, Draws(seed))
+    assert 0 <= token < len(values)
+    assert token == sample(torch.tensor(scores), {0: 1}, params, Draws(seed))
