@@ -1,0 +1,131 @@
+"""One generation: prefill, then one token after the other, as pieces of text that never change.
+
+A token that ends the text is not part of it. Time that the reader of the pieces takes is not
+counted as ours.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from expertctl.engine.decoder import Decoder, Deltas
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.sampling import Draws, sample
+from expertctl.engine.stop import StopScanner
+from expertctl.engine.tokenizer import TextStream, Tokenizer
+from expertctl.routing.plan import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A base that can be run, and its tokenizer."""
+
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What came out, and what it took; ``tokens`` are those of the text, no end token."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    prefill_ms: float
+    first_token_ms: float
+    """From the start of prefill to the first token."""
+    decode_ms: float
+    decode_steps: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Steps of decoding in a second; 0 when there was none."""
+        return self.decode_steps / self.decode_ms * 1e3 if self.decode_ms else 0.0
+
+
+def generate(
+    model: Model,
+    ids: Sequence[int],
+    *,
+    cache: KVCache,
+    deltas: Deltas,
+    params: SamplingParams,
+    seed: int,
+    max_tokens: int,
+) -> Generator[str, None, Generated]:
+    """Yield pieces of text as they become certain; return the whole at the end."""
+    writer = _Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
+    started = time.perf_counter()
+    prefilled = model.decoder.prefill(ids, cache, deltas)
+    piece, first_ms = writer.take(prefilled.logits), _since(started)
+    decode_ms, steps = 0.0, 0
+    while True:
+        if piece:
+            yield piece
+        if writer.finish_reason is not None:
+            break
+        started = time.perf_counter()
+        piece = writer.take(model.decoder.decode(writer.tokens[-1], cache, deltas).logits)
+        decode_ms, steps = decode_ms + _since(started), steps + 1
+    return Generated(
+        text="".join(writer.pieces),
+        tokens=tuple(writer.tokens),
+        finish_reason=writer.finish_reason,
+        prefill_ms=prefilled.ms,
+        first_token_ms=first_ms,
+        decode_ms=decode_ms,
+        decode_steps=steps,
+    )
+
+
+class _Writer:
+    """Turns scores into tokens and text, and knows when the text is at its end."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, *, seed: int, max_tokens: int
+    ) -> None:
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+        self.finish_reason: FinishReason | None = None
+        self._end_ids, self._params, self._max_tokens = tokenizer.end_ids, params, max_tokens
+        self._counts: Counter[int] = Counter()
+        self._draws = Draws(seed)
+        self._text = TextStream(tokenizer)
+        self._stops = StopScanner(params.stop)
+
+    def take(self, logits: Tensor) -> str:
+        """Draw the next token; return the text that is certain now."""
+        token = sample(logits, self._counts, self._params, self._draws)
+        if token in self._end_ids:
+            self.finish_reason = "stop"
+            return self._kept(self._rest())
+        self.tokens.append(token)
+        self._counts[token] += 1
+        text = self._stops.push(self._text.push(token))
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self._max_tokens:
+            self.finish_reason = "length"
+            text += self._rest()
+        return self._kept(text)
+
+    def _rest(self) -> str:
+        """Return what was held back; a stop string may be complete only now."""
+        text = self._stops.push(self._text.finish())
+        if self._stops.found is not None:
+            self.finish_reason = "stop"
+        return text + self._stops.finish()
+
+    def _kept(self, text: str) -> str:
+        self.pieces.append(text)
+        return text
+
+
+def _since(started: float) -> float:
+    return (time.perf_counter() - started) * 1e3

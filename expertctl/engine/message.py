@@ -1,0 +1,62 @@
+"""The user's message: prompt, body and template put together, never rewritten.
+
+Without a template it is the prompt, a blank line, the body. A template holds ``{prompt}`` and
+``{body}`` at most once each; what is put in is not looked at again. Routing sees the prompt only.
+"""
+
+import re
+from dataclasses import dataclass
+
+from expertctl.errors import UsageError
+from expertctl.routing.presets import MAX_PROMPT_CHARACTERS, check_prompt
+
+_PLACES = re.compile(r"\{(prompt|body)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What the user wants the model to read."""
+
+    prompt: str
+    body: str | None = None
+    template: str | None = None
+
+    def text(self) -> str:
+        """Return the message as the model is to read it.
+
+        Raises:
+            UsageError: when it is empty, too long or not text, or the template does not fit.
+        """
+        check_prompt(self.prompt)
+        text = self._joined() if self.template is None else self._filled(self.template)
+        _check(text)
+        return text
+
+    def _joined(self) -> str:
+        return self.prompt if self.body is None else f"{self.prompt}\n\n{self.body}"
+
+    def _filled(self, template: str) -> str:
+        places = _PLACES.findall(template)
+        for name in ("prompt", "body"):
+            if places.count(name) > 1:
+                raise UsageError(
+                    f"the template has {{{name}}} {places.count(name)} times, not once"
+                )
+        if self.body is None and "body" in places:
+            raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
+        if self.body is not None and "body" not in places:
+            raise UsageError("the body would be lost: the template has no {body}")
+        values = {"prompt": self.prompt, "body": self.body or ""}
+        return _PLACES.sub(lambda match: values[match[1]], template)
+
+
+def _check(text: str) -> None:
+    if len(text) > MAX_PROMPT_CHARACTERS:
+        raise UsageError(
+            f"prompt and body together have {len(text)} characters, at most "
+            f"{MAX_PROMPT_CHARACTERS} are allowed"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid text at character {error.start}") from error

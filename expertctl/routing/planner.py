@@ -1,0 +1,167 @@
+"""`Planner`: what one home offers to a prompt, and the base on which it is answered.
+
+The router works on values; here they are read: installed experts with their manifests, revoked
+keys, usage, and the known bases. Nothing is loaded into the engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from expertctl.errors import ExpertError, NotFoundError
+from expertctl.routing.candidate import Installed, misfit, untrusted
+from expertctl.routing.encoder import open_encoder
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.router import RoutingResult, route
+from expertctl.settings import Settings
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store
+from expertctl.trust.policy import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A routed prompt: the plan and why, its base, its experts in plan order."""
+
+    result: RoutingResult
+    base: StoredBase
+    experts: tuple[Installed, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The installed experts that can be read, and the others with what is wrong with them."""
+
+    experts: tuple[Installed, ...]
+    broken: tuple[tuple[StoredExpert, ExpertError], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Everything of a home that a plan depends on."""
+
+    store: Store
+    bases: BaseStore
+    trust: TrustStore
+    catalogue: Catalogue
+    index: RoutingIndex
+
+    @classmethod
+    def open(cls, settings: Settings) -> Self:
+        """Name the parts of a home; nothing of it is read yet but the encoder's files.
+
+        Raises:
+            NotFoundError: when the encoder that was asked for is not there.
+        """
+        home = settings.home
+        return cls(
+            store=Store(home.store),
+            bases=BaseStore(home.bases),
+            trust=TrustStore(home.trust),
+            catalogue=Catalogue(home.index),
+            index=RoutingIndex(home.root, open_encoder(settings.encoder)),
+        )
+
+    def plan(
+        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
+    ) -> Planned:
+        """Plan one prompt on the base that is named, else on the one that suits it best.
+
+        ``files`` are experts that are not installed but may be named by their digest.
+
+        Raises:
+            UsageError: when the request itself is wrong.
+            NotFoundError: when there is no base, or a forced expert is not installed.
+            DigestError: when a forced expert was changed in the store.
+            IncompatibleError: when forced experts do not fit the base or each other.
+            RevokedError: when the key of a forced expert was revoked.
+        """
+        inventory = self.inventory()
+        self._refuse_broken(request, inventory)
+        known = {expert.digest: expert for expert in (*files, *inventory.experts)}
+        experts = list(known.values())
+        routed = [
+            (self._routed(request, candidate, experts), candidate)
+            for candidate in self._bases(request, base, experts)
+        ]
+        result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
+        by_digest = {expert.digest: expert for expert in experts}
+        return Planned(
+            result=result,
+            base=chosen,
+            experts=tuple(by_digest[e.content_digest] for e in result.plan.experts),
+            warnings=(*(_broken(*pair) for pair in inventory.broken), *result.warnings),
+        )
+
+    def inventory(self) -> Inventory:
+        """Read the manifests of all installed experts, their bytes hashed."""
+        readable: list[Installed] = []
+        broken: list[tuple[StoredExpert, ExpertError]] = []
+        trusted = self.trust.read()
+        for stored in self.store.experts():
+            revoked = stored.signer is not None and trusted.revocation(stored.signer) is not None
+            try:
+                readable.append(Installed(stored, self.store.manifest(stored), revoked))
+            except ExpertError as error:
+                broken.append((stored, error))
+        return Inventory(tuple(readable), tuple(broken))
+
+    def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
+        """Raise what is wrong with an expert that the user names; others are only left out."""
+        errors = dict(inventory.broken)
+        for forced in request.force if errors else ():
+            try:
+                error = errors.get(self.store.find(forced.target))
+            except NotFoundError:
+                continue  # a file, or the router says so
+            if error is not None:
+                raise error
+
+    def _routed(
+        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+    ) -> RoutingResult:
+        rate = self.catalogue.success_rate
+        return route(request, experts, base=base, index=self.index, success_rate=rate)
+
+    def _bases(
+        self, request: RouteRequest, name: str | None, experts: Sequence[Installed]
+    ) -> list[StoredBase]:
+        """Return the bases to route on: the one named, else those that experts fit."""
+        if name is not None:
+            return [self.bases.find(name)]
+        default = self.bases.default()
+        if default is None:
+            raise NotFoundError(
+                "no base model is known", hint="add one with `expertctl base add DIR`"
+            )
+        ordered = [default, *(b for b in self.bases.bases() if b.name != default.name)]
+        if request.force:
+            return [next((b for b in ordered if _suits(b, request, experts)), default)]
+        usable = [] if request.base_alone else [e for e in experts if not untrusted(e)]
+        fitting = [b for b in ordered if any(_fits(e, b) for e in usable)]
+        return fitting or [default]
+
+
+def _fits(expert: Installed, base: StoredBase) -> bool:
+    return not misfit(expert, base.identity, allow_mismatch=False)
+
+
+def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]) -> bool:
+    """Tell whether every forced expert has a version for this base."""
+    return all(
+        any(_fits(e, base) for e in experts if e.is_meant(forced.target))
+        for forced in request.force
+    )
+
+
+def _best_score(result: RoutingResult) -> float:
+    return max((expert.score for expert in result.plan.experts), default=float("-inf"))
+
+
+def _broken(stored: StoredExpert, error: ExpertError) -> str:
+    return f"{stored.ref} was left out: {error.message}; see `expertctl doctor`"

@@ -1,0 +1,185 @@
+"""Generating: greedy equals transformers, streams equal wholes, ends where it must."""
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from expertctl.engine.architecture import read_config
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.generate import Generated, Model, generate
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.routing.plan import SamplingParams
+from tests.factories import write_base
+
+PROMPT = "Sort: 41, 7, 23"
+GREEDY = SamplingParams().greedy()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose generation_config names no end token, so that it writes on and on."""
+    directory = write_base(tmp_path_factory.mktemp("generate") / "base", seed=3)
+    set_end(directory, [])
+    return directory
+
+
+def set_end(directory: Path, ids: list[int]) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    path = directory / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "eos_token": None}))
+
+
+def open_model(directory: Path) -> Model:
+    config = read_config(directory)
+    return Model(Decoder(config, load_base(directory, config)), Tokenizer.open(directory))
+
+
+@pytest.fixture(scope="module")
+def model(base: Path) -> Model:
+    return open_model(base)
+
+
+def run(
+    model: Model, *, params: SamplingParams = GREEDY, seed: int = 0, max_tokens: int = 24
+) -> tuple[list[str], Generated]:
+    ids = model.tokenizer.encode(PROMPT)
+    cache = KVCache(model.decoder.config, len(ids) + max_tokens)
+    stream = generate(
+        model, ids, cache=cache, deltas={}, params=params, seed=seed, max_tokens=max_tokens
+    )
+    return drain(stream)
+
+
+def drain(stream: Generator[str, None, Generated]) -> tuple[list[str], Generated]:
+    pieces = []
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+def test_greedy_tokens_are_those_of_transformers(base: Path, model: Model) -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = model.tokenizer.encode(PROMPT)
+    expected = oracle.generate(
+        torch.tensor([ids]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    _, result = run(model)
+    assert list(result.tokens) == expected[0, len(ids) :].tolist()
+
+
+def test_the_pieces_are_the_text_and_the_text_is_the_tokens(model: Model) -> None:
+    pieces, result = run(model)
+    assert "".join(pieces) == result.text == model.tokenizer.decode(result.tokens)
+    assert all(pieces)
+    assert len(pieces) > 1
+
+
+def test_it_ends_with_the_last_token_that_is_allowed(model: Model) -> None:
+    for limit in (1, 2, 7):
+        _, result = run(model, max_tokens=limit)
+        assert len(result.tokens) == limit
+        assert result.finish_reason == "length"
+        assert result.decode_steps == limit - 1
+
+
+def test_an_end_token_ends_the_text_and_is_not_in_it(tmp_path: Path, model: Model) -> None:
+    _, free = run(model)
+    first = next(i for i in range(3, 24) if free.tokens[i] not in free.tokens[:i])
+    directory = write_base(tmp_path / "base", seed=3)
+    set_end(directory, [free.tokens[first]])
+    _, result = run(open_model(directory))
+    assert result.finish_reason == "stop"
+    assert result.tokens == free.tokens[:first]
+    assert result.text == model.tokenizer.decode(free.tokens[:first])
+
+
+def test_a_stop_string_ends_the_text_before_it(model: Model) -> None:
+    _, free = run(model)
+    stop = free.text[5:8]
+    pieces, result = run(model, params=with_stop(stop))
+    assert result.finish_reason == "stop"
+    assert "".join(pieces) == result.text == free.text[: free.text.index(stop)]
+    assert len(result.tokens) < len(free.tokens)
+
+
+def test_what_could_have_become_a_stop_string_is_given_out_at_the_end(model: Model) -> None:
+    _, free = run(model)
+    pieces, result = run(model, params=with_stop(f"{free.text[-2:]}never"))
+    assert result.finish_reason == "length"
+    assert "".join(pieces) == result.text == free.text
+
+
+def test_a_stop_string_that_is_complete_with_the_last_token_counts(model: Model) -> None:
+    _, free = run(model)
+    last = free.text[-1]
+    first = free.text.index(last)
+    _, result = run(model, params=with_stop(last), max_tokens=24)
+    assert (result.finish_reason, result.text) == ("stop", free.text[:first])
+
+
+def test_one_seed_gives_one_text_and_another_seed_another(model: Model) -> None:
+    params = SamplingParams(temperature=1.0, top_p=1.0)
+    texts = [run(model, params=params, seed=seed)[1].tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_penalties_see_generated_tokens_only(model: Model) -> None:
+    """With a repetition penalty that is large enough no token comes twice before all came once."""
+    params = SamplingParams(
+        temperature=1e-6, top_p=1.0, presence_penalty=2.0, frequency_penalty=2.0
+    )
+    _, result = run(model, params=params)
+    _, greedy = run(model)
+    assert result.tokens[0] == greedy.tokens[0]
+    assert result.tokens != greedy.tokens
+
+
+def test_times_are_counted(model: Model) -> None:
+    _, result = run(model)
+    assert 0 < result.prefill_ms <= result.first_token_ms
+    assert result.tokens_per_s == pytest.approx(23 / result.decode_ms * 1e3)
+    assert run(model, max_tokens=1)[1].tokens_per_s == 0.0
+
+
+def test_the_time_of_the_reader_is_not_counted(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("expertctl.engine.generate.time", clock)
+    ids = model.tokenizer.encode(PROMPT)
+    stream = generate(
+        model,
+        ids,
+        cache=KVCache(model.decoder.config, 64),
+        deltas={},
+        params=GREEDY,
+        seed=0,
+        max_tokens=5,
+    )
+    next(stream)
+    clock.now += 1000.0
+    assert drain(stream)[1].decode_ms < 1000.0
+
+
+class Clock:
+    """Time that passes only when it is read, a little, and when the test says so."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+def with_stop(text: str) -> Any:
+    return SamplingParams(stop=(text,), temperature=0.0)
