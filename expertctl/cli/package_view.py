@@ -13,10 +13,10 @@ from expertctl.schema.manifest import Manifest
 from expertctl.trust.bundle import read_bundle
 
 
-def contents_document(contents: PackageContents, path: Path) -> dict[str, object]:
+def contents_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
     """Return what identifies a package."""
     return {
-        "path": str(path),
+        "path": str(target),
         "ref": contents.manifest.ref,
         "content_digest": str(contents.content_digest),
         "package_digest": str(contents.package_digest),
@@ -38,10 +38,10 @@ def built_document(built: Built) -> dict[str, object]:
     }
 
 
-def inspect_document(contents: PackageContents, path: Path) -> dict[str, object]:
+def inspect_document(contents: PackageContents, target: str | Path) -> dict[str, object]:
     """Return everything that a package says about itself."""
     return {
-        **contents_document(contents, path),
+        **contents_document(contents, target),
         "verified": False,
         "signed_by": signed_by(contents),
         "manifest": asdict(contents.manifest),

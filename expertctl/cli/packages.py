@@ -21,12 +21,17 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, module_shapes, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
-from expertctl.package.read import read_package
+from expertctl.package.read import PackageContents, read_package
 from expertctl.package.spool import export_oci, sign_package
 from expertctl.package.spool import unpack as unpack_package
-from expertctl.package.verify import verify_file
+from expertctl.package.verify import verify_contents
+from expertctl.reference import Reference
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
+from expertctl.store.bases import BaseStore
+from expertctl.store.contents import export_stored, read_stored
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.policy import TrustStore
 
@@ -34,6 +39,9 @@ Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
+Target = Annotated[
+    str, typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert.")
+]
 Name = Annotated[
     str | None,
     typer.Option("--name", metavar="NS/NAME", help="The package's name; default local/DIR."),
@@ -132,29 +140,27 @@ def sign(
     emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
 
 
-def verify(file: File, as_json: JsonFlag = False) -> None:
+def verify(target: Target, as_json: JsonFlag = False) -> None:
     """Check every digest, the signature, and that its key may sign this package.
 
     Example: expertctl verify my.expert
     """
     trust = TrustStore(load_settings().home.trust)
-    with _reading("verifying", file, as_json=as_json) as report:
-        verified = verify_file(file, trust, progress=report)
-    contents = verified.contents
-    text = f"{file}: {contents.manifest.ref} verified, signed by {verified.signer}"
-    document = {**contents_document(contents, file), "signer": verified.signer, "verified": True}
+    contents = _read(target, label="verifying", as_json=as_json)
+    verified = verify_contents(contents, trust, expected=_expected(target))
+    text = f"{target}: {contents.manifest.ref} verified, signed by {verified.signer}"
+    document = {**contents_document(contents, target), "signer": verified.signer, "verified": True}
     emit(document, text, as_json=as_json)
 
 
-def inspect(file: File, as_json: JsonFlag = False) -> None:
+def inspect(target: Target, as_json: JsonFlag = False) -> None:
     """Show what a package says about itself; its signature is shown, not verified.
 
     Example: expertctl inspect my.expert --json
     """
-    with _reading("reading", file, as_json=as_json) as report:
-        contents = read_package(file, progress=report)
+    contents = _read(target, label="reading", as_json=as_json)
     note("not verified: this is what the file says about itself; see `expertctl verify`")
-    emit(inspect_document(contents, file), inspect_text(contents), as_json=as_json)
+    emit(inspect_document(contents, target), inspect_text(contents), as_json=as_json)
 
 
 def unpack(
@@ -175,7 +181,7 @@ def unpack(
 
 
 def export(
-    file: File,
+    target: Target,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to write it.")
     ] = None,
@@ -190,11 +196,46 @@ def export(
     """
     if not oci:
         raise UsageError("no form was chosen", hint="add --oci for an OCI archive")
-    target = output or file.with_suffix(".tar")
-    with _reading("exporting", file, as_json=as_json) as report:
-        contents = export_oci(file, target, progress=report)
-    document = {**contents_document(contents, target), "format": "oci"}
-    emit(document, f"wrote {target}", as_json=as_json)
+    if is_file(target):
+        path = output or Path(target).with_suffix(".tar")
+        with _reading("exporting", Path(target), as_json=as_json) as report:
+            contents = export_oci(Path(target), path, progress=report)
+        ref, digest = contents.manifest.ref, contents.package_digest
+    else:
+        expert = _installed(target)
+        path = output or Path(f"{expert.package.name}-{expert.version}.tar")
+        with progress("exporting", expert.size, as_json=as_json) as report:
+            export_stored(_store(), expert, path, progress=report)
+        ref, digest = expert.ref, expert.package_digest
+    document = {"path": str(path), "ref": ref, "package_digest": str(digest), "format": "oci"}
+    emit(document, f"wrote {path}", as_json=as_json)
+
+
+def is_file(target: str) -> bool:
+    """Tell a file from a reference: a reference has no suffix and names no file that is there."""
+    return target.endswith(".expert") or target.startswith((".", "/")) or Path(target).is_file()
+
+
+def _read(target: str, *, label: str, as_json: bool) -> PackageContents:
+    if is_file(target):
+        with _reading(label, Path(target), as_json=as_json) as report:
+            return read_package(Path(target), progress=report)
+    expert = _installed(target)
+    with progress(label, expert.size, as_json=as_json) as report:
+        return read_stored(_store(), expert, progress=report)
+
+
+def _expected(target: str) -> Reference | None:
+    wanted = None if is_file(target) else parse_wanted(target)
+    return wanted if isinstance(wanted, Reference) else None
+
+
+def _installed(target: str) -> StoredExpert:
+    return _store().find(parse_wanted(target))
+
+
+def _store() -> Store:
+    return Store(load_settings().home.store)
 
 
 def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
@@ -205,8 +246,6 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
     wanted = base or label
     if wanted is None:
         return None
-    from expertctl.store.bases import BaseStore
-
     try:
         found = BaseStore(load_settings().home.bases).find(wanted)
     except NotFoundError:

@@ -26,11 +26,11 @@ from expertctl.package.draft import (
     read_adapter,
     read_draft,
 )
-from expertctl.package.layout import Layout, content_digest, is_document, name_problem
+from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
 from expertctl.package.numbers import not_finite
 from expertctl.package.secrets_scan import holds_private_key
 from expertctl.package.spool import signed_layout, with_document
-from expertctl.package.write import Blobs, write_package
+from expertctl.package.write import write_package
 from expertctl.schema.manifest import MANIFEST_PATH, SIGNATURE_PATH, Manifest, manifest_of
 from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.bundle import sign_files

@@ -220,4 +220,4 @@ def compressing(stream: BinaryIO, *, content_size: int) -> Iterator[BinaryIO]:
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     writer = compressor.stream_writer(stream, size=content_size, closefd=False)
     yield writer
-    writer.close()
+    writer.flush(zstandard.FLUSH_FRAME)

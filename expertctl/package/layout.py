@@ -6,8 +6,10 @@ layers it names and demands the same bytes, so nothing in it has to be believed.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import ExpertError, InvalidPackageError
@@ -37,6 +39,10 @@ MAX_MANIFEST_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _DOC = re.compile(r"README\.md|(LICENSE|NOTICE)[A-Za-z0-9_.-]*")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{d}{n}" for d in ("com", "lpt") for n in range(10))}
+
+
+Blobs = Callable[[Digest], AbstractContextManager[BinaryIO]]
+"""Opens the bytes of a layer, wherever they are kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.digest import Digest, FileDigest, Progress, hash_stream, no_progress
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.archive import (
@@ -38,6 +38,7 @@ from expertctl.package.layout import (
     MAX_TOTAL_BYTES,
     OCI_LAYOUT,
     WEIGHT_TYPE,
+    Blobs,
     Layout,
     content_digest,
     media_type,
@@ -50,6 +51,7 @@ from expertctl.schema.manifest import SIGNATURE_PATH, Manifest
 MAX_SMALL_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 20
 _MAX_ARCHIVE = MAX_TOTAL_BYTES + (MAX_FILES + 8) * 2 * BLOCK
+_DAMAGED = "it is damaged or was altered; get it again"
 _HEADER_BYTES = ADAPTER_LIMITS.header_bytes + LENGTH_BYTES
 
 
@@ -175,7 +177,7 @@ class _ArchiveReader:
             self._read_blob(member, kept[member.digest])
         if self._frame.read_exact(len(END)) != END or not self._frame.at_end():
             raise InvalidPackageError(self._what, ["something follows the last file"])
-        return self._contents(layout)
+        return _contents(layout, self._starts, self._what)
 
     def _read_layout(self) -> Layout:
         if self._document(LAYOUT_MEMBER, len(OCI_LAYOUT)) != OCI_LAYOUT:
@@ -222,24 +224,46 @@ class _ArchiveReader:
             if hasher.hexdigest() != member.digest.hex:
                 raise DigestError(
                     f"{self._what}: {member.name} does not have the digest that names it",
-                    hint="the file is damaged or was altered; get it again",
+                    hint=_DAMAGED,
                 )
         self._expect_zeros(member.padding, member.name)
         self._starts[member.digest] = bytes(start)
 
-    def _contents(self, layout: Layout) -> PackageContents:
-        small, headers = {}, {}
-        for file in layout.files:
-            start = self._starts[file.digest]
-            if media_type(file.path) == WEIGHT_TYPE:
-                headers[file.path] = start
-            elif len(start) == file.size:
-                small[file.path] = start
-        manifest, adapters = check_content(layout.files, small, headers, what=self._what)
-        signature = self._starts[layout.signature.digest] if layout.signature else None
-        return PackageContents(
-            manifest, adapters, layout, signature, small, content_digest(layout.files)
-        )
+
+def read_blobs(
+    layout: Layout, blobs: Blobs, *, what: str, progress: Progress = no_progress
+) -> PackageContents:
+    """Read a package whose files are kept apart, as strictly as a ``.expert`` file.
+
+    Raises:
+        InvalidPackageError: when the files are not a package.
+        DigestError: when bytes are not those of their digest.
+    """
+    starts: dict[Digest, bytes] = {}
+    for file in layout.layers:
+        with blobs(file.digest) as stream:
+            start = stream.read(_kept_bytes(file))
+            stream.seek(0)
+            size, digest = hash_stream(stream, progress=progress)
+        if (size, digest) != (file.size, file.digest):
+            raise DigestError(f"{what}: {file.path} does not have its digest", hint=_DAMAGED)
+        starts[digest] = max(start, starts.get(digest, b""), key=len)
+    return _contents(layout, starts, what)
+
+
+def _contents(layout: Layout, starts: Mapping[Digest, bytes], what: str) -> PackageContents:
+    """Check what the files say, from the beginning of each."""
+    small, headers = {}, {}
+    for file in layout.files:
+        start = starts[file.digest]
+        if media_type(file.path) == WEIGHT_TYPE:
+            headers[file.path] = start
+        elif len(start) == file.size:
+            small[file.path] = start
+    manifest, adapters = check_content(layout.files, small, headers, what=what)
+    signature = starts[layout.signature.digest] if layout.signature else None
+    digest = content_digest(layout.files)
+    return PackageContents(manifest, adapters, layout, signature, small, digest)
 
 
 def _kept_bytes(file: FileDigest) -> int:

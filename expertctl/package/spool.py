@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
 from expertctl.errors import UsageError
-from expertctl.package.layout import Layout, layout_of
+from expertctl.package.layout import Blobs, Layout, layout_of
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.write import Blobs, export_archive, write_package
+from expertctl.package.write import export_archive, write_package
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey

@@ -7,12 +7,12 @@ package appears under its name whole or not at all.
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import CHUNK, Digest, Progress, no_progress
+from expertctl.digest import CHUNK, Progress, no_progress
 from expertctl.durable import sync_folder
 from expertctl.errors import DigestError, NotFoundError
 from expertctl.package.archive import (
@@ -24,7 +24,7 @@ from expertctl.package.archive import (
     members,
 )
 from expertctl.package.frame import check_ratio, compressing
-from expertctl.package.layout import OCI_LAYOUT, Layout
+from expertctl.package.layout import OCI_LAYOUT, Blobs, Layout
 
 
 class Output(Protocol):
@@ -33,10 +33,6 @@ class Output(Protocol):
     def write(self, data: bytes | memoryview, /) -> int:
         """Take some bytes."""
         ...
-
-
-Blobs = Callable[[Digest], AbstractContextManager[BinaryIO]]
-"""Opens the bytes of a layer."""
 
 
 def write_package(
