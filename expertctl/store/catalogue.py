@@ -117,7 +117,7 @@ class Catalogue:
 
     def refs(self) -> list[str]:
         """Return the refs that are remembered, sorted."""
-        rows = self._rows("SELECT ref FROM experts")
+        rows = self._rows("experts", "SELECT ref FROM experts")
         return sorted(str(row["ref"]) for row in rows)
 
     def record_use(self, content_digest: Digest, *, success: bool | None = None) -> bool:
@@ -133,7 +133,7 @@ class Catalogue:
     def usage(self, content_digest: Digest) -> Usage | None:
         """Return how often an expert was used; None when never."""
         query = "SELECT uses, successes, failures, last_used FROM usage WHERE content_digest = ?"
-        rows = self._rows(query, str(content_digest))
+        rows = self._rows("usage", query, str(content_digest))
         return Usage(**rows[0]) if rows else None
 
     def success_rate(self, content_digest: Digest) -> float | None:
@@ -151,7 +151,7 @@ class Catalogue:
         try:
             with self._open_for_reading() as db:
                 found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
-                db.query("SELECT 1 FROM experts, usage LIMIT 1")
+                found += _foreign_tables(db)
         except sqlite3.DatabaseError as error:
             found = [str(error)]
         return problems + [line for line in found if line != "ok"]
@@ -173,12 +173,13 @@ class Catalogue:
         with self._open_for_writing() as db:
             action(db)
 
-    def _rows(self, query: str, *values: str) -> list[dict[str, Any]]:
+    def _rows(self, table: str, query: str, *values: str) -> list[dict[str, Any]]:
+        """Ask; a file without the table is one whose writer was killed before it began."""
         if not self.path.exists():
             return []
         try:
             with self._open_for_reading() as db:
-                return list(db.query(query, values))
+                return list(db.query(query, values)) if table in db.table_names() else []
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise self._told(error) from error
@@ -250,6 +251,17 @@ def _opened(uri: str) -> Iterator[Database]:
 
 def _quoted(path: Path) -> str:
     return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+def _foreign_tables(db: Database) -> list[str]:
+    """Return which of our tables have other columns than ours."""
+    wanted = {"experts": set(_EXPERTS), "usage": set(_USAGE)}
+    there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
+    return [
+        f"the table {name} is not ours"
+        for name, columns in wanted.items()
+        if name in there and there[name] != columns
+    ]
 
 
 def _execute(db: Database, sql: str, values: list[object]) -> None:

@@ -1,0 +1,3 @@
+from tests.store.shop import house, shop
+
+__all__ = ["house", "shop"]

@@ -1,0 +1,141 @@
+"""Runs an action in a process of its own and lets the N-th step that changes the disk go wrong.
+
+A step is an audited event (opening for writing, rename, mkdir, remove, rmdir, chmod, link, …: seen
+whoever asks, C code included) or one of the calls that Python does not audit (write, fsync, …),
+which are replaced. The process is forked, so that a sweep over all steps takes seconds.
+"""
+
+import errno
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Fault = Literal["none", "kill", "torn", "full", "error"]
+EVENTS = {
+    "os.rename", "os.link", "os.symlink", "os.mkdir", "os.remove", "os.rmdir", "os.chmod",
+    "os.truncate", "os.utime", "shutil.copyfile", "shutil.move", "shutil.rmtree", "sqlite3.connect",
+}  # fmt: skip
+CALLS = ("write", "pwrite", "writev", "fsync", "fdatasync", "sendfile", "copy_file_range")
+GROWING = {"open", "write", "pwrite", "writev", "os.mkdir", "os.rename", "os.link"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+@dataclass(frozen=True)
+class Step:
+    kind: str
+    what: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a process ended: killed, or with a result or an exception; and the steps it took.
+
+    SQLite writes for itself, so of its steps only the opening is seen; it has its own journal.
+    """
+
+    killed: bool
+    result: Any
+    error: BaseException | None
+    steps: tuple[Step, ...]
+    trace: str = ""
+
+
+class _Injector:
+    def __init__(self, at: int, fault: Fault) -> None:
+        self.at = at
+        self.fault = fault
+        self.steps: list[Step] = []
+        self.active = True
+
+    def start(self) -> None:
+        sys.addaudithook(self._audited)
+        for name in CALLS:
+            if hasattr(os, name):
+                setattr(os, name, self._counted(name, getattr(os, name)))
+
+    def _audited(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.active:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & WRITING:
+                self._step("open", str(path))
+        elif event in EVENTS:
+            self._step(event, str(arguments[0]))
+
+    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(handle: int, *rest: Any) -> Any:
+            if not self.active:
+                return call(handle, *rest)
+            data = rest[0] if rest and name == "write" else b""
+            path = str(Path(f"/proc/self/fd/{handle}").readlink())
+            if self.fault == "torn" and name == "write" and len(self.steps) + 1 == self.at:
+                call(handle, bytes(data)[: len(data) // 2])
+            self._step(name, path, len(data))
+            return call(handle, *rest)
+
+        return counted
+
+    def _step(self, kind: str, what: str, size: int = 0) -> None:
+        self.steps.append(Step(kind, what, size))
+        count = len(self.steps)
+        match self.fault:
+            case "kill" | "torn" if count == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "full" if count >= self.at and kind in GROWING:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), what)
+            case "error" if count == self.at and kind != "sqlite3.connect":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), what)
+            case _:
+                pass
+
+
+def run(action: Callable[[], Any], *, at: int = 0, fault: Fault = "none") -> Run:
+    """Run ``action`` in a forked process; the ``at``-th step, counted from 1, goes wrong."""
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside native threads
+        child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _child(action, _Injector(at, fault), writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as stream:
+        data = stream.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return Run(True, None, None, ())
+    assert data, "the process ended without a word"
+    return Run(False, *pickle.loads(data))
+
+
+def _child(action: Callable[[], Any], injector: _Injector, writer: int) -> None:
+    result, error, trace = None, None, ""
+    try:
+        injector.start()
+        result = action()
+    except BaseException as raised:  # noqa: BLE001  # the parent judges it
+        error = raised
+        trace = traceback.format_exc()
+    injector.active = False
+    try:
+        data = pickle.dumps((result, _plain(error), tuple(injector.steps), trace))
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(data)
+    finally:
+        os._exit(0)
+
+
+def _plain(error: BaseException | None) -> BaseException | None:
+    if error is not None:
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error

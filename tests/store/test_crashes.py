@@ -1,0 +1,268 @@
+"""A process that changes the store is killed, or the disk fails, at every single step."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import DiskFullError, StoreError
+from expertctl.store.store import Store
+from tests.store.faults import Fault, Run, Step, run
+from tests.store.shop import House, Shop
+
+Action = Callable[[House], object]
+
+
+class Sweep:
+    """One action on copies of one house; what is true before and after it, and how to repeat it."""
+
+    def __init__(self, template: House, action: Action, folder: Path) -> None:
+        self.template, self.action, self.folder = template, action, folder
+        self.before = content(template)
+        house = self.fresh()
+        self.whole = run(lambda: self.action(house))
+        assert self.whole.error is None, self.whole.trace
+        self.after = content(house)
+        assert self.after != self.before
+
+    def fresh(self) -> House:
+        return self.copied(self.template, self.folder)
+
+    @staticmethod
+    def copied(template: House, folder: Path) -> House:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(template.root, folder)
+        return House(folder)
+
+    def at(self, step: int, fault: Fault) -> tuple[House, Run]:
+        house = self.fresh()
+        return house, run(lambda: self.action(house), at=step, fault=fault)
+
+    def steps(self) -> list[tuple[int, Step]]:
+        return list(enumerate(self.whole.steps, start=1))
+
+
+def content(house: House) -> dict[str, bytes]:
+    """What is installed: every ref and the bytes of every file that it names."""
+    store = house.store
+    return {
+        f"{expert.ref} {file.path}": store.blob_path(file.digest).read_bytes()
+        for expert in store.experts()
+        for file in expert.layers
+    }
+
+
+def settle(house: House) -> None:
+    """Collect everything that a killed process left, whatever its age."""
+    with house.store.transaction() as changes:
+        changes.collect(age=0)
+
+
+def exact(house: House) -> None:
+    """Nothing is in the store but what is installed."""
+    store = house.store
+    needed = {file.digest.hex for e in store.experts() for file in e.layers}
+    assert {path.name for path in store.paths.blobs.iterdir()} == needed
+    assert list(store.paths.staging.iterdir()) == []
+    files = [p.name for p in store.paths.refs.rglob("*") if p.is_file()]
+    assert len(files) == len(store.experts())
+
+
+def assert_whole(house: House, sweep: Sweep, states: list[dict[str, bytes]]) -> None:
+    now = house.store.scan()
+    assert now.damaged == ()
+    house.check()
+    assert content(house) in states
+    sweep.action(house)
+    settle(house)
+    house.check()
+    exact(house)
+    assert content(house) == sweep.after
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of flushes cost nothing there."""
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent, prefix="expertctl-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def template(fast: Path, shop: Shop) -> House:
+    """A house with two experts, one of which shares a file with those that come."""
+    house = House(fast / "template").trusting("acme", "other")
+    house.install(shop.package("acme/old"), shop.package("acme/kept", seed=5))
+    house.install(shop.package("acme/signed-anew"))
+    return house
+
+
+@pytest.fixture
+def actions(shop: Shop) -> dict[str, Action]:
+    fresh = [shop.package("acme/new", seed=1)]
+    chain = [
+        shop.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
+        shop.package("acme/root", seed=3),
+    ]
+    signed = shop.package("acme/signed-anew", key="other")
+    return {
+        "install": lambda house: house.install(*fresh, catalogue=house.catalogue),
+        "install two": lambda house: house.install(*chain),
+        "re-sign": lambda house: house.install(signed),
+        "remove": remove_old,
+    }
+
+
+def remove_old(house: House) -> None:
+    store = house.store
+    for expert in store.experts():
+        if expert.ref == "acme/old@1.0.0":
+            store.remove(expert)
+
+
+def states_of(sweep: Sweep) -> list[dict[str, bytes]]:
+    """Before, after, and between: what is required comes first."""
+    root = {k: v for k, v in sweep.after.items() if not k.startswith("acme/leaf")}
+    return [sweep.before, sweep.after, *([root] if root != sweep.after else [])]
+
+
+NAMES = ["install", "install two", "re-sign", "remove"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_killed_at_any_step_nothing_is_lost_and_the_next_command_completes_it(
+    name: str, template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions[name], fast / "copy")
+    assert len(sweep.steps()) >= 8
+    for step, _ in sweep.steps():
+        house, ended = sweep.at(step, "kill")
+        assert ended.killed, step
+        assert_whole(house, sweep, states_of(sweep))
+
+
+@pytest.mark.parametrize("name", ["install", "re-sign"])
+def test_killed_in_the_middle_of_any_write_nothing_is_lost(
+    name: str, template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions[name], fast / "copy")
+    writes = [n for n, step in sweep.steps() if step.kind == "write"]
+    assert len(writes) >= 3
+    for step in writes:
+        house, ended = sweep.at(step, "torn")
+        assert ended.killed
+        assert_whole(house, sweep, states_of(sweep))
+
+
+@pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
+def test_a_disk_that_fills_up_at_any_step_changes_nothing(
+    name: str, template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions[name], fast / "copy")
+    for step, _ in sweep.steps():
+        house, ended = sweep.at(step, "full")
+        assert ended.error is None or isinstance(ended.error, DiskFullError), ended.trace
+        assert_whole(house, sweep, states_of(sweep))
+
+
+@pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
+def test_an_input_output_error_at_any_step_changes_nothing(
+    name: str, template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions[name], fast / "copy")
+    for step, _ in sweep.steps():
+        house, ended = sweep.at(step, "error")
+        assert ended.error is None or isinstance(ended.error, StoreError), ended.trace
+        assert_whole(house, sweep, states_of(sweep))
+
+
+def test_the_steps_that_are_counted_are_all_there_are(
+    template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions["install two"], fast / "copy")
+    written: dict[str, int] = {}
+    for _, step in sweep.steps():
+        if step.kind == "write":
+            written[Path(step.what).name] = written.get(Path(step.what).name, 0) + step.size
+    blobs = House(fast / "copy").store.paths.blobs
+    old = {path.name for path in template.store.paths.blobs.iterdir()}
+    new = {path.name: path.stat().st_size for path in blobs.iterdir() if path.name not in old}
+    assert new
+    assert {name: written[name] for name in new} == new
+
+
+def test_a_ref_is_published_only_after_its_blobs_are_flushed(
+    template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions["install"], fast / "copy")
+    steps = [(s.kind, s.what) for _, s in sweep.steps()]
+    blobs = str(House(fast / "copy").store.paths.blobs)
+    ref = next(i for i, (kind, what) in enumerate(steps) if kind == "os.rename" and "ref" in what)
+    flushed = [i for i, step in enumerate(steps) if step == ("fsync", blobs)]
+    renamed = [i for i, (kind, _) in enumerate(steps[:ref]) if kind == "os.rename"]
+    assert max(renamed) < max(i for i in flushed if i < ref)
+    for i in renamed:
+        assert ("fsync", steps[i][1]) in steps[:i], "a blob was renamed before it was flushed"
+    parent = str(Store(fast / "copy" / "store").paths.refs / "local" / "acme" / "new")
+    assert ("fsync", parent) in steps[ref:]
+
+
+@pytest.mark.parametrize("fault", ["kill", "full", "error"])
+@pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])
+def test_adding_a_base_succeeds_wholly_or_not_at_all(
+    copied: bool, fault: Fault, shop: Shop, fast: Path
+) -> None:
+    house = House(fast / "home")
+    add = house.bases.add_copy if copied else house.bases.add
+    whole = run(lambda: add(shop.base_dir, name="one"))
+    assert whole.error is None, whole.trace
+    for step in range(1, len(whole.steps) + 1):
+        shutil.rmtree(house.root, ignore_errors=True)
+        ended = run(lambda: add(shop.base_dir, name="one"), at=step, fault=fault)
+        assert ended.error is None or isinstance(ended.error, StoreError | DiskFullError)
+        house.bases.check_integrity()
+        assert [base.name for base in house.bases.bases()] in ([], ["one"])
+        assert add(shop.base_dir, name="one").identity.arch == shop.base.identity.arch
+        house.bases.check_integrity()
+        assert {path.name for path in house.home.bases.iterdir()} == {"lock", "one"}
+
+
+@pytest.mark.parametrize("fault", ["kill", "error"])
+def test_removing_a_base_succeeds_wholly_or_not_at_all(
+    fault: Fault, shop: Shop, fast: Path
+) -> None:
+    house = House(fast / "home")
+    base = house.bases.add_copy(shop.base_dir)
+    shutil.copytree(house.root, fast / "template")
+    whole = run(lambda: house.bases.remove(base))
+    assert house.bases.bases() == []
+    for step in range(1, len(whole.steps) + 1):
+        shutil.rmtree(house.root)
+        shutil.copytree(fast / "template", house.root)
+        run(lambda: house.bases.remove(base), at=step, fault=fault)
+        house.bases.check_integrity()
+        for left in house.bases.bases():
+            house.bases.remove(left)
+        assert house.bases.add_copy(shop.base_dir).identity == base.identity
+
+
+def test_collecting_garbage_can_be_killed_at_any_step(
+    template: House, shop: Shop, fast: Path
+) -> None:
+    killed = run(lambda: template.install(shop.package("acme/new", seed=1)), at=25, fault="kill")
+    assert killed.killed
+    assert list(template.store.paths.staging.iterdir())
+    copy = Sweep.copied(template, fast / "copy")
+    whole = run(lambda: settle(copy))
+    assert len(whole.steps) >= 4
+    for step in range(1, len(whole.steps) + 1):
+        Sweep.copied(template, fast / "copy")
+        assert run(lambda: settle(copy), at=step, fault="kill").killed
+        assert content(copy) == content(template)
+        settle(copy)
+        exact(copy)
+        copy.check()
