@@ -200,6 +200,8 @@ def evidence(candidate: Candidate) -> str:
 def _text(manifest: Manifest, similarity: Similarity | None) -> str:
     if similarity is None or similarity.text == 0:
         return "its description"
+    if similarity.text > len(manifest.routing.examples):
+        return "the mean of its examples"
     example = manifest.routing.examples[similarity.text - 1]
     short = example if len(example) <= _SHOWN_CHARACTERS else f"{example[:_SHOWN_CHARACTERS]}…"
     return f"its example {short!r}"

@@ -1,6 +1,8 @@
 """`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
 
-An expert is as close to a prompt as the closest of its texts: its description and its examples.
+An expert is as close to a prompt as the closest of its vectors: its description, its examples and,
+where there are enough of them, their mean, in which what the examples ask for outweighs what each
+is about (ADR 4).
 The files can be deleted at any time and are made again when the encoder changes. Several processes
 may use one index: readers take what was published last, writers take turns. Where nothing can be
 written, vectors are kept in memory and `notes` says so.
@@ -9,6 +11,7 @@ written, vectors are kept in memory and `notes` says so.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,8 @@ from expertctl.schema.manifest import Manifest
 TABLE_FILE = "vectors.safetensors"
 LOCK_FILE = "vectors.lock"
 LOCK_SECONDS = 10.0
+MEAN_FROM = 4
+"""How many texts an expert must have for their mean to count."""
 
 Texts = Mapping[Digest, Manifest]
 """Content digest → manifest."""
@@ -31,10 +36,10 @@ Texts = Mapping[Digest, Manifest]
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
-    """How close an expert is to a prompt, and the text of it that is closest."""
+    """How close an expert is to a prompt, and which of its vectors is closest."""
 
     cosine: float
-    text: int  # 0 is the description, n the nth example
+    text: int  # 0 is the description, n the nth example, one more the mean of all
 
 
 class RoutingIndex:
@@ -124,8 +129,8 @@ class RoutingIndex:
         """Encode all texts in one go, then cut the rows apart."""
         texts = {d: [m.description, *m.routing.examples] for d, m in experts.items()}
         rows = self.encoder.encode([text for listed in texts.values() for text in listed])
-        ends = np.cumsum([len(listed) for listed in texts.values()])
-        return dict(zip(texts, np.split(rows, ends[:-1]), strict=True)) if texts else {}
+        ends = list(accumulate(len(listed) for listed in texts.values()))
+        return {d: _with_mean(part) for d, part in zip(texts, np.split(rows, ends), strict=False)}
 
     def _current(self) -> VectorTable:
         if self._table is None:
@@ -172,3 +177,13 @@ class RoutingIndex:
                 yield
         except Timeout as error:
             raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
+
+
+def _with_mean(rows: Vectors) -> Vectors:
+    """Return the rows and, of several, their mean as one more unit row."""
+    mean = rows.mean(0, keepdims=True)
+    norm = np.linalg.norm(mean)
+    if len(rows) < MEAN_FROM or norm == 0:
+        return rows
+    both: Vectors = np.concatenate([rows, mean / norm])
+    return both

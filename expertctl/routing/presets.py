@@ -102,9 +102,8 @@ def check_wishes(wishes: SamplingWishes) -> None:
         raise UsageError(
             f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters"
         )
-    useless = [name for name, neutral in _NEUTRAL.items() if given.get(name, neutral) != neutral]
-    if _is_greedy(wishes) and useless:
-        raise UsageError(f"{useless[0]} has no effect when decoding is greedy")
+    if wishes.greedy or wishes.temperature == 0.0:
+        _refuse_penalties(given)
 
 
 def resolve(
@@ -119,8 +118,22 @@ def resolve(
     params = PRESETS[_preset_name(experts, prompt_task)]
     for manifest in reversed(experts):
         params = replace(params, **_recommended(manifest.decoding))
-    params = replace(params, **_given(wishes))
-    return params.greedy() if wishes.greedy or params.is_greedy else params
+    given = _given(wishes)
+    params = replace(params, **given)
+    if not (wishes.greedy or params.is_greedy):
+        return params
+    _refuse_penalties(given)
+    return params.greedy()
+
+
+def _refuse_penalties(given: Mapping[str, Any]) -> None:
+    """Refuse what greedy decoding would drop, rather than dropping it."""
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name, neutral) != neutral:
+            raise UsageError(
+                f"{name} has no effect when decoding is greedy",
+                hint="leave it out, or give a temperature above 0",
+            )
 
 
 def _preset_name(experts: Iterable[Manifest], prompt_task: str) -> str:
@@ -138,7 +151,3 @@ def _recommended(decoding: Decoding) -> dict[str, Any]:
 def _given(wishes: SamplingWishes) -> dict[str, Any]:
     values = {name: getattr(wishes, name) for name in SamplingParams.__dataclass_fields__}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _is_greedy(wishes: SamplingWishes) -> bool:
-    return wishes.greedy or wishes.temperature == 0.0

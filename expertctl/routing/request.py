@@ -53,6 +53,8 @@ def check_request(request: RouteRequest) -> None:
     check_limit("max_experts", request.max_experts)
     check_limit("seed", request.seed)
     check_wishes(request.wishes)
+    if request.memory_budget is not None and request.memory_budget <= 0:
+        raise UsageError(f"a memory budget of {request.memory_budget} bytes is too small")
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:

@@ -123,7 +123,7 @@ def _measured(
     named = [e.digest for e in experts for f in request.force if e.is_meant(f.target)]
     found = index.search(request.prompt, always=named)
     encode_ms = _since(start)
-    budget = request.memory_budget or DEFAULT_BUDGET
+    budget = DEFAULT_BUDGET if request.memory_budget is None else request.memory_budget
     measured = [
         measure(e, features, found.get(e.digest), success=success_rate(e.digest), budget=budget)
         for e in experts
@@ -235,11 +235,10 @@ def _why_alone(request: RouteRequest, candidates: Sequence[Candidate]) -> str:
     if not usable:
         return "the base answers alone: no installed expert may be used, see the candidates"
     best = min(usable, key=lambda candidate: candidate.order)
+    told = f"best was {best.expert.ref} {best.score:.2f}"
     if best.score < THRESHOLD:
-        fact = f"no expert scored {THRESHOLD:.2f} or more"
-    else:
-        fact = "no expert is meant for this prompt"
-    return f"the base answers alone: {fact}; best was {best.expert.ref} {best.score:.2f}"
+        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
+    return f"the base answers alone: {told}, which is {best.reason}"
 
 
 def _warnings(choices: Sequence[Choice], base: StoredBase) -> list[str]:

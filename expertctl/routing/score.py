@@ -1,7 +1,5 @@
 """The score of an expert for a prompt, its threshold, and the order of candidates."""
 
-from expertctl.errors import UsageError
-
 SIMILAR = 0.6
 """An expert this close to a prompt is a candidate without a keyword or a hint."""
 THRESHOLD = 0.6
@@ -16,8 +14,6 @@ _MIB = 1 << 20
 
 def score(*, cosine: float, success: float, vram_mb: float, budget_mb: float) -> float:
     """Return ``0.50*cosine + 0.30*success + 0.20*max(0, 1 - vram/budget)``."""
-    if budget_mb <= 0:
-        raise UsageError(f"a memory budget of {budget_mb:g} MiB is too small")
     return 0.50 * cosine + 0.30 * success + 0.20 * max(0.0, 1 - vram_mb / budget_mb)
 
 

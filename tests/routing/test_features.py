@@ -23,7 +23,7 @@ from expertctl.routing.features import features_of
         ("Какая сегодня погода", "ru"),
         ("كيف حالك", "ar"),
         ("מה שלומך", "he"),
-        ("Γειά σου φίλε", "el"),
+        ("Γειά σου φίλε", "el"),  # noqa: RUF001  # Greek is meant
         ("आप कैसे हैं", "hi"),
         ("สวัสดี", "th"),
         ("12, 7, 99", None),

@@ -101,6 +101,10 @@ def test_greedy_decoding_makes_every_penalty_neutral(
 def test_a_penalty_beside_greedy_decoding_is_refused_not_dropped() -> None:
     with pytest.raises(UsageError, match="repetition_penalty has no effect"):
         resolve(SamplingWishes(greedy=True, repetition_penalty=1.2), [], prompt_task="default")
+    with pytest.raises(UsageError, match="frequency_penalty has no effect"):
+        resolve(
+            SamplingWishes(frequency_penalty=0.5), [expert(temperature=0.0)], prompt_task="default"
+        )
     neutral = SamplingWishes(greedy=True, repetition_penalty=1.0)
     assert resolve(neutral, [], prompt_task="default").is_greedy
 

@@ -1,0 +1,187 @@
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from filelock import FileLock
+
+from expertctl.digest import Digest
+from expertctl.errors import StoreError
+from expertctl.routing import index as indexes
+from expertctl.routing.index import LOCK_FILE, TABLE_FILE, RoutingIndex
+from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing.vector_table import Vectors
+from expertctl.schema.manifest import Manifest
+from tests.routing.experts import content_digest, manifest
+
+SORT = manifest(
+    "acme/sort", description="Sorts numbers.", examples=("Sort these numbers: 3, 1, 2",)
+)
+SQL = manifest("acme/sql", examples=("Write an SQL query for users", "Query the orders table"))
+
+
+def texts(*manifests: Manifest) -> dict[Digest, Manifest]:
+    return {content_digest(m.ref): m for m in manifests}
+
+
+BOTH = texts(SORT, SQL)
+
+
+class OtherEncoder(LexicalEncoder):
+    """The same rows under the name of other weights, counting how often it is asked."""
+
+    def __init__(self, version: str) -> None:
+        self.stamp = version
+        self.encoded: list[str] = []
+
+    def digest(self) -> Digest:
+        return Digest.of(self.stamp.split("@")[0].encode())
+
+    def encode(self, listed: Any) -> Vectors:
+        self.encoded += listed
+        return super().encode(listed)
+
+
+def test_an_expert_is_as_close_as_its_closest_text(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    found = index.search("query the orders table")
+    assert found[content_digest(SQL.ref)].cosine == pytest.approx(1)
+    assert found[content_digest(SQL.ref)].text == 2
+    assert found[content_digest(SORT.ref)].cosine < 0.3
+    assert index.search("Sorts numbers.")[content_digest(SORT.ref)].text == 0
+    index.check_integrity()
+
+
+def test_of_equal_texts_the_first_is_named(index: RoutingIndex) -> None:
+    doubled = manifest("acme/twice", examples=("sort it", "SORT it"))
+    index.add(texts(doubled))
+    assert index.search("sort it")[content_digest(doubled.ref)].text == 1
+
+
+def test_an_empty_index_finds_nothing_and_writes_nothing(index: RoutingIndex) -> None:
+    assert index.search("anything") == {}
+    assert not index.folder.exists()
+
+
+def test_vectors_are_kept_and_not_made_again(tmp_path: Path) -> None:
+    RoutingIndex(tmp_path, OtherEncoder("one")).add(BOTH)
+    again = OtherEncoder("one")
+    index = RoutingIndex(tmp_path, again)
+    index.add(BOTH)
+    assert again.encoded == []
+    assert set(index.search("sort")) == set(BOTH)
+    assert (tmp_path / TABLE_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
+    RoutingIndex(tmp_path, OtherEncoder("one")).add(BOTH)
+    other = OtherEncoder("two")
+    RoutingIndex(tmp_path, other).add(BOTH)
+    assert len(other.encoded) == 5
+    RoutingIndex(tmp_path, other).check_integrity()
+    index = RoutingIndex(tmp_path, other)
+    index.search("x")
+    index.encoder = OtherEncoder("three")
+    with pytest.raises(StoreError, match="made by another encoder"):
+        index.check_integrity()
+
+
+def test_the_same_weights_in_another_place_are_recognised_by_their_digest(tmp_path: Path) -> None:
+    RoutingIndex(tmp_path, OtherEncoder("one@here")).add(BOTH)
+    moved = OtherEncoder("one@there")
+    RoutingIndex(tmp_path, moved).add(BOTH)
+    assert moved.encoded == []
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x" * 100, b"\x80\x04\x95pickle", b"\xff" * 8 + b"{}", b"\x02\0\0\0\0\0\0\0{}"]
+)
+def test_a_damaged_file_is_made_again(index: RoutingIndex, data: bytes) -> None:
+    index.add(BOTH)
+    (index.folder / TABLE_FILE).write_bytes(data)
+    fresh = RoutingIndex(index.folder, LexicalEncoder())
+    fresh.add(BOTH)
+    assert set(fresh.search("sort")) == set(BOTH)
+    fresh.check_integrity()
+
+
+def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    for path in index.folder.iterdir():
+        path.unlink()
+    fresh = RoutingIndex(index.folder, LexicalEncoder())
+    fresh.add(BOTH)
+    assert (index.folder / TABLE_FILE).exists()
+
+
+def test_experts_are_forgotten_and_all_made_again(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    index.remove([content_digest(SQL.ref), content_digest("acme/unknown@1.0.0")])
+    assert set(RoutingIndex(index.folder, LexicalEncoder()).search("sql")) == set(texts(SORT))
+    index.rebuild(texts(SQL))
+    assert set(index.search("sql")) == set(texts(SQL))
+    index.rebuild({})
+    assert index.search("sql") == {}
+    index.check_integrity()
+
+
+def test_an_unwritable_home_keeps_vectors_in_memory_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    index = RoutingIndex(tmp_path / "file" / "home", LexicalEncoder())
+    index.add(BOTH)
+    assert set(index.search("sort")) == set(BOTH)
+    assert index.notes[0].startswith("the routing index was not saved: ")
+
+
+def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
+    index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "LOCK_SECONDS", 0.05)
+    index.folder.mkdir()
+    with FileLock(index.folder / LOCK_FILE):
+        index.add(BOTH)
+        with pytest.raises(StoreError, match="held for too long"):
+            index.rebuild(BOTH)
+    assert set(index.search("sort")) == set(BOTH)
+    assert "held for too long" in index.notes[0]
+
+
+def test_what_another_process_published_meanwhile_is_kept(index: RoutingIndex) -> None:
+    other = RoutingIndex(index.folder, LexicalEncoder())
+    index.add(texts(SORT))
+    other.search("read before the next one writes")
+    other.add(texts(SORT, SQL))
+    index.add(texts(manifest("acme/third")))
+    assert len(RoutingIndex(index.folder, LexicalEncoder()).search("x")) == 3
+
+
+def add_some(folder: Path, first: int) -> None:
+    for number in range(first, first + 5):
+        RoutingIndex(folder, LexicalEncoder()).add(texts(manifest(f"acme/e{number}")))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+def test_several_processes_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=add_some, args=(tmp_path, n)) for n in (0, 5, 10)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    index = RoutingIndex(tmp_path, LexicalEncoder())
+    assert len(index.search("x")) == 15
+    index.check_integrity()
+
+
+def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    table = index._table
+    assert table is not None
+    table.rows[0] *= 0.5
+    with pytest.raises(StoreError, match="unit length"):
+        index.check_integrity()
+    table.rows[0] *= 2
+    assert np.isfinite(table.rows).all()

@@ -1,0 +1,31 @@
+from dataclasses import replace
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.routing.numerics import check_identity, numeric_settings
+from expertctl.routing.plan import Plan, SamplingParams, plan_identity
+from expertctl.store.base_record import StoredBase
+
+
+def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
+    settings = numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
+    assert (settings.arch, settings.weights) == (base.identity.arch, base.identity.weights)
+    assert settings.rope == {"rope_theta": 1000000.0, "rope_type": "default"}
+    assert (settings.dtype, settings.adapter_dtype) == ("bf16", "fp16")
+
+
+def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
+    (base.path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(InvalidPackageError, match="hidden_size"):
+        numeric_settings(base, dtype="float32", adapter_dtype="published")
+
+
+def test_a_saved_plan_is_refused_where_its_numbers_would_differ(base: StoredBase) -> None:
+    settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    plan = Plan(plan_identity(settings, []), 0, base.name, (), SamplingParams())
+    check_identity(plan, settings)
+    for other in (replace(settings, dtype="int8"), replace(settings, weights=Digest.of(b"x"))):
+        with pytest.raises(IncompatibleError, match="the plan was made as sha256:"):
+            check_identity(plan, other)

@@ -1,0 +1,53 @@
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.digest import Digest
+from expertctl.errors import ExpertError, UsageError
+from expertctl.reference import Reference
+from expertctl.routing.request import Forced, parse_forced, parse_target
+
+HEX = "sha256:" + "1" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "forced"),
+    [
+        ("acme/sql", Forced(Reference.parse("acme/sql"))),
+        ("acme/sql@^1.2", Forced(Reference.parse("acme/sql@^1.2"))),
+        ("acme/sql:0.5", Forced(Reference.parse("acme/sql"), 0.5)),
+        ("acme/sql@1.2.0:-1", Forced(Reference.parse("acme/sql@1.2.0"), -1.0)),
+        ("acme/sql@>=1,<2:0", Forced(Reference.parse("acme/sql@>=1,<2"), 0.0)),
+        ("host.example:8080/acme/sql", Forced(Reference.parse("host.example:8080/acme/sql"))),
+        ("host.example:8080/acme/sql:2", Forced(Reference.parse("host.example:8080/acme/sql"), 2)),
+        (HEX, Forced(Digest.parse(HEX))),
+        (f"{HEX}:0.25", Forced(Digest.parse(HEX), 0.25)),
+    ],
+)
+def test_a_forced_expert_is_read(text: str, forced: Forced) -> None:
+    assert parse_forced(text) == forced
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "sql", "acme/sql:", "acme/sql:x", "acme/sql:nan", "acme/sql:11", "acme/sql:inf", ":1",
+     "acme/sql@:1", "acme/../x"],
+)  # fmt: skip
+def test_what_is_no_forced_expert_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_forced(text)
+
+
+def test_a_target_is_a_reference_or_a_digest() -> None:
+    assert parse_target("acme/sql@^1") == Reference.parse("acme/sql@^1")
+    assert parse_target(HEX) == Digest.parse(HEX)
+    with pytest.raises(ExpertError):
+        parse_target("sha256:123")
+
+
+@given(st.text(alphabet="acme/sql@:.^~0123sha256-", max_size=90) | st.text(max_size=90))
+def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
+    with suppress(ExpertError):
+        assert -10 <= parse_forced(text).weight <= 10
