@@ -1,3 +1,3 @@
-from tests.store.shop import house, shop
+from tests.store.shop import fast, house, shop
 
-__all__ = ["house", "shop"]
+__all__ = ["fast", "house", "shop"]

@@ -6,8 +6,8 @@ which are replaced. The process is forked, so that a sweep over all steps takes 
 """
 
 import errno
+import json
 import os
-import pickle
 import signal
 import sys
 import traceback
@@ -36,16 +36,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """How a process ended: killed, or with a result or an exception; and the steps it took.
+    """How a process ended: killed, or with an exception or none; and the steps it took.
 
     SQLite writes for itself, so of its steps only the opening is seen; it has its own journal.
     """
 
     killed: bool
-    result: Any
-    error: BaseException | None
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] = ()
+    errors: tuple[str, ...] = ()
+    """The names of the exception's class and of its parents."""
     trace: str = ""
+
+    def is_whole_or(self, *errors: type[Exception]) -> bool:
+        return not self.errors or any(error.__name__ in self.errors for error in errors)
 
 
 class _Injector:
@@ -113,29 +116,25 @@ def run(action: Callable[[], Any], *, at: int = 0, fault: Fault = "none") -> Run
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
-        return Run(True, None, None, ())
-    assert data, "the process ended without a word"
-    return Run(False, *pickle.loads(data))
+        return Run(True)
+    told = json.loads(data)
+    steps = tuple(Step(*step) for step in told["steps"])
+    return Run(False, steps, tuple(told["errors"]), told["trace"])
 
 
 def _child(action: Callable[[], Any], injector: _Injector, writer: int) -> None:
-    result, error, trace = None, None, ""
+    errors, trace = [], ""
     try:
         injector.start()
-        result = action()
-    except BaseException as raised:  # noqa: BLE001  # the parent judges it
-        error = raised
+        action()
+    except BaseException as error:  # noqa: BLE001  # the parent judges it
+        errors = [cls.__name__ for cls in type(error).__mro__]
         trace = traceback.format_exc()
     injector.active = False
+    steps = [[step.kind, step.what, step.size] for step in injector.steps]
     try:
-        data = pickle.dumps((result, _plain(error), tuple(injector.steps), trace))
-        with os.fdopen(writer, "wb") as stream:
-            stream.write(data)
+        told = json.dumps({"steps": steps, "errors": errors, "trace": trace})
+        with os.fdopen(writer, "w") as stream:
+            stream.write(told)
     finally:
         os._exit(0)
-
-
-def _plain(error: BaseException | None) -> BaseException | None:
-    if error is not None:
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error

@@ -1,6 +1,8 @@
 """Small signed packages on one tiny base, made once, and a home to install them in."""
 
-import shutil
+import os
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from expertctl.install.install import Installed, install_files
 from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.read import PackageContents, read_package
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -64,6 +67,15 @@ class Shop:
                 **manifest,
             )
         return file
+
+    def contents(self, name: str, version: str, *, key: str | None, seed: int) -> PackageContents:
+        """What `package` of the same arguments holds."""
+        return _contents(self.package(name, version, key=key, seed=seed))
+
+
+@cache
+def _contents(file: Path) -> PackageContents:
+    return read_package(file)
 
 
 @dataclass(frozen=True)
@@ -128,15 +140,10 @@ def house(home: Path) -> House:
     return House(home).trusting("acme")
 
 
-@dataclass
-class Copies:
-    """Fresh copies of a house, for one damage each."""
-
-    folder: Path
-    count: int = 0
-
-    def of(self, house: House) -> House:
-        self.count += 1
-        target = self.folder / str(self.count)
-        shutil.copytree(house.root, target, symlinks=True)
-        return House(target)
+@pytest.fixture
+def fast(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: thousands of flushes cost nothing there."""
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent, prefix="expertctl-") as folder:
+        yield Path(folder)

@@ -1,0 +1,126 @@
+"""Any order of installs, removals, collections and re-signings, held to a plain dictionary."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from expertctl.errors import ConflictError, NotFoundError
+from expertctl.reference import Reference
+from tests.store.shop import House, Shop
+
+NAMES = st.sampled_from(["acme/one", "acme/two"])
+VERSIONS = st.sampled_from(["1.0.0", "2.0.0"])
+SEEDS = st.sampled_from([0, 1])
+SIGNERS = st.sampled_from(["acme", "other", None])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """``model`` says which seed and signer each installed ref has."""
+
+    shop: Shop
+    folder: Path
+
+    @initialize()
+    def begin(self) -> None:
+        self.root = Path(tempfile.mkdtemp(dir=self.folder))
+        self.house = House(self.root).trusting("acme", "other")
+        self.model: dict[str, tuple[int, str | None]] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "root"):
+            shutil.rmtree(self.root)
+
+    @rule(name=NAMES, version=VERSIONS, seed=SEEDS, key=SIGNERS)
+    def install(self, name: str, version: str, seed: int, key: str | None) -> None:
+        ref, file = f"{name}@{version}", self.shop.package(name, version, key=key, seed=seed)
+        old = self.model.get(ref)
+        try:
+            (done,) = self.house.install(file, allow_unsigned=True)
+        except ConflictError:
+            assert old is not None
+            assert old[0] != seed
+            return
+        assert old is None or old[0] == seed
+        kept = old[1] if old and key is None else key
+        assert done.outcome == outcome(old, (seed, kept))
+        self.model[ref] = (seed, kept)
+
+    @rule(name=NAMES, version=VERSIONS)
+    def remove(self, name: str, version: str) -> None:
+        ref = f"{name}@{version}"
+        try:
+            self.house.store.remove(self.house.store.find(Reference.parse(ref)))
+        except NotFoundError:
+            assert ref not in self.model
+        else:
+            del self.model[ref]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def damage_and_install_again(self, data: Any) -> None:
+        ref = data.draw(st.sampled_from(sorted(self.model)))
+        seed, key = self.model[ref]
+        expert = self.house.store.find(Reference.parse(ref))
+        file = data.draw(st.sampled_from(expert.layers))
+        self.house.store.blob_path(file.digest).unlink()
+        for other, (its_seed, its_key) in self.model.items():
+            name, version = other.split("@")
+            self.house.install(
+                self.shop.package(name, version, key=its_key, seed=its_seed), allow_unsigned=True
+            )
+        assert self.model[ref] == (seed, key)
+
+    @rule()
+    def collect(self) -> None:
+        assert self.house.store.gc().blobs == ()
+
+    @invariant()
+    def the_store_is_what_the_model_says(self) -> None:
+        if not hasattr(self, "house"):
+            return
+        store = self.house.store
+        assert set(self.house.refs()) == set(self.model)
+        for expert in store.experts():
+            seed, key = self.model[expert.ref]
+            made = self.shop.contents(str(expert.package), str(expert.version), key=key, seed=seed)
+            assert expert.package_digest == made.package_digest
+        store.check_integrity()
+        needed = {f.digest.hex for e in store.experts() for f in e.layers}
+        blobs = store.paths.blobs
+        assert ({p.name for p in blobs.iterdir()} if blobs.exists() else set()) == needed
+
+
+def outcome(old: tuple[int, str | None] | None, new: tuple[int, str | None]) -> str:
+    if old is None:
+        return "installed"
+    return "already installed" if old == new else "re-signed"
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(12, 12), pytest.param(100, 40, marks=pytest.mark.all)]
+)
+def test_the_store_agrees_with_a_dictionary(
+    examples: int, steps: int, shop: Shop, fast: Path
+) -> None:
+    run_state_machine_as_test(
+        type("OneShop", (StoreMachine,), {"shop": shop, "folder": fast}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

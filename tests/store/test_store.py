@@ -1,0 +1,350 @@
+"""What is installed, found, removed and kept."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
+from expertctl.package.read import read_package
+from expertctl.package.verify import verify_contents, verify_file
+from expertctl.reference import Reference
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store, near_names, parse_wanted
+from expertctl.store.transaction import Added
+from tests.store.shop import House, Shop
+
+
+def add(house: House, file: Path) -> Added:
+    """Install a signed package without any check of others."""
+    with house.store.stage() as staging:
+        package = verify_file(file, house.trust, sink=staging)
+        return house.store.add(package, staging)
+
+
+def put(house: House, *files: Path) -> list[StoredExpert]:
+    return [add(house, file).expert for file in files]
+
+
+def test_an_empty_store_is_read_without_being_made(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert store.experts() == []
+    assert store.gc().size == 0
+    assert store.gc(dry_run=True).size == 0
+    store.check_integrity()
+    assert not store.root.exists()
+
+
+def test_an_added_package_is_read_back_whole(house: House, shop: Shop) -> None:
+    file = shop.package()
+    contents = read_package(file)
+    (expert,) = put(house, file)
+    assert house.store.experts() == [expert]
+    assert expert.ref == "acme/sql@1.0.0"
+    assert expert.registry == "local"
+    assert expert.content_digest == contents.content_digest
+    assert expert.package_digest == contents.package_digest
+    assert expert.files == contents.files
+    assert expert.signer is not None
+    assert house.store.manifest(expert) == contents.manifest
+    for path, data in contents.small.items():
+        assert house.store.read(expert, path) == data
+    house.check()
+
+
+def test_the_layout_on_disk_is_that_of_the_contract(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    root = house.home.store
+    assert (root / "refs" / "local" / "acme" / "sql" / "1.0.0").is_file()
+    names = {path.name for path in (root / "blobs" / "sha256").iterdir()}
+    assert names == {file.digest.hex for file in expert.layers}
+    assert list((root / "staging").iterdir()) == []
+    modes = {(root / "blobs" / "sha256" / name).stat().st_mode & 0o777 for name in names}
+    assert modes == {0o444}
+
+
+def test_versions_stand_side_by_side_and_the_newest_is_found(house: House, shop: Shop) -> None:
+    files = [shop.package(version=v) for v in ("1.0.0", "1.10.0", "1.9.0", "2.0.0-rc.1")]
+    put(house, *files)
+    found = {
+        text: str(house.store.find(Reference.parse(text)).version)
+        for text in ("acme/sql", "acme/sql@1.9.0", "acme/sql@~1.9", "acme/sql@2.0.0-rc.1")
+    }
+    assert found == {
+        "acme/sql": "1.10.0",
+        "acme/sql@1.9.0": "1.9.0",
+        "acme/sql@~1.9": "1.9.0",
+        "acme/sql@2.0.0-rc.1": "2.0.0-rc.1",
+    }
+    assert house.refs() == [
+        "acme/sql@1.0.0",
+        "acme/sql@1.9.0",
+        "acme/sql@1.10.0",
+        "acme/sql@2.0.0-rc.1",
+    ]
+
+
+def test_an_expert_is_found_by_either_digest(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    assert house.store.find(expert.content_digest) == expert
+    assert house.store.find(expert.package_digest) == expert
+    with pytest.raises(NotFoundError, match="is not installed"):
+        house.store.find(Digest.of(b"other"))
+
+
+def test_what_is_not_there_is_told_with_what_is_near(house: House, shop: Shop) -> None:
+    put(house, shop.package("acme/sql-gen"), shop.package("acme/only-rc", "1.0.0-rc.1"))
+    with pytest.raises(NotFoundError, match="acme/sql-gne is not installed") as error:
+        house.store.find(Reference.parse("acme/sql-gne"))
+    assert error.value.hint == "did you mean acme/sql-gen?"
+    with pytest.raises(NotFoundError, match="no installed version fits") as error:
+        house.store.find(Reference.parse("acme/sql-gen@^2"))
+    assert error.value.hint == "installed: 1.0.0"
+    with pytest.raises(NotFoundError) as error:
+        house.store.find(Reference.parse("acme/only-rc"))
+    assert "prerelease must be named" in error.value.hint
+    with pytest.raises(NotFoundError) as error:
+        house.store.find(Reference.parse("zzz/qqq"))
+    assert "expertctl list" in error.value.hint
+
+
+def test_a_foreign_registry_has_nothing_of_ours(house: House, shop: Shop) -> None:
+    put(house, shop.package())
+    assert house.store.find(Reference.parse("local/acme/sql"))
+    with pytest.raises(NotFoundError):
+        house.store.find(Reference.parse("example.com/acme/sql"))
+
+
+def test_what_a_person_types_is_a_reference_or_a_digest() -> None:
+    assert parse_wanted("acme/sql@^1") == Reference.parse("acme/sql@^1")
+    assert parse_wanted(str(Digest.of(b""))) == Digest.of(b"")
+    with pytest.raises(DigestError):
+        parse_wanted("sha256:../../etc/passwd")
+    with pytest.raises(UsageError):
+        parse_wanted("../etc/passwd")
+
+
+def test_near_names_are_at_most_three() -> None:
+    assert near_names("acme/sql", ["acme/sql1", "acme/sql2", "acme/sql3", "acme/sql4"])[3:] == []
+
+
+def test_the_same_content_again_changes_nothing(house: House, shop: Shop) -> None:
+    file = shop.package()
+    assert add(house, file).outcome == "installed"
+    before = house.files()
+    assert add(house, file).outcome == "already installed"
+    assert house.files() == before
+
+
+def test_the_same_content_under_a_new_signature_is_a_re_sign(house: House, shop: Shop) -> None:
+    house.trusting("other")
+    old = add(house, shop.package()).expert
+    added = add(house, shop.package(key="other"))
+    assert added.outcome == "re-signed"
+    assert added.expert.content_digest == old.content_digest
+    assert added.expert.package_digest != old.package_digest
+    assert house.store.experts() == [added.expert]
+    assert old.signature is not None
+    assert not house.store.paths.blob(old.signature.digest).exists()
+    house.check()
+
+
+def test_other_content_for_a_version_is_refused(house: House, shop: Shop) -> None:
+    put(house, shop.package())
+    before = house.files()
+    with pytest.raises(ConflictError, match="already installed with other content") as error:
+        add(house, shop.package(seed=9))
+    assert "expertctl remove acme/sql@1.0.0" in error.value.hint
+    assert house.files() == before
+
+
+def test_adding_again_repairs_what_was_damaged(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    weights = house.store.blob_path(expert.file("adapter_model.safetensors").digest)
+    weights.chmod(0o644)
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    house.store.blob_path(expert.file("expert.json").digest).unlink()
+    put(house, shop.package())
+    house.check()
+
+
+def test_removing_frees_what_nothing_else_needs(house: House, shop: Shop) -> None:
+    one, two = put(house, shop.package("acme/one"), shop.package("acme/two"))
+    shared = {f.digest for f in one.files} & {f.digest for f in two.files}
+    assert shared
+    freed = house.store.remove(one)
+    assert set(freed.blobs) == {f.digest for f in one.layers} - shared
+    assert freed.size == sum(f.size for f in one.layers if f.digest not in shared)
+    assert house.refs() == ["acme/two@1.0.0"]
+    assert not (house.home.store / "refs" / "local" / "acme" / "one").exists()
+    house.check()
+    house.store.remove(two)
+    assert list(house.store.paths.blobs.iterdir()) == []
+    assert not (house.home.store / "refs" / "local" / "acme").exists()
+
+
+def test_a_changed_file_is_never_used(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    path = house.store.blob_path(expert.file("expert.json").digest)
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes().replace(b"acme", b"evil"))
+    with pytest.raises(DigestError, match=r"expert\.json was changed") as error:
+        house.store.manifest(expert)
+    assert "doctor" in error.value.hint
+
+
+def test_a_missing_file_is_told_with_the_way_out(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    house.store.blob_path(expert.files[0].digest).unlink()
+    with pytest.raises(StoreError, match="missing") as error:
+        house.store.blob_path(expert.files[0].digest)
+    assert "doctor" in error.value.hint
+
+
+def test_a_damaged_ref_hides_only_itself(house: House, shop: Shop) -> None:
+    put(house, shop.package("acme/one"), shop.package("acme/two"))
+    path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
+    path.write_bytes(path.read_bytes()[:-10])
+    now = house.store.scan()
+    assert [e.ref for e in now.experts] == ["acme/two@1.0.0"]
+    assert [(d.name, d.path) for d in now.damaged] == [("acme/one@1.0.0", path)]
+
+
+def test_a_ref_in_the_place_of_another_is_damaged(house: House, shop: Shop) -> None:
+    put(house, shop.package("acme/one"))
+    path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
+    path.rename(path.with_name("9.9.9"))
+    now = house.store.scan()
+    assert now.experts == ()
+    assert now.damaged[0].problem == "it names acme/one@1.0.0 of local"
+
+
+def test_strange_files_among_the_refs_are_no_experts(house: House, shop: Shop) -> None:
+    put(house, shop.package("acme/one"))
+    refs = house.home.store / "refs"
+    (refs / "file").write_bytes(b"")
+    (refs / "local" / "acme" / "one" / ".1.0.0.tmp").write_bytes(b"")
+    (refs / "local" / "acme" / "one" / "folder").mkdir()
+    now = house.store.scan()
+    assert (len(now.experts), now.damaged) == (1, ())
+
+
+def test_nothing_is_collected_while_a_ref_is_damaged(house: House, shop: Shop) -> None:
+    one, two = put(house, shop.package("acme/one"), shop.package("acme/two"))
+    path = house.home.store / "refs" / "local" / "acme" / "one" / "1.0.0"
+    path.write_bytes(b"{}")
+    with pytest.raises(StoreError, match=r"acme/one@1\.0\.0 is damaged"):
+        house.store.gc()
+    assert house.store.remove(two).blobs == ()
+    assert all(house.store.paths.blob(f.digest).exists() for f in one.layers)
+    put(house, shop.package("acme/one"))
+    house.store.gc()
+    house.check()
+    assert {p.name for p in house.store.paths.blobs.iterdir()} == {f.digest.hex for f in one.layers}
+
+
+def test_garbage_is_told_by_a_dry_run_and_removed_by_gc(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    stray = house.store.paths.blobs / Digest.of(b"stray").hex
+    stray.write_bytes(b"stray")
+    (house.store.paths.blobs / ".half.tmp").write_bytes(b"half")
+    (house.store.paths.blobs / "README").write_bytes(b"not ours")
+    before = house.files()
+    dry = house.store.gc(dry_run=True)
+    assert (dry.blobs, dry.size) == ((Digest.of(b"stray"),), 5)
+    assert house.files() == before
+    assert house.store.gc() == dry
+    names = {path.name for path in house.store.paths.blobs.iterdir()}
+    assert names == {f.digest.hex for f in expert.layers} | {"README"}
+
+
+def test_staging_of_a_living_install_is_kept_at_any_age(house: House, shop: Shop) -> None:
+    with house.store.stage() as staging:
+        package = verify_file(shop.package(), house.trust, sink=staging)
+        os.utime(staging.folder, (0, 0))
+        assert house.store.gc().folders == ()
+        house.store.add(package, staging)
+    house.check()
+
+
+@pytest.mark.parametrize("clock", [0, 2**31], ids=["long ago", "in the future"])
+def test_staging_of_a_dead_install_is_kept_while_it_is_young(
+    clock: int, house: House, shop: Shop
+) -> None:
+    put(house, shop.package())
+    folder = house.store.paths.staging / "0123456789abcdef"
+    folder.mkdir()
+    (folder / "lock").touch()
+    (folder / ("0" * 64)).write_bytes(b"half a file")
+    assert house.store.gc().folders == ()
+    os.utime(folder, (clock, clock))
+    assert house.store.gc().folders == (folder,)
+    assert not folder.exists()
+
+
+def test_the_next_install_clears_what_a_dead_one_left_long_ago(house: House, shop: Shop) -> None:
+    put(house, shop.package())
+    folder = house.store.paths.staging / "0123456789abcdef"
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    put(house, shop.package("acme/next"))
+    assert not folder.exists()
+
+
+def test_leased_blobs_outlive_their_removal(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    with house.store.lease([expert]):
+        assert house.store.remove(expert).blobs == ()
+        assert house.store.gc().blobs == ()
+        for file in expert.layers:
+            assert house.store.blob_path(file.digest).stat().st_size == file.size
+    assert set(house.store.gc().blobs) == {file.digest for file in expert.layers}
+    assert list(house.store.paths.leases.iterdir()) == []
+
+
+def test_a_lease_of_what_is_gone_is_refused(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    house.store.remove(expert)
+    with pytest.raises(NotFoundError, match="removed"), house.store.lease([expert]):
+        pass
+    empty = Store(house.root / "nowhere")
+    with pytest.raises(NotFoundError), empty.lease([expert]):
+        pass
+    with empty.lease([]):
+        assert not empty.root.exists()
+
+
+def test_the_lease_of_a_killed_process_holds_nothing(house: House, shop: Shop) -> None:
+    (expert,) = put(house, shop.package())
+    context = multiprocessing.get_context("fork")
+    ready, done = context.Event(), context.Event()
+
+    def hold() -> None:
+        with house.store.lease([expert]):
+            ready.set()
+            done.wait(30)
+
+    process = context.Process(target=hold)
+    process.start()
+    assert ready.wait(30)
+    house.store.remove(expert)
+    assert house.store.gc().blobs == ()
+    process.kill()
+    process.join()
+    assert set(house.store.gc().blobs) == {file.digest for file in expert.layers}
+
+
+def test_an_exception_leaves_no_staging(house: House, shop: Shop) -> None:
+    def fail() -> None:
+        with house.store.stage() as staging:
+            verify_contents(read_package(shop.package(), sink=staging), house.trust)
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert list(house.store.paths.staging.iterdir()) == []
+    assert house.refs() == []
