@@ -34,6 +34,12 @@ def print_json(document: Mapping[str, object]) -> None:
     print(json.dumps(document, ensure_ascii=False))  # noqa: T201  # stdout is the interface here
 
 
+def write_piece(text: str) -> None:
+    """Print a part of a text as it comes; a terminal gets no control characters."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 def note(text: str) -> None:
     """Say something that is not data."""
     print(printable(text), file=sys.stderr)  # noqa: T201  # stderr is the interface here

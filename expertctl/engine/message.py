@@ -14,7 +14,7 @@ _PLACES = re.compile(r"\{(prompt|body)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class UserMessage:
     """What the user wants the model to read."""
 
     prompt: str

@@ -117,10 +117,25 @@ class Tiers:
         Raises:
             BudgetError: when they cannot fit beside what is pinned.
         """
+        self.reserve(tier, purpose, size, what=what)
+        try:
+            yield
+        finally:
+            self.release(tier, purpose, size)
+
+    def reserve(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> None:
+        """Enter bytes of something else in the same memory, evicting entries for it.
+
+        Raises:
+            BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
+        """
         budget = self._budgets[tier]
         self._make_room(budget, purpose, size, what=what)
-        with budget.holding(purpose, size, what=what):
-            yield
+        budget.reserve(purpose, size, what=what)
+
+    def release(self, tier: Tier, purpose: Purpose, size: int) -> None:
+        """Strike out bytes that `reserve` entered."""
+        self._budgets[tier].release(purpose, size)
 
     def clear(self) -> None:
         """Drop everything that is not pinned."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.message import Message
+from expertctl.engine.message import UserMessage
 from expertctl.errors import UsageError
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
@@ -19,13 +19,13 @@ def test_the_rule_is_the_published_one() -> None:
 
 
 def test_without_a_template_it_is_prompt_blank_line_body() -> None:
-    assert Message(prompt="p").text() == "p"
-    assert Message(prompt="p", body="b\n").text() == "p\n\nb\n"
+    assert UserMessage(prompt="p").text() == "p"
+    assert UserMessage(prompt="p", body="b\n").text() == "p\n\nb\n"
 
 
 def test_a_prompt_is_never_rewritten() -> None:
     text = "  {prompt} {body}\r\n\u00e4\u0308 \U0001f600 <|im_end|>  "
-    assert Message(prompt=text).text() == text
+    assert UserMessage(prompt=text).text() == text
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_prompt_is_never_rewritten() -> None:
     ],
 )
 def test_a_template_is_filled_once(template: str, body: str | None, expected: str) -> None:
-    assert Message(prompt="p{body}", body=body, template=template).text() == expected
+    assert UserMessage(prompt="p{body}", body=body, template=template).text() == expected
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_a_template_that_does_not_fit_is_refused(
     template: str, body: str | None, problem: str
 ) -> None:
     with pytest.raises(UsageError, match=problem):
-        Message(prompt="p", body=body, template=template).text()
+        UserMessage(prompt="p", body=body, template=template).text()
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n\t", "x" * 500_001, "\udcff"])
 def test_an_empty_over_long_or_broken_prompt_is_refused(prompt: str) -> None:
     with pytest.raises(UsageError):
-        Message(prompt=prompt).text()
+        UserMessage(prompt=prompt).text()
 
 
 def test_prompt_and_body_together_have_the_limit_of_a_prompt() -> None:
-    assert len(Message(prompt="x" * 500_000).text()) == 500_000
+    assert len(UserMessage(prompt="x" * 500_000).text()) == 500_000
     with pytest.raises(UsageError, match="500003 characters"):
-        Message(prompt="x", body="y" * 500_000).text()
+        UserMessage(prompt="x", body="y" * 500_000).text()

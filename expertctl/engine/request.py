@@ -1,0 +1,63 @@
+"""What a caller asks the engine: a message, experts from the store or from files, and limits."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.engine.message import UserMessage
+from expertctl.errors import UsageError
+from expertctl.routing.presets import check_limit
+from expertctl.routing.request import Forced, RouteRequest, parse_forced
+
+_FILE = re.compile(r"(?P<path>.*\.expert)(?::(?P<weight>[^:/\\]*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class FileExpert:
+    """An expert that the user names by its ``.expert`` file, and its weight."""
+
+    path: Path
+    weight: float = 1.0
+
+
+NamedExpert = Forced | FileExpert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """One prompt to be answered.
+
+    ``route`` says what is wanted of the plan, with nothing forced; ``experts`` are forced, in
+    order, from the store or from files.
+    """
+
+    message: UserMessage
+    route: RouteRequest
+    experts: tuple[NamedExpert, ...] = ()
+    base: str | None = None
+    truncate: bool = False
+    verify_base: bool = False
+
+
+def parse_expert(text: str) -> NamedExpert:
+    """Read ``REF[:weight]``, ``sha256:<hex>[:weight]`` or ``FILE.expert[:weight]``.
+
+    Raises:
+        UsageError: when it is none of them.
+    """
+    match = _FILE.fullmatch(text)
+    if match is None:
+        return parse_forced(text)
+    weight = 1.0 if match["weight"] is None else _weight(match["weight"], text)
+    return FileExpert(Path(match["path"]), weight)
+
+
+def _weight(text: str, whole: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{text[:40]!r} in {whole[:80]!r} is not a weight", hint="write ./sql.expert:0.5"
+        ) from error
+    check_limit("weight", weight)
+    return weight

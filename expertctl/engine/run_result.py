@@ -1,0 +1,69 @@
+"""What a run came to: the document of ``run --json`` (``schemas/run.schema.json``)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.engine.budget import Purpose
+from expertctl.engine.generate import Generated
+from expertctl.routing.planner import Planned
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes by purpose at the end of a run, beside the limit and the most that was held."""
+
+    budget: int
+    peak: int
+    held: Mapping[Purpose, int]
+
+    def to_json(self) -> JsonObject:
+        """Return the ``memory`` object."""
+        return {
+            "budget": self.budget,
+            "peak": self.peak,
+            **{str(p): n for p, n in self.held.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One finished run."""
+
+    job_id: str
+    planned: Planned
+    generated: Generated
+    prompt_tokens: int
+    timings_ms: Mapping[str, float]
+    memory: MemoryUse
+    experts_loaded: int
+    threads: int
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> JsonObject:
+        """Return the document."""
+        plan, warnings = self.planned.result.plan, list[JsonValue](self.warnings)
+        notes = list[JsonValue](self.planned.result.notes)
+        return {
+            "job_id": self.job_id,
+            "text": self.generated.text,
+            "finish_reason": self.generated.finish_reason,
+            "plan": plan.to_json(),
+            "tokens": {
+                "prompt": self.prompt_tokens,
+                "generated": len(self.generated.tokens),
+                "ids": list[JsonValue](self.generated.tokens),
+            },
+            "timings_ms": {name: round(ms, 3) for name, ms in self.timings_ms.items()},
+            "decode_tokens_per_s": round(self.generated.tokens_per_s, 2),
+            "memory": self.memory.to_json(),
+            "cache": {
+                "experts_hit": len(plan.experts) - self.experts_loaded,
+                "experts_loaded": self.experts_loaded,
+                "kv_reused_tokens": 0,
+            },
+            "threads": self.threads,
+            "seed": plan.seed,
+            "notes": notes,
+            "warnings": warnings,
+        }

@@ -1,0 +1,243 @@
+"""`Engine`: from a request to its text, with one budget over all memory that it takes.
+
+Route, load what is absent, compile, prefill, decode. Every step is timed, whatever a person should
+know becomes a warning, and the result is the document of ``run --json``.
+"""
+
+import time
+import uuid
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.budget import PURPOSES, Budget, Purpose
+from expertctl.engine.chat_template import Message, Prompt, encode_chat
+from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.context import FittedPrompt, fit_context
+from expertctl.engine.decoder import Deltas
+from expertctl.engine.experts import (
+    LocalExpert,
+    Target,
+    compiled,
+    local_expert,
+    stored_source,
+)
+from expertctl.engine.generate import Generated, generate
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase, open_base
+from expertctl.engine.memory import available
+from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.run_result import MemoryUse, RunResult
+from expertctl.engine.threads import choose_threads, threads
+from expertctl.engine.tiers import Tier, Tiers
+from expertctl.routing.candidate import Installed
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import Forced
+from expertctl.store.transaction import expert_of
+
+CPU = torch.device("cpu")
+MACHINE_SHARE = 0.8
+"""How much of the machine's memory is the budget when nobody set one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """All that a generation needs, in memory."""
+
+    base: LoadedBase
+    cache: KVCache
+    deltas: Deltas
+
+
+Files = dict[Path, LocalExpert]
+
+
+class Engine:
+    """The one owner of what is in memory: at most one base, and the tiers of experts."""
+
+    def __init__(
+        self, planner: Planner, *, budget: int | None = None, progress: Progress = no_progress
+    ) -> None:
+        """Begin with nothing loaded; ``progress`` counts bytes of experts and bases."""
+        self.budget = Budget(int(available() * MACHINE_SHARE) if budget is None else budget)
+        self.tiers = Tiers(ram=self.budget, device=self.budget)
+        self._base = BaseSlot(self.tiers, device=CPU)
+        self._planner, self._progress = planner, progress
+
+    def run(self, request: RunRequest) -> Generator[str, None, RunResult]:
+        """Answer one prompt: yield pieces of text as they become certain, return the result.
+
+        Raises:
+            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+        """
+        clock, text = _Clock(), request.message.text()
+        self.tiers.begin_request()
+        loads = self.tiers.traffic[Tier.RAM].loads
+        with ExitStack() as stack:
+            files = self._read_files(request, stack)
+            planned = self._plan(request, files)
+            clock.lap("route")
+            base = self._open(planned, request)
+            prompt = _fitted(text, base, planned, truncate=request.truncate)
+            count = choose_threads(base.weight_bytes)
+            stack.enter_context(threads(count))
+            ready = self._ready(base, prompt, planned, files, stack)
+            clock.lap("load")
+            generated = yield from _generate(ready, prompt, planned)
+            memory = self._memory()
+        unsaved = self._record(planned, files)
+        told = (*planned.warnings, *_alone(planned, request))
+        return RunResult(
+            job_id=uuid.uuid4().hex,
+            planned=planned,
+            generated=generated,
+            prompt_tokens=len(prompt.ids),
+            timings_ms=clock.timings(generated),
+            memory=memory,
+            experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
+            threads=count,
+            warnings=(*told, *ready.base.warnings, *prompt.warnings, *unsaved),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert what holds between runs."""
+        self.tiers.check_integrity()
+        self._base.check_integrity()
+        assert self.budget.held("kv") == self.budget.held("buffers") == 0
+
+    def _read_files(self, request: RunRequest, stack: ExitStack) -> Files:
+        trust = self._planner.trust
+        paths = dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert))
+        return {
+            path: stack.enter_context(
+                local_expert(path, trust=trust, budget=self.budget, progress=self._progress)
+            )
+            for path in paths
+        }
+
+    def _plan(self, request: RunRequest, files: Files) -> Planned:
+        force = tuple(_forced(expert, files) for expert in request.experts)
+        offered = [
+            Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
+        ]
+        routed = replace(request.route, force=force)
+        return self._planner.plan(routed, base=request.base, files=offered)
+
+    def _open(self, planned: Planned, request: RunRequest) -> OpenBase:
+        bases, dtype = self._planner.bases, request.route.dtype
+        return open_base(bases, planned.base, dtype=dtype, rehash=request.verify_base)
+
+    def _ready(
+        self,
+        base: OpenBase,
+        prompt: FittedPrompt,
+        planned: Planned,
+        files: Files,
+        stack: ExitStack,
+    ) -> _Ready:
+        """Bring everything into memory; what is certain to be needed is reserved first."""
+        tokens = len(prompt.ids) + prompt.max_tokens
+        self._base.reserve(base)
+        self._hold("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens", stack)
+        loaded = self._base.load(progress=self._progress)
+        buffers = loaded.model.decoder.buffer_bytes(tokens)
+        self._hold("buffers", buffers, f"the buffers of {tokens} tokens", stack)
+        plan = self._compiled(base, planned, files, stack)
+        return _Ready(loaded, KVCache(base.config, tokens, device=CPU), plan.deltas)
+
+    def _hold(self, purpose: Purpose, size: int, what: str, stack: ExitStack) -> None:
+        stack.enter_context(self.tiers.holding(Tier.DEVICE, purpose, size, what=what))
+
+    def _compiled(
+        self, base: OpenBase, planned: Planned, files: Files, stack: ExitStack
+    ) -> CompiledPlan:
+        plan, store = planned.result.plan, self._planner.store
+        from_files = {file.source.content_digest: file.source for file in files.values()}
+        sources = [
+            from_files.get(expert.digest)
+            or stored_source(store, expert.stored, expert.manifest, progress=self._progress)
+            for expert in planned.experts
+        ]
+        chain = [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
+        target = Target(base.config.linear_shapes(), torch.float32, CPU)
+        with store.lease(e.stored for e in planned.experts if e.digest not in from_files):
+            return stack.enter_context(
+                compiled(self.tiers, chain, identity=plan.identity, target=target)
+            )
+
+    def _record(self, planned: Planned, files: Files) -> list[str]:
+        """Count the use of installed experts; what cannot be written is told, never fatal."""
+        catalogue = self._planner.catalogue
+        known = len(catalogue.notes)
+        from_files = {file.source.content_digest for file in files.values()}
+        for expert in planned.experts:
+            if expert.digest not in from_files:
+                catalogue.record_use(expert.digest)
+        return catalogue.notes[known:]
+
+    def _memory(self) -> MemoryUse:
+        held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
+        return MemoryUse(self.budget.limit, self.budget.peak, held)
+
+
+class _Clock:
+    """Milliseconds since the request came, and of its steps."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End a step."""
+        now = time.perf_counter()
+        self._laps[name], self._last = (now - self._last) * 1e3, now
+
+    def timings(self, generated: Generated) -> dict[str, float]:
+        """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
+        return {
+            **self._laps,
+            "prefill": generated.prefill_ms,
+            "ttft": sum(self._laps.values()) + generated.first_token_ms,
+            "decode": generated.decode_ms,
+            "total": (time.perf_counter() - self._begun) * 1e3,
+        }
+
+
+def _forced(expert: NamedExpert, files: Files) -> Forced:
+    if isinstance(expert, Forced):
+        return expert
+    return Forced(files[expert.path].source.content_digest, expert.weight)
+
+
+def _fitted(text: str, base: OpenBase, planned: Planned, *, truncate: bool) -> FittedPrompt:
+    def encode(message: str) -> Prompt:
+        return encode_chat(base.tokenizer, [Message("user", message)])
+
+    limit = planned.result.plan.params.max_tokens
+    positions = base.config.max_positions
+    return fit_context(text, encode, context=positions, max_tokens=limit, truncate=truncate)
+
+
+def _generate(
+    ready: _Ready, prompt: FittedPrompt, planned: Planned
+) -> Generator[str, None, Generated]:
+    plan = planned.result.plan
+    return generate(
+        ready.base.model,
+        prompt.ids,
+        cache=ready.cache,
+        deltas=ready.deltas,
+        params=plan.params,
+        seed=plan.seed,
+        max_tokens=prompt.max_tokens,
+    )
+
+
+def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:
+    """Why the base answers alone although nobody asked for that."""
+    alone = not planned.result.plan.experts and not request.route.base_alone
+    return planned.result.notes if alone else ()
