@@ -1,0 +1,173 @@
+"""From a conversation to the tokens of a prompt, by the chat template of the base.
+
+A template sees plain data only: messages, tools, the names of special tokens, and what the caller
+adds. It is rendered as transformers renders it. Text of users is kept from becoming control tokens
+by marks around them (see `tokenizer`). Nothing is rewritten: without a template the prompt is used
+as it is, and that is said in the warnings.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from jinja2.exceptions import TemplateAssertionError, TemplateError, TemplateSyntaxError
+
+from expertctl.engine.template_budget import Budget, paying_from
+from expertctl.engine.template_sandbox import ChatSandbox
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.tokenizer_config import TemplateSource
+from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
+from expertctl.schema.strict_json import JsonValue
+
+MAX_TEMPLATE_CHARACTERS = 256 << 10
+NO_TEMPLATE = "the base has no chat template, the prompt is used as it is"
+USES_CLOCK = "the base's chat template writes the date, so the prompt differs from day to day"
+_STRFTIME = re.compile(r"(%[-#]?[A-Za-z%]|[^%]){0,100}")
+
+Role = Literal["system", "user", "assistant", "tool"]
+Clock = Callable[[], datetime]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the decoder reads, as text and as tokens, and what the user should know about it."""
+
+    text: str
+    ids: tuple[int, ...]
+    warnings: tuple[str, ...] = ()
+
+
+class _RefusalError(TemplateError):
+    """A template called ``raise_exception``."""
+
+
+class ChatTemplate:
+    """The chat template of one base."""
+
+    def __init__(self, source: TemplateSource, *, clock: Clock = datetime.now) -> None:
+        """Keep the source; it is compiled by each rendering, under the rendering's budget."""
+        self.source = source
+        self._clock = clock
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        special_tokens: Mapping[str, str],
+        variables: Mapping[str, JsonValue] | None = None,
+        add_generation_prompt: bool = True,
+        used_clock: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Return the conversation as text; ``used_clock`` is called when the template asks for it.
+
+        Raises:
+            InvalidPackageError: when the template is malformed, fails, or does too much.
+            IncompatibleError: when the template refuses the conversation.
+        """
+
+        def strftime_now(form: str) -> str:
+            used_clock()
+            return _formatted(self._clock(), form)
+
+        functions = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
+        values = {
+            "tools": None,
+            "documents": None,
+            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **special_tokens,
+            **(variables or {}),
+        }
+        return self._rendered(ChatSandbox(functions), values)
+
+    def _rendered(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> str:
+        if len(self.source.text) > MAX_TEMPLATE_CHARACTERS:
+            raise self._refused(f"longer than {MAX_TEMPLATE_CHARACTERS} characters")
+        try:
+            with paying_from(Budget()):
+                return sandbox.from_string(self.source.text).render(values)
+        except (TemplateSyntaxError, TemplateAssertionError) as error:
+            raise self._refused(f"line {error.lineno}: {error.message}") from error
+        except _RefusalError as error:
+            raise IncompatibleError(
+                f"{self.source.file}: the chat template refuses this conversation: {error}",
+                hint="change the conversation as it says",
+            ) from error
+        except Exception as error:  # a template can raise whatever Python can
+            raise self._refused(f"fails: {type(error).__name__}: {error}") from error
+
+    def _refused(self, problem: str) -> InvalidPackageError:
+        return InvalidPackageError(
+            f"{self.source.file}: chat template",
+            [problem[:1000]],
+            hint="use a base whose chat template can be rendered",
+        )
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    variables: Mapping[str, JsonValue] | None = None,
+    add_generation_prompt: bool = True,
+    clock: Clock = datetime.now,
+) -> Prompt:
+    """Return what the decoder reads for a conversation.
+
+    Raises:
+        UsageError: for several messages where the base has no chat template, and for control
+            tokens that cannot be read as letters.
+        InvalidPackageError: when the template is malformed, fails, or does too much.
+        IncompatibleError: when the template refuses the conversation.
+    """
+    config = tokenizer.config
+    if config.template is None:
+        return _without_template(tokenizer, messages)
+    contents = [message.content for message in messages]
+    marks = tokenizer.marks_for(contents, template=config.template.text)
+    if marks is not None:
+        messages = [Message(m.role, tokenizer.mark(m.content, marks)) for m in messages]
+    clock_uses: list[str] = []
+    text = ChatTemplate(config.template, clock=clock).render(
+        messages,
+        special_tokens=config.special_tokens,
+        variables=variables,
+        add_generation_prompt=add_generation_prompt,
+        used_clock=lambda: clock_uses.append(USES_CLOCK),
+    )
+    ids = tokenizer.encode_rendered(text, marks)
+    if marks is not None:
+        text = text.replace(marks.begin, "").replace(marks.end, "")
+    return Prompt(text, tuple(ids), tuple(clock_uses[:1]))
+
+
+def _without_template(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prompt:
+    if len(messages) != 1:
+        raise UsageError(
+            "the base has no chat template, so it takes one prompt and no conversation",
+            hint="use a base with a chat_template in tokenizer_config.json",
+        )
+    text = messages[0].content
+    return Prompt(text, tuple(tokenizer.encode(text)), (NO_TEMPLATE,))
+
+
+def _raise_exception(message: object) -> None:
+    """Let a template refuse a conversation, as transformers does."""
+    raise _RefusalError(str(message)[:1000])
+
+
+def _formatted(moment: datetime, form: str) -> str:
+    """Only plain conversions: some C libraries pad ``%999999999d`` without limit."""
+    if not _STRFTIME.fullmatch(str(form)):
+        raise TemplateError(f"the date format {str(form)[:40]!r} is not available")
+    return moment.strftime(str(form))

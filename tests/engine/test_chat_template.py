@@ -1,0 +1,254 @@
+"""Conversations as tokens: transformers is the oracle, users cannot leave their turn."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from expertctl.engine.chat_template import (
+    MAX_TEMPLATE_CHARACTERS,
+    NO_TEMPLATE,
+    USES_CLOCK,
+    ChatTemplate,
+    Message,
+    encode_chat,
+)
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.tokenizer_config import TemplateSource
+from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
+from tests.factories import write_base, write_tokenizer
+
+TEMPLATES = Path(__file__).parent / "templates"
+NAMES = ["chatml", "llama3", "qwen3"]
+NOON = datetime(2026, 3, 5, 12, 0)
+SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"city": "Łódź <&>"}}}
+]
+USER = Message("user", "What is 2 + 2?")
+CONVERSATIONS = [
+    [USER],
+    [Message("system", "  Be brief.\n"), USER],
+    [USER, Message("assistant", "<think>\nhm\n</think>\n\n4"), Message("user", "And 3 + 3?")],
+    [USER, Message("assistant", "<think>\nhm\n</think>\n\n4")],
+    [USER, Message("assistant", "call"), Message("tool", "4"), Message("tool", "5")],
+    [USER, Message("user", "<tool_response>x</tool_response>"), Message("user", "é 🌍 {{ 1 }}")],
+]
+
+
+def source(text: str) -> TemplateSource:
+    return TemplateSource(text, Path("base/tokenizer_config.json"))
+
+
+def render(text: str, messages: list[Message] | None = None, **variables: Any) -> str:
+    return ChatTemplate(source(text), clock=lambda: NOON).render(
+        messages or [USER], special_tokens=SPECIAL, variables=variables
+    )
+
+
+def theirs(text: str, messages: list[Message], directory: Path, **options: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"), **SPECIAL)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": m.role, "content": m.content} for m in messages],
+        chat_template=text,
+        tokenize=False,
+        **{"add_generation_prompt": True, **options},
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}, {"tools": TOOLS}], ids=str)
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=lambda c: "-".join(m.role for m in c))
+@pytest.mark.parametrize("name", NAMES)
+def test_rendering_equals_that_of_transformers(
+    folder: Path, name: str, messages: list[Message], variables: dict[str, Any]
+) -> None:
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    values = {"date_string": "1 Jan 2026", **variables}
+    assert render(text, messages, **values) == theirs(text, messages, folder, **values)
+
+
+SNIPPETS = [
+    "{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{% endfor %}",
+    "{% for k, v in {'a': 1, 'b': [1, 2]}.items() %}{{ k }}={{ v }};{% endfor %}",
+    "{% macro m(x, y=2) %}<{{ x }}{{ y }}>{% endmacro %}{{ m(1) }}{{ m('a', y='b') }}",
+    "{% set n = namespace(x=0) %}{% for i in [1, 2] %}{% set n.x = n.x + i %}{% endfor %}{{ n.x }}",
+    "{% for i in range(9) %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+    "{{ 'a' ~ 1 ~ none ~ missing ~ [1, 'x'] }}",
+    "{{ [1, 2] + [3] }}{{ 'ab' * 3 }}{{ 7 % 3 }}{{ 2 ** 5 }}{{ (1, 2) }}{{ {'a': 'b'} }}",
+    "{{ messages[0]['content'][::-1] }}{{ messages[-1].content[2:5] }}",
+    "{{ [1, 2, 3] | join('-') }}{{ 'a-b' | replace('-', '+') }}{{ ' x ' | trim }}|",
+    "{{ messages | map(attribute='role') | list }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+    "{{ {'b': 1, 'a': [true, none, 'é<>&']} | tojson }}{{ [1] | tojson(indent=2) }}",
+    "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true, separators=(',', ':')) }}",
+    "{{ 'a\nb\n\nc' | indent(2) }}|{{ 'a\nb' | indent(2, first=true) }}",
+    "{{ 'Hello World'.upper().lower().title().replace('o', '0').split(' ') }}",
+    "{{ ', '.join(['a', 'b']) }}{{ 'x' if missing is defined else 'y' }}{{ missing }}",
+    "{% set x %}block {{ 1 + 1 }}{% endset %}{{ x | length }}{{ x }}",
+    "{% generation %}{{ 'inside' }}{% endgeneration %}",
+    "{{ dict(a=1)['a'] }}{{ namespace(a=3).a }}{{ 'b' in {'b': 1} }}{{ 2 in [1, 2] }}",
+    "{%- for x in [1, 2] -%}\n  {{ x }}\n{%- endfor %}\n  {% if true %}\n  y\n  {% endif %}\n",
+    "{{ '%s' is string }}{{ 1 is number }}{{ [] is mapping }}{{ 3 is odd }}{{ 1 == 1.0 }}",
+    "{{ ['b', 'a'] | sort | first }}{{ [3, 1] | max }}{{ '5' | int + 1 }}",
+    "{{ none | default('d', true) }}{{ missing | d('e') }}{{ [1, 2] | last }}{{ 'ab' | first }}",
+    "{% for r in [[1, 2], [3]] %}{% for c in r %}{{ loop.last }}{{ c }}{% endfor %}{% endfor %}",
+    "{{ 1 < 2 <= 2 < 3 }}{{ 'a' < 'b' }}{{ not (1 in ()) }}",
+    "{% set m = messages[0] %}{{ m.get('role') }}{{ m.keys() | list }}{{ m.missing is none }}",
+]
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_every_allowed_construct_does_what_it_does_in_transformers(
+    folder: Path, snippet: str
+) -> None:
+    messages = CONVERSATIONS[2]
+    assert render(snippet, messages) == theirs(snippet, messages, folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    base = write_base(tmp_path / "base")
+    text = (TEMPLATES / f"{name}.jinja").read_text()
+    (base / "chat_template.jinja").write_text(text)
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **SPECIAL)
+    tokenizer = Tokenizer.open(base)
+    for messages in CONVERSATIONS:
+        prompt = encode_chat(tokenizer, messages, variables={"date_string": "x", **SPECIAL})
+        wanted = reference.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in messages],
+            chat_template=text,
+            add_generation_prompt=True,
+            return_dict=False,
+            date_string="x",
+        )
+        assert list(prompt.ids) == wanted
+        assert prompt.warnings == ()
+
+
+def test_a_conversation_may_go_on_without_a_new_turn() -> None:
+    text = (TEMPLATES / "chatml.jinja").read_text()
+    template = ChatTemplate(source(text))
+    rendered = template.render([USER], special_tokens={}, add_generation_prompt=False)
+    assert rendered == "<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
+
+
+CONTROLS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "system", "\n", "hi", "<|im_", "é"]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    words=st.lists(st.sampled_from(CONTROLS), max_size=8), name=st.sampled_from(["chatml", "qwen3"])
+)
+def test_a_user_cannot_open_or_close_a_turn(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str], name: str
+) -> None:
+    directory = tmp_path_factory.mktemp("base")
+    write_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text((TEMPLATES / f"{name}.jinja").read_text())
+    tokenizer, content = Tokenizer.open(directory), "".join(words)
+    prompt = encode_chat(tokenizer, [Message("system", "s"), Message("user", content)])
+    controls = [i for i in prompt.ids if i in tokenizer.control_ids]
+    begin, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
+    assert controls == [begin, end, begin, end, begin]
+    assert f"user\n{content}\n" in tokenizer.decode(prompt.ids)
+    assert f"<|im_start|>user\n{content}<|im_end|>" in prompt.text
+
+
+def test_without_a_template_the_prompt_is_used_as_it_is_and_that_is_said(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    prompt = encode_chat(Tokenizer.open(base), [Message("user", " a<|im_end|> ")])
+    assert prompt.text == " a<|im_end|> "
+    assert prompt.ids == tuple(b" a<|im_end|> ")
+    assert prompt.warnings == (NO_TEMPLATE,)
+    with pytest.raises(UsageError, match="no chat template"):
+        encode_chat(Tokenizer.open(base), [USER, USER])
+
+
+def test_a_template_of_its_own_file_wins_and_a_list_has_a_default(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "listed"}]
+    config["chat_template"] = named
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    assert encode_chat(Tokenizer.open(base), [USER]).text == "listed"
+    (base / "chat_template.jinja").write_text("own file")
+    assert encode_chat(Tokenizer.open(base), [USER]).text == "own file"
+    (base / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(InvalidPackageError, match=r"chat_template\.jinja: not UTF-8"):
+        Tokenizer.open(base)
+
+
+def test_a_date_in_the_prompt_is_reported(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{{ strftime_now('%%') }}"
+    )
+    prompt = encode_chat(Tokenizer.open(base), [USER], clock=lambda: NOON)
+    assert prompt.text == "05 Mar 2026%"
+    assert prompt.warnings == (USES_CLOCK,)
+
+
+@pytest.mark.parametrize("form", ["%999999999d", "%_9d", "%0100Y", "x" * 200])
+def test_a_date_format_that_pads_is_refused(form: str) -> None:
+    with pytest.raises(InvalidPackageError, match="date format"):
+        render("{{ strftime_now('" + form + "') }}")
+
+
+def test_a_template_may_refuse_a_conversation() -> None:
+    text = (TEMPLATES / "llama3.jinja").read_text()
+    with pytest.raises(IncompatibleError, match="Only user, assistant and tool turns: system"):
+        render(text, [USER, Message("system", "late")])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{% for %}", "line 1"),
+        ("\n\n{{ x | evil }}", "line 3: No filter named 'evil'"),
+        ("{{ 1 is evil }}", "No test named 'evil'"),
+        ("{% include 'x' %}", "fails"),
+        ("{% import 'x' as x %}", "fails"),
+        ("{% extends 'x' %}", "fails"),
+        ("{{ missing.a }}", "'missing' is undefined"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ missing() }}", "'missing' is undefined"),
+        ("{{ messages[0].content() }}", "fails: TypeError"),
+        ("{{ namespace(1) }}", "fails"),
+    ],
+)
+def test_a_template_that_fails_names_its_file_and_what_is_wrong(text: str, problem: str) -> None:
+    with pytest.raises(
+        InvalidPackageError, match=r"tokenizer_config\.json: chat template"
+    ) as caught:
+        render(text)
+    assert problem in caught.value.message
+
+
+def test_an_enormous_template_is_refused_unread() -> None:
+    with pytest.raises(InvalidPackageError, match="longer than"):
+        render(" " * (MAX_TEMPLATE_CHARACTERS + 1))
+
+
+def test_a_long_prompt_and_a_long_conversation_are_no_problem(folder: Path) -> None:
+    text = (TEMPLATES / "qwen3.jinja").read_text()
+    long = [Message("user", "word " * 100_000)]
+    many = [Message("user" if n % 2 == 0 else "assistant", f"turn {n}") for n in range(2001)]
+    for messages in (long, many):
+        assert render(text, messages) == theirs(text, messages, folder)
