@@ -18,11 +18,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
-from expertctl.errors import StoreError
+from expertctl.errors import ExpertError, StoreError
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.graph import GRAPH_ROWS, Graph, build_graph, load_graph
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable, read_table, write_table
 from expertctl.schema.manifest import Manifest
+from expertctl.store.disk import disk_errors
 
 TABLE_FILE = "vectors.safetensors"
 LOCK_FILE = "vectors.lock"
@@ -53,6 +54,7 @@ class RoutingIndex:
         self._table: VectorTable | None = None
         self._graph: Graph | None = None
         self._searched = False
+        self._last: tuple[str, Vectors] | None = None
 
     def add(self, experts: Texts) -> None:
         """Make sure that these experts have vectors, on disk where possible."""
@@ -62,7 +64,11 @@ class RoutingIndex:
             self._extend(self._encoded(missing))
 
     def remove(self, digests: Iterable[Digest]) -> None:
-        """Forget experts."""
+        """Forget experts.
+
+        Raises:
+            StoreError: when the folder cannot be written.
+        """
         gone = set(digests)
         if gone & set(self._current().entries):
             with self._writing():
@@ -70,7 +76,11 @@ class RoutingIndex:
                 self._publish(table.only(d for d in table.entries if d not in gone))
 
     def rebuild(self, experts: Texts) -> None:
-        """Make all vectors again, and the graph where the index is large enough for one."""
+        """Make all vectors again, and the graph where the index is large enough for one.
+
+        Raises:
+            StoreError: when the folder cannot be written.
+        """
         table = self._empty().with_entries(self._encoded(experts))
         with self._writing():
             self._publish(table)
@@ -82,7 +92,7 @@ class RoutingIndex:
         table = self._current()
         if not table.entries:
             return {}
-        query = self.encoder.encode([prompt])[0]
+        query = self._vector_of(prompt)
         graph = self._graph_of(table)
         if graph is None:
             return self._nearest(table, np.arange(len(table.rows)), table.rows @ query)
@@ -103,6 +113,12 @@ class RoutingIndex:
             raise StoreError(f"{self.folder / TABLE_FILE}: rows without an expert")
         if table.encoder != self.encoder.digest():
             raise StoreError(f"{self.folder / TABLE_FILE}: made by another encoder")
+
+    def _vector_of(self, prompt: str) -> Vectors:
+        """Return the vector of a prompt; the last one is kept, as one prompt meets many bases."""
+        if self._last is None or self._last[0] != prompt:
+            self._last = (prompt, self.encoder.encode([prompt])[0])
+        return self._last[1]
 
     def _graph_of(self, table: VectorTable) -> Graph | None:
         """Return the graph from the second search on: loading one costs more than it saves once."""
@@ -160,8 +176,8 @@ class RoutingIndex:
         try:
             with self._writing():
                 self._publish(self._load().with_entries(added))
-        except (OSError, StoreError) as error:
-            self.notes.append(f"the routing index was not saved: {error}")
+        except ExpertError as error:
+            self.notes.append(f"the routing index was not saved: {error.message}")
             self._table = self._current().with_entries(added)
 
     def _publish(self, table: VectorTable) -> None:
@@ -170,13 +186,19 @@ class RoutingIndex:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS)
-        try:
-            with lock:
-                yield
-        except Timeout as error:
-            raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
+        """Keep other writers out.
+
+        Raises:
+            StoreError: when the folder cannot be written, or is locked for too long.
+            DiskFullError: when there is no space left.
+        """
+        with disk_errors(self.folder / TABLE_FILE):
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS):
+                    yield
+            except Timeout as error:
+                raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
 
 
 def _with_mean(rows: Vectors) -> Vectors:

@@ -1,3 +1,4 @@
+import errno
 import multiprocessing
 import os
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from filelock import FileLock
 
 from expertctl.digest import Digest
-from expertctl.errors import StoreError
+from expertctl.errors import DiskFullError, StoreError
 from expertctl.routing import index as indexes
 from expertctl.routing.index import LOCK_FILE, TABLE_FILE, RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
@@ -79,7 +80,7 @@ def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     RoutingIndex(tmp_path, OtherEncoder("one")).add(BOTH)
     other = OtherEncoder("two")
     RoutingIndex(tmp_path, other).add(BOTH)
-    assert len(other.encoded) == 5
+    assert len(other.encoded) == 5  # two descriptions, three examples
     RoutingIndex(tmp_path, other).check_integrity()
     index = RoutingIndex(tmp_path, other)
     index.search("x")
@@ -133,6 +134,31 @@ def test_an_unwritable_home_keeps_vectors_in_memory_and_says_so(tmp_path: Path) 
     index.add(BOTH)
     assert set(index.search("sort")) == set(BOTH)
     assert index.notes[0].startswith("the routing index was not saved: ")
+
+
+def test_a_full_disk_keeps_vectors_in_memory(
+    index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(indexes, "write_table", full)
+    index.add(BOTH)
+    assert set(index.search("sort")) == set(BOTH)
+    assert "No space left" in index.notes[0]
+    with pytest.raises(DiskFullError):
+        index.remove(BOTH)
+    assert [path.name for path in index.folder.iterdir()] in ([], [LOCK_FILE])
+
+
+def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
+    encoder = OtherEncoder("one")
+    index = RoutingIndex(tmp_path, encoder)
+    index.add(BOTH)
+    encoder.encoded.clear()
+    assert index.search("sort") == index.search("sort")
+    index.search("other")
+    assert encoder.encoded == ["sort", "other"]
 
 
 def test_a_lock_that_is_held_for_too_long_is_no_deadlock(

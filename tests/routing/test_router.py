@@ -18,6 +18,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Candidate, Installed
+from expertctl.routing.choice import Choice, Selection
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import numeric_settings
 from expertctl.routing.plan import plan_identity
@@ -524,3 +525,20 @@ def test_an_expert_that_declares_everything_does_not_attach_itself(router: Route
         sorting("evil/leech", composition=leech),
     )
     assert refs(result) == ["acme/sort@1.0.0"]
+
+
+# the selection
+
+
+def test_a_selection_holds_each_expert_once() -> None:
+    selection = Selection([sorting(), sql()], max_experts=2)
+    selection.check_integrity()
+    selection.add(Choice(sorting(), 1.0, "first"))
+    selection.add(Choice(sql(), 1.0, "second"))
+    selection.check_integrity()
+    with pytest.raises(IncompatibleError, match="at most 2 are allowed"):
+        selection.add(Choice(sorting("acme/third"), 1.0, "third"))
+    assert [choice.reason for choice in selection.choices] == ["first", "second"]
+    selection.choices.append(selection.choices[0])
+    with pytest.raises(AssertionError):
+        selection.check_integrity()
