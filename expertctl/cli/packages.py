@@ -21,6 +21,7 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, module_shapes, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
+from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.spool import export_oci, sign_package
 from expertctl.package.spool import unpack as unpack_package
@@ -105,6 +106,15 @@ def build(
     description: Description = None,
     license_: License = None,
     base: Base = None,
+    level: Annotated[
+        int,
+        typer.Option(
+            "--level",
+            min=LEVELS.start,
+            max=LEVELS.stop - 1,
+            help="zstd level: -1 is quickest to verify, 3 makes smaller files; no digest changes.",
+        ),
+    ] = FAST,
     as_json: JsonFlag = False,
 ) -> None:
     """Check an adapter directory and pack it into a .expert file; all problems come at once.
@@ -119,7 +129,7 @@ def build(
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
-        built = building.build(plan, target, key=key, progress=report)
+        built = building.build(plan, target, key=key, level=level, progress=report)
     _say_built(built)
     emit(built_document(built), built_text(built), as_json=as_json)
 

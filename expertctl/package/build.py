@@ -26,6 +26,7 @@ from expertctl.package.draft import (
     read_adapter,
     read_draft,
 )
+from expertctl.package.frame import FAST
 from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
 from expertctl.package.numbers import not_finite
 from expertctl.package.secrets_scan import holds_private_key
@@ -157,9 +158,16 @@ def plan_build(
 
 
 def build(
-    plan: Plan, output: Path, *, key: PrivateKey | None = None, progress: Progress = no_progress
+    plan: Plan,
+    output: Path,
+    *,
+    key: PrivateKey | None = None,
+    level: int = FAST,
+    progress: Progress = no_progress,
 ) -> Built:
     """Write the package that was planned, signed when there is a key.
+
+    ``level`` is zstd's; it changes the size of the file and no digest.
 
     Raises:
         DigestError: when a file changes while it is packed.
@@ -170,7 +178,7 @@ def build(
     signature = sign_files(files, name=name, key=key) if key is not None else None
     layout = signed_layout(files, signature)
     blobs = with_document(with_document(_blobs(sources), plan.document), signature)
-    write_package(output, layout, blobs, progress=progress)
+    write_package(output, layout, blobs, level=level, progress=progress)
     return _built(plan, output, layout, key)
 
 

@@ -16,15 +16,16 @@ import zstandard
 from expertctl.errors import InvalidPackageError
 
 MAGIC = b"\x28\xb5\x2f\xfd"
-LEVEL = 1
-"""Weights do not shrink further at higher levels."""
+FAST = -1
+"""Leaves what looks random as it is, so that reading costs little more than hashing."""
+LEVELS = range(-7, 20)
 WINDOW_LOG = 17
 MAX_WINDOW = 8 << 20
 """What RFC 8878, section 3.1.1.1.2, asks every decoder to support."""
 MAX_RATIO = 50
 RATIO_FREE_BYTES = 64 << 20
 _CHUNK = 1 << 18
-_BUFFERS = 8
+_BUFFERS = 4
 _READ = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
@@ -212,10 +213,10 @@ def _fill(
 
 
 @contextmanager
-def compressing(stream: BinaryIO, *, content_size: int) -> Iterator[BinaryIO]:
+def compressing(stream: BinaryIO, *, content_size: int, level: int = FAST) -> Iterator[BinaryIO]:
     """Write one frame whose content has the given size."""
     parameters = zstandard.ZstdCompressionParameters.from_level(
-        LEVEL, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False
+        level, window_log=WINDOW_LOG, write_content_size=True, write_checksum=False
     )
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     writer = compressor.stream_writer(stream, size=content_size, closefd=False)

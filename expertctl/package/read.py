@@ -8,7 +8,7 @@ hashing. What a package holds may be used only after `expertctl.package.verify`.
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,12 +169,10 @@ class _ArchiveReader:
                 self._what,
                 [f"an archive of {archive_bytes} bytes; its manifest makes {archive_size(layout)}"],
             )
-        kept: dict[Digest, int] = {}
-        for file in layout.layers:
-            kept[file.digest] = max(kept.get(file.digest, 0), _kept_bytes(file))
         for member in members(layout)[4:]:
             self._expect_header(member)
-            self._read_blob(member, kept[member.digest])
+            files = [file for file in layout.layers if file.digest == member.digest]
+            self._starts[member.digest] = self._read_blob(member, _Start(files))
         if self._frame.read_exact(len(END)) != END or not self._frame.at_end():
             raise InvalidPackageError(self._what, ["something follows the last file"])
         return _contents(layout, self._starts, self._what)
@@ -212,14 +210,13 @@ class _ArchiveReader:
         if self._frame.read_exact(count).strip(b"\0"):
             raise InvalidPackageError(self._what, [f"{name}: the padding is not zero"])
 
-    def _read_blob(self, member: Member, keep: int) -> None:
-        hasher, start = hashlib.sha256(), bytearray()
+    def _read_blob(self, member: Member, start: "_Start") -> bytes:
+        hasher = hashlib.sha256()
         with self._sink.open(member.digest, member.size) as write:
             for chunk in self._frame.chunks(member.size):
                 hasher.update(chunk)
                 write(chunk)
-                if len(start) < keep:
-                    start += chunk[: keep - len(start)]
+                start.take(chunk)
                 self._progress(len(chunk))
             if hasher.hexdigest() != member.digest.hex:
                 raise DigestError(
@@ -227,7 +224,26 @@ class _ArchiveReader:
                     hint=_DAMAGED,
                 )
         self._expect_zeros(member.padding, member.name)
-        self._starts[member.digest] = bytes(start)
+        return bytes(start.data)
+
+
+class _Start:
+    """The beginning of a blob: as much as is looked at later, which of tensors is the header."""
+
+    def __init__(self, files: Sequence[FileDigest]) -> None:
+        self.data = bytearray()
+        self._limit = max(_kept_bytes(file) for file in files)
+        self._is_tensors = all(media_type(file.path) == WEIGHT_TYPE for file in files)
+
+    def take(self, chunk: memoryview) -> None:
+        """Keep what is still wanted of the next bytes."""
+        wanted = self._limit - len(self.data)
+        if wanted <= 0:
+            return
+        self.data += chunk[:wanted]
+        if self._is_tensors and len(self.data) >= LENGTH_BYTES:
+            length = int.from_bytes(self.data[:LENGTH_BYTES], "little")
+            self._limit = min(self._limit, LENGTH_BYTES + length)
 
 
 def read_blobs(

@@ -177,7 +177,7 @@ def _checked_name(name: str) -> str:
 
 
 def _tensor_of(name: str, entry: JsonValue) -> TensorInfo:
-    if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
+    if not isinstance(entry, dict) or entry.keys() != _ENTRY_KEYS:
         raise _RefusedError(f"{name}: not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -198,7 +198,7 @@ def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
     """Return a list of integers as such, None for anything else; true is not 1."""
     if not isinstance(values, list):
         return None
-    numbers = [v for v in values if isinstance(v, int) and type(v) is int and v >= minimum]
+    numbers = [v for v in values if type(v) is int and v >= minimum]
     return numbers if len(numbers) == len(values) else None
 
 

@@ -23,7 +23,7 @@ from expertctl.package.archive import (
     archive_size,
     members,
 )
-from expertctl.package.frame import check_ratio, compressing
+from expertctl.package.frame import FAST, check_ratio, compressing
 from expertctl.package.layout import OCI_LAYOUT, Blobs, Layout
 
 
@@ -36,7 +36,12 @@ class Output(Protocol):
 
 
 def write_package(
-    path: Path, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+    path: Path,
+    layout: Layout,
+    blobs: Blobs,
+    *,
+    level: int = FAST,
+    progress: Progress = no_progress,
 ) -> None:
     """Write a ``.expert`` file.
 
@@ -46,7 +51,7 @@ def write_package(
     """
     size = archive_size(layout)
     with publishing(path) as stream:
-        with compressing(stream, content_size=size) as output:
+        with compressing(stream, content_size=size, level=level) as output:
             write_archive(output, layout, blobs, progress=progress)
         check_ratio(size, stream.tell(), what=path.name)
 

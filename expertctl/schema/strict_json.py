@@ -6,6 +6,7 @@ beyond ±(2⁵³-1) (RFC 7493, I-JSON), nesting deeper than ``MAX_DEPTH``.
 
 import json
 import math
+from collections.abc import Collection
 from typing import NoReturn
 
 import rfc8785
@@ -40,7 +41,9 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
             parse_int=_integer,
             parse_float=_finite,
         )
-        _check_values(document, MAX_DEPTH)
+        _check_depth(document, MAX_DEPTH)
+        if "\\u" in text:  # nothing else can make a surrogate of valid UTF-8
+            _check_texts(document)
     except UnicodeDecodeError as error:
         raise InvalidPackageError(what, [f"not UTF-8 at byte {error.start}"]) from error
     except (ValueError, RecursionError) as error:
@@ -78,9 +81,10 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > 17 or abs(int(digits)) > _MAX_INTEGER:
+    value = int(digits) if len(digits) <= 17 else _MAX_INTEGER + 1
+    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
         raise _RefusedError(f"integer {digits[:20]}… is beyond 2^53-1")
-    return int(digits)
+    return value
 
 
 def _finite(digits: str) -> float:
@@ -90,21 +94,27 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check_values(value: JsonValue, depth: int) -> None:
-    if depth < 0:
+def _check_depth(value: JsonValue, depth: int) -> None:
+    children = _children(value)
+    if children and depth == 0:
         raise _RefusedError(f"nested deeper than {MAX_DEPTH}")
-    match value:
-        case str() if not value.isascii():
-            _check_text(value)
-        case list():
-            for item in value:
-                _check_values(item, depth - 1)
-        case dict():
-            for name, item in value.items():
-                _check_values(name, depth)
-                _check_values(item, depth - 1)
-        case _:
-            pass
+    for child in children:
+        if isinstance(child, (list, dict)):
+            _check_depth(child, depth - 1)
+
+
+def _check_texts(value: JsonValue) -> None:
+    for text in (value, *value) if isinstance(value, dict) else (value,):
+        if isinstance(text, str):
+            _check_text(text)
+    for child in _children(value):
+        _check_texts(child)
+
+
+def _children(value: JsonValue) -> Collection[JsonValue]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _check_text(text: str) -> None:

@@ -114,6 +114,14 @@ def test_build_tells_what_it_made(run: Run, work: Path) -> None:
     assert (manifest.description, manifest.license) == ("Writes SQL.", "MIT")
 
 
+def test_the_level_changes_the_size_and_no_digest(run: Run, work: Path) -> None:
+    fast = run.json("build", "my-lora", "--base", "base", "-o", "fast.expert")
+    small = run.json("build", "my-lora", "--base", "base", "-o", "small.expert", "--level", 3)
+    assert {**fast, "path": ""} == {**small, "path": ""}
+    assert (work / "small.expert").stat().st_size < (work / "fast.expert").stat().st_size
+    assert "--level" in run.refusal(2, "build", "my-lora", "--level", 99)
+
+
 def test_build_text_is_short_and_says_the_digests(run: Run, work: Path) -> None:
     assert run("build", "my-lora", "--base", "base", "-o", "x.expert") == 0
     contents = read_package(work / "x.expert")

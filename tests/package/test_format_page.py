@@ -1,0 +1,69 @@
+"""``docs/reference/format.md`` says what the code does."""
+
+import json
+from pathlib import Path
+
+from expertctl.package import layout
+from expertctl.package.adapter_config import MAX_CONFIG_BYTES
+from expertctl.package.decoder_config import DECODER_FIELDS
+from expertctl.package.frame import MAX_RATIO, MAX_WINDOW, RATIO_FREE_BYTES
+from expertctl.package.tensor_file import ADAPTER_LIMITS
+from expertctl.schema.manifest import MAX_MANIFEST_BYTES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reference" / "format.md").read_text(encoding="utf-8")
+
+
+def schema(name: str) -> dict[str, dict[str, object]]:
+    path = ROOT / "schemas" / f"{name}.schema.json"
+    properties: dict[str, dict[str, object]] = json.loads(path.read_text())["properties"]
+    return properties
+
+
+def test_every_limit_is_on_the_page() -> None:
+    limits = {
+        "files": f"{layout.MAX_FILES}",
+        "one file": f"{layout.MAX_FILE_BYTES} bytes",
+        "all files": f"{layout.MAX_TOTAL_BYTES} bytes",
+        "OCI manifest": f"{layout.MAX_MANIFEST_BYTES} bytes",
+        "safetensors header of an adapter": (
+            f"{ADAPTER_LIMITS.header_bytes} bytes, {ADAPTER_LIMITS.tensors} tensors"
+        ),
+        "content against file, beyond 64 MiB": f"{MAX_RATIO} times",
+    }
+    assert [row for row in limits.items() if f"| {row[0]} | {row[1]} |" not in PAGE] == []
+    assert MAX_MANIFEST_BYTES == MAX_CONFIG_BYTES == 1048576
+    assert (MAX_WINDOW, RATIO_FREE_BYTES) == (8 << 20, 64 << 20)
+
+
+def test_every_media_type_and_name_is_on_the_page() -> None:
+    for text in (
+        layout.ARTIFACT_TYPE,
+        layout.CONFIG_TYPE,
+        layout.WEIGHT_TYPE,
+        layout.DOC_TYPE,
+        layout.SETTINGS_TYPE,
+        layout.FILEPATH,
+    ):
+        assert f"`{text}`" in PAGE
+
+
+def test_every_key_of_the_manifest_is_on_the_page() -> None:
+    for key, value in schema("manifest").items():
+        assert f"`{key}`" in PAGE
+        items = value.get("items", value)
+        for inner in items.get("properties", {}) if isinstance(items, dict) else ():
+            assert f"`{inner}`" in PAGE
+
+
+def test_every_field_that_is_refused_or_supported_is_on_the_page() -> None:
+    harmless = {
+        "peft_type", "peft_version", "inference_mode", "lora_dropout", "qalora_group_size",
+        "eva_config", "revision",
+    }  # fmt: skip
+    named = {field for field in schema("adapter-config-lora") if f"`{field}`" in PAGE}
+    assert set(schema("adapter-config-lora")) - harmless <= named
+
+
+def test_every_field_that_a_decoder_reads_is_on_the_page() -> None:
+    assert [field for field in DECODER_FIELDS if f"`{field}`" not in PAGE] == []
