@@ -167,11 +167,17 @@ class Catalogue:
             if not _is_damage(error):
                 raise self._told(error) from error
             self._move_aside(str(error))
-            self._attempt(action)
+            self._attempt_anew(action)
 
     def _attempt(self, action: Callable[[Database], object]) -> None:
         with self._open_for_writing() as db:
             action(db)
+
+    def _attempt_anew(self, action: Callable[[Database], object]) -> None:
+        try:
+            self._attempt(action)
+        except sqlite3.DatabaseError as error:
+            raise self._told(error) from error
 
     def _rows(self, table: str, query: str, *values: str) -> list[dict[str, Any]]:
         """Ask; a file without the table is one whose writer was killed before it began."""
@@ -227,7 +233,8 @@ class Catalogue:
     def _is_broken(self) -> bool:
         try:
             with self._open_for_writing() as db:
-                return bool(db.execute("PRAGMA quick_check").fetchone()[0] != "ok")
+                found = str(db.execute("PRAGMA integrity_check").fetchone()[0])
+                return found != "ok" or bool(_foreign_tables(db))
         except sqlite3.DatabaseError as error:
             return _is_damage(error)
 

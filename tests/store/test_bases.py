@@ -1,0 +1,281 @@
+"""Base models that the machine knows."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import hash_file
+from expertctl.errors import (
+    BaseMismatchError,
+    ConflictError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from expertctl.package.base_model import identify_base, module_shapes
+from expertctl.store.bases import ARCHITECTURES, BaseStore
+from tests.factories import write_base
+from tests.store.shop import House
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "my-base", layers=1, hidden=16, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def bases(house: House) -> BaseStore:
+    return house.bases
+
+
+def flip(path: Path) -> None:
+    """Change one bit and keep size, time and inode."""
+    status = path.stat()
+    with path.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        last = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_END)
+        stream.write(bytes([last ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_base_is_remembered_where_it_is(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory)
+    assert bases.bases() == [base]
+    assert base.name == "my-base"
+    assert base.path == directory
+    assert base.identity == identify_base(directory, name="my-base")
+    assert dict(base.shapes) == module_shapes(directory)
+    assert {f.path: f.digest for f in base.files} == {
+        path.name: hash_file(path)[1] for path in directory.iterdir()
+    }
+    assert base.size == sum(path.stat().st_size for path in directory.iterdir())
+    assert [path.name for path in (bases.folder / "my-base").iterdir()] == ["base.json"]
+    bases.check_integrity()
+
+
+def test_a_copy_lives_without_the_original(bases: BaseStore, directory: Path) -> None:
+    base = bases.add_copy(directory, name="org/copied", revision="abc")
+    (directory / "notes.txt").write_text("never copied")
+    shutil.rmtree(directory)
+    bases.check(base)
+    bases.rehash(base)
+    assert base.copied
+    assert base.path == bases.folder / "org%2Fcopied" / "files"
+    assert bases.find("org/copied").identity.revision == "abc"
+    bases.remove(base)
+    assert bases.bases() == []
+    assert not (bases.folder / "org%2Fcopied").exists()
+
+
+def test_progress_tells_every_byte(bases: BaseStore, directory: Path) -> None:
+    seen: list[int] = []
+    base = bases.add(directory, progress=seen.append)
+    assert base.size < sum(seen) <= 2 * base.size + sum(f.size for f in base.files)
+
+
+def test_names_and_commits_of_a_hub_cache_are_understood(
+    bases: BaseStore, directory: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("c1" * 20)
+    snapshot.mkdir(parents=True)
+    for path in directory.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    base = bases.add(snapshot)
+    assert (base.name, base.identity.revision) == ("Qwen/Qwen3-0.6B", "c1" * 20)
+
+
+def test_adding_again_is_harmless(bases: BaseStore, directory: Path, tmp_path: Path) -> None:
+    first = bases.add(directory)
+    again = bases.add(directory)
+    assert again.identity == first.identity
+    moved = directory.rename(tmp_path / "moved")
+    assert bases.add(moved, name="my-base").path == moved
+    assert bases.add_copy(moved, name="my-base").copied
+    assert not bases.add(moved, name="my-base").copied
+    assert len(bases.bases()) == 1
+    bases.check_integrity()
+
+
+def test_a_name_belongs_to_one_base(bases: BaseStore, directory: Path, tmp_path: Path) -> None:
+    bases.add(directory, name="taken")
+    other = write_base(tmp_path / "other", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
+    for add in (bases.add, bases.add_copy):
+        with pytest.raises(ConflictError, match="another base is called taken") as error:
+            add(other, name="taken")
+        assert "--name" in error.value.hint
+    assert bases.find("taken").path == directory
+    assert [path.name for path in bases.folder.iterdir() if path.name[0] == "."] == []
+
+
+def test_a_base_is_found_by_name_or_digest(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory, name="Qwen/Qwen3-0.6B")
+    for wanted in ("Qwen/Qwen3-0.6B", str(base.identity.weights), str(base.identity.arch)):
+        assert bases.find(wanted) == base
+    with pytest.raises(NotFoundError, match="no base is called") as error:
+        bases.find("Qwen/Qwen3-0.8B")
+    assert error.value.hint == "did you mean Qwen/Qwen3-0.6B?"
+    with pytest.raises(NotFoundError) as error:
+        bases.find("None")
+    assert "base add" in error.value.hint
+
+
+def test_the_default_is_the_base_that_was_added_last(
+    bases: BaseStore, directory: Path, tmp_path: Path
+) -> None:
+    assert bases.default() is None
+    bases.add(directory)
+    other = write_base(tmp_path / "a-other", layers=1, hidden=16, heads=2, kv_heads=1, seed=1)
+    newer = bases.add(other)
+    assert bases.default() == newer
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_supported_architecture_is_accepted(
+    arch: str, bases: BaseStore, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / arch, arch=arch, layers=1, hidden=16, heads=2, kv_heads=1)
+    assert bases.add(directory).name == arch
+
+
+def test_a_base_in_several_files_is_remembered_whole(bases: BaseStore, tmp_path: Path) -> None:
+    directory = write_base(tmp_path / "sharded", shards=2)
+    names = {file.path for file in bases.add(directory).files}
+    assert {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    } <= names
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_an_architecture_that_cannot_run_is_refused_by_name(
+    bases: BaseStore, directory: Path
+) -> None:
+    edit_config(directory, model_type="gpt2")
+    with pytest.raises(InvalidPackageError, match="'gpt2' is not supported, only llama, mistral"):
+        bases.add(directory)
+    edit_config(directory, model_type="qwen3", quantization_config={"quant_method": "awq"})
+    with pytest.raises(InvalidPackageError, match="quantised"):
+        bases.add(directory)
+    assert bases.bases() == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_directory_without_its_files_is_refused(
+    name: str, bases: BaseStore, directory: Path
+) -> None:
+    (directory / name).unlink()
+    for add in (bases.add, bases.add_copy):
+        with pytest.raises(NotFoundError, match=f"{name} is missing"):
+            add(directory)
+
+
+def test_pickled_weights_are_never_opened(bases: BaseStore, directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(NotFoundError) as error:
+        bases.add(directory)
+    assert "pickles are never opened" in error.value.hint
+
+
+def test_weights_that_are_cut_short_are_refused(bases: BaseStore, directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(InvalidPackageError):
+        bases.add(directory)
+
+
+def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such directory") as error:
+        bases.add(Path("Qwen/Qwen3-0.6B"))
+    assert "hf download Qwen/Qwen3-0.6B" in error.value.hint
+    with pytest.raises(UsageError, match="is no directory"):
+        bases.add(directory / "config.json")
+    assert not bases.folder.exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", " x", "a\nb", "a\x1b[31m", "é" * 60])
+def test_a_name_that_cannot_be_shown_or_stored_is_refused(
+    name: str, bases: BaseStore, directory: Path
+) -> None:
+    with pytest.raises(UsageError, match="cannot name a base"):
+        bases.add(directory, name=name or " ")
+
+
+def test_a_name_cannot_lead_out_of_the_folder(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory, name="a/../../../b")
+    assert base.name == "a/../../../b"
+    assert {path.name for path in bases.folder.iterdir()} == {"lock", "a%2F..%2F..%2F..%2Fb"}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "chat_template.jinja"])
+def test_a_changed_file_is_named(name: str, bases: BaseStore, directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    base = bases.add(directory)
+    path = directory / name
+    path.write_bytes(path.read_bytes()[::-1])
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(BaseMismatchError, match=f"{name} has other content") as error:
+        bases.check(base)
+    assert "base remove my-base" in error.value.hint
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(BaseMismatchError, match=f"{name} has .* bytes, not"):
+        bases.check(base)
+    path.unlink()
+    for demand in (bases.check, bases.rehash):
+        with pytest.raises(BaseMismatchError, match=f"{name} is missing"):
+            demand(base)
+
+
+def test_a_new_file_that_would_be_read_is_named(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory)
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BaseMismatchError, match=r"chat_template\.jinja is new"):
+        bases.check(base)
+
+
+def test_the_same_bytes_at_another_time_are_the_same_base(
+    bases: BaseStore, directory: Path
+) -> None:
+    base = bases.add(directory)
+    path = directory / "model.safetensors"
+    shutil.copyfile(path, directory / "again")
+    (directory / "again").replace(path)
+    bases.check(base)
+    (refreshed,) = bases.bases()
+    assert refreshed != base
+    assert refreshed.identity == base.identity
+    assert path.stat().st_ino in {file.inode for file in refreshed.files}
+
+
+def test_a_flip_behind_the_clock_is_found_by_rehashing(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory)
+    flip(directory / "model.safetensors")
+    bases.check(base)
+    with pytest.raises(BaseMismatchError, match=r"model\.safetensors has other content"):
+        bases.rehash(base)
+
+
+def test_a_damaged_record_is_told_with_the_way_out(bases: BaseStore, directory: Path) -> None:
+    bases.add(directory)
+    path = bases.folder / "my-base" / "base.json"
+    for data in (b"", b"{}", b"[]", path.read_bytes().replace(b"sha256:", b"sha255:", 1)):
+        path.write_bytes(data)
+        with pytest.raises(StoreError, match=r"base\.json is damaged") as error:
+            bases.bases()
+        assert "add the base again" in error.value.hint
+
+
+def test_removing_forgets_and_leaves_the_files(bases: BaseStore, directory: Path) -> None:
+    base = bases.add(directory)
+    bases.remove(base)
+    assert bases.bases() == []
+    assert (directory / "model.safetensors").exists()

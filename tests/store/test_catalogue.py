@@ -1,0 +1,187 @@
+"""The catalogue and the history of uses."""
+
+import json
+import multiprocessing
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import DiskFullError, StoreError
+from expertctl.store.catalogue import Catalogue, Usage
+from tests.store.shop import House, Shop
+
+X, Y = Digest.of(b"x"), Digest.of(b"y")
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Catalogue:
+    return Catalogue(tmp_path / "index.db")
+
+
+def test_an_absent_catalogue_is_read_without_being_made(catalogue: Catalogue) -> None:
+    assert catalogue.usage(X) is None
+    assert catalogue.success_rate(X) is None
+    assert catalogue.refs() == []
+    assert catalogue.problems() == []
+    assert not catalogue.path.exists()
+
+
+def test_uses_are_counted_for_each_content(catalogue: Catalogue) -> None:
+    for success in (None, True, True, False):
+        assert catalogue.record_use(X, success=success)
+    assert catalogue.record_use(Y)
+    usage = catalogue.usage(X)
+    assert usage is not None
+    assert (usage.uses, usage.successes, usage.failures) == (4, 2, 1)
+    assert usage.last_used is not None
+    assert catalogue.success_rate(X) == pytest.approx(2 / 3)
+    assert catalogue.success_rate(Y) is None
+
+
+def test_nobody_else_may_read_it(catalogue: Catalogue) -> None:
+    catalogue.record_use(X)
+    assert stat.S_IMODE(catalogue.path.stat().st_mode) == 0o600
+    assert catalogue.problems() == []
+    catalogue.path.chmod(0o644)
+    assert catalogue.problems() == ["others may read or write it"]
+
+
+def test_experts_are_listed_and_forgotten_and_their_history_stays(house: House, shop: Shop) -> None:
+    (one, two) = house.install(
+        shop.package("acme/one"), shop.package("acme/two"), catalogue=house.catalogue
+    )
+    assert house.catalogue.refs() == ["acme/one@1.0.0", "acme/two@1.0.0"]
+    house.catalogue.record_use(one.expert.content_digest, success=True)
+    house.catalogue.remove(one.expert)
+    assert house.catalogue.refs() == ["acme/two@1.0.0"]
+    house.catalogue.rebuild([(one.expert, house.store.manifest(one.expert))])
+    assert house.catalogue.refs() == ["acme/one@1.0.0"]
+    assert house.catalogue.success_rate(one.expert.content_digest) == 1
+    assert two.expert.ref not in house.catalogue.refs()
+    house.catalogue.check_integrity()
+
+
+@pytest.mark.parametrize("sidecars", [False, True])
+def test_a_file_that_is_no_database_is_moved_aside(sidecars: bool, catalogue: Catalogue) -> None:
+    if sidecars:
+        catalogue.record_use(Y)
+        for suffix in ("-wal", "-shm"):
+            catalogue.path.with_name(f"index.db{suffix}").write_bytes(b"\xff" * 5000)
+    catalogue.path.write_bytes(b"this is no database " * 500)
+    assert (
+        catalogue.problems() == ["others may read or write it", "file is not a database"][sidecars:]
+    )
+    assert catalogue.usage(X) is None
+    assert "was damaged" in catalogue.notes[0]
+    assert "reindex" in catalogue.notes[0]
+    assert catalogue.path.with_name("index.db.damaged").read_bytes()[:4] == b"this"
+    assert catalogue.record_use(X)
+    assert catalogue.usage(X)
+    catalogue.check_integrity()
+
+
+def test_every_page_may_be_damaged_without_a_traceback(catalogue: Catalogue) -> None:
+    for number in range(120):
+        catalogue.record_use(Digest.of(str(number).encode()))
+    whole = catalogue.path.read_bytes()
+    assert len(whole) > 3 * 4096
+    for begin in range(0, len(whole), 4096):
+        for name in ("index.db-wal", "index.db-shm", "index.db.damaged"):
+            catalogue.path.with_name(name).unlink(missing_ok=True)
+        catalogue.path.write_bytes(whole[:begin] + b"\xff" * 2048 + whole[begin + 2048 :])
+        usage = catalogue.usage(Digest.of(b"7"))
+        assert usage is None or usage.uses == 1
+        for _ in range(2):  # damage may be met only by the second question
+            assert catalogue.record_use(X), catalogue.notes
+            found = catalogue.usage(X)
+        assert found is not None
+
+
+def test_another_program_s_database_is_moved_aside(catalogue: Catalogue) -> None:
+    with sqlite3.connect(catalogue.path) as connection:
+        connection.execute("CREATE TABLE usage (something TEXT)")
+    connection.close()
+    assert catalogue.problems()[-1] == "the table usage is not ours"
+    assert catalogue.usage(X) is None
+    assert catalogue.record_use(X)
+    assert catalogue.usage(X)
+
+
+def test_a_writer_that_was_killed_before_it_began_left_nothing_to_repair(
+    catalogue: Catalogue,
+) -> None:
+    catalogue.path.touch(mode=0o600)
+    assert catalogue.problems() == []
+    assert catalogue.usage(X) is None
+    assert catalogue.record_use(X)
+    assert catalogue.notes == []
+
+
+def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    catalogue = Catalogue(tmp_path / "file" / "index.db")
+    assert not catalogue.record_use(X)
+    assert "not recorded" in catalogue.notes[0]
+    with pytest.raises(StoreError):
+        catalogue.rebuild([])
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("SQLITE_FULL", DiskFullError),
+        ("SQLITE_BUSY", StoreError),
+        ("SQLITE_READONLY", StoreError),
+        ("SQLITE_CANTOPEN", StoreError),
+    ],
+)
+def test_what_sqlite_refuses_is_told_as_ours(
+    name: str, error: type[Exception], catalogue: Catalogue
+) -> None:
+    refusal = sqlite3.OperationalError("refused")
+    refusal.sqlite_errorname = name
+
+    def refuse(_: object) -> None:
+        raise refusal
+
+    with pytest.raises(error, match=r"index\.db"):
+        catalogue._write(refuse)
+    assert not catalogue.path.with_name("index.db.damaged").exists()
+
+
+def test_many_processes_count_without_losing_a_use(catalogue: Catalogue) -> None:
+    context = multiprocessing.get_context("fork")
+
+    def work() -> None:
+        for _ in range(25):
+            assert catalogue.record_use(X, success=True)
+
+    workers = [context.Process(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert catalogue.usage(X) == Usage(100, 100, 0, catalogue.usage(X).last_used)  # type: ignore[union-attr]  # there
+
+
+def test_names_of_signers_are_read_for_display(tmp_path: Path) -> None:
+    from expertctl.store.signers import read_signers
+
+    path = tmp_path / "trust.json"
+    ids = ["sha256:" + c * 64 for c in "ab"]
+    path.write_text(
+        json.dumps({"keys": [{"key_id": ids[0], "name": "me"}], "revoked": [{"key_id": ids[1]}]})
+    )
+    signers = read_signers(path)
+    assert signers.shown(ids[0]) == "me"
+    assert signers.shown(ids[1]) == "b" * 12
+    assert signers.shown(None) == "-"
+    assert signers.revoked == {ids[1]}
+    for text in ("", "[]", "{}", '{"keys": 1, "revoked": []}', "\ud800".encode(errors="replace")):
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        assert read_signers(path).names == {}
+    assert read_signers(tmp_path / "absent").names == {}

@@ -1,0 +1,227 @@
+"""A disk that is full or may not be written, as the system itself refuses it."""
+
+import errno
+import os
+import resource
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import DiskFullError, StoreError
+from expertctl.settings import Home
+from expertctl.store.disk import disk_errors
+from expertctl.store.store import Store
+from tests.store.faults import run
+from tests.store.shop import House, Shop
+
+NOBODY = 65534
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not allowed here")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can reach."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def powerless() -> None:
+    """Go on as a user that owns nothing; root ignores permission bits."""
+    if ROOT:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+
+def protect(folder: Path) -> None:
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~0o222 | 0o444 | (0o111 if path.is_dir() else 0))
+
+
+def test_a_full_disk_is_told_and_changes_nothing(
+    small_disk: Path, shop: Shop, house: House
+) -> None:
+    full = House(small_disk / "home").trusting("acme")
+    full.install(shop.package("acme/first"), catalogue=full.catalogue)
+    before = full.files()
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * (free - 8192))
+    with pytest.raises(DiskFullError) as error:
+        full.install(shop.package("acme/second", seed=3))
+    assert "free some space" in error.value.hint
+    assert full.files() == before
+    assert full.refs() == ["acme/first@1.0.0"]
+    filler.unlink()
+    full.install(shop.package("acme/second", seed=3), catalogue=full.catalogue)
+    assert full.refs() == ["acme/first@1.0.0", "acme/second@1.0.0"]
+    full.check()
+
+
+def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
+    full = House(small_disk / "home").trusting("acme")
+    (done,) = full.install(shop.package("acme/first"))
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "filler").write_bytes(b"x" * (256 << 10))
+    freed = full.store.remove(done.expert)
+    assert freed.size > 0
+    assert full.refs() == []
+
+
+def test_a_limit_on_file_size_is_told_and_changes_nothing(house: House, shop: Shop) -> None:
+    house.install(shop.package("acme/first"))
+    file, before = shop.package("acme/second", seed=3), house.files()
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+        house.install(file)
+
+    ended = run(limited)
+    assert ended.errors[0] == "DiskFullError", ended.trace
+    assert house.files() == before
+    house.install(file)
+    house.check()
+
+
+def test_a_file_system_without_room_for_a_folder_is_told(small_disk: Path, shop: Shop) -> None:
+    (small_disk / "filler").write_bytes(b"x" * (200 << 10))
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "rest").write_bytes(b"x" * (100 << 10))
+    full = House(small_disk / "home")
+    with pytest.raises(DiskFullError):
+        full.bases.add_copy(shop.base_dir)
+    assert full.bases.bases() == []
+
+
+def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
+    public: Path, shop: Shop
+) -> None:
+    house = House(public / "home").trusting("acme")
+    (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
+    house.bases.add_copy(shop.base_dir, name="base")
+    house.catalogue.record_use(done.expert.content_digest, success=True)
+    package = public / "second.expert"
+    package.write_bytes(shop.package("acme/second", seed=3).read_bytes())
+    package.chmod(0o644)
+    before = house.files()
+    protect(house.root)
+    (house.root / "trust.json").chmod(0o444)
+
+    def use() -> None:
+        powerless()
+        (expert,) = house.store.experts()
+        with house.store.lease([expert]):
+            assert house.store.manifest(expert).name == "acme/first"
+        house.store.check_integrity()
+        house.bases.check(house.bases.find("base"))
+        house.store.gc(dry_run=True)
+
+    def refuse(action: str) -> None:
+        powerless()
+        (expert,) = house.store.experts()
+        match action:
+            case "install":
+                house.install(package)
+            case "remove":
+                house.store.remove(expert)
+            case "gc":
+                house.store.gc()
+            case "base":
+                house.bases.remove(house.bases.find("base"))
+
+    ended = run(use)
+    assert not ended.errors, ended.trace
+    for action in ("install", "remove", "gc", "base"):
+        ended = run(lambda action=action: refuse(action))
+        assert ended.errors[0] == "StoreError", ended.trace
+        assert "is read-only" in ended.trace, ended.trace
+    assert house.files() == before
+
+
+def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
+    public: Path, shop: Shop
+) -> None:
+    house = House(public / "home").trusting("acme")
+    (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
+    digest = done.expert.content_digest
+    house.catalogue.record_use(digest, success=True)
+    protect(house.root)
+
+    def use() -> None:
+        powerless()
+        catalogue = house.catalogue
+        assert catalogue.success_rate(digest) == 1
+        assert catalogue.refs() == ["acme/first@1.0.0"]
+        assert not catalogue.record_use(digest)
+        assert "not recorded" in catalogue.notes[0]
+
+    ended = run(use)
+    assert not ended.errors, ended.trace
+
+
+def test_a_read_only_file_system_is_told(small_disk: Path, shop: Shop) -> None:
+    house = House(small_disk / "home").trusting("acme")
+    (done,) = house.install(shop.package("acme/first"))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StoreError, match="is read-only") as error:
+        house.install(shop.package("acme/second", seed=3))
+    assert "EXPERT_HOME" in error.value.hint
+    with pytest.raises(StoreError, match="is read-only"):
+        house.store.remove(done.expert)
+    with house.store.lease([done.expert]):
+        house.store.check_integrity()
+    assert not house.catalogue.record_use(done.expert.content_digest)
+
+
+def test_blobs_on_another_file_system_are_copied_there(
+    small_disk: Path, house: House, shop: Shop
+) -> None:
+    (house.home.store / "blobs").mkdir(parents=True)
+    (house.home.store / "blobs" / "sha256").symlink_to(small_disk)
+    (done,) = house.install(shop.package("acme/first"))
+    house.check()
+    assert {path.name for path in small_disk.iterdir()} == {
+        file.digest.hex for file in done.expert.layers
+    }
+
+
+def test_a_home_that_is_a_file_is_told(tmp_path: Path, shop: Shop) -> None:
+    (tmp_path / "home").write_text("")
+    store = Store(Home(tmp_path / "home").store)
+    assert store.experts() == []
+    with pytest.raises(StoreError), store.stage():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.ENOSPC, DiskFullError),
+        (errno.EDQUOT, DiskFullError),
+        (errno.EFBIG, DiskFullError),
+        (errno.EROFS, StoreError),
+        (errno.EIO, StoreError),
+    ],
+)
+def test_each_refusal_has_its_error(number: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match="the thing"), disk_errors("the thing"):
+        raise OSError(number, os.strerror(number))
+    with pytest.raises(error, match="/a/file"), disk_errors("the thing"):
+        raise OSError(number, os.strerror(number), "/a/file")
