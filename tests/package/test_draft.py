@@ -1,0 +1,95 @@
+"""Drafts: labels of bases, and who wins when several say something."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.errors import InvalidPackageError
+from expertctl.package.base_model import BaseFacts
+from expertctl.package.draft import (
+    Overrides,
+    base_label,
+    base_problems,
+    complete,
+    encode,
+    is_hub_name,
+    read_adapter,
+)
+
+DIGEST = f"sha256:{'1' * 64}"
+
+
+def completed(lora: Path, existing: dict[str, Any], facts: BaseFacts | None) -> dict[str, Any]:
+    adapter = read_adapter(lora, weights="adapter_model.safetensors", config="adapter_config.json")
+    document = complete(existing, Overrides(), directory=lora, adapter=adapter, base=facts)
+    return dict(document)
+
+
+@pytest.mark.parametrize("label", ["Qwen/Qwen3-0.6B", "gpt2", "a/b.c-d_e", "meta-llama/Llama-3.2"])
+def test_a_hub_name_is_one(label: str) -> None:
+    assert is_hub_name(label)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "/data/base",
+        "./base",
+        "../base",
+        "a/b/c",
+        "C:\\base",
+        "https://x/y",
+        "",
+        "a b",
+        "~/base",
+        "é",
+    ],
+)
+def test_a_place_on_a_disk_is_no_hub_name(label: str) -> None:
+    assert not is_hub_name(label)
+
+
+def test_the_label_comes_from_the_manifest_then_from_peft(lora: Path) -> None:
+    config = json.loads((lora / "adapter_config.json").read_text())
+    assert base_label(lora) == config["base_model_name_or_path"]
+    (lora / "expert.json").write_text(json.dumps({"base": {"name": "acme/base"}}))
+    assert base_label(lora) == "acme/base"
+    (lora / "expert.json").unlink()
+    (lora / "adapter_config.json").unlink()
+    assert base_label(lora) is None
+
+
+def test_a_configuration_that_cannot_be_read_is_said_at_once(lora: Path) -> None:
+    (lora / "adapter_config.json").write_text("{")
+    with pytest.raises(InvalidPackageError, match=r"adapter_config\.json"):
+        base_label(lora)
+
+
+def test_what_the_publisher_states_of_the_base_stays(lora: Path, facts: BaseFacts) -> None:
+    stated = {"name": "acme/base", "arch": DIGEST, "tokenizer": DIGEST}
+    assert completed(lora, {"base": stated}, facts)["base"] == stated
+    assert completed(lora, {"base": stated}, None)["base"] == stated
+
+
+def test_what_is_missing_of_the_base_is_filled_in(lora: Path, facts: BaseFacts) -> None:
+    base = completed(lora, {"base": {"name": "acme/base", "accepts": [DIGEST]}}, facts)["base"]
+    assert (base["name"], base["accepts"]) == ("acme/base", [DIGEST])
+    assert base["arch"] == str(facts.identity.arch)
+
+
+def test_adapters_that_are_stated_stay(lora: Path, facts: BaseFacts) -> None:
+    assert completed(lora, {"adapters": []}, facts)["adapters"] == []
+
+
+@pytest.mark.parametrize(
+    "base", [None, {}, "text", {"name": "x"}, {"name": "x", "arch": DIGEST, "tokenizer": None}]
+)
+def test_a_base_without_its_digests_is_a_problem(base: Any) -> None:
+    (problem,) = base_problems({"base": base})
+    assert "--base DIR" in problem
+
+
+def test_a_manifest_is_written_as_people_read_it() -> None:
+    assert encode({"a": "é"}) == '{\n  "a": "é"\n}\n'.encode()
