@@ -50,7 +50,8 @@ class Shop:
         **manifest: Any,
     ) -> Path:
         """A package signed with the key of that name; ``seed`` decides its weights."""
-        words = (name, version, key, seed, str(base_dir), repr(sorted(manifest.items())))
+        identity = repr(base and base.identity)
+        words = (name, version, key, seed, base_dir, identity, repr(sorted(manifest.items())))
         folder = self.folder / str(abs(hash(words)))
         file = folder / "package.expert"
         if not file.exists():
