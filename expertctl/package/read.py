@@ -145,9 +145,10 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no such file") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise InvalidPackageError(str(path), ["not a regular file"])
     with os.fdopen(handle, "rb") as stream:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise InvalidPackageError(str(path), ["not a regular file"])
         yield stream
 
 
