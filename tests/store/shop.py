@@ -13,6 +13,8 @@ import pytest
 from expertctl.install.install import Installed, install_files
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.read import PackageContents, read_package
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.lexical import LexicalEncoder
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -105,6 +107,10 @@ class House:
     def catalogue(self) -> Catalogue:
         return Catalogue(self.home.index)
 
+    @property
+    def index(self) -> RoutingIndex:
+        return RoutingIndex(self.root, LexicalEncoder())
+
     def trusting(self, *keys: str) -> "House":
         for key in keys:
             self.trust.add(a_key(key).public, name=key, namespaces=["acme", "local"])
@@ -127,6 +133,7 @@ class House:
         self.store.check_integrity()
         self.bases.check_integrity()
         self.catalogue.check_integrity()
+        self.index.check_integrity()
 
 
 @pytest.fixture(scope="session")

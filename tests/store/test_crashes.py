@@ -99,7 +99,7 @@ def actions(shop: Shop) -> dict[str, Action]:
     ]
     signed = shop.package("acme/signed-anew", key="other")
     return {
-        "install": lambda house: house.install(*fresh, catalogue=house.catalogue),
+        "install": lambda h: h.install(*fresh, catalogue=h.catalogue, index=h.index),
         "install two": lambda house: house.install(*chain),
         "re-sign": lambda house: house.install(signed),
         "remove": remove_old,

@@ -1,0 +1,95 @@
+"""``expertctl base`` as a person types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_base
+from tests.store.shop import BASE_NAME, House, Shop, fast, house, shop
+
+__all__ = ["expertctl", "fast", "house", "shop"]
+
+
+@pytest.mark.parametrize("command", ["add", "list", "remove"])
+def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+    text = expertctl("base", command, "--help").out
+    assert f"expertctl base {command}" in text.split("Example")[1]
+    assert "--json" in text
+
+
+def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Shop) -> None:
+    assert "base add DIR" in expertctl("base", "list").err
+    identity = shop.base.identity
+    said = expertctl("base", "add", shop.base_dir)
+    assert said.out.splitlines()[0].startswith(f"{BASE_NAME}  ")
+    assert said.out.splitlines()[1:] == [
+        f"arch {identity.arch}",
+        f"weights {identity.weights}",
+        f"tokenizer {identity.tokenizer}",
+    ]
+    (shown,) = expertctl("base", "list", "--json").document["bases"]
+    assert shown == {
+        "name": BASE_NAME,
+        "revision": None,
+        "path": str(shop.base_dir),
+        "copied": False,
+        "size": house.bases.find(BASE_NAME).size,
+        "arch": str(identity.arch),
+        "weights": str(identity.weights),
+        "tokenizer": str(identity.tokenizer),
+        "state": "ok",
+    }
+
+
+def test_a_copy_is_named_and_dated(expertctl: Commands, house: House, shop: Shop) -> None:
+    words = ("--copy", "--name", "org/base", "--revision", "abc", "--json")
+    shown = expertctl("base", "add", shop.base_dir, *words).document
+    assert (shown["name"], shown["revision"], shown["copied"]) == ("org/base", "abc", True)
+    assert Path(shown["path"]).is_relative_to(house.home.bases)
+
+
+def test_a_changed_base_is_listed_as_such(
+    expertctl: Commands, house: House, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "base", layers=1, hidden=16, heads=2, kv_heads=1)
+    expertctl("base", "add", directory)
+    (directory / "tokenizer.json").write_text("{}")
+    assert expertctl("base", "list").out.splitlines()[1].split()[-2] == "changed"
+    assert expertctl("doctor", code=1).out.startswith("broken: base: the base base is not what")
+
+
+def test_removing_names_who_needs_it(expertctl: Commands, house: House, shop: Shop) -> None:
+    expertctl("base", "add", shop.base_dir)
+    expertctl("install", shop.package())
+    said = expertctl("base", "remove", BASE_NAME, code=4)
+    assert "needed by acme/sql@1.0.0" in said.err
+    said = expertctl("base", "remove", BASE_NAME, "--force", "--json")
+    assert said.document == {"removed": BASE_NAME}
+    assert "warning: acme/sql@1.0.0 needs" in said.err
+    expertctl("base", "remove", BASE_NAME, code=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"model_type": "gpt_neox"}, 8, "only llama, mistral, qwen2, qwen3"),
+        ({"hidden_size": None}, 8, "hidden_size"),
+        ({}, 3, "model.safetensors is missing"),
+    ],
+)
+def test_what_is_no_base_is_told(
+    change: dict[str, object], code: int, text: str, expertctl: Commands, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "base", layers=1, hidden=16, heads=2, kv_heads=1)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    if not change:
+        (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert text in expertctl("base", "add", directory, code=code).err
+    assert expertctl("base", "list", "--json").document == {"bases": []}
+
+
+def test_a_hub_name_is_told_how_to_get_it(expertctl: Commands) -> None:
+    assert "hf download Qwen/Qwen3-0.6B" in expertctl("base", "add", "Qwen/Qwen3-0.6B", code=3).err

@@ -1,0 +1,137 @@
+"""``expertctl config`` as a person types it, and the file it writes."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expertctl.config_file import read_settings, set_value, unset_value
+from expertctl.durable import make_folders
+from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.settings import CONFIG_KEYS, load_settings, read_config
+from tests.cli.commands import Commands, expertctl
+
+__all__ = ["expertctl"]
+
+
+@pytest.mark.parametrize("command", ["get", "set", "unset", "list"])
+def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+    assert f"expertctl config {command}" in expertctl("config", command, "--help").out
+
+
+def test_a_setting_is_written_read_and_taken_back(expertctl: Commands, home: Path) -> None:
+    assert expertctl("config", "set", "memory_budget", "512MiB").out == "memory_budget = 512MiB\n"
+    assert load_settings().memory_budget == 512 << 20
+    assert expertctl("config", "get", "memory_budget").out == "512MiB\n"
+    assert stat.S_IMODE((home / "config.toml").stat().st_mode) == 0o600
+    expertctl("config", "unset", "memory_budget")
+    said = expertctl("config", "get", "memory_budget", "--json")
+    assert said.document == {"key": "memory_budget", "value": None, "source": "default"}
+
+
+def test_all_settings_are_listed_with_their_source(
+    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expertctl("config", "set", "device", "cpu")
+    monkeypatch.setenv("EXPERT_OFFLINE", "1")
+    rows = [line.split() for line in expertctl("config", "list").out.splitlines()[1:]]
+    assert [row[0] for row in rows] == list(CONFIG_KEYS)
+    assert ["device", "cpu", "file"] in rows
+    assert ["offline", "1", "environment"] in rows
+    assert ["registry", "-", "default"] in rows
+    documents = expertctl("config", "list", "--json").document["settings"]
+    assert {"key": "device", "value": "cpu", "source": "file"} in documents
+
+
+def test_the_environment_wins_and_that_is_said(
+    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
+    said = expertctl("config", "set", "device", "cpu")
+    assert "EXPERT_DEVICE is set in the environment and wins" in said.err
+    assert expertctl("config", "get", "device").out == "cuda\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("no_such_key", "1"),
+        ("memory_budget", "much"),
+        ("memory_budget", "-1"),
+        ("offline", "perhaps"),
+        ("device", ""),
+        ("device", "a\nregistry = 'evil'"),
+        ("device", "\x1b[31m"),
+        ("registry", "x" * 1001),
+    ],
+)
+def test_what_is_no_setting_is_refused(
+    key: str, value: str, expertctl: Commands, home: Path
+) -> None:
+    expertctl("config", "set", key, value, code=2)
+    assert not (home / "config.toml").exists()
+
+
+def test_an_unknown_key_is_refused_everywhere(expertctl: Commands) -> None:
+    for words in (("get",), ("unset",)):
+        assert "known: registry" in expertctl("config", *words, "nothing", code=2).err
+
+
+def test_comments_and_other_settings_stay(expertctl: Commands, home: Path) -> None:
+    make_folders(home)
+    path = home / "config.toml"
+    path.write_text('# mine\ndevice = "cpu"  # for now\n\n  offline=true\n# the end')
+    expertctl("config", "set", "device", "cuda")
+    expertctl("config", "set", "encoder", "lexical")
+    assert path.read_text() == (
+        '# mine\ndevice = "cuda"\n\n  offline=true\n# the end\nencoder = "lexical"\n'
+    )
+    expertctl("config", "unset", "offline")
+    assert read_config(path) == {"device": "cuda", "encoder": "lexical"}
+
+
+@pytest.mark.parametrize("text", ["device = [", "colour = 1", 'device = """\nregistry = 1\n"""'])
+def test_a_file_that_cannot_be_changed_safely_is_left_alone(
+    text: str, expertctl: Commands, home: Path
+) -> None:
+    make_folders(home)
+    path = home / "config.toml"
+    path.write_text(text)
+    expertctl("config", "set", "registry", "https://example.com", code=8)
+    assert path.read_text() == text
+
+
+PRINTABLE = st.text(st.characters(codec="utf-8"), min_size=1, max_size=40).filter(
+    lambda text: text.isprintable()
+)
+
+
+@given(values=st.lists(st.tuples(st.sampled_from(["registry", "device", "encoder"]), PRINTABLE)))
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_printable_value_is_read_back(values: list[tuple[str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.unlink(missing_ok=True)
+    expected: dict[str, str] = {}
+    for key, value in values:
+        set_value(path, key, value)
+        expected[key] = value
+        assert read_config(path) == expected
+    for key in list(expected):
+        unset_value(path, key)
+        del expected[key]
+        assert read_config(path) == expected
+
+
+def test_the_library_refuses_as_the_command_does(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    with pytest.raises(UsageError):
+        set_value(path, "offline", "maybe")
+    path.write_text("= broken")
+    with pytest.raises(InvalidPackageError):
+        read_settings(path, {})

@@ -1,0 +1,267 @@
+"""What is wrong is found, named, and told with the way out."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
+from expertctl.reference import Reference
+from expertctl.store.ref import StoredExpert
+from tests.store.shop import BASE_NAME, House, Shop, a_key
+
+
+def diagnose(house: House) -> Diagnosis:
+    return examine(house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue)
+
+
+def only(house: House) -> Finding:
+    before = house.files()
+    diagnosis = diagnose(house)
+    assert house.files() == before
+    assert len(diagnosis.findings) == 1, diagnosis.findings
+    (finding,) = diagnosis.findings
+    assert diagnosis.healthy is not finding.broken
+    assert finding.hint
+    return finding
+
+
+@pytest.fixture
+def house(house: House, shop: Shop) -> House:
+    house.bases.add(shop.base_dir)
+    house.install(
+        shop.package("acme/one"), shop.package("acme/two", seed=4), catalogue=house.catalogue
+    )
+    return house
+
+
+@pytest.fixture
+def one(house: House) -> StoredExpert:
+    return house.store.find(Reference.parse("acme/one"))
+
+
+def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+    mode = path.stat().st_mode
+    path.chmod(0o600)
+    path.write_bytes(change(path.read_bytes()))
+    path.chmod(mode)
+
+
+def ref_path(house: House, name: str) -> Path:
+    return house.home.store / "refs" / "local" / "acme" / name / "1.0.0"
+
+
+def test_a_healthy_store_has_no_findings(house: House) -> None:
+    seen: list[int] = []
+    diagnosis = examine(
+        house.store,
+        bases=house.bases,
+        trust=house.trust,
+        catalogue=house.catalogue,
+        progress=seen.append,
+    )
+    assert diagnosis.findings == ()
+    assert diagnosis.healthy
+    blobs = list(house.store.paths.blobs.iterdir())
+    size = sum(path.stat().st_size for path in blobs)
+    assert (diagnosis.experts, diagnosis.blobs, diagnosis.size) == (2, len(blobs), size)
+    assert sum(seen) == blob_bytes(house.store) == size
+
+
+def test_an_empty_home_has_no_findings(tmp_path: Path) -> None:
+    house = House(tmp_path / "nowhere")
+    assert diagnose(house) == Diagnosis((), 0, 0, 0)
+    assert not house.root.exists()
+
+
+@given(data=st.data())
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_flipped_bit_is_found_and_named(data: st.DataObject, house: House) -> None:
+    one = house.store.find(Reference.parse("acme/one"))
+    two = house.store.find(Reference.parse("acme/two"))
+    own = [file for file in one.layers if file not in two.layers]
+    file = data.draw(st.sampled_from(own))
+    bit = data.draw(st.integers(0, file.size * 8 - 1))
+    path = house.store.blob_path(file.digest)
+
+    def flip(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        return bytes(changed)
+
+    edit(path, flip)
+    try:
+        finding = only(house)
+    finally:
+        edit(path, flip)
+    assert finding.subject == "acme/one@1.0.0"
+    assert finding.problem.startswith(f"{file.path} was changed: {path}")
+    assert "expertctl install" in finding.hint
+
+
+def test_a_shared_file_is_named_for_every_expert(house: House, one: StoredExpert) -> None:
+    path = house.store.blob_path(one.file("adapter_config.json").digest)
+    edit(path, lambda content: content.replace(b"LORA", b"LOHA"))
+    subjects = [finding.subject for finding in diagnose(house).findings]
+    assert subjects == ["acme/one@1.0.0", "acme/two@1.0.0"]
+
+
+def test_a_file_that_is_cut_short_is_told_apart(house: House, one: StoredExpert) -> None:
+    file = one.file("adapter_model.safetensors")
+    edit(house.store.blob_path(file.digest), lambda content: content[:-100])
+    finding = only(house)
+    assert f"has {file.size - 100:,} of {file.size:,} bytes" in finding.problem
+
+
+def test_a_missing_file_is_told_apart(house: House, one: StoredExpert) -> None:
+    house.store.blob_path(one.file("adapter_model.safetensors").digest).unlink()
+    assert "adapter_model.safetensors is missing" in only(house).problem
+
+
+def test_installing_again_cures_it(house: House, shop: Shop, one: StoredExpert) -> None:
+    house.store.blob_path(one.files[0].digest).unlink()
+    assert not diagnose(house).healthy
+    house.install(shop.package("acme/one"))
+    assert diagnose(house).findings == ()
+
+
+def test_a_damaged_record_is_found(house: House) -> None:
+    edit(ref_path(house, "one"), lambda content: content[:100])
+    findings = diagnose(house).findings
+    assert findings[0].subject == "acme/one@1.0.0"
+    assert "expertctl remove acme/one@1.0.0" in findings[0].hint
+    assert findings[0].broken
+
+
+@pytest.mark.parametrize("key", ["content_digest", "package_digest", "requires", "base"])
+def test_a_record_that_says_something_else_than_its_files_is_found(key: str, house: House) -> None:
+    def lie(content: bytes) -> bytes:
+        document = json.loads(content)
+        document["content_digest"] = "sha256:" + "0" * 64
+        other = {
+            "content_digest": document["content_digest"],
+            "package_digest": "sha256:" + "1" * 64,
+            "requires": ["acme/two"],
+            "base": {**document["base"], "arch": "sha256:" + "2" * 64},
+        }
+        document = {**json.loads(content), key: other[key]}
+        return json.dumps(document, indent=1).encode() + b"\n"
+
+    edit(ref_path(house, "one"), lie)
+    problems = [finding.problem for finding in diagnose(house).findings]
+    assert any(key.replace("_", " ") in problem for problem in problems), problems
+
+
+def test_a_revoked_signer_is_found(house: House) -> None:
+    house.trust.revoke(a_key("acme").public.key_id, "stolen")
+    findings = diagnose(house).findings
+    assert [finding.subject for finding in findings] == ["acme/one@1.0.0", "acme/two@1.0.0"]
+    assert all("stolen" in finding.problem and finding.broken for finding in findings)
+
+
+def test_a_signer_that_is_trusted_no_more_is_noted(house: House) -> None:
+    house.trust.remove(a_key("acme").public.key_id)
+    diagnosis = diagnose(house)
+    assert len(diagnosis.findings) == 2
+    assert diagnosis.healthy
+
+
+def test_an_unsigned_expert_is_noted(house: House, shop: Shop) -> None:
+    house.install(
+        shop.package("acme/odd", key=None), allow_unsigned=True, catalogue=house.catalogue
+    )
+    finding = only(house)
+    assert (finding.subject, finding.broken) == ("acme/odd@1.0.0", False)
+
+
+def test_a_requirement_that_was_removed_by_force_is_found(house: House, shop: Shop) -> None:
+    house.install(
+        shop.package("acme/top", composition={"requires": ["acme/two"]}),
+        catalogue=house.catalogue,
+    )
+    two = house.store.find(Reference.parse("acme/two"))
+    house.store.remove(two)
+    house.catalogue.remove(two)
+    finding = only(house)
+    assert finding.subject == "acme/top@1.0.0"
+    assert "requires acme/two, which is not installed" in finding.problem
+
+
+def test_files_that_belong_to_nothing_are_noted(house: House) -> None:
+    (house.store.paths.blobs / ("0" * 64)).write_bytes(b"stray")
+    finding = only(house)
+    assert "1 files of 5 bytes" in finding.problem
+    assert "gc" in finding.hint
+
+
+def test_a_strange_file_is_noted(house: House) -> None:
+    (house.store.paths.blobs / "README").write_bytes(b"")
+    assert only(house).subject.endswith("README")
+
+
+def test_what_a_killed_install_left_is_noted(house: House) -> None:
+    folder = house.store.paths.staging / "left"
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    assert only(house).subject == str(folder)
+    house.store.gc()
+    assert diagnose(house).findings == ()
+
+
+def test_files_that_others_may_change_are_found(house: House, one: StoredExpert) -> None:
+    path = house.store.blob_path(one.files[0].digest)
+    path.chmod(0o666)
+    finding = only(house)
+    assert (finding.subject, finding.hint) == (str(path), f"chmod go-w {path}")
+    path.chmod(0o444)
+    ref_path(house, "one").chmod(0o664)
+    assert only(house).subject == str(ref_path(house, "one"))
+
+
+def test_a_damaged_catalogue_is_found(house: House) -> None:
+    house.home.index.write_bytes(b"no database at all" * 300)
+    house.home.index.chmod(0o600)
+    finding = only(house)
+    assert finding.subject == str(house.home.index)
+    assert "reindex" in finding.hint
+    assert finding.broken
+
+
+def test_a_catalogue_that_lags_behind_is_noted(house: House, shop: Shop) -> None:
+    house.install(shop.package("acme/three"))
+    finding = only(house)
+    assert (finding.subject, finding.broken) == (str(house.home.index), False)
+
+
+def test_a_trust_record_that_cannot_be_read_is_found(house: House) -> None:
+    house.home.trust.write_bytes(b"{")
+    subjects = {finding.subject for finding in diagnose(house).findings if finding.broken}
+    assert str(house.home.trust) in subjects
+
+
+def test_a_changed_base_is_found(house: House) -> None:
+    moved = house.root / "moved"
+    record = house.home.bases / BASE_NAME / "base.json"
+    document = json.loads(record.read_text())
+    document["path"] = str(moved)
+    record.write_text(json.dumps(document))
+    finding = only(house)
+    assert finding.subject == BASE_NAME
+    assert "config.json is missing" in finding.problem
+    record.write_bytes(b"")
+    assert "is damaged" in only(house).problem
+
+
+def test_a_base_that_was_never_added_is_noted(house: House) -> None:
+    house.bases.remove(house.bases.find(BASE_NAME))
+    diagnosis = diagnose(house)
+    assert diagnosis.healthy
+    assert ["base add" in finding.hint for finding in diagnosis.findings] == [True, True]
