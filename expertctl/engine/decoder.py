@@ -19,7 +19,7 @@ from expertctl.engine.attention import View, attend, view_of
 from expertctl.engine.base_weights import EMBEDDING, BaseWeights
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.linear import LinearDelta, linear
-from expertctl.engine.rope import rotate, rotation_table
+from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.errors import IncompatibleError, UsageError
 
 PREFILL_CHUNK = 512
@@ -148,7 +148,7 @@ class Decoder:
         heads = (config.heads + 2 * config.kv_heads) * config.head_dim
         per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
         masks = rows * capacity * len({w for w in config.windows if w} | {None})
-        rotations = 2 * (2 * capacity) * config.head_dim
+        rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
         return _FLOAT_BYTES * (rows * per_token + masks + rotations + 2 * config.vocab_size)
 
     def _checked(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
@@ -211,7 +211,7 @@ class Decoder:
     def _step(self, start: int, tokens: int) -> _Step:
         end = start + tokens
         if end > self._rotations.shape[1]:
-            positions = 1 << (end - 1).bit_length()
+            positions = table_positions(end)
             self._rotations = rotation_table(self.config.rope, positions, device=self.device)
         cos, sin = self._rotations[:, start:end]
         windows = set(self.config.windows)

@@ -103,8 +103,17 @@ def rotation_table(config: RopeConfig, positions: int, *, device: torch.device |
         torch.arange(positions, dtype=torch.float32, device=device),
         inverse_frequencies(config, device=device),
     )
-    doubled = torch.cat((angles, angles), dim=-1)  # [positions, dims]
-    return torch.stack((doubled.cos(), doubled.sin())) * config.attention
+    half = config.dims // 2
+    table = torch.empty(2, positions, config.dims, device=device)
+    for rows, function in zip(table, (torch.cos, torch.sin), strict=True):
+        rows[:, :half] = function(angles)
+        rows[:, half:] = rows[:, :half]
+    return table.mul_(config.attention)
+
+
+def table_positions(length: int) -> int:
+    """Return for how many positions a table is made that must reach ``length``."""
+    return 1 << (length - 1).bit_length()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,11 +1,15 @@
 """The decoder against transformers in float32, and against itself in every order of calls."""
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from expertctl.engine.architecture import read_config
 from expertctl.engine.base_weights import load_base
@@ -14,9 +18,11 @@ from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.linear import LinearDelta
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from tests.engine.conftest import (
+    TOLERANCE,
     MakeOracle,
     Oracle,
     assert_same_logits,
+    build_oracle,
     run_decoder,
 )
 
@@ -327,11 +333,90 @@ def test_base_weights_are_not_changed_by_use(shared_oracle: Oracle) -> None:
     assert all(torch.equal(before[name], tensor) for name, tensor in weights.tensors.items())
 
 
-def test_buffers_grow_with_what_they_are_for(shared_oracle: Oracle) -> None:
-    decoder = shared_oracle.decoder()
-    small, large = (decoder.buffer_bytes(n, chunk=8) for n in (8, 64))
-    assert 0 < small < large < 1 << 20
-    assert decoder.buffer_bytes(64, chunk=64) > large
+@settings(deadline=None, max_examples=40)
+@given(
+    arch=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+    kv_heads=st.integers(1, 4),
+    groups=st.integers(1, 3),
+    head_dim=st.sampled_from([2, 4, 6, 10, 16]),
+    hidden=st.sampled_from([6, 8, 24]),
+    layers=st.integers(1, 3),
+    window=st.none() | st.integers(1, 12),
+    prefill=st.integers(1, 15),
+    chunk=st.integers(1, 16),
+    seed=st.integers(0, 99),
+)
+def test_any_shape_of_model_equals_transformers(
+    tmp_path_factory: pytest.TempPathFactory,
+    arch: str,
+    kv_heads: int,
+    groups: int,
+    head_dim: int,
+    hidden: int,
+    layers: int,
+    window: int | None,
+    prefill: int,
+    chunk: int,
+    seed: int,
+) -> None:
+    heads = kv_heads * groups
+    sliding = {
+        "mistral": {"sliding_window": window},
+        "qwen2": {"use_sliding_window": window is not None, "sliding_window": window},
+        "qwen3": {"use_sliding_window": window is not None, "sliding_window": window},
+    }
+    model = build_oracle(
+        tmp_path_factory.mktemp("any") / "model",
+        arch,
+        seed=seed,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden * heads,
+        num_hidden_layers=layers,
+        max_window_layers=1,
+        **sliding.get(arch, {}),
+    )
+    ours = run_decoder(model.decoder(), IDS, prefill=prefill, chunk=chunk)
+    theirs = model.logits(IDS)[prefill - 1 :]
+    scale = max(1.0, float(theirs.abs().max()))
+    assert float((ours - theirs).abs().max()) <= TOLERANCE * scale
+
+
+def peak_bytes(decoder: Decoder, *, capacity: int, chunk: int) -> int:
+    """The most memory that one prompt and one further token have in use besides the cache."""
+    cache = KVCache(decoder.config, capacity)
+    ids = [n % 61 for n in range(capacity - 1)]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        decoder.prefill(ids, cache, chunk=chunk)
+        decoder.decode(1, cache)
+    events = profiler.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+@pytest.mark.parametrize(("capacity", "chunk"), [(64, 64), (300, 16), (300, 300), (33, 512)])
+def test_a_pass_needs_no_more_memory_than_it_says(
+    oracle: MakeOracle, arch: str, capacity: int, chunk: int
+) -> None:
+    window = {"sliding_window": 20} if arch == "mistral" else {}
+    model = oracle(arch, max_position_embeddings=512, num_hidden_layers=2, **window)
+    promised = model.decoder().buffer_bytes(capacity, chunk=chunk)
+    needed = peak_bytes(model.decoder(), capacity=capacity, chunk=chunk)
+    assert needed <= promised <= 8 * needed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_gives_the_same_scores(shared_oracle: Oracle) -> None:
+    config = read_config(shared_oracle.directory)
+    decoder = Decoder(config, load_base(shared_oracle.directory, config, device="cuda"))
+    cache = KVCache(config, 30, device="cuda")
+    rows = [decoder.prefill(IDS[:9], cache, chunk=4).logits]
+    rows += [decoder.decode(token, cache).logits for token in IDS[9:]]
+    difference = torch.stack(rows).cpu() - shared_oracle.logits(IDS)[8:]
+    assert float(difference.abs().max()) <= 1e-4
 
 
 def test_positions_are_rotated_right_beyond_the_first_table(oracle: MakeOracle) -> None:

@@ -46,6 +46,7 @@ CASES: list[dict[str, Any]] = [
     {**YARN, "mscale": 0.7},
     {**YARN, "truncate": False, "original_max_position_embeddings": 100},
     {**YARN, "rope_theta": 4.0, "original_max_position_embeddings": 7},
+    {**YARN, "original_max_position_embeddings": 6},
     {**YARN, "factor": 1.0},
 ]
 

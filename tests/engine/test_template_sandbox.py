@@ -189,12 +189,31 @@ def test_a_template_cannot_change_the_conversation() -> None:
         template.render(messages, special_tokens={})
 
 
+def test_what_is_not_there_counts_as_nothing() -> None:
+    assert render("{% for x in missing %}{{ x }}{% else %}none{% endfor %}") == "none"
+    assert render("{% for x in [1, 2] | map('string') %}{{ x }}{% endfor %}") == "12"
+    assert render("{{ 3 * [1] }}{{ 2 * 'ab' }}{{ 'ab'.strip('b') }}") == "[1, 1, 1]ababa"
+
+
+@pytest.mark.parametrize(
+    "text", ["{% for x in 3 %}{% endfor %}", "{% for x in none %}{% endfor %}"]
+)
+def test_what_cannot_be_gone_through_is_an_error(text: str) -> None:
+    with pytest.raises(InvalidPackageError, match="not iterable"):
+        render(text)
+
+
 def test_every_refusal_names_what_is_not_there() -> None:
     for text, named in {
         "{{ 'a'.center(3) }}": "str.center is not available",
         "{{ '{}'.format(1) }}": "formatting is not available",
         "{{ range(99999) }}": "range() of more than 10000",
         "{{ 'a' * 10000000 }}": "too large",
+        "{{ 2 ** 9999 }}": "a number that is too large",
+        "{{ 'a'.strip('b' * 300) }}": "stripping more than 256",
+        "{{ 'a' | indent(65) }}": "from 0 to 64",
+        "{% set x = namespace(_a=1) %}": "a namespace cannot hold '_a'",
+        "{% for x in [1] recursive %}{% endfor %}": "recursive loops",
         "{{ [1] | join(attribute='a') }}": "use map before it",
         "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}": "more work",
     }.items():

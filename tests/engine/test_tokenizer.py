@@ -322,6 +322,29 @@ def test_a_malformed_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
         Tokenizer.open(tmp_path)
 
 
+def test_absurdly_large_files_are_refused_unread(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    with (tmp_path / "tokenizer_config.json").open("ab") as file:
+        file.truncate(33 << 20)
+    with pytest.raises(InvalidPackageError, match="at most 33554432 allowed"):
+        Tokenizer.open(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate(33 << 20)
+    with pytest.raises(InvalidPackageError, match="at most"):
+        Tokenizer.open(tmp_path)
+    with (tmp_path / "tokenizer.json").open("ab") as file:
+        file.truncate(129 << 20)
+    with pytest.raises(InvalidPackageError, match="at most 134217728 allowed"):
+        Tokenizer.open(tmp_path)
+
+
+def test_the_name_of_an_end_token_that_is_no_token_counts_for_nothing(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
+    assert Tokenizer.open(base).end_ids == {256, 258}
+
+
 @pytest.mark.parametrize(
     ("file", "text", "problem"),
     [
