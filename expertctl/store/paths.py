@@ -84,7 +84,7 @@ def scan(paths: StorePaths) -> Scan:
     damaged: list[DamagedRef] = []
     for path in _ref_files(paths.refs):
         try:
-            experts.append(_read_ref(paths, path))
+            experts.append(read_ref(paths, path))
         except FileNotFoundError:
             continue
         except InvalidPackageError as error:
@@ -94,7 +94,13 @@ def scan(paths: StorePaths) -> Scan:
     return Scan(tuple(experts), tuple(damaged))
 
 
-def _read_ref(paths: StorePaths, path: Path) -> StoredExpert:
+def read_ref(paths: StorePaths, path: Path) -> StoredExpert:
+    """Read one ref, which must be in its place.
+
+    Raises:
+        FileNotFoundError: when it is not there.
+        InvalidPackageError: when it is damaged.
+    """
     expert = parse_ref(path.read_bytes(), what=str(path))
     if paths.ref(expert.registry, expert.package, expert.version) != path:
         raise InvalidPackageError(str(path), [f"it names {expert.ref} of {expert.registry}"])

@@ -15,13 +15,13 @@ from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.durable import make_folders, publish, remove_tree, staged_file, sync_folder
-from expertctl.errors import ConflictError, StoreError
+from expertctl.errors import ConflictError, InvalidPackageError, StoreError
 from expertctl.package.verify import VerifiedPackage
 from expertctl.schema.manifest import BaseRequirement
 from expertctl.store.disk import disk_errors
 from expertctl.store.lease import leased_blobs
 from expertctl.store.lock import claimed_folders, exclusive, is_held
-from expertctl.store.paths import Scan, StorePaths, file_size, scan
+from expertctl.store.paths import Scan, StorePaths, file_size, read_ref, scan
 from expertctl.store.ref import LOCAL, RequiredBase, StoredExpert, encode_ref
 from expertctl.store.staging import Staging
 
@@ -139,7 +139,12 @@ class Transaction:
             remove_tree(folder)
 
     def _installed(self, new: StoredExpert) -> StoredExpert | None:
-        return next((e for e in self.scan().experts if e.ref == new.ref), None)
+        """Return what the new one would replace; a damaged ref is as good as none."""
+        path = self._paths.ref(new.registry, new.package, new.version)
+        try:
+            return read_ref(self._paths, path)
+        except (FileNotFoundError, InvalidPackageError):
+            return None
 
     def _write_ref(self, expert: StoredExpert, path: Path, staging: Staging) -> None:
         with staged_file(staging.ref) as write:
