@@ -84,7 +84,7 @@ class Budget:
         """Return the error that says what does not fit beside what."""
         held = ", ".join(f"{p} {mebibytes(n)}" for p, n in self._held.items() if n) or "nothing"
         return BudgetError(
-            f"{what} needs {mebibytes(size)}, but only {mebibytes(self.free)} of the budget of "
+            f"{what}: {mebibytes(size)} needed, but only {mebibytes(self.free)} of the budget of "
             f"{mebibytes(self.limit)} are free (held: {held})",
             hint=_WAYS_OUT[purpose],
         )

@@ -6,14 +6,15 @@ know becomes a warning, and the result is the document of ``run --json``.
 
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from expertctl.digest import Progress, no_progress
+from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
 from expertctl.engine.chat_template import Message, Prompt, encode_chat
 from expertctl.engine.compose import CompiledPlan
@@ -37,6 +38,7 @@ from expertctl.engine.tiers import Tier, Tiers
 from expertctl.routing.candidate import Installed
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced
+from expertctl.store.catalogue import Catalogue
 from expertctl.store.transaction import expert_of
 
 CPU = torch.device("cpu")
@@ -87,9 +89,10 @@ class Engine:
             stack.enter_context(threads(count))
             ready = self._ready(base, prompt, planned, files, stack)
             clock.lap("load")
+            recording = self._recording(planned, files, stack)
             generated = yield from _generate(ready, prompt, planned)
             memory = self._memory()
-        unsaved = self._record(planned, files)
+        unsaved = recording.result()
         told = (*planned.warnings, *_alone(planned, request))
         return RunResult(
             job_id=uuid.uuid4().hex,
@@ -169,15 +172,14 @@ class Engine:
                 compiled(self.tiers, chain, identity=plan.identity, target=target)
             )
 
-    def _record(self, planned: Planned, files: Files) -> list[str]:
-        """Count the use of installed experts; what cannot be written is told, never fatal."""
-        catalogue = self._planner.catalogue
-        known = len(catalogue.notes)
+    def _recording(
+        self, planned: Planned, files: Files, stack: ExitStack
+    ) -> Future[tuple[str, ...]]:
+        """Count the use of installed experts while the text is made: flushing it takes a while."""
         from_files = {file.source.content_digest for file in files.values()}
-        for expert in planned.experts:
-            if expert.digest not in from_files:
-                catalogue.record_use(expert.digest)
-        return catalogue.notes[known:]
+        digests = [e.digest for e in planned.experts if e.digest not in from_files]
+        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="usage"))
+        return thread.submit(_record, self._planner.catalogue, digests)
 
     def _memory(self) -> MemoryUse:
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
@@ -205,6 +207,14 @@ class _Clock:
             "decode": generated.decode_ms,
             "total": (time.perf_counter() - self._begun) * 1e3,
         }
+
+
+def _record(catalogue: Catalogue, digests: Sequence[Digest]) -> tuple[str, ...]:
+    """Return what could not be written, as notes; that is never fatal."""
+    known = len(catalogue.notes)
+    for digest in digests:
+        catalogue.record_use(digest)
+    return tuple(catalogue.notes[known:])
 
 
 def _forced(expert: NamedExpert, files: Files) -> Forced:

@@ -44,7 +44,7 @@ def test_a_refusal_says_what_is_needed_what_is_free_and_the_way_out() -> None:
     with pytest.raises(BudgetError) as caught:
         budget.reserve("kv", 224 << 20, what="the KV cache of 2060 tokens")
     assert caught.value.message == (
-        "the KV cache of 2060 tokens needs 224.0 MiB, but only 212.0 MiB of the budget of "
+        "the KV cache of 2060 tokens: 224.0 MiB needed, but only 212.0 MiB of the budget of "
         "512.0 MiB are free (held: base 300.0 MiB)"
     )
     assert "--max-tokens" in caught.value.hint

@@ -1,0 +1,319 @@
+"""``route`` and ``run`` from the outside: the whole way, equal to transformers and PEFT."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.cli import app
+from expertctl.schema.validation import problems_of, schema_path
+from tests.factories import write_base, write_lora
+
+PROMPT = "Sort these numbers in ascending order: 41, 7, 23"
+QUIET = ("--greedy", "--max-tokens", "12")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.out)
+        return document
+
+
+Expertctl = Callable[..., Outcome]
+
+
+@pytest.fixture
+def expertctl(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Expertctl:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+
+    def call(*words: str | Path, stdin: bytes | None = None) -> Outcome:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        code = app.run([str(word) for word in words])
+        out, err = capfd.readouterr()
+        return Outcome(code, out, err)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A person's folder: a base, a LoRA, and the signed package of it."""
+
+    base: Path
+    lora: Path
+    package: Path
+    folder: Path
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, expertctl: Expertctl) -> Workshop:
+    """Nothing but commands: base add, keys new, build, sign, install."""
+    base = write_base(tmp_path / "my-base", tie=False, seed=2)
+    lora = write_lora(tmp_path / "my-lora", base, rank=4, alpha=6, scale=0.4, dtype="bfloat16")
+    package = tmp_path / "my.expert"
+    for words in (
+        ["base", "add", base],
+        ["keys", "new", "me", "--namespace", "acme"],
+        ["build", lora, "-o", package, "--name", "acme/sorting", "--version", "1.2.0",
+         "--description", "Sorts numbers in ascending order", "--license", "MIT",
+         "--base", "my-base"],
+        ["sign", package, "--key", "me"],
+        ["install", package],
+    ):  # fmt: skip
+        outcome = expertctl(*words)
+        assert outcome.code == 0, outcome.err
+    return Workshop(base, lora, package, tmp_path)
+
+
+def oracle(workshop: Workshop, prompt: str, *, tokens: int) -> tuple[list[int], str]:
+    """Greedy generation by transformers and PEFT on the same files."""
+    import peft
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workshop.base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(workshop.base, dtype=torch.float32)
+    adapted: Any = peft.PeftModel.from_pretrained(model, str(workshop.lora))
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
+    output = adapted.generate(input_ids=ids, max_new_tokens=tokens, do_sample=False)
+    new = output[0, ids.shape[1] :].tolist()
+    ends = set(model.generation_config.eos_token_id)
+    kept = new[: next((i for i, token in enumerate(new) if token in ends), len(new))]
+    return kept, tokenizer.decode(kept, skip_special_tokens=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("prompt", [PROMPT, "Grüße \U0001f600", "x"])
+def test_the_whole_way_gives_the_tokens_of_transformers_and_peft(
+    prompt: str, workshop: Workshop, expertctl: Expertctl
+) -> None:
+    outcome = expertctl("run", prompt, "--expert", "acme/sorting", "--json", *QUIET)
+    assert outcome.code == 0, outcome.err
+    tokens, text = oracle(workshop, prompt, tokens=12)
+    assert outcome.document["tokens"]["ids"] == tokens
+    assert outcome.document["text"] == text
+    alone = expertctl("run", prompt, "--no-experts", "--json", *QUIET).document
+    assert alone["tokens"]["ids"] != tokens
+
+
+def test_the_document_is_that_of_the_contract(workshop: Workshop, expertctl: Expertctl) -> None:
+    outcome = expertctl("run", PROMPT, "--json", "--seed", "7", "--max-tokens", "5")
+    document = outcome.document
+    assert problems_of(document, "run") == []
+    assert document["seed"] == document["plan"]["seed"] == 7
+    assert [expert["ref"] for expert in document["plan"]["experts"]] == ["acme/sorting@1.2.0"]
+    assert document["cache"] == {"experts_hit": 0, "experts_loaded": 1, "kv_reused_tokens": 0}
+    assert document["tokens"]["generated"] == len(document["tokens"]["ids"]) <= 5
+    timings = document["timings_ms"]
+    assert timings["ttft"] <= timings["total"]
+    assert problems_of({"plan": document["plan"]}, "route") == []
+
+
+def test_both_schemas_describe_the_same_plan() -> None:
+    run, route = (json.loads(schema_path(name).read_text()) for name in ("run", "route"))
+    assert run["properties"]["plan"] == route["properties"]["plan"]
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    document = expertctl("run", PROMPT, "--json", *QUIET).document
+    outcome = expertctl("run", PROMPT, *QUIET)
+    assert outcome.out == document["text"].rstrip("\n") + "\n"
+    assert "acme/sorting@1.2.0: best of 1, score" in outcome.err
+    assert "tokens read, 12 written (length)" in outcome.err
+    assert expertctl("run", PROMPT, "--no-stream", *QUIET).out == outcome.out
+
+
+def test_stats_show_every_figure(workshop: Workshop, expertctl: Expertctl) -> None:
+    err = expertctl("run", PROMPT, "--stats", "--memory-budget", "64MiB", *QUIET).err
+    for word in ("plan sha256:", "base my-base", "timings route", "budget 67.1 MB", "experts_hit"):
+        assert word in err
+
+
+def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    outcome = expertctl("run", "Guten Morgen", *QUIET)
+    assert outcome.code == 0
+    assert "warning: the base answers alone: no expert" in outcome.err
+    document = expertctl("run", "Guten Morgen", "--json", *QUIET).document
+    assert document["plan"]["experts"] == []
+    assert any("answers alone" in warning for warning in document["warnings"])
+
+
+def test_one_seed_gives_one_text(workshop: Workshop, expertctl: Expertctl) -> None:
+    words = ("run", PROMPT, "--json", "--temperature", "1.5", "--max-tokens", "20", "--seed")
+    texts = [expertctl(*words, seed).document["tokens"]["ids"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    unsigned = workshop.folder / "unsigned.expert"
+    built = expertctl("build", workshop.lora, "-o", unsigned, "--base", "my-base",
+                      "--description", "x", "--license", "MIT")  # fmt: skip
+    assert built.code == 0, built.err
+    assert expertctl("remove", "acme/sorting").code == 0
+    outcome = expertctl("run", PROMPT, "--expert", unsigned, "--json", *QUIET)
+    assert outcome.code == 0, outcome.err
+    assert any("unsigned" in warning for warning in outcome.document["warnings"])
+    assert "unsigned" in outcome.err
+    assert expertctl("list", "--json").document["experts"] == []
+    weighted = expertctl("run", PROMPT, "--expert", f"{unsigned}:0", "--json", *QUIET).document
+    alone = expertctl("run", PROMPT, "--no-experts", "--json", *QUIET).document
+    assert weighted["tokens"]["ids"] == alone["tokens"]["ids"] != outcome.document["tokens"]["ids"]
+
+
+def test_what_a_revoked_key_signed_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+    assert expertctl("keys", "revoke", "me").code == 0
+    for expert in ("acme/sorting", workshop.package):
+        outcome = expertctl("run", PROMPT, "--expert", expert)
+        assert (outcome.code, outcome.out) == (5, "")
+        assert "revoked" in outcome.err
+
+
+def test_a_base_changed_on_disk_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+    weights = workshop.base / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    stamp = weights.stat()
+    weights.write_bytes(data)
+    assert expertctl("run", PROMPT).code == 4
+    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    outcome = expertctl("run", PROMPT, "--verify-base", "--json")
+    assert outcome.code == 4
+    assert outcome.document["error"]["code"] == "base_mismatch"
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    outcome = expertctl("run", PROMPT, "--memory-budget", "100kB")
+    assert (outcome.code, outcome.out) == (7, "")
+    assert "needed, but only" in outcome.err
+    assert "--memory-budget" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "code", "said"),
+    [
+        ([""], None, 2, "the prompt is empty"),
+        (["  \n"], None, 2, "the prompt is empty"),
+        (["x" * 500_001], None, 2, "500001 characters"),
+        (["-"], b"", 2, "the prompt is empty"),
+        (["-"], b"abc\xff", 8, "not UTF-8 at byte 3"),
+        (["-"], b"x" * 3_000_000, 2, "characters"),
+        (["-", "--body", "-"], b"x", 2, "cannot both come from stdin"),
+        (["p", "--body", "-"], b"\xff", 8, "not UTF-8 at byte 0"),
+        (["p", "--body", "nowhere.txt"], None, 3, "nowhere.txt"),
+        (["p", "--body", "."], None, 3, "body ."),
+        (["p", "--template", "{prompt}{prompt}"], None, 2, "{prompt} 2 times"),
+        (["p", "--temperature", "2.5"], None, 2, "temperature"),
+        (["p", "--max-tokens", "0"], None, 2, "max_tokens"),
+        (["p", "--max-experts", "11"], None, 2, "max_experts"),
+        (["p", "--expert", "acme/nothing"], None, 3, "acme/nothing is not installed"),
+        (["p", "--expert", "nowhere.expert"], None, 3, "nowhere.expert"),
+        (["p", "--expert", "Not A Name"], None, 2, "not a package name"),
+        (["p", "--expert", "acme/sorting:heavy"], None, 2, "heavy"),
+        (["p", "--expert", "acme/sorting", "--no-experts"], None, 2, "forced and forbidden"),
+        (["p", "--base", "nobody"], None, 3, "no base is called"),
+        (["p", "--device", "tpu"], None, 2, "tpu"),
+        (["p", "--dtype", "int4"], None, 2, "int4"),
+        (["p", "--memory-budget", "much"], None, 2, "not a size"),
+        (["y" * 2000], None, 2, "the base reads 512"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input_is_a_clear_error(
+    words: list[str], stdin: bytes | None, code: int, said: str,
+    workshop: Workshop, expertctl: Expertctl,
+) -> None:  # fmt: skip
+    outcome = expertctl("run", *words, stdin=stdin)
+    assert (outcome.code, outcome.out) == (code, "")
+    assert outcome.err.startswith("error: ")
+    assert said in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_prompt_and_body_are_read_from_stdin_and_files(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    body = workshop.folder / "body.txt"
+    body.write_text("and more")
+    whole = expertctl("run", f"{PROMPT}\n\nand more", "--no-experts", "--json", *QUIET).document
+    for words, stdin in (
+        (["-", "--body", str(body)], PROMPT.encode()),
+        ([PROMPT, "--body", "-"], b"and more\n"),
+        ([PROMPT, "--body", str(body), "--template", "{prompt}\n\n{body}"], None),
+    ):
+        document = expertctl("run", *words, "--no-experts", "--json", *QUIET, stdin=stdin).document
+        assert document["tokens"] == whole["tokens"]
+
+
+def test_a_device_of_the_settings_that_is_not_there_is_refused(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
+    outcome = expertctl("run", PROMPT)
+    assert outcome.code == 2
+    assert "cuda" in outcome.err
+
+
+def test_route_explains_every_candidate_and_is_the_plan_of_run(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    document = expertctl("route", PROMPT, "--json", "--seed", "3").document
+    assert problems_of(document, "route") == []
+    assert document["plan"] == expertctl("run", PROMPT, "--json", "--seed", "3").document["plan"]
+    text = expertctl("route", PROMPT).out
+    assert "acme/sorting@1.2.0" in text
+    assert "best of 1" in text
+    alone = expertctl("route", "Guten Morgen").out
+    assert "the base answers alone" in alone
+    assert "not similar" in alone
+
+
+def test_route_runs_without_torch(workshop: Workshop) -> None:
+    program = (
+        "import sys\n"
+        "from expertctl.cli.app import run\n"
+        f"code = run(['route', {PROMPT!r}])\n"
+        "print(code, 'torch' in sys.modules, file=sys.stderr)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stderr.splitlines()[-1] == "0 False"
+
+
+def test_without_torch_the_way_out_is_named(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("expertctl.engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    outcome = expertctl("run", PROMPT)
+    assert outcome.code == 3
+    assert "torch" in outcome.err
+    assert "pip install 'expertctl[engine]'" in outcome.err

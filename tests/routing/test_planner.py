@@ -1,0 +1,165 @@
+"""What a home offers to a prompt: its experts, its bases, and what is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import DigestError, NotFoundError, RevokedError, UnsignedError
+from expertctl.package.base_model import read_base
+from expertctl.reference import Reference
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import Forced, RouteRequest
+from expertctl.settings import Home, Settings
+from tests.factories import write_base
+from tests.store.shop import House, Shop, a_key, fast, house, shop
+
+__all__ = ["fast", "house", "shop"]
+
+PROMPT = "Sort these numbers in ascending order: 3, 1, 2"
+SORTING = {"description": "Sorts numbers in ascending order.", "routing": {"keywords": ["sort"]}}
+PLURALS = {"description": "Writes plurals of English nouns.", "routing": {"keywords": ["plural"]}}
+
+
+@pytest.fixture
+def planner(house: House, shop: Shop) -> Planner:
+    house.bases.add(shop.base_dir)
+    house.trusting("acme")
+    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+
+
+def named(text: str, weight: float = 1.0) -> Forced:
+    return Forced(Reference.parse(text), weight)
+
+
+def refs(planned: Planned) -> list[str]:
+    return [expert.ref for expert in planned.experts]
+
+
+def test_the_prompt_finds_the_expert_for_it(house: House, shop: Shop, planner: Planner) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    planned = planner.plan(RouteRequest(prompt=PROMPT))
+    assert refs(planned) == ["acme/sorting@1.0.0"]
+    assert planned.base.name == shop.base_dir.name
+    assert planned.warnings == ()
+
+
+def test_named_experts_come_in_the_order_named(house: House, shop: Shop, planner: Planner) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    force = (named("acme/plurals"), named("acme/sorting", 0.5))
+    planned = planner.plan(RouteRequest(prompt=PROMPT, force=force))
+    assert refs(planned) == ["acme/plurals@1.0.0", "acme/sorting@1.0.0"]
+    assert [expert.weight for expert in planned.result.plan.experts] == [1.0, 0.5]
+
+
+def test_without_a_base_the_way_out_is_named(house: House) -> None:
+    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    with pytest.raises(NotFoundError, match="no base model is known") as caught:
+        planner.plan(RouteRequest(prompt=PROMPT))
+    assert "base add" in caught.value.hint
+
+
+def test_an_unknown_base_is_not_found(planner: Planner) -> None:
+    with pytest.raises(NotFoundError, match="no base is called"):
+        planner.plan(RouteRequest(prompt=PROMPT), base="nobody/knows")
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
+
+
+def test_the_experts_decide_which_base_answers(
+    house: House, shop: Shop, planner: Planner, other: Path
+) -> None:
+    house.bases.add(other)
+    assert planner.plan(RouteRequest(prompt=PROMPT)).base.name == "other-base"
+    house.install(shop.package("acme/sorting", **SORTING))
+    planned = planner.plan(RouteRequest(prompt=PROMPT))
+    assert (planned.base.name, refs(planned)) == (shop.base_dir.name, ["acme/sorting@1.0.0"])
+    forced = RouteRequest(prompt="Hello", force=(named("acme/sorting"),))
+    assert planner.plan(forced).base.name == shop.base_dir.name
+
+
+def test_of_two_bases_the_one_with_the_better_expert_answers(
+    house: House, shop: Shop, planner: Planner, other: Path
+) -> None:
+    house.bases.add(other)
+    house.install(
+        shop.package("acme/sorting", **SORTING),
+        shop.package("acme/plurals", base_dir=other, base=read_base(other), **PLURALS),
+    )
+    assert refs(planner.plan(RouteRequest(prompt=PROMPT))) == ["acme/sorting@1.0.0"]
+    planned = planner.plan(RouteRequest(prompt="Write plurals of English nouns: dog, ox"))
+    assert (planned.base.name, refs(planned)) == ("other-base", ["acme/plurals@1.0.0"])
+
+
+def test_the_base_alone_is_the_one_added_last(planner: Planner, house: House, other: Path) -> None:
+    house.bases.add(other)
+    planned = planner.plan(RouteRequest(prompt=PROMPT, base_alone=True))
+    assert (planned.base.name, refs(planned)) == ("other-base", [])
+    assert planned.result.notes == ("the base answers alone, as asked",)
+
+
+def test_a_base_that_is_named_is_taken_whatever_the_experts_say(
+    house: House, shop: Shop, planner: Planner, other: Path
+) -> None:
+    house.bases.add(other)
+    house.install(shop.package("acme/sorting", **SORTING))
+    planned = planner.plan(RouteRequest(prompt=PROMPT), base="other-base")
+    assert (planned.base.name, refs(planned)) == ("other-base", [])
+    assert "made for" in planned.result.candidates[0].reason
+
+
+def test_a_damaged_expert_is_left_out_and_said_so(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    damage(house, "acme/plurals")
+    planned = planner.plan(RouteRequest(prompt=PROMPT))
+    assert refs(planned) == ["acme/sorting@1.0.0"]
+    assert len(planned.warnings) == 1
+    assert planned.warnings[0].startswith("acme/plurals@1.0.0 was left out: ")
+    assert "doctor" in planned.warnings[0]
+
+
+def test_a_damaged_expert_that_is_named_is_an_error(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    damage(house, "acme/plurals")
+    with pytest.raises(DigestError, match=r"acme/plurals@1\.0\.0"):
+        planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/plurals"),)))
+    with pytest.raises(NotFoundError, match="acme/nothing is not installed"):
+        planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/nothing"),)))
+
+
+def damage(house: House, name: str) -> None:
+    expert = house.store.find(Reference.parse(name))
+    blob = house.store.blob_path(expert.file("expert.json").digest)
+    blob.chmod(0o644)
+    blob.write_bytes(blob.read_bytes().replace(b"1.0.0", b"1.0.1"))
+
+
+def test_what_a_revoked_key_signed_is_not_chosen_and_refused_when_named(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING))
+    house.trust.revoke(a_key("acme").public.key_id)
+    planned = planner.plan(RouteRequest(prompt=PROMPT))
+    assert refs(planned) == []
+    assert "revoked" in planned.result.candidates[0].reason
+    with pytest.raises(RevokedError, match="revoked"):
+        planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/sorting"),)))
+
+
+def test_an_unsigned_expert_answers_only_when_it_is_named(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    package = shop.package("acme/sorting", key=None, **SORTING)
+    with pytest.raises(UnsignedError):
+        house.install(package)
+    house.install(package, allow_unsigned=True)
+    assert refs(planner.plan(RouteRequest(prompt=PROMPT))) == []
+    planned = planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/sorting"),)))
+    assert refs(planned) == ["acme/sorting@1.0.0"]
+    assert any("unsigned" in warning for warning in planned.warnings)
