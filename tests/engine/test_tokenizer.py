@@ -285,6 +285,21 @@ def test_control_tokens_and_unknown_numbers_have_no_text(folders: dict[str, Path
     assert tokenizer.decode([end, fox, 9999, fox]) == "fox fox"
 
 
+def test_tokens_without_text_are_not_kept(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["plain_bytes"])
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(i) for i in [257, 9999] * 50) == ""
+    assert stream._held == []
+
+
+def test_letters_of_a_control_token_get_no_space_around_them(folders: dict[str, Path]) -> None:
+    tokenizer = Tokenizer.open(folders["byte_fallback"])
+    marks = tokenizer.marks_for(["the</s>fox"])
+    assert marks is not None
+    ids = tokenizer.encode_rendered(tokenizer.mark("the</s>fox", marks), marks)
+    assert tokenizer.decode(ids) == "the</s>fox"
+
+
 def test_end_tokens_come_from_all_places_that_name_one(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     assert Tokenizer.open(base).end_ids == {256, 258}
