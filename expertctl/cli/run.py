@@ -256,7 +256,8 @@ def _show(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> N
         write_piece(text)
     if text and not text.endswith("\n"):
         write_piece("\n")
-    warn(result.warnings)
+    shown_below = set(result.planned.result.notes)
+    warn(warning for warning in result.warnings if warning not in shown_below)
     note(statistics(result) if stats else footer(result))
 
 

@@ -52,14 +52,15 @@ def statistics(result: "RunResult") -> str:
         f"{_INDENT}cache {_pairs(document['cache'])}",
         f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
     ]
-    return "\n".join([*lines, *(f"{_INDENT}{note}" for note in result.planned.result.notes)])
+    if plan.experts:  # else the footer has the notes
+        lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
+    return "\n".join(lines)
 
 
 def _plan_lines(result: "RoutingResult") -> list[str]:
     if result.plan.experts:
         return [f"{_INDENT}{_expert(expert)}" for expert in result.plan.experts]
-    alone = [note for note in result.notes if note.startswith("the base answers alone")]
-    return [f"{_INDENT}{note}" for note in alone]
+    return [f"{_INDENT}{note}" for note in result.notes]
 
 
 def _expert(expert: "PlannedExpert") -> str:

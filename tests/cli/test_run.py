@@ -155,7 +155,7 @@ def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
 ) -> None:
     outcome = expertctl("run", "Guten Morgen", *QUIET)
     assert outcome.code == 0
-    assert "warning: the base answers alone: no expert" in outcome.err
+    assert outcome.err.count("the base answers alone: ") == 1
     document = expertctl("run", "Guten Morgen", "--json", *QUIET).document
     assert document["plan"]["experts"] == []
     assert any("answers alone" in warning for warning in document["warnings"])
