@@ -17,7 +17,7 @@ from expertctl.cli.package_view import (
 )
 from expertctl.digest import Progress
 from expertctl.durable import write_atomic
-from expertctl.errors import NotFoundError, UsageError
+from expertctl.errors import UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, module_shapes, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
@@ -29,12 +29,14 @@ from expertctl.package.verify import verify_contents
 from expertctl.reference import Reference
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
+from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.contents import export_stored, read_stored
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store, parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.publisher import Publisher
 
 Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
@@ -253,16 +255,23 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
     label = base_label(directory)
     if base is not None and Path(base).is_dir():
         return _read_base(Path(base), label, as_json=as_json)
-    wanted = base or label
-    if wanted is None:
+    bases = BaseStore(load_settings().home.bases)
+    if base is not None:
+        return _facts_of(bases.find(base))
+    if label is None:
         return None
-    try:
-        found = BaseStore(load_settings().home.bases).find(wanted)
-    except NotFoundError:
-        if base is not None:
-            raise
+    found = bases.meant_by(label)
+    if found is None:
+        if names := ", ".join(known.name for known in bases.bases()):
+            note(f"the adapter names the base {label!r}; known here, for --base: {names}")
         return None
-    return BaseFacts(found.identity, module_shapes(found.path))
+    if found.name != label:
+        note(f"the adapter's base {label!r} is taken to be {found.name}")
+    return _facts_of(found)
+
+
+def _facts_of(base: StoredBase) -> BaseFacts:
+    return BaseFacts(base.identity, module_shapes(base.path))
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
@@ -272,7 +281,8 @@ def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFact
 
 
 def _private_key(settings: Settings, name: str) -> PrivateKey:
-    return KeyRing(settings.home.keys).private(name)
+    home = settings.home
+    return Publisher(KeyRing(home.keys), TrustStore(home.trust)).signing_key(name)
 
 
 def _say_built(built: building.Built) -> None:

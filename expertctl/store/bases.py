@@ -82,6 +82,18 @@ class BaseStore:
         hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl base add DIR`"
         raise NotFoundError(f"no base is called {wanted[:200]!r}", hint=hint)
 
+    def meant_by(self, label: str) -> StoredBase | None:
+        """Return the base that an adapter's label means: by its name, else by the last part.
+
+        ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both mean the only base that is called
+        ``Qwen3-0.6B``. A label is compared, never opened.
+        """
+        known = self.bases()
+        exact = [base for base in known if base.name == label]
+        alike = [base for base in known if _last_part(base.name) == _last_part(label)]
+        found = exact or alike
+        return found[0] if len(found) == 1 else None
+
     def default(self) -> StoredBase | None:
         """Return the base that was added last; None when there is none."""
         return max(self.bases(), key=lambda base: base.added_ns, default=None)
@@ -269,3 +281,7 @@ def _copy_files(source: Path, target: Path, progress: Progress) -> None:
                 write(memoryview(chunk))
                 progress(len(chunk))
     sync_folder(target)
+
+
+def _last_part(label: str) -> str:
+    return label.replace("\\", "/").rstrip("/").rpartition("/")[2].casefold()

@@ -146,6 +146,23 @@ def test_build_finds_the_base_that_was_added_under_the_name_in_the_adapter(
     assert (base.arch, base.weights) == (str(identity.arch), str(identity.weights))
 
 
+def test_build_takes_a_path_in_the_adapter_for_the_base_of_that_name(
+    run: Run, work: Path, home: Path
+) -> None:
+    config = work / "my-lora" / "adapter_config.json"
+    document = {**json.loads(config.read_text()), "base_model_name_or_path": "/models/Tiny"}
+    config.write_text(json.dumps(document))
+    BaseStore(Home(home).bases).add(work / "base", name="Qwen/Tiny")
+    run.json("build", "my-lora", "-o", "x.expert")
+    assert read_package(work / "x.expert").manifest.base.name == "Qwen/Tiny"
+
+
+def test_build_refuses_to_sign_with_a_revoked_key(run: Run, work: Path) -> None:
+    run.json("keys", "new", "old")
+    run.json("keys", "revoke", "old")
+    assert "was revoked" in run.refusal(5, "build", "my-lora", "--base", "base", "--sign", "old")
+
+
 def test_the_name_of_the_base_is_never_opened_as_a_path(run: Run, work: Path) -> None:
     config = work / "my-lora" / "adapter_config.json"
     for label in (str(work / "base"), "../work/base", "https://example.com/x"):

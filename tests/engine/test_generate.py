@@ -1,6 +1,7 @@
 """Generating: greedy equals transformers, streams equal wholes, ends where it must."""
 
 import json
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def test_the_time_of_the_reader_is_not_counted(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("expertctl.engine.generate.time", clock)
+    monkeypatch.setattr(sys.modules[generate.__module__], "time", clock)
     ids = model.tokenizer.encode(PROMPT)
     stream = generate(
         model,

@@ -124,6 +124,34 @@ def test_a_base_is_found_by_name_or_digest(bases: BaseStore, directory: Path) ->
     assert "base add" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("label", "found"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("/models/qwen3-0.6b/", True),
+        ("C:\\models\\Qwen3-0.6B", True),
+        ("Qwen3-0.6B", True),
+        ("Qwen/Qwen3-0.6B-chat", False),
+        ("Qwen", False),
+        ("", False),
+    ],
+)
+def test_a_label_means_the_only_base_with_its_last_part(
+    bases: BaseStore, directory: Path, label: str, found: bool
+) -> None:
+    base = bases.add(directory, name="Qwen3-0.6B")
+    assert bases.meant_by(label) == (base if found else None)
+
+
+def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
+    bases: BaseStore, directory: Path
+) -> None:
+    first = bases.add(directory, name="one/tiny")
+    bases.add(directory, name="two/tiny")
+    assert bases.meant_by("tiny") is None
+    assert bases.meant_by("one/tiny") == first
+
+
 def test_the_default_is_the_base_that_was_added_last(
     bases: BaseStore, directory: Path, tmp_path: Path
 ) -> None:
