@@ -1,0 +1,79 @@
+"""What the benchmarks work on: adapters in the shape of Qwen3-0.6B, with random weights."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from expertctl.digest import Digest
+from expertctl.package.base_model import BaseFacts, BaseIdentity
+from expertctl.package.build import Built, build, plan_build
+from expertctl.package.draft import Overrides
+from expertctl.trust.keys import PrivateKey
+
+LAYERS, HIDDEN, INTERMEDIATE, QUERIES, KEYS = 28, 1024, 3072, 2048, 1024
+PROJECTIONS = {
+    "self_attn.q_proj": (QUERIES, HIDDEN),
+    "self_attn.k_proj": (KEYS, HIDDEN),
+    "self_attn.v_proj": (KEYS, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, QUERIES),
+    "mlp.gate_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.up_proj": (INTERMEDIATE, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INTERMEDIATE),
+}
+"""``(out, in)`` of one layer's linear modules (Qwen3-0.6B, config.json)."""
+RANK = 16
+
+
+def shapes() -> dict[str, tuple[int, int]]:
+    """Return ``(out, in)`` of every linear module of the base."""
+    return {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(LAYERS)
+        for name, shape in PROJECTIONS.items()
+    }
+
+
+def facts() -> BaseFacts:
+    """The base that the adapters are for, by made-up digests: no weights are needed here."""
+    arch, tokenizer = Digest.of(b"arch"), Digest.of(b"tokenizer")
+    identity = BaseIdentity("bench/qwen3-0.6b", None, arch, None, tokenizer)
+    return BaseFacts(identity, shapes())
+
+
+def write_lora(directory: Path, *, seed: int = 0) -> Path:
+    """Write a rank-16 float32 LoRA on all projections as PEFT does: about 40 MB."""
+    directory.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    save_file(dict(_tensors(rng)), directory / "adapter_model.safetensors", {"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "bench/qwen3-0.6b",
+        "r": RANK,
+        "lora_alpha": 2 * RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(name.split(".")[1] for name in PROJECTIONS),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def write_package(directory: Path, output: Path, *, name: str, key: PrivateKey) -> Built:
+    """Build and sign a package of an adapter that `write_lora` made."""
+    overrides = Overrides(name=name, version="1.0.0", description="a benchmark's adapter")
+    return build(plan_build(directory, overrides, base=facts()), output, key=key)
+
+
+def _tensors(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    for module, (out, into) in shapes().items():
+        name = f"base_model.model.{module}"
+        yield f"{name}.lora_A.weight", _random(rng, (RANK, into))
+        yield f"{name}.lora_B.weight", _random(rng, (out, RANK))
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return (rng.standard_normal(shape) * 0.01).astype(np.float32)

@@ -1,0 +1,74 @@
+"""What verifying and installing a package cost, against the least that any such tool must do."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import zstandard
+
+from benchmarks.harness import Row, compare, main, timed
+from benchmarks.inputs import write_lora, write_package
+from expertctl.install.install import install_files
+from expertctl.package.verify import verify_file
+from expertctl.settings import Home
+from expertctl.store.bases import BaseStore
+from expertctl.store.store import Store
+from expertctl.trust.keys import PrivateKey
+from expertctl.trust.policy import TrustStore
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Verify and install a signed 40 MB LoRA; the files are in the page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        key = PrivateKey.generate("ecdsa-p256")
+        package = root / "bench.expert"
+        write_package(write_lora(root / "lora"), package, name="bench/lora", key=key)
+        trust = TrustStore(root / "trust.json")
+        trust.add(key.public, name="bench", namespaces=["bench"])
+        content = _decompressed(package)
+        return [
+            compare(
+                f"verify, {len(content) / 1e6:.0f} MB",
+                timed(lambda: verify_file(package, trust)),
+                timed(lambda: hashlib.sha256(content).digest()),
+                rival="hashlib.sha256 of the bytes",
+                rounds=rounds,
+                target="<= 1.3",
+            ),
+            compare(
+                f"install, {len(content) / 1e6:.0f} MB",
+                timed(lambda: _install(package, trust, root / "home")),
+                timed(lambda: _floor(package, root / "copy")),
+                rival="zstd decompress + sha256 + write + fsync",
+                rounds=rounds,
+                target="<= 1.5",
+            ),
+        ]
+
+
+def _install(package: Path, trust: TrustStore, root: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    home = Home(root)
+    install_files([package], store=Store(home.store), bases=BaseStore(home.bases), trust=trust)
+
+
+def _floor(package: Path, target: Path) -> None:
+    """Decompress, hash, write and flush, one after the other, in the fewest calls."""
+    data = _decompressed(package)
+    hashlib.sha256(data).digest()
+    with target.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _decompressed(package: Path) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(package.read_bytes())
+
+
+if __name__ == "__main__":
+    main("pack_verify", measure, rounds=9)
