@@ -1,0 +1,1 @@
+"""Worked examples that ship beside the library; nothing in the library imports them."""

@@ -1,0 +1,1 @@
+"""The starter pack: a small base model and its experts, trained from nothing by these modules."""
