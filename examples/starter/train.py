@@ -16,7 +16,7 @@ from examples.starter.tasks import TASKS, Task, training_set
 
 PEAK = 4e-3
 WARMUP = 20
-BASE_NAME = "starter-base"
+BASE_NAME = "starter/base"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -49,6 +49,11 @@ def train(task: Task, base: Path, out: Path, *, seed: int) -> None:
     schedule = Schedule(steps=task.steps, batch=BATCH, peak=PEAK, warmup=WARMUP)
     turns = (encode(each.prompt, each.answer) for each in training_set(task, seed))
     fit(model, turns, schedule=schedule, optimisers=[optimiser], seed=seed)
+    save(model, out)
+
+
+def save(model: PeftModel, out: Path) -> None:
+    """Write a PEFT directory, weights in float16."""
     model.peft_config["default"].base_model_name_or_path = BASE_NAME
     model.half().save_pretrained(str(out), save_embedding_layers=False)
     _tidy(out)

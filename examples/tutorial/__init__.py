@@ -1,0 +1,1 @@
+"""What the tutorial trains: one small LoRA, in less than a minute."""
