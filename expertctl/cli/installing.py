@@ -82,7 +82,9 @@ def remove(
     warn(removed.warnings)
     _say(catalogue)
     document = {"removed": removed.ref, "freed": removed.freed.size}
-    emit(document, f"removed {removed.ref}, {human_size(removed.freed.size)}", as_json=as_json)
+    emit(
+        document, f"removed {removed.ref}, freed {human_size(removed.freed.size)}", as_json=as_json
+    )
 
 
 def reindex(as_json: JsonFlag = False) -> None:

@@ -4,12 +4,13 @@ import stat
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expertctl.config_file import read_settings, set_value, unset_value
 from expertctl.durable import make_folders
-from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.settings import CONFIG_KEYS, load_settings, read_config
 from tests.cli.commands import Commands, expertctl
 
@@ -137,3 +138,12 @@ def test_the_library_refuses_as_the_command_does(tmp_path: Path) -> None:
     path.write_text("= broken")
     with pytest.raises(InvalidPackageError):
         read_settings(path, {})
+
+
+def test_a_file_that_another_process_is_changing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.toml"
+    monkeypatch.setattr("expertctl.config_file.LOCK_SECONDS", 0.01)
+    with FileLock(f"{path}.lock"), pytest.raises(StoreError, match="another process"):
+        set_value(path, "device", "cpu")

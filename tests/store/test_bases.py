@@ -307,3 +307,12 @@ def test_removing_forgets_and_leaves_the_files(bases: BaseStore, directory: Path
     bases.remove(base)
     assert bases.bases() == []
     assert (directory / "model.safetensors").exists()
+
+
+def test_a_base_that_changes_while_it_is_read_is_refused(bases: BaseStore, directory: Path) -> None:
+    def disturb(_: int) -> None:
+        os.utime(directory / "model.safetensors", ns=(1, 1))
+
+    with pytest.raises(InvalidPackageError, match=r"model\.safetensors changed while it was read"):
+        bases.add(directory, progress=disturb)
+    assert bases.bases() == []

@@ -225,3 +225,20 @@ def test_each_refusal_has_its_error(number: int, error: type[Exception]) -> None
         raise OSError(number, os.strerror(number))
     with pytest.raises(error, match="/a/file"), disk_errors("the thing"):
         raise OSError(number, os.strerror(number), "/a/file")
+
+
+def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: Shop) -> None:
+    house = House(public / "home").trusting("acme")
+    house.install(shop.package("acme/first"))
+    folder = house.store.paths.staging / "left"
+    folder.mkdir()
+    (folder / "lock").touch()
+    os.utime(folder, (0, 0))
+    protect(house.root)
+
+    def look() -> None:
+        powerless()
+        assert house.store.gc(dry_run=True).folders == ()
+
+    ended = run(look)
+    assert not ended.errors, ended.trace

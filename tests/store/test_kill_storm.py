@@ -1,0 +1,86 @@
+"""The real command, killed by the kernel at every system call that changes the disk.
+
+Where `test_crashes` counts Python's steps, strace counts those of the whole process, SQLite's
+included.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expertctl.install.doctor import Diagnosis, examine
+from tests.store.shop import House, Shop
+
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed"),
+]
+
+CALLS = (
+    "write", "pwrite64", "fsync", "fdatasync", "ftruncate", "rename", "unlink", "mkdir", "rmdir",
+    "flock",
+)  # fmt: skip
+PROGRAM = "from expertctl.cli.app import main; main()"
+SIGKILL = -9
+
+
+def command(house: House, *words: object, call: str = "", at: int = 0) -> int:
+    """Run one command; kill it when it makes the ``at``-th call of that name."""
+    tracer = ["strace", "-f", "-qq", "-o", os.devnull, "-e", f"trace={call}"]
+    tracer += ["-e", f"inject={call}:signal=SIGKILL:when={at}"]
+    program = [sys.executable, "-B", "-c", PROGRAM, *map(str, words)]
+    environment = {
+        **os.environ,
+        "EXPERT_HOME": str(house.root),
+        "EXPERT_ENCODER": "lexical",
+        "OMP_NUM_THREADS": "1",
+    }
+    result = subprocess.run(
+        [*(tracer if call else []), *program],
+        env=environment,
+        capture_output=True,
+        check=False,
+        timeout=120,
+    )
+    assert b"Traceback" not in result.stderr, result.stderr.decode()
+    return result.returncode
+
+
+def diagnose(house: House) -> Diagnosis:
+    return examine(house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue)
+
+
+def strace_works() -> bool:
+    probe = ["strace", "-qq", "-o", os.devnull, "-f", "true"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_killed_at_every_system_call_the_next_command_works(
+    call: str, shop: Shop, fast: Path
+) -> None:
+    if not strace_works():
+        pytest.skip("tracing is not allowed here")
+    template = House(fast / "template").trusting("acme")
+    template.install(shop.package("acme/old"), catalogue=template.catalogue, index=template.index)
+    file = shop.package("acme/new", seed=1)
+    for at in range(1, 1000):
+        shutil.rmtree(fast / "home", ignore_errors=True)
+        shutil.copytree(template.root, fast / "home")
+        house = House(fast / "home")
+        code = command(house, "install", file, call=call, at=at)
+        assert house.refs() in (["acme/old@1.0.0"], ["acme/new@1.0.0", "acme/old@1.0.0"])
+        house.check()
+        (done,) = house.install(file, catalogue=house.catalogue, index=house.index)
+        assert not any("not indexed" in warning for warning in done.warnings)
+        assert house.refs() == house.catalogue.refs() == ["acme/new@1.0.0", "acme/old@1.0.0"]
+        house.check()
+        assert diagnose(house).healthy
+        if code != SIGKILL:
+            assert code == 0
+            assert at > 1 or call in {"ftruncate", "rmdir", "fdatasync"}
+            break
