@@ -152,14 +152,6 @@ class Tiers:
             assert entry.pins >= 0
             assert all(key in self._entries for key in entry.uses)
 
-    def _count(
-        self, present: Sequence[Wanted[Resident]], absent: Sequence[Wanted[Resident]]
-    ) -> None:
-        for item in present:
-            self.traffic[item.key[0]].hits += 1
-        for item in absent:
-            self.traffic[item.key[0]].loads += 1
-
     def _hold(self, wanted: Sequence[Wanted[Resident]]) -> None:
         """Pin what is there, load the rest and pin that too; all or nothing."""
         present = [item.key for item in wanted if item.key in self._entries]

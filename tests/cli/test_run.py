@@ -167,6 +167,111 @@ def test_one_seed_gives_one_text(workshop: Workshop, expertctl: Expertctl) -> No
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
+    prompt = "Sort these numbers: 41, 17, 23"
+    outcome = expertctl("run", prompt, "--json", "--max-tokens", "20")
+    assert outcome.code == 0, outcome.err
+    assert "installed the starter pack: starter/" in outcome.err
+    assert outcome.document["plan"]["experts"][0]["ref"].startswith("starter/sorting@")
+    again = expertctl("route", prompt)
+    assert again.code == 0
+    assert "starter pack" not in again.err
+    assert len(expertctl("list", "--json").document["experts"]) >= 4
+
+
+def test_a_home_with_a_base_of_its_own_gets_no_starter_pack(
+    tmp_path: Path, expertctl: Expertctl
+) -> None:
+    assert expertctl("base", "add", write_base(tmp_path / "mine")).code == 0
+    outcome = expertctl("run", PROMPT, "--json", *QUIET)
+    assert outcome.document["plan"]["base"] == "mine"
+    assert "the base answers alone: no expert is installed" in outcome.document["warnings"]
+    assert expertctl("list", "--json").document["experts"] == []
+
+
+def test_several_experts_are_shown_with_their_weights(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    words = ["--expert", "acme/sorting:0.5", "--expert", workshop.folder / "other.expert"]
+    other = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
+    built = expertctl("build", other, "-o", words[3], "--base", "my-base", "--sign", "me",
+                      "--name", "acme/other", "--description", "x", "--license", "MIT")  # fmt: skip
+    assert built.code == 0, built.err
+    outcome = expertctl("run", PROMPT, *words, *QUIET)
+    assert "acme/sorting@1.2.0 x 0.5: named by the user" in outcome.err
+    assert "acme/other@0.1.0: named by the user" in outcome.err
+    document = expertctl("run", PROMPT, *words, "--json", *QUIET).document
+    assert [e["weight"] for e in document["plan"]["experts"]] == [0.5, 1.0]
+    assert document["cache"]["experts_loaded"] == 2
+    alone = expertctl("run", PROMPT, *words[:2], "--json", *QUIET).document
+    assert document["tokens"]["ids"] != alone["tokens"]["ids"]
+    too_many = expertctl("run", PROMPT, *words, "--max-experts", "1")
+    assert too_many.code == 2
+
+
+def test_an_excluded_expert_does_not_answer(workshop: Workshop, expertctl: Expertctl) -> None:
+    document = expertctl("run", PROMPT, "--exclude", "acme/sorting", "--json", *QUIET).document
+    assert document["plan"]["experts"] == []
+
+
+def test_stop_strings_end_the_text_before_them(workshop: Workshop, expertctl: Expertctl) -> None:
+    text = expertctl("run", PROMPT, "--json", *QUIET).document["text"]
+    stop = text[2:4]
+    document = expertctl("run", PROMPT, "--json", "--stop", stop, *QUIET).document
+    assert document["text"] == text[: text.index(stop)]
+    assert document["finish_reason"] == "stop"
+
+
+def test_a_prompt_that_is_too_long_is_cut_when_asked(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    document = expertctl("run", "y" * 2000, "--truncate", "--json", *QUIET).document
+    assert document["tokens"]["prompt"] < 512
+    assert any("the prompt was cut" in warning for warning in document["warnings"])
+
+
+def test_an_expert_for_another_base_is_refused_unless_allowed(
+    workshop: Workshop, tmp_path: Path, expertctl: Expertctl
+) -> None:
+    twin = write_base(tmp_path / "twin", tie=False, seed=8)
+    assert expertctl("base", "add", twin).code == 0
+    words = ("run", PROMPT, "--expert", "acme/sorting", "--base", "twin", *QUIET)
+    refused = expertctl(*words)
+    assert (refused.code, refused.out) == (4, "")
+    assert "acme/sorting@1.2.0 was made for my-base" in refused.err
+    allowed = expertctl(*words, "--allow-base-mismatch", "--json")
+    assert allowed.code == 0
+    assert any("mismatch" in warning for warning in allowed.document["warnings"])
+    wider = write_base(tmp_path / "wider", tie=False, intermediate=64)
+    assert expertctl("base", "add", wider).code == 0
+    outcome = expertctl("run", PROMPT, "--expert", "acme/sorting", "--base", "wider",
+                        "--allow-base-mismatch")  # fmt: skip
+    assert outcome.code == 4
+    assert "does not fit the base" in outcome.err
+
+
+def test_weights_changed_in_the_store_are_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+    blobs = Path(os.environ["EXPERT_HOME"]) / "store" / "blobs" / "sha256"
+    weights = max(blobs.iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.chmod(0o644)
+    weights.write_bytes(data)
+    outcome = expertctl("run", PROMPT, "--json")
+    assert outcome.code == 5
+    assert outcome.document["error"]["code"] == "digest"
+    assert "acme/sorting@1.2.0" in outcome.err
+    assert "expertctl doctor" in outcome.document["error"]["hint"]
+
+
+def test_bf16_weights_are_said_to_be_rounded(workshop: Workshop, expertctl: Expertctl) -> None:
+    document = expertctl("run", PROMPT, "--dtype", "bf16", "--json", *QUIET).document
+    full = expertctl("run", PROMPT, "--json", *QUIET).document
+    assert any("rounded to bfloat16" in warning for warning in document["warnings"])
+    assert document["memory"]["base"] < full["memory"]["base"]
+    assert document["plan"]["identity"] != full["plan"]["identity"]
+
+
 def test_a_local_file_is_used_as_it_is_and_unsigned_with_a_warning(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:
@@ -307,13 +412,16 @@ def test_route_runs_without_torch(workshop: Workshop) -> None:
     assert result.stderr.splitlines()[-1] == "0 False"
 
 
-def test_without_torch_the_way_out_is_named(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [n for n in sys.modules if n.startswith("expertctl.engine")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    outcome = expertctl("run", PROMPT)
-    assert outcome.code == 3
-    assert "torch" in outcome.err
-    assert "pip install 'expertctl[engine]'" in outcome.err
+def test_without_torch_the_way_out_is_named(workshop: Workshop) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from expertctl.cli.app import run\n"
+        f"sys.exit(run(['run', {PROMPT!r}]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr.startswith("error: running a model needs torch")
+    assert "hint: pip install 'expertctl[engine]'" in result.stderr

@@ -121,6 +121,17 @@ def test_a_file_of_another_size_is_a_digest_error(change: int, lora: Path) -> No
         load_adapter(manifest, files)
 
 
+def test_a_file_cut_short_while_it_is_read_is_a_digest_error(
+    lora: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, files, path = manifest_of(lora), files_of(lora), lora / WEIGHTS
+    whole = path.stat()
+    os.truncate(path, whole.st_size - 5)
+    monkeypatch.setattr(os, "fstat", lambda _: whole)
+    with pytest.raises(DigestError, match="is not what was installed"):
+        read_verified(path, files.paths[WEIGHTS][1], owner=manifest.ref)
+
+
 def test_a_missing_file_is_named_with_the_way_out(lora: Path) -> None:
     manifest, files = manifest_of(lora), files_of(lora)
     (lora / WEIGHTS).unlink()

@@ -55,7 +55,8 @@ def chains(draw: st.DrawFn) -> tuple[list[Weighted], Tensor, Tensor, Tensor | No
         rank, dtype = draw(st.integers(1, 6)), draw(st.sampled_from(["32", "b16", "16"]))
         kind = {"32": torch.float32, "b16": torch.bfloat16, "16": torch.float16}[dtype]
         scale = draw(st.floats(0.125, 8))
-        weight = draw(st.one_of(st.sampled_from([0.0, 1.0, -1.0]), st.floats(-2, 2, allow_subnormal=False)))
+        any_weight = st.floats(-2, 2, allow_subnormal=False)
+        weight = draw(st.one_of(st.sampled_from([0.0, 1.0, -1.0]), any_weight))
         tensors = LoraTensors(rand(rank, inputs).to(kind), rand(out, rank).to(kind), scale)
         chain.append(Weighted(adapter(tensors), weight))
     bias = rand(out) if draw(st.booleans()) else None

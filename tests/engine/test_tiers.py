@@ -1,6 +1,5 @@
 """Residency: a budget that live bytes never exceed, fair eviction, pins that hold."""
 
-import gc
 import weakref
 from contextlib import ExitStack
 
@@ -155,6 +154,42 @@ def test_other_memory_makes_room_too(tiers: Tiers, budget: Budget) -> None:
     assert len(resident(tiers, "ab")) == 1
 
 
+def test_what_is_reserved_stays_until_it_is_released(tiers: Tiers, budget: Budget) -> None:
+    use(tiers, "a", nbytes=400)
+    tiers.reserve(Tier.DEVICE, "base", 700, what="the base")
+    assert (resident(tiers, "a"), budget.held("base")) == ("", 700)
+    tiers.release(Tier.DEVICE, "base", 700)
+    assert budget.used == 0
+
+
+def test_what_is_resident_can_be_borrowed_by_its_key(tiers: Tiers) -> None:
+    with tiers.pin([wanted("a", 600)]) as [value]:
+        pass
+    with tiers.resident(key("a")) as again:
+        assert again is value
+        with pytest.raises(BudgetError):
+            use(tiers, "b", nbytes=500)
+    assert tiers.traffic[Tier.RAM].hits == 1
+
+
+def test_a_load_that_fails_unpins_what_was_there(tiers: Tiers) -> None:
+    def load() -> torch.Tensor:
+        raise DigestError("b is not what was installed")
+
+    use(tiers, "a", nbytes=600)
+    both = [wanted("a", 600), Wanted(key("b"), 100, "b", load)]
+    with pytest.raises(DigestError), tiers.pin(both):
+        pass
+    use(tiers, "c", nbytes=900)
+    assert resident(tiers, "abc") == "c"
+
+
+def test_evictions_are_counted(tiers: Tiers) -> None:
+    use(tiers, "a", nbytes=600)
+    use(tiers, "b", nbytes=600)
+    assert tiers.traffic[Tier.RAM].evictions == 1
+
+
 def test_two_memories_have_two_budgets() -> None:
     ram, device = Budget(500), Budget(200)
     tiers = Tiers(ram=ram, device=device)
@@ -237,9 +272,8 @@ class Residency(RuleBasedStateMachine):
         for stack in self.pins:
             stack.close()
         self.tiers.clear()
-        gc.collect()
         assert self.live() == 0
 
 
 TestResidency = Residency.TestCase
-TestResidency.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestResidency.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
