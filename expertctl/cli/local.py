@@ -34,7 +34,8 @@ def gc(
     Example: expertctl gc --dry-run
     """
     home: Home = load_settings().home
-    freed = Store(home.store).gc(dry_run=dry_run)
+    store = Store(home.store)
+    freed = store.garbage() if dry_run else store.gc()
     document = {
         "dry_run": dry_run,
         "blobs": [str(digest) for digest in freed.blobs],

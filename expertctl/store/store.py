@@ -135,18 +135,26 @@ class Store:
         with self.transaction() as changes:
             return changes.remove(expert)
 
-    def gc(self, *, dry_run: bool = False) -> "Freed":
+    def gc(self) -> "Freed":
         """Remove what nothing needs: blobs without a ref, folders of killed processes.
 
         Raises:
             StoreError: when a ref is damaged, or the store cannot be written.
         """
-        from expertctl.store.transaction import Freed, garbage_of
-
-        if dry_run or not self.root.exists():
-            return garbage_of(self.paths) if self.root.exists() else Freed()
+        if not self.root.exists():
+            return self.garbage()
         with self.transaction() as changes:
             return changes.collect()
+
+    def garbage(self) -> "Freed":
+        """Return what `gc` would remove; changes nothing.
+
+        Raises:
+            StoreError: when a ref is damaged.
+        """
+        from expertctl.store.transaction import garbage_of
+
+        return garbage_of(self.paths)
 
     @contextmanager
     def lease(self, experts: Iterable[StoredExpert]) -> Iterator[None]:

@@ -131,7 +131,7 @@ def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
             assert house.store.manifest(expert).name == "acme/first"
         house.store.check_integrity()
         house.bases.check(house.bases.find("base"))
-        house.store.gc(dry_run=True)
+        house.store.garbage()
 
     def refuse(action: str) -> None:
         powerless()
@@ -238,7 +238,7 @@ def test_what_nobody_here_may_clear_counts_as_in_use(public: Path, shop: Shop) -
 
     def look() -> None:
         powerless()
-        assert house.store.gc(dry_run=True).folders == ()
+        assert house.store.garbage().folders == ()
 
     ended = run(look)
     assert not ended.errors, ended.trace

@@ -32,7 +32,7 @@ def test_an_empty_store_is_read_without_being_made(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     assert store.experts() == []
     assert store.gc().size == 0
-    assert store.gc(dry_run=True).size == 0
+    assert store.garbage().size == 0
     store.check_integrity()
     assert not store.root.exists()
 
@@ -254,7 +254,7 @@ def test_garbage_is_told_by_a_dry_run_and_removed_by_gc(house: House, shop: Shop
     (house.store.paths.blobs / ".half.tmp").write_bytes(b"half")
     (house.store.paths.blobs / "README").write_bytes(b"not ours")
     before = house.files()
-    dry = house.store.gc(dry_run=True)
+    dry = house.store.garbage()
     assert (dry.blobs, dry.size) == ((Digest.of(b"stray"),), 5)
     assert house.files() == before
     assert house.store.gc() == dry
