@@ -20,7 +20,6 @@ from expertctl.engine.adapter_load import (
     adapter_bytes,
     load_adapter,
 )
-from expertctl.engine.budget import Budget
 from expertctl.engine.compose import (
     BASE_ALONE,
     CompiledPlan,
@@ -85,10 +84,10 @@ def stored_source(
 class MemorySink:
     """Takes the files of one package into memory while the reader hashes them, within a budget."""
 
-    def __init__(self, budget: Budget, *, what: str) -> None:
+    def __init__(self, tiers: Tiers, *, what: str) -> None:
         """Start with no file."""
         self.buffers: dict[Digest, memoryview] = {}
-        self._budget, self._what, self._held = budget, what, 0
+        self._tiers, self._what, self._held = tiers, what, 0
 
     @contextmanager
     def open(self, digest: Digest, size: int) -> Iterator[Callable[[memoryview], None]]:
@@ -97,7 +96,7 @@ class MemorySink:
         Raises:
             BudgetError: when it does not fit.
         """
-        self._budget.reserve("experts", size + SLACK, what=self._what)
+        self._tiers.reserve(Tier.RAM, "experts", size + SLACK, what=self._what)
         self._held += size + SLACK
         buffer, filled = allocate(size + SLACK), 0
 
@@ -112,7 +111,7 @@ class MemorySink:
     def close(self) -> None:
         """Let go of all files."""
         self.buffers = {}
-        self._budget.release("experts", self._held)
+        self._tiers.release(Tier.RAM, "experts", self._held)
         self._held = 0
 
 
@@ -138,7 +137,7 @@ class LocalExpert:
 
 @contextmanager
 def local_expert(
-    path: Path, *, trust: TrustStore, budget: Budget, progress: Progress = no_progress
+    path: Path, *, trust: TrustStore, tiers: Tiers, progress: Progress = no_progress
 ) -> Iterator[LocalExpert]:
     """Read a ``.expert`` file into memory; an unsigned one will do, a signature counts.
 
@@ -147,14 +146,15 @@ def local_expert(
         TrustError: when it is signed, but not by somebody who is trusted for it.
         BudgetError: when it does not fit.
     """
-    sink = MemorySink(budget, what=path.name)
-    try:
+    with ExitStack() as stack:
+        sink = MemorySink(tiers, what=path.name)
+        stack.callback(sink.close)
         contents = read_package(path, sink=sink, progress=progress)
         signed = contents.signature is not None
         package = verify_contents(contents, trust) if signed else accept_unsigned(contents)
-        yield LocalExpert(package, _memory_source(contents, sink))
-    finally:
-        sink.close()
+        source = _memory_source(contents, sink)
+        stack.callback(tiers.forget, source.wanted.key)
+        yield LocalExpert(package, source)
 
 
 def _memory_source(contents: PackageContents, sink: MemorySink) -> ExpertSource:

@@ -117,7 +117,7 @@ class Engine:
         paths = dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert))
         return {
             path: stack.enter_context(
-                local_expert(path, trust=trust, budget=self.budget, progress=self._progress)
+                local_expert(path, trust=trust, tiers=self.tiers, progress=self._progress)
             )
             for path in paths
         }

@@ -137,6 +137,13 @@ class Tiers:
         """Strike out bytes that `reserve` entered."""
         self._budgets[tier].release(purpose, size)
 
+    def forget(self, key: Key) -> None:
+        """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
+        for user in [k for k, entry in self._entries.items() if key in entry.uses]:
+            self._evict(user)
+        if key in self._entries:
+            self._evict(key)
+
     def clear(self) -> None:
         """Drop everything that is not pinned."""
         while victims := self._victims(set(self._budgets.values())):
@@ -147,7 +154,7 @@ class Tiers:
         for budget in set(self._budgets.values()):
             budget.check_integrity()
             entries = [e for k, e in self._entries.items() if self._budgets[k[0]] is budget]
-            assert sum(entry.nbytes for entry in entries) == budget.held("experts")
+            assert sum(entry.nbytes for entry in entries) <= budget.held("experts")
         for entry in self._entries.values():
             assert entry.pins >= 0
             assert all(key in self._entries for key in entry.uses)
@@ -232,6 +239,7 @@ class Tiers:
         return (entry.count * DECAY ** (age / PERIOD), entry.last_used)
 
     def _evict(self, key: Key) -> None:
+        assert not self._entries[key].pins, "what is pinned stays"
         size = self._entries.pop(key).nbytes  # the entry is gone before its bytes are struck out
         self._budgets[key[0]].release("experts", size)
         self.traffic[key[0]].evictions += 1

@@ -165,7 +165,7 @@ def test_an_unsigned_file_is_used_from_memory_as_it_was_hashed(
     expected = load_adapter(
         manifest_of(tmp_path / "acme-sql-1.0.0.files"), files_of(tmp_path / "acme-sql-1.0.0.files")
     )
-    with local_expert(path, trust=TrustStore(tmp_path / "t"), budget=budget) as local:
+    with local_expert(path, trust=TrustStore(tmp_path / "t"), tiers=tiers) as local:
         held = budget.used
         path.unlink()
         assert held >= local.package.contents.size
@@ -176,23 +176,39 @@ def test_an_unsigned_file_is_used_from_memory_as_it_was_hashed(
                 a = plan.deltas[module].a
                 assert a is not None
                 assert torch.equal(a, lora.a)
-        tiers.clear()
     assert budget.used == 0
+    assert not tiers.holds(local.source.wanted.key)
+    assert not tiers.holds((Tier.DEVICE, PLAN))
+    tiers.check_integrity()
+
+
+def test_a_file_takes_the_place_of_experts_that_nobody_uses(
+    tmp_path: Path, base: Path, facts: BaseFacts, target: Target, source: Source
+) -> None:
+    path, other = make_package(tmp_path, base_dir=base, base=facts), source(rank=4, alpha=4)
+    small = Budget(other.nbytes + 6000)
+    tiers = Tiers(ram=small, device=small)
+    with compiled(tiers, [(other, 1.0)], identity=PLAN, target=target):
+        pass
+    with local_expert(path, trust=TrustStore(tmp_path / "t"), tiers=tiers):
+        assert not tiers.holds(other.wanted.key)
+        assert small.used > 6000
+    assert small.used == 0
 
 
 def test_a_signed_file_is_used_only_when_its_key_is_trusted(
-    tmp_path: Path, base: Path, facts: BaseFacts, budget: Budget
+    tmp_path: Path, base: Path, facts: BaseFacts, tiers: Tiers, budget: Budget
 ) -> None:
     key = PrivateKey.generate("ecdsa-p256")
     path = make_package(tmp_path, base_dir=base, base=facts, key=key)
     trust = TrustStore(tmp_path / "trust.json")
-    with pytest.raises(TrustError), local_expert(path, trust=trust, budget=budget):
+    with pytest.raises(TrustError), local_expert(path, trust=trust, tiers=tiers):
         pass
     trust.add(key.public, name="acme", namespaces=["acme"])
-    with local_expert(path, trust=trust, budget=budget) as local:
+    with local_expert(path, trust=trust, tiers=tiers) as local:
         assert local.package.signer == key.public.key_id
     trust.revoke(key.public.key_id)
-    with pytest.raises(RevokedError), local_expert(path, trust=trust, budget=budget):
+    with pytest.raises(RevokedError), local_expert(path, trust=trust, tiers=tiers):
         pass
     assert budget.used == 0
 
@@ -202,6 +218,8 @@ def test_a_file_too_large_for_the_budget_is_refused(
 ) -> None:
     path, small = make_package(tmp_path, base_dir=base, base=facts), Budget(5000)
     with pytest.raises(BudgetError, match="acme-sql"):  # noqa: SIM117 - one thing raises
-        with local_expert(path, trust=TrustStore(tmp_path / "t"), budget=small):
+        with local_expert(
+            path, trust=TrustStore(tmp_path / "t"), tiers=Tiers(ram=small, device=small)
+        ):
             pass
     assert small.used == 0

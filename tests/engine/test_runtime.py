@@ -154,6 +154,7 @@ def test_a_file_is_used_without_installing_it(engine: Engine, house: House, mark
     from_file = run(engine, request(FileExpert(path, 0.5)))
     assert house.files() == before
     assert any("unsigned" in warning for warning in from_file.warnings)
+    assert engine.budget.held("experts") == 0
     house.install(path, allow_unsigned=True)
     installed = run(engine, request(replace(SQL, weight=0.5)))
     assert installed.generated.tokens == from_file.generated.tokens
