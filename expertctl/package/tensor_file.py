@@ -181,7 +181,7 @@ def _tensor_of(name: str, entry: JsonValue) -> TensorInfo:
         raise _RefusedError(f"{name}: not exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _RefusedError(f"{name}: dtype {dtype!r} is not supported")
+        raise _RefusedError(f"{name}: dtype {dtype!r:.80} is not supported")
     sizes, span = _integers(shape, minimum=1), _integers(offsets, minimum=0)
     if sizes is None or len(sizes) > _MAX_DIMENSIONS:
         raise _RefusedError(f"{name}: {shape!r:.80} is not a shape")

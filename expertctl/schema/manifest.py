@@ -178,7 +178,8 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
 
 def _beyond_the_schema(manifest: Manifest) -> list[str]:
     """What the schema's patterns cannot decide."""
-    problems = _unreadable(Version.parse, "version", [manifest.version])
+    problems = _unreadable(PackageName.parse, "name", [manifest.name])
+    problems += _unreadable(Version.parse, "version", [manifest.version])
     problems += _unreadable(Reference.parse, "composition/requires", manifest.composition.requires)
     problems += _unreadable(
         Reference.parse, "composition/conflicts", manifest.composition.conflicts

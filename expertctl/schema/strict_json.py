@@ -6,6 +6,7 @@ beyond ±(2⁵³-1) (RFC 7493, I-JSON), nesting deeper than ``MAX_DEPTH``.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection
 from typing import NoReturn
 
@@ -71,8 +72,8 @@ def canonical(document: object) -> bytes:
 def _unique(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     result = dict(pairs)
     if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RefusedError(f"duplicate key {next(n for n in names if names.count(n) > 1)!r}")
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise _RefusedError(f"duplicate key {name[:80]!r}")
     return result
 
 

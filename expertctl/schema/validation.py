@@ -25,7 +25,7 @@ def problems_of(document: JsonValue, schema: str) -> list[str]:
         if len(problems) == MAX_PROBLEMS:
             return [*problems, "… and more"]
         where = "/".join(str(part) for part in error.instance_path) or "document"
-        problems.append(f"{where}: {error.message[:300]}")
+        problems.append(f"{where[:300]}: {error.message[:300]}")
     return problems
 
 

@@ -7,6 +7,7 @@ the removal of the key.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -104,7 +105,10 @@ class TrustRecord:
         document = load_object(data, what=what, max_bytes=MAX_BYTES)
         if problems := problems_of(document, "trust"):
             raise InvalidPackageError(what, problems, hint=hint)
-        stored = msgspec.convert(document, _Stored)
+        try:
+            stored = msgspec.convert(document, _Stored)
+        except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
+            raise InvalidPackageError(what, [str(error)], hint=hint) from error
         record = cls(
             tuple(_trusted(entry, what) for entry in stored.keys),
             tuple(Revocation(entry.key_id, entry.reason) for entry in stored.revoked),
@@ -268,7 +272,7 @@ def _inconsistencies(stored: _Stored, record: TrustRecord) -> Iterable[str]:
         ("keys", [k.key_id for k in record.keys]),
         ("revoked", [r.key_id for r in record.revoked]),
     ):
-        yield from (f"{what}: {i} is there twice" for i in sorted(set(ids)) if ids.count(i) > 1)
+        yield from (f"{what}: {i} is there twice" for i, n in sorted(Counter(ids).items()) if n > 1)
 
 
 def _demand_grant(trusted: TrustedKey, package: PackageName, content_digest: Digest) -> None:

@@ -284,6 +284,10 @@ def test_what_would_change_the_meaning_is_refused_by_name(field: str, value: Any
     assert field in refused(**{field: value})
 
 
+def test_a_huge_pattern_is_not_repeated_in_the_message() -> None:
+    assert len(refused(rank_pattern={"k" * 100_000: 0, "l" * 100_000: 4})) < 2000
+
+
 def test_all_problems_are_named_at_once() -> None:
     message = refused(bias="all", use_dora=True, unknown=1, r=0)
     assert all(name in message for name in ("bias", "use_dora", "unknown", "r: "))

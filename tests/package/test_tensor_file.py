@@ -191,6 +191,10 @@ def test_many_problems_are_cut_short() -> None:
     assert "and 30 more" in message
 
 
+def test_a_huge_type_is_not_repeated_in_the_message() -> None:
+    assert len(refused(table({"a": entry(dtype="F" * 100_000)}, bytes(8)))) < 200
+
+
 def test_a_header_cut_short_is_refused() -> None:
     data = table({"a": GOOD}, bytes(8))
     with pytest.raises(InvalidPackageError, match="cut short"):

@@ -67,6 +67,8 @@ def test_keys_that_begin_with_x_are_allowed_at_every_level(document: JsonObject)
         ("version", "1.2.0-01"),
         ("name", "acme/../x"),
         ("name", "sql"),
+        ("name", f"{'a' * 65}/b"),
+        ("name", f"a/{'b' * 65}"),
         ("homepage", "javascript:alert(1)"),
         ("adapters", []),
         ("base", {"name": "x"}),
@@ -106,6 +108,13 @@ def test_two_adapters_may_not_share_a_file(document: JsonObject) -> None:
 def test_a_lora_without_a_rank_is_refused(document: JsonObject) -> None:
     del document["adapters"][0]["rank"]  # type: ignore[index,union-attr,call-overload]  # known shape
     assert '"rank" is a required property' in refused(document)
+
+
+def test_no_part_of_a_hostile_document_makes_a_huge_message(document: JsonObject) -> None:
+    document["evaluation"] = [{"k" * 100_000: 0}]
+    document["k" * 100_000] = 0
+    document["description"] = "d" * 100_000
+    assert len(refused(document)) < 10_000
 
 
 def test_the_schema_is_found_in_the_checkout() -> None:

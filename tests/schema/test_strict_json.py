@@ -1,6 +1,7 @@
 """Strict JSON: what two readers could understand differently is refused (RFC 7493)."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -44,6 +45,21 @@ def test_ambiguous_json_is_refused_with_its_reason(data: bytes, reason: str) -> 
 def test_a_document_beyond_its_bound_is_refused_unread() -> None:
     with pytest.raises(InvalidPackageError, match="at most 10"):
         loads(b"[" + b" " * 20 + b"]", what="it", max_bytes=10)
+
+
+def test_a_duplicate_among_very_many_keys_is_found_at_once() -> None:
+    keys = ",".join(f'"{number}":0' for number in range(100_000))
+    began = time.process_time()
+    with pytest.raises(InvalidPackageError, match="duplicate key '99999'"):
+        loads(f'{{{keys},"99999":0}}'.encode(), what="it", max_bytes=4 << 20)
+    assert time.process_time() - began < 10
+
+
+def test_a_huge_key_is_not_repeated_in_the_message() -> None:
+    key = b'"' + b"k" * 100_000 + b'":0'
+    with pytest.raises(InvalidPackageError) as caught:
+        loads(b"{" + key + b"," + key + b"}", what="it", max_bytes=1 << 20)
+    assert len(caught.value.message) < 200
 
 
 def test_an_array_is_not_an_object() -> None:

@@ -1,6 +1,7 @@
 """What is trusted, as a value: the document, grants, revocations and the decision."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,20 @@ TWO_NAMES = [
         (edited("keys", 0, "grants", value=TWO_LIMITS), "two grants for one namespace"),
         (edited("revoked", value=TWO_REASONS), "revoked: sha256:.* is there twice"),
         (edited("keys", value=TWO_NAMES), "keys: sha256:.* is there twice"),
+        (edited("schema", value=1.0), "Expected `int`"),
     ],
 )
 def test_what_a_schema_cannot_say_is_checked_too(data: bytes, message: str) -> None:
     with pytest.raises(InvalidPackageError, match=message):
         TrustRecord.parse(data, what="trust.json")
+
+
+def test_very_many_revocations_are_read_at_once() -> None:
+    rows = [{"key_id": f"sha256:{number:064x}", "reason": ""} for number in range(50_000)]
+    began = time.process_time()
+    record = TrustRecord.parse(edited("revoked", value=rows), what="trust.json")
+    assert len(record.revoked) == 50_000
+    assert time.process_time() - began < 10
 
 
 def test_every_value_of_the_example_is_understood() -> None:
