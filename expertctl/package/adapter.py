@@ -24,6 +24,7 @@ _OTHERS = (
     ("prompt_embeddings", "it belongs to a soft prompt, which is not supported"),
 )
 _MAX_PROBLEMS = 20
+_MAX_EFFORT = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ def lora_spec(config: LoraConfig, table: TensorTable, *, what: str) -> AdapterSp
             problems.append(f"{name}: {_why_not(name)}")
         else:
             halves.setdefault(match["module"], {})[match["half"]] = name
+    _check_effort(len(halves), config.pattern_size, what)
     parts = []
     for module in sorted(halves):
         part = _part(config, table, module, halves[module], problems)
@@ -85,6 +87,13 @@ def lora_spec(config: LoraConfig, table: TensorTable, *, what: str) -> AdapterSp
     if problems:
         raise InvalidPackageError(what, shortened(problems))
     return AdapterSpec(tuple(parts), dtype, config.r, len(table.tensors))
+
+
+def _check_effort(modules: int, pattern_size: int, what: str) -> None:
+    """Every module is held against every pattern, and a stranger chose both."""
+    if modules * pattern_size > _MAX_EFFORT:
+        problem = f"{modules} modules are too many for such long patterns of rank and alpha"
+        raise InvalidPackageError(what, [problem])
 
 
 def shortened(problems: list[str]) -> list[str]:

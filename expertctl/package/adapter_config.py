@@ -20,6 +20,7 @@ from expertctl.schema.validation import problems_of, schema_path
 MAX_CONFIG_BYTES = 1 << 20
 _SCHEMA = "adapter-config-lora"
 _LITERAL = re.compile(r"\^?[A-Za-z0-9_.-]+\$?")
+_PER_NAME = 16
 _OTHER_KINDS = {
     "IA3": "IA³",
     "PROMPT_TUNING": "prompt tuning",
@@ -59,9 +60,9 @@ class LoraConfig:
     alpha: float
     use_rslora: bool
     fan_in_fan_out: bool
-    target_modules: tuple[str, ...] | None
+    target_modules: frozenset[str] | None
     """Literal module names; ``None`` where a pattern was given: then the tensors decide."""
-    exclude_modules: tuple[str, ...]
+    exclude_modules: frozenset[str]
     rank_pattern: tuple[tuple[Pattern, int], ...]
     alpha_pattern: tuple[tuple[Pattern, float], ...]
     layers_to_transform: frozenset[int] | None
@@ -69,6 +70,12 @@ class LoraConfig:
     base_label: str | None
     """``base_model_name_or_path``: shown to people, never opened."""
     base_revision: str | None
+
+    @property
+    def pattern_size(self) -> int:
+        """What looking up one module costs at most: the characters of all names, and the names."""
+        patterns = [p for p, _ in (*self.rank_pattern, *self.alpha_pattern)]
+        return sum(_PER_NAME + len(part) for pattern in patterns for part in pattern.alternatives)
 
     def rank_of(self, module: str) -> int:
         """Return the rank that the configuration gives a module."""
@@ -136,11 +143,19 @@ def _ends_with(module: str, part: str) -> bool:
     start = len(module) - len(whole)
     if start < 0 or (start > 0 and (part.startswith("^") or module[start - 1] != ".")):
         return False
-    return all(a in (".", b) for a, b in zip(whole, module[start:], strict=True))
+    end = module[start:]
+    return whole == end or (
+        "." in whole and all(a in (".", b) for a, b in zip(whole, end, strict=True))
+    )
 
 
-def _names(module: str, names: tuple[str, ...]) -> bool:
-    return any(module == name or module.endswith(f".{name}") for name in names)
+def _names(module: str, names: frozenset[str]) -> bool:
+    """Tell whether a module or a dotted end of it is among the names, however many they are."""
+    while module not in names:
+        _, dot, module = module.partition(".")
+        if not dot:
+            return False
+    return True
 
 
 def _other_kind(document: JsonObject) -> list[str]:
@@ -182,7 +197,7 @@ def _config_of(document: JsonObject, what: str) -> LoraConfig:
         use_rslora=values.get("use_rslora", False),
         fan_in_fan_out=values.get("fan_in_fan_out", False),
         target_modules=_literals(values.get("target_modules")),
-        exclude_modules=_literals(values.get("exclude_modules")) or (),
+        exclude_modules=_literals(values.get("exclude_modules")) or frozenset(),
         rank_pattern=tuple(
             (pattern, int(rank))
             for pattern, rank in _patterns(values.get("rank_pattern"), "rank_pattern", problems)
@@ -198,8 +213,8 @@ def _config_of(document: JsonObject, what: str) -> LoraConfig:
     return config
 
 
-def _literals(value: list[str] | str | None) -> tuple[str, ...] | None:
-    return tuple(value) if isinstance(value, list) else None
+def _literals(value: list[str] | str | None) -> frozenset[str] | None:
+    return frozenset(value) if isinstance(value, list) else None
 
 
 def _texts(value: list[str] | str | None) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Pairing tensors with modules: every tensor means something, or it is refused by name."""
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,6 @@ PAIR = {A: [4, 32], B: [32, 4]}
 
 
 def spec_of(shapes: dict[str, list[int]], dtype: str = "F32", **config: Any) -> AdapterSpec:
-    import json
-
     entries, at = {}, 0
     for name, shape in shapes.items():
         size = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1}[dtype]
@@ -126,6 +126,23 @@ def test_other_types_are_refused(dtype: str) -> None:
 def test_all_problems_are_named_at_once() -> None:
     message = refused({A: [4, 32], "prompt_embeddings": [1, 32]}, "F64")
     assert all(text in message for text in ("lora_B is missing", "prompt_emb", "F64"))
+
+
+def test_many_modules_and_many_targets_are_matched_at_once() -> None:
+    modules = [f"m{i}.layer.x{i % 7}" for i in range(10_000)]
+    shapes = {f"base_model.model.{m}.lora_{h}.weight": [4, 4] for m in modules for h in "AB"}
+    targets = [f"layer.y{i}" for i in range(9_000)] + [f"layer.x{i}" for i in range(7)]
+    began = time.process_time()
+    assert len(spec_of(shapes, target_modules=targets).parts) == 10_000
+    assert time.process_time() - began < 10
+
+
+def test_more_matching_than_any_adapter_needs_is_refused_before_it_is_done() -> None:
+    modules = [f"m{i}.x" for i in range(5_000)]
+    shapes = {f"base_model.model.{m}.lora_{h}.weight": [4, 4] for m in modules for h in "AB"}
+    patterns = {f"{i:05}|{'y' * 400}": 4 for i in range(100)}
+    message = refused(shapes, rank_pattern=patterns)
+    assert "5000 modules are too many for such long patterns of rank and alpha" in message
 
 
 def test_many_problems_are_cut_short() -> None:
