@@ -5,9 +5,11 @@ commands are named here and imported when they are called.
 """
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,6 +99,7 @@ def root(
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its code."""
     words = sys.argv[1:] if arguments is None else arguments
+    _replace_closed_streams()
     sys.exit(run(words))
 
 
@@ -116,6 +119,13 @@ def run(words: list[str]) -> int:
     except OSError as error:
         return _refuse_disk(error, as_json=as_json)
     return result if isinstance(result, int) else OK
+
+
+def _replace_closed_streams() -> None:
+    """Give a closed stdout or stderr (``>&-``) an end, or one would get what is for the other."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
 def _refuse_usage(error: TyperException, *, as_json: bool) -> int:

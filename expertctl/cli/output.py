@@ -8,8 +8,8 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import contextmanager, suppress
+from typing import Annotated, TextIO
 
 import typer
 
@@ -26,23 +26,26 @@ def emit(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
     elif text:
-        print(printable(text))  # noqa: T201  # stdout is the interface here
+        _say(printable(text), sys.stdout)
 
 
 def print_json(document: Mapping[str, object]) -> None:
-    """Print one JSON document on stdout."""
-    print(json.dumps(document, ensure_ascii=False))  # noqa: T201  # stdout is the interface here
+    """Print one JSON document on stdout, in ASCII where stdout cannot take its text."""
+    text = json.dumps(document, ensure_ascii=False)
+    plain = text == _encodable(text, sys.stdout)
+    _say(text if plain else json.dumps(document), sys.stdout)
 
 
 def write_piece(text: str) -> None:
     """Print a part of a text as it comes; a terminal gets no control characters."""
-    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    shown = printable(text) if sys.stdout.isatty() else text
+    sys.stdout.write(_encodable(shown, sys.stdout))
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """Say something that is not data."""
-    print(printable(text), file=sys.stderr)  # noqa: T201  # stderr is the interface here
+    _say(printable(text), sys.stderr)
 
 
 def warn(messages: Iterable[str]) -> None:
@@ -53,21 +56,33 @@ def warn(messages: Iterable[str]) -> None:
 
 def fail(error: ExpertError, *, as_json: bool) -> None:
     """Print an error as the contract says: the fact, a blank line, the way out."""
-    if as_json:
-        fields = {"code": error.code, "message": error.message, "hint": error.hint}
-        print_json({"error": fields})
     hint = f"\n\nhint: {error.hint}" if error.hint else ""
     note(f"error: {error.message}{hint}")
+    if as_json:
+        fields = {"code": error.code, "message": error.message, "hint": error.hint}
+        with suppress(OSError):  # a full or closed stdout may be the error that is told
+            print_json({"error": fields})
+            sys.stdout.flush()
 
 
 def printable(text: str) -> str:
-    """Replace control and format characters (ANSI escapes, bidi overrides) but line ends, tabs."""
+    """Replace what a terminal could obey (ANSI escapes, bidi overrides) but line ends, tabs."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def _shown(character: str) -> str:
-    harmless = character in "\n\t" or unicodedata.category(character) not in {"Cc", "Cf"}
+    harmless = character in "\n\t" or unicodedata.category(character) not in {"Cc", "Cf", "Cs"}
     return character if harmless else "\N{REPLACEMENT CHARACTER}"
+
+
+def _say(text: str, stream: TextIO) -> None:
+    print(_encodable(text, stream), file=stream)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """Escape what a stream's encoding lacks: nobody's text may end a command with a traceback."""
+    encoding = stream.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

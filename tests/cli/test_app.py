@@ -110,6 +110,44 @@ def test_a_reader_that_closes_the_pipe_early_gets_no_traceback(tmp_path: Path) -
     assert "Traceback" not in result.stderr
 
 
+def shell(command: str, home: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    program = Path(sys.executable).with_name("expertctl")
+    return subprocess.run(
+        ["bash", "-c", f"{program} {command}"],
+        env={**os.environ, "EXPERT_HOME": str(home), **environment},
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8:strict"])
+def test_text_that_stdout_cannot_take_is_escaped(encoding: str, tmp_path: Path) -> None:
+    for name in ("漢😀.expert", "\udcff.expert"):
+        result = shell(f"verify '{name}' --json", tmp_path, PYTHONIOENCODING=encoding)
+        assert result.returncode == 3, result.stderr
+        assert json.loads(result.stdout)["error"]["message"] == f"{name}: no such file"
+        assert b"Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_a_full_stdout_is_an_error_without_a_traceback(flag: str, tmp_path: Path) -> None:
+    result = shell(f"config list {flag} > /dev/full", tmp_path)
+    assert (result.returncode, result.stderr.splitlines()[0]) == (
+        7,
+        b"error: the disk: no space left",
+    )
+    result = shell(f"verify nowhere.expert {flag} > /dev/full", tmp_path)
+    assert (result.returncode, result.stderr) == (3, b"error: nowhere.expert: no such file\n")
+
+
+def test_a_closed_stream_does_not_put_its_text_into_the_other(tmp_path: Path) -> None:
+    result = shell("keys list --json 2>&-", tmp_path)
+    assert (result.returncode, json.loads(result.stdout)) == (0, {"keys": []})
+    result = shell("keys list --json >&-", tmp_path)
+    assert (result.returncode, result.stdout) == (0, b"")
+    assert result.stderr.startswith(b"no keys yet")
+
+
 def test_a_broken_config_file_is_an_error_that_names_it(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

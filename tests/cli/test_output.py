@@ -20,6 +20,7 @@ from expertctl.errors import UsageError
         ("a\rb", "a�b"),
         ("file\u202egnp.exe", "file�gnp.exe"),
         ("\x00\x07\x9b", "���"),
+        ("\udcff", "�"),
     ],
 )
 def test_control_characters_are_replaced(text: str, shown: str) -> None:
