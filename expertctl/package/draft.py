@@ -19,7 +19,7 @@ from expertctl.package.base_model import BaseFacts
 from expertctl.package.tensor_file import TensorTable, read_table
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
-from expertctl.schema.strict_json import JsonObject, load_object
+from expertctl.schema.strict_json import JsonObject, load_object, read_bounded
 
 WEIGHTS_PATH = "adapter_model.safetensors"
 CONFIG_PATH = "adapter_config.json"
@@ -61,7 +61,8 @@ def read_adapter(directory: Path, *, weights: str, config: str) -> AdapterFiles:
     """
     for name in (config, weights):
         _demand(directory, name)
-    parsed = parse_lora_config((directory / config).read_bytes(), what=config)
+    data = read_bounded(directory / config, max_bytes=MAX_CONFIG_BYTES)
+    parsed = parse_lora_config(data, what=config)
     table = read_table(directory / weights)
     spec = lora_spec(parsed, table, what=weights)
     return AdapterFiles(config, weights, parsed, table, spec)
@@ -77,7 +78,8 @@ def base_label(directory: Path) -> str | None:
     name = base.get("name") if isinstance(base, dict) else None
     path = directory / CONFIG_PATH
     if name is None and path.is_file():
-        config = load_object(path.read_bytes(), what=CONFIG_PATH, max_bytes=MAX_CONFIG_BYTES)
+        data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES)
+        config = load_object(data, what=CONFIG_PATH, max_bytes=MAX_CONFIG_BYTES)
         name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) else None
 
@@ -96,7 +98,8 @@ def read_draft(directory: Path) -> JsonObject:
     path = directory / MANIFEST_PATH
     if not path.is_file():
         return {}
-    return load_object(path.read_bytes(), what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
+    data = read_bounded(path, max_bytes=MAX_MANIFEST_BYTES)
+    return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
 
 def complete(

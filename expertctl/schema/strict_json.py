@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection
+from pathlib import Path
 from typing import NoReturn
 
 import rfc8785
@@ -32,7 +33,7 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
         InvalidPackageError: for anything that two readers could understand differently.
     """
     if len(data) > max_bytes:
-        raise InvalidPackageError(what, [f"{len(data)} bytes of JSON, at most {max_bytes} allowed"])
+        raise InvalidPackageError(what, [f"more than {max_bytes} bytes of JSON"])
     try:
         text = data.decode("utf-8")
         document: JsonValue = json.loads(
@@ -62,6 +63,12 @@ def load_object(data: bytes, *, what: str, max_bytes: int) -> JsonObject:
     if not isinstance(document, dict):
         raise InvalidPackageError(what, ["the document is not a JSON object"])
     return document
+
+
+def read_bounded(path: Path, *, max_bytes: int) -> bytes:
+    """Return the bytes of a file, up to one more than are allowed: enough to refuse the rest."""
+    with path.open("rb") as stream:
+        return stream.read(max_bytes + 1)
 
 
 def canonical(document: object) -> bytes:

@@ -67,6 +67,17 @@ def test_a_configuration_that_cannot_be_read_is_said_at_once(lora: Path) -> None
         base_label(lora)
 
 
+@pytest.mark.parametrize("name", ["expert.json", "adapter_config.json"])
+def test_a_file_of_any_size_is_read_up_to_its_bound(name: str, lora: Path) -> None:
+    (lora / name).unlink(missing_ok=True)
+    with (lora / name).open("wb") as stream:
+        stream.truncate(1 << 40)  # a sparse file: it takes no room
+    with pytest.raises(InvalidPackageError, match="more than 1048576 bytes"):
+        base_label(lora)
+    with pytest.raises(InvalidPackageError, match="more than 1048576 bytes"):
+        read_adapter(lora, weights="adapter_model.safetensors", config=name)
+
+
 def test_what_the_publisher_states_of_the_base_stays(lora: Path, facts: BaseFacts) -> None:
     stated = {"name": "acme/base", "arch": DIGEST, "tokenizer": DIGEST}
     assert completed(lora, {"base": stated}, facts)["base"] == stated
