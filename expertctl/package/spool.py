@@ -131,6 +131,8 @@ def _refuse_filled(directory: Path) -> None:
         raise UsageError(f"{directory} is not a directory", hint="name a new directory")
     if directory.is_dir() and any(directory.iterdir()):
         raise UsageError(f"{directory} is not empty", hint="name a new or empty directory")
+    if directory.is_dir() and directory.samefile(Path.cwd()):
+        raise UsageError(f"{directory} is the working directory", hint="name a new directory")
 
 
 def _place(blob: Path, target: Path) -> None:

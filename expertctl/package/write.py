@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 from expertctl.digest import CHUNK, Progress, no_progress
 from expertctl.durable import sync_folder
-from expertctl.errors import DigestError, NotFoundError
+from expertctl.errors import DigestError, NotFoundError, UsageError
 from expertctl.package.archive import (
     END,
     INDEX_MEMBER,
@@ -109,7 +109,10 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
 
     Raises:
         NotFoundError: when the folder does not exist.
+        UsageError: when a directory is there.
     """
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", hint="name a file with -o FILE")
     if not path.parent.is_dir():
         raise NotFoundError(f"{path.parent}: no such directory")
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)

@@ -85,6 +85,15 @@ def test_what_is_there_is_not_touched(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_the_working_directory_is_not_replaced(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(UsageError, match="is the working directory"):
+        unpack(package, Path())
+
+
 def test_a_parent_that_is_missing_is_named(package: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such directory"):
         unpack(package, tmp_path / "none" / "out")

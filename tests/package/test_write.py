@@ -12,7 +12,7 @@ from typing import BinaryIO
 import pytest
 
 from expertctl.digest import Digest, FileDigest
-from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, UsageError
 from expertctl.package.archive import archive_size
 from expertctl.package.frame import RATIO_FREE_BYTES
 from expertctl.package.layout import Blobs, Layout, layout_of
@@ -86,6 +86,12 @@ def test_a_file_is_replaced_only_when_it_is_whole(tmp_path: Path) -> None:
         stream.write(b"new")
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
+
+
+def test_a_directory_in_the_place_of_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a directory"), publishing(tmp_path):
+        raise AssertionError
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
