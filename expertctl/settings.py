@@ -96,10 +96,9 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
 
     Raises:
         InvalidPackageError: when ``config.toml`` cannot be read as settings.
-        UsageError: when a value is not of its kind.
+        UsageError: when a value is not of its kind, or there is no home directory.
     """
-    root = environment.get("EXPERT_HOME")
-    home = Home(Path(root).expanduser().absolute() if root else Path.home() / ".expert")
+    home = Home(_root(environment.get("EXPERT_HOME")))
     values = {**read_config(home.config), **_from_environment(environment)}
     budget = values.get("memory_budget")
     return Settings(
@@ -122,12 +121,20 @@ def read_config(path: Path) -> dict[str, str]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError, among others
         raise InvalidPackageError(str(path), [f"not valid TOML: {error}"]) from error
     problems = [f"unknown setting {key!r}" for key in document if key not in CONFIG_KEYS]
     if problems:
         raise InvalidPackageError(str(path), problems, hint=f"known: {', '.join(CONFIG_KEYS)}")
     return {key: str(value) for key, value in document.items()}
+
+
+def _root(text: str | None) -> Path:
+    try:
+        return Path(text or "~/.expert").expanduser().absolute()
+    except RuntimeError as error:
+        message = f"{text or '~/.expert'}: there is no such home directory"
+        raise UsageError(message, hint="set EXPERT_HOME to a folder") from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

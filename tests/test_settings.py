@@ -49,3 +49,16 @@ def test_a_config_file_that_is_not_settings_is_refused(tmp_path: Path, text: str
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(InvalidPackageError):
         load_settings({"EXPERT_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("text", ["= broken", f"a = {'[' * 100_000}", f"a = {'9' * 10_000}"])
+def test_a_config_file_that_is_no_toml_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(InvalidPackageError, match="not valid TOML"):
+        load_settings({"EXPERT_HOME": str(tmp_path)})
+
+
+def test_a_home_that_nobody_has_is_named() -> None:
+    with pytest.raises(UsageError, match=r"^~nosuchuser/x: there is no such home") as caught:
+        load_settings({"EXPERT_HOME": "~nosuchuser/x"})
+    assert "EXPERT_HOME" in caught.value.hint

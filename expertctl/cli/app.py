@@ -20,7 +20,7 @@ from typer.main import get_command
 from expertctl import __version__
 from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
 from expertctl.cli.output import fail, note
-from expertctl.errors import DiskFullError, ExpertError, StoreError, UsageError
+from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 
 COMMANDS: dict[str, str] = {
     "init": "packages:init",
@@ -118,6 +118,10 @@ def run(words: list[str]) -> int:
         return _refuse_usage(error, as_json=as_json)
     except OSError as error:
         return _refuse_disk(error, as_json=as_json)
+    except MemoryError:
+        short = BudgetError("there is not enough memory", hint="end other programs, or add memory")
+        fail(short, as_json=as_json)
+        return exit_code(short)
     return result if isinstance(result, int) else OK
 
 

@@ -109,7 +109,7 @@ class FrameReader:
     The chunks are views of buffers that are used again; they are valid until the next read.
     """
 
-    def __init__(self, filled: "queue.SimpleQueue[_Chunk]", empty: "_Buffers", what: str) -> None:
+    def __init__(self, filled: "_Filled", empty: "_Buffers", what: str) -> None:
         """Take the two queues that connect it with the decompressing thread."""
         self._filled = filled
         self._empty = empty
@@ -150,37 +150,36 @@ class FrameReader:
         """
         if self._view:
             return False
-        item = self._filled.get()
-        if isinstance(item, Exception):
-            raise self._corrupt(item)
-        return item[1] == 0
+        _, count = self._next()
+        return count == 0
 
-    def _corrupt(self, error: Exception) -> InvalidPackageError:
-        refusal = InvalidPackageError(self._what, [f"the zstd frame is corrupt: {error}"])
-        refusal.__cause__ = error
-        return refusal
+    def _next(self) -> "_Chunk":
+        item = self._filled.get()
+        if isinstance(item, zstandard.ZstdError):
+            raise InvalidPackageError(self._what, [f"the zstd frame is corrupt: {item}"]) from item
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def _refill(self) -> None:
         if self._buffer is not None:
             self._empty.put(self._buffer)
             self._buffer = None
-        item = self._filled.get()
-        if isinstance(item, Exception):
-            raise self._corrupt(item)
-        self._buffer, count = item
+        self._buffer, count = self._next()
         if count == 0:
             raise InvalidPackageError(self._what, ["the archive is cut short"])
         self._view = memoryview(self._buffer)[:count]
 
 
-_Chunk = tuple[bytearray, int] | Exception
+_Chunk = tuple[bytearray, int]
+_Filled = queue.SimpleQueue[_Chunk | Exception]
 _Buffers = queue.SimpleQueue[bytearray | None]
 
 
 @contextmanager
 def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
     """Decompress a checked frame in a thread for as long as the context lasts."""
-    filled: queue.SimpleQueue[_Chunk] = queue.SimpleQueue()
+    filled: _Filled = queue.SimpleQueue()
     empty: _Buffers = queue.SimpleQueue()
     for _ in range(_BUFFERS):
         empty.put(bytearray(_CHUNK))
@@ -193,18 +192,16 @@ def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
         worker.join()
 
 
-def _decompress(stream: BinaryIO, filled: "queue.SimpleQueue[_Chunk]", empty: _Buffers) -> None:
+def _decompress(stream: BinaryIO, filled: _Filled, empty: _Buffers) -> None:
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
     try:
         with decompressor.stream_reader(stream, read_size=_READ, closefd=False) as reader:
             _fill(reader.readinto, filled, empty)
-    except (zstandard.ZstdError, OSError) as error:
+    except (zstandard.ZstdError, OSError, MemoryError) as error:  # else the reader waits forever
         filled.put(error)
 
 
-def _fill(
-    read: Callable[[bytearray], int], filled: "queue.SimpleQueue[_Chunk]", empty: _Buffers
-) -> None:
+def _fill(read: Callable[[bytearray], int], filled: _Filled, empty: _Buffers) -> None:
     while (buffer := empty.get()) is not None:
         count = read(buffer)
         filled.put((buffer, count))

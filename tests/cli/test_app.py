@@ -140,6 +140,17 @@ def test_a_full_stdout_is_an_error_without_a_traceback(flag: str, tmp_path: Path
     assert (result.returncode, result.stderr) == (3, b"error: nowhere.expert: no such file\n")
 
 
+def test_too_little_memory_is_an_error_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_memory() -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("expertctl.cli.config.load_settings", without_memory)
+    assert app.run(["config", "list"]) == 7
+    assert capsys.readouterr().err.startswith("error: there is not enough memory\n\nhint: ")
+
+
 def test_a_closed_stream_does_not_put_its_text_into_the_other(tmp_path: Path) -> None:
     result = shell("keys list --json 2>&-", tmp_path)
     assert (result.returncode, json.loads(result.stdout)) == (0, {"keys": []})

@@ -136,6 +136,16 @@ def test_a_wrong_content_size_is_found_while_unpacking() -> None:
         decompressed(bytes(data), 299)
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
+def test_an_error_while_reading_reaches_the_reader_as_it_is(error: Exception) -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise error
+
+    with pytest.raises(type(error)), decompressing(Failing(), what="x") as frame:
+        frame.read_exact(1)
+
+
 def test_more_is_asked_than_there_is() -> None:
     with pytest.raises(InvalidPackageError, match="cut short"):
         decompressed(compressed(b"abc"), 4)
