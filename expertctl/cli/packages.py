@@ -209,7 +209,7 @@ def export(
     if not oci:
         raise UsageError("no form was chosen", hint="add --oci for an OCI archive")
     if is_file(target):
-        path = output or Path(target).with_suffix(".tar")
+        path = output or Path(target).parent / f"{Path(target).stem}.tar"
         with _reading("exporting", Path(target), as_json=as_json) as report:
             contents = export_oci(Path(target), path, progress=report)
         ref, digest = contents.manifest.ref, contents.package_digest
