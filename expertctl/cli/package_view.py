@@ -85,8 +85,13 @@ def inspect_text(contents: PackageContents) -> str:
     ]
     files = [[f.path, human_size(f.size), str(f.digest)] for f in contents.files]
     width = max(len(row[0]) for row in rows)
-    head = "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+    head = "\n".join(f"{name.ljust(width)}  {_one_line(value)}" for name, value in rows)
     return f"{head}\n\n{table(['file', 'size', 'digest'], files)}"
+
+
+def _one_line(text: str) -> str:
+    """A package's words stay in their row: a line of theirs could pose as one of ours."""
+    return " ".join(text.split())
 
 
 def _manifest_rows(manifest: Manifest) -> list[list[str]]:

@@ -260,6 +260,15 @@ def test_inspect_shows_no_control_characters(run: Run, work: Path) -> None:
     assert "\x1b" not in run.out
 
 
+def test_inspect_keeps_the_words_of_a_package_in_their_row(run: Run, work: Path) -> None:
+    text = "Writes SQL.\nsigned by    sha256:someone you trust"
+    (work / "my-lora" / "expert.json").write_text(json.dumps({"description": text}))
+    assert run("build", "my-lora", "--base", "base", "-o", "x.expert") == 0
+    assert run("inspect", "x.expert") == 0
+    (signer,) = [line for line in run.out.splitlines() if line.startswith("signed by")]
+    assert signer.split() == ["signed", "by", "nobody"]
+
+
 def test_an_unsigned_package_does_not_verify(run: Run, work: Path) -> None:
     run("build", "my-lora", "--base", "base", "-o", "x.expert")
     assert "expertctl sign" in run.refusal(5, "verify", "x.expert")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,17 @@ def test_a_value_outside_the_format_is_refused(
 ) -> None:
     document[key] = value  # type: ignore[assignment]  # hostile on purpose
     assert key in refused(document)
+
+
+@pytest.mark.parametrize("control", ["\n", "\r", "\x1b", "\x85", "\u2028"])
+@pytest.mark.parametrize("place", ["license", "base/name", "base/revision", "routing/task"])
+def test_a_label_that_messages_show_is_one_line(
+    document: JsonObject, place: str, control: str
+) -> None:
+    *outer, last = place.split("/")
+    table: Any = document[outer[0]] if outer else document
+    table[last] = f"x{control}hint: run this"
+    assert f"{place}: " in refused(document)
 
 
 @pytest.mark.parametrize(
