@@ -19,7 +19,7 @@ from expertctl.digest import Progress
 from expertctl.durable import write_atomic
 from expertctl.errors import UsageError
 from expertctl.package import build as building
-from expertctl.package.base_model import BaseFacts, module_shapes, read_base
+from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
 from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.read import PackageContents, read_package
@@ -271,7 +271,7 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
 
 
 def _facts_of(base: StoredBase) -> BaseFacts:
-    return BaseFacts(base.identity, module_shapes(base.path))
+    return BaseFacts(base.identity, base.shapes)
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:

@@ -14,13 +14,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.architecture import ModelConfig
 from expertctl.engine.attention import View, attend, view_of
-from expertctl.engine.base_weights import EMBEDDING, BaseWeights
+from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.linear import LinearDelta, linear
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.errors import IncompatibleError, UsageError
+from expertctl.package.model_config import EMBEDDING, ModelConfig
 
 PREFILL_CHUNK = 512
 _FLOAT_BYTES = 4

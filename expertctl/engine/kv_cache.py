@@ -8,8 +8,8 @@ does not fit is an error, old rows are never pushed out.
 import torch
 from torch import Tensor
 
-from expertctl.engine.architecture import ModelConfig
 from expertctl.errors import BudgetError
+from expertctl.package.model_config import ModelConfig
 
 
 class KVCache:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.architecture import ModelConfig, read_config
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.generate import Model
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
+from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 

@@ -1,85 +1,11 @@
-"""Rotary positions: their settings in both spellings of ``config.json``, and their tables.
-
-Scaling types that change with the length of the text (``dynamic``, ``longrope``) are refused: keys
-that were cached at one length would be wrong at another.
-"""
+"""Rotary positions: the tables of cosines and sines, and turning vectors by them."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from expertctl.engine.config_fields import Fields
-from expertctl.errors import IncompatibleError
-
-_DEFAULT_THETA = 10_000.0
-_MAX_FACTOR = 1e4
-_MAX_POSITIONS = 1 << 24
-_COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Positions divided by a factor."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Low frequencies divided by a factor, high ones kept, a ramp between."""
-
-    factor: float
-    low: float
-    high: float
-    original: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN: interpolated and extrapolated frequencies mixed by a ramp, attention rescaled."""
-
-    factor: float
-    attention: float
-    beta_fast: float
-    beta_slow: float
-    original: int
-    truncate: bool
-
-
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """The base frequency, the dimension of a head, and how frequencies are scaled, if at all."""
-
-    theta: float
-    dims: int
-    scaling: RopeScaling | None = None
-
-    @property
-    def attention(self) -> float:
-        """What cosines and sines are multiplied with."""
-        return self.scaling.attention if isinstance(self.scaling, YarnScaling) else 1.0
-
-
-def parse_rope(config: Fields, *, dims: int, max_positions: int) -> RopeConfig:
-    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
-
-    Raises:
-        IncompatibleError: for a scaling type that is not supported.
-    """
-    name = "rope_parameters" if config.get("rope_scaling") is None else "rope_scaling"
-    fields = config.nested(name)
-    theta = config.number("rope_theta", low=2.0, high=1e12, default=_DEFAULT_THETA)
-    theta = fields.number("rope_theta", low=2.0, high=1e12, default=theta)
-    for place in (config, fields):
-        if place.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
-            place.refuse("partial_rotary_factor", "below 1 is not supported")
-    original = _original_positions(config, fields, max_positions)
-    return RopeConfig(theta, dims, _scaling(fields, original, max_positions))
+from expertctl.package.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def inverse_frequencies(config: RopeConfig, *, device: torch.device | str = "cpu") -> Tensor:
@@ -120,86 +46,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn vectors by their positions: [heads, tokens, dims] with tables of [tokens, dims]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
-def _original_positions(config: Fields, fields: Fields, max_positions: int) -> int:
-    """Where it stands at the top level, that wins, as in transformers."""
-    name, limits = "original_max_position_embeddings", {"low": 1, "high": _MAX_POSITIONS}
-    inner = fields.integer(name, default=max_positions, **limits)
-    return config.integer(name, default=inner, **limits)
-
-
-def _scaling(fields: Fields, original: int, max_positions: int) -> RopeScaling | None:
-    kind = fields.text("rope_type", default=fields.text("type", default="default"))
-    match kind:
-        case "default":
-            _only(fields, {"original_max_position_embeddings"})
-            return None
-        case "linear":
-            _only(fields, {"factor"})
-            return LinearScaling(fields.number("factor", low=1.0, high=_MAX_FACTOR))
-        case "llama3":
-            return _parse_llama3(fields, original)
-        case "yarn":
-            return _parse_yarn(fields, original, max_positions)
-        case _ if fields.problems:
-            return None
-        case _:
-            raise IncompatibleError(
-                f"RoPE scaling {kind[:40]!r} is not supported",
-                hint="supported are default, linear, llama3 and yarn",
-            )
-
-
-def _parse_llama3(fields: Fields, original: int) -> Llama3Scaling:
-    _only(
-        fields,
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    )
-    scaling = Llama3Scaling(
-        factor=fields.number("factor", low=1.0, high=_MAX_FACTOR),
-        low=fields.number("low_freq_factor", low=1e-3, high=_MAX_FACTOR),
-        high=fields.number("high_freq_factor", low=1e-3, high=_MAX_FACTOR),
-        original=original,
-    )
-    if scaling.high <= scaling.low:
-        fields.refuse("high_freq_factor", "must be greater than low_freq_factor")
-    return scaling
-
-
-def _parse_yarn(fields: Fields, original: int, max_positions: int) -> YarnScaling:
-    names = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-    _only(fields, names | {"truncate", "original_max_position_embeddings"})
-    stretch = min(max(max_positions / original, 1.0), _MAX_FACTOR)
-    factor = fields.number("factor", low=1.0, high=_MAX_FACTOR, default=stretch)
-    return YarnScaling(
-        factor=factor,
-        attention=_yarn_attention(fields, factor),
-        beta_fast=fields.number("beta_fast", low=0.0, high=1e4, default=32.0) or 32.0,
-        beta_slow=fields.number("beta_slow", low=0.0, high=1e4, default=1.0) or 1.0,
-        original=original,
-        truncate=fields.boolean("truncate", default=True),
-    )
-
-
-def _yarn_attention(fields: Fields, factor: float) -> float:
-    if fields.get("attention_factor") is not None:
-        return fields.number("attention_factor", low=1e-3, high=1e3)
-    mscale = fields.number("mscale", low=0.0, high=1e3, default=0.0)
-    all_dim = fields.number("mscale_all_dim", low=0.0, high=1e3, default=0.0)
-    if mscale and all_dim:
-        return _mscale(factor, mscale) / _mscale(factor, all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _only(fields: Fields, known: set[str]) -> None:
-    for name in sorted(set(fields.values) - known - _COMMON_KEYS):
-        if fields.get(name) is not None:
-            fields.refuse(name[:60], "is not a known setting of this RoPE type")
 
 
 def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -1,8 +1,7 @@
 """What the numbers of a base depend on, and whether a saved plan still means the same."""
 
 from expertctl.errors import IncompatibleError
-from expertctl.package.base_model import read_config
-from expertctl.package.decoder_config import decoder_config
+from expertctl.package.model_config import read_config
 from expertctl.routing.plan import NumericSettings, Plan, plan_identity
 from expertctl.store.base_record import StoredBase
 
@@ -11,14 +10,14 @@ def numeric_settings(base: StoredBase, *, dtype: str, adapter_dtype: str) -> Num
     """Return the numeric settings of a base run in one dtype.
 
     Raises:
-        InvalidPackageError: when its configuration cannot be read.
+        IncompatibleError: when the decoder does not support such a model.
+        InvalidPackageError: when its configuration is malformed.
     """
-    config = decoder_config(read_config(base.path))
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
-        rope=config["rope_parameters"],
+        rope=read_config(base.path).rope.to_json(),
         dtype=dtype,
         adapter_dtype=adapter_dtype,
     )

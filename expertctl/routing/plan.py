@@ -104,8 +104,8 @@ class Plan:
 class NumericSettings:
     """What the numbers depend on besides the experts.
 
-    ``rope`` is ``rope_parameters`` of `expertctl.package.decoder_config.decoder_config`; ``dtype``
-    is the base's, or its quantisation.
+    ``rope`` is `expertctl.package.rope_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
+    quantisation.
     """
 
     arch: Digest

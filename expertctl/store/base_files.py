@@ -8,7 +8,9 @@ from pathlib import Path
 
 from expertctl.digest import Digest, Progress, hash_file, no_progress
 from expertctl.errors import BaseMismatchError, InvalidPackageError, NotFoundError
-from expertctl.package.base_model import CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, weight_files
+from expertctl.package.base_model import TOKENIZER_FILE
+from expertctl.package.base_tensors import INDEX_FILE, weight_files
+from expertctl.package.model_config import CONFIG_FILE
 
 OPTIONAL = (
     "tokenizer_config.json",

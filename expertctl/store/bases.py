@@ -23,11 +23,12 @@ from expertctl.durable import (
 )
 from expertctl.errors import (
     ConflictError,
-    InvalidPackageError,
     NotFoundError,
     UsageError,
 )
-from expertctl.package.base_model import read_base, read_config
+from expertctl.package.base_model import read_base
+from expertctl.package.base_tensors import base_tensors
+from expertctl.package.model_config import read_config
 from expertctl.store.base_files import (
     BaseFile,
     current_files,
@@ -40,9 +41,6 @@ from expertctl.store.base_record import StoredBase, encode_base, read_base_recor
 from expertctl.store.disk import disk_errors
 from expertctl.store.lock import exclusive
 from expertctl.store.store import near_names
-
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""Values of ``model_type`` that the engine runs."""
 
 _RECORD = "base.json"
 _COPY = "files"
@@ -110,10 +108,11 @@ class BaseStore:
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
-            InvalidPackageError: when the engine could not run it.
+            IncompatibleError: when the engine does not support such a model.
+            InvalidPackageError: when a file of it is malformed.
             ConflictError: when another base has that name.
         """
-        _check_directory(directory)
+        _check_base(directory)
         name, revision = _named(directory, name, revision)
         with self._changing():
             base = _read_whole(directory, name=name, revision=revision, progress=progress)
@@ -128,7 +127,7 @@ class BaseStore:
         progress: Progress = no_progress,
     ) -> StoredBase:
         """Copy a base and remember the copy, see `add`."""
-        _check_directory(directory)
+        _check_base(directory)
         name, revision = _named(directory, name, revision)
         with self._changing():
             temporary = self.folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
@@ -226,6 +225,12 @@ class BaseStore:
         return self.folder / quote(name, safe="")
 
 
+def _check_base(directory: Path) -> None:
+    """Refuse what cannot run before anything of it is hashed or copied."""
+    _check_directory(directory)
+    base_tensors(directory, read_config(directory))
+
+
 def _check_directory(directory: Path) -> None:
     if directory.is_dir():
         return
@@ -251,25 +256,12 @@ def _named(directory: Path, name: str | None, revision: str | None) -> tuple[str
 def _read_whole(
     directory: Path, *, name: str, revision: str | None, progress: Progress
 ) -> StoredBase:
-    _check_supported(directory)
     names = file_names(directory)
     files = fingerprint(directory, names, progress=progress)
     facts = read_base(directory, name=name, revision=revision, progress=progress)
     refuse_changes(name, current_files(directory, files)[1])
     place = directory.absolute()
     return StoredBase(name, place, facts.identity, files, facts.shapes, False, time.time_ns())
-
-
-def _check_supported(directory: Path) -> None:
-    config = read_config(directory)
-    kind = config.get("model_type")
-    problems = []
-    if kind not in ARCHITECTURES:
-        problems.append(f"model_type {kind!r} is not supported, only {', '.join(ARCHITECTURES)}")
-    if config.get("quantization_config") is not None:
-        problems.append("quantised bases are not supported; add the original one")
-    if problems:
-        raise InvalidPackageError(str(directory), problems)
 
 
 def _copy_files(source: Path, target: Path, progress: Progress) -> None:

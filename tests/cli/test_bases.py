@@ -74,7 +74,7 @@ def test_removing_names_who_needs_it(expertctl: Commands, house: House, shop: Sh
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [
-        ({"model_type": "gpt_neox"}, 8, "only llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt_neox"}, 4, "supported are llama, mistral, qwen2, qwen3"),
         ({"hidden_size": None}, 8, "hidden_size"),
         ({}, 3, "model.safetensors is missing"),
     ],

@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.architecture import read_config
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kv_cache import KVCache
+from expertctl.package.model_config import read_config
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

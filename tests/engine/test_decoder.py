@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from expertctl.engine.architecture import read_config
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.linear import LinearDelta
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
+from expertctl.package.model_config import read_config
 from tests.engine.conftest import (
     TOLERANCE,
     MakeOracle,

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers
 
-from expertctl.engine.architecture import read_config
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.generate import Generated, Model, generate
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.tokenizer import Tokenizer
+from expertctl.package.model_config import read_config
 from expertctl.routing.plan import SamplingParams
 from tests.factories import write_base
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.architecture import ModelConfig, parse_config
 from expertctl.engine.kv_cache import KVCache
 from expertctl.errors import BudgetError
+from expertctl.package.model_config import ModelConfig, parse_config
 
 VECTORS = json.loads(
     Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rotary positions against transformers, and what is refused."""
+"""Rotary positions against transformers."""
 
 from typing import Any
 
@@ -7,15 +7,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from expertctl.engine.config_fields import Fields
-from expertctl.engine.rope import (
-    RopeConfig,
-    inverse_frequencies,
-    parse_rope,
-    rotate,
-    rotation_table,
-)
-from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.engine.rope import inverse_frequencies, rotate, rotation_table
+from expertctl.package.config_fields import Fields
+from expertctl.package.rope_config import RopeConfig, parse_rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -85,56 +79,3 @@ def test_turned_vectors_equal_those_of_transformers(parameters: dict[str, Any]) 
     wanted = apply_rotary_pos_emb(queries, keys, cos, sin)
     for got, want in zip((queries, keys), wanted, strict=True):
         torch.testing.assert_close(rotate(got[0], *table), want[0], atol=1e-5, rtol=1e-5)
-
-
-def test_both_spellings_mean_the_same() -> None:
-    new = ours(LLAMA3)
-    rest = {k: v for k, v in LLAMA3.items() if k not in {"rope_type", "rope_theta"}}
-    for name in ("type", "rope_type"):
-        old = Fields({"rope_theta": 5e5, "rope_scaling": {name: "llama3", **rest}})
-        assert parse_rope(old, dims=64, max_positions=131072) == new
-        assert old.problems == []
-
-
-def test_the_original_length_is_found_where_transformers_looks() -> None:
-    short = {k: v for k, v in YARN.items() if k != "original_max_position_embeddings"}
-    assert ours({**short, "factor": 2.0}, positions=500).scaling.original == 500  # type: ignore[union-attr]
-    top = Fields({"rope_parameters": YARN, "original_max_position_embeddings": 77})
-    rope = parse_rope(top, dims=64, max_positions=500)
-    assert rope.scaling.original == 77  # type: ignore[union-attr]
-
-
-def test_an_absent_yarn_factor_is_the_stretch_of_the_context() -> None:
-    parameters = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
-    assert ours(parameters).scaling.factor == 4.0  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional", "su", "mrope", ""])
-def test_other_types_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(IncompatibleError, match=f"RoPE scaling '{kind}' is not supported") as error:
-        ours({"rope_type": kind, "factor": 2.0})
-    assert "yarn" in error.value.hint
-
-
-@pytest.mark.parametrize(
-    ("parameters", "problem"),
-    [
-        ({"rope_type": "linear"}, "factor is missing"),
-        ({"rope_type": "linear", "factor": 0.5}, "factor is 0.5"),
-        ({"rope_type": "linear", "factor": 1e9}, "factor is 1000000000.0"),
-        ({"rope_type": "linear", "factor": 2.0, "mscale": 1.0}, "mscale is not a known setting"),
-        ({"rope_type": "default", "mrope_section": [16]}, "mrope_section is not a known setting"),
-        ({**LLAMA3, "high_freq_factor": 1.0}, "high_freq_factor must be greater"),
-        ({**LLAMA3, "low_freq_factor": 0}, "low_freq_factor is 0"),
-        ({**YARN, "truncate": "no"}, "truncate is 'no'"),
-        ({**YARN, "attention_factor": -1.0}, "attention_factor is -1.0"),
-        ({**YARN, "original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
-        ({"rope_theta": 1.0}, "rope_theta is 1.0"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor below 1"),
-    ],
-    ids=str,
-)
-def test_settings_that_make_no_sense_are_refused(parameters: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidPackageError) as caught:
-        ours(parameters)
-    assert [p for p in caught.value.problems if f"rope_parameters.{problem}" in p]

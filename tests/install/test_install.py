@@ -19,7 +19,7 @@ from expertctl.errors import (
     UnsignedError,
     UsageError,
 )
-from expertctl.package.base_model import BaseFacts, module_shapes, read_base
+from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.read import read_package
 from expertctl.reference import Reference
 from expertctl.routing.index import RoutingIndex
@@ -238,7 +238,7 @@ def test_tensors_that_no_module_of_the_base_takes_are_refused(
     """A package that states the base's digests but was made for more layers."""
     deeper = write_base(tmp_path / "deeper", layers=2, hidden=16, heads=2, kv_heads=1)
     house.bases.add(shop.base_dir)
-    claimed = BaseFacts(shop.base.identity, module_shapes(deeper))
+    claimed = BaseFacts(shop.base.identity, read_base(deeper).shapes)
     lying = shop.package("acme/lying", base_dir=deeper, base=claimed)
     refuses(
         house, BaseMismatchError, r"model\.layers\.1\.self_attn\.q_proj: the base has no", lying

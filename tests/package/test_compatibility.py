@@ -8,8 +8,9 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
-from expertctl.package.base_model import BaseFacts, module_shapes
+from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
+from expertctl.package.model_config import read_config
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
 from tests.factories import write_base
@@ -81,11 +82,13 @@ def test_tensors_are_held_to_the_layers_of_the_base(
     package: Path, base_dir: Path, tmp_path: Path
 ) -> None:
     (spec,) = read_package(package).adapters
-    assert check_tensors(spec, module_shapes(base_dir)) == []
+    assert check_tensors(spec, read_config(base_dir).linear_shapes()) == []
     wider = write_base(tmp_path / "wider", hidden=64, intermediate=48)
-    assert any("made for 32 x 32" in p for p in check_tensors(spec, module_shapes(wider)))
+    assert any(
+        "made for 32 x 32" in p for p in check_tensors(spec, read_config(wider).linear_shapes())
+    )
     shallow = write_base(tmp_path / "shallow", layers=1)
-    problems = check_tensors(spec, module_shapes(shallow))
+    problems = check_tensors(spec, read_config(shallow).linear_shapes())
     assert len(problems) == 7
     assert all("no such linear layer" in problem for problem in problems)
 

@@ -1,12 +1,14 @@
 """``docs/reference/format.md`` says what the code does."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 from expertctl.package import layout
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
-from expertctl.package.decoder_config import DECODER_FIELDS
 from expertctl.package.frame import MAX_RATIO, MAX_WINDOW, RATIO_FREE_BYTES
+from expertctl.package.model_config import ModelConfig
+from expertctl.package.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from expertctl.package.tensor_file import ADAPTER_LIMITS
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
@@ -66,4 +68,6 @@ def test_every_field_that_is_refused_or_supported_is_on_the_page() -> None:
 
 
 def test_every_field_that_a_decoder_reads_is_on_the_page() -> None:
-    assert [field for field in DECODER_FIELDS if f"`{field}`" not in PAGE] == []
+    classes = (ModelConfig, RopeConfig, Llama3Scaling, YarnScaling)
+    named = [field.name for kind in classes for field in fields(kind)]
+    assert [name for name in named if f"`{name}`" not in PAGE] == []

@@ -91,6 +91,7 @@ def base_at(directory: Path) -> StoredBase:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "rope_theta": 1000000.0,
     }
     (directory / "config.json").write_text(json.dumps(config))

@@ -12,7 +12,7 @@ from expertctl.store.base_record import StoredBase
 def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
     settings = numeric_settings(base, dtype="bf16", adapter_dtype="fp16")
     assert (settings.arch, settings.weights) == (base.identity.arch, base.identity.weights)
-    assert settings.rope == {"rope_theta": 1000000.0, "rope_type": "default"}
+    assert settings.rope == {"theta": 1000000.0, "dims": 128, "scaling": None}
     assert (settings.dtype, settings.adapter_dtype) == ("bf16", "fp16")
 
 

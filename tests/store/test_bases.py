@@ -11,13 +11,15 @@ from expertctl.digest import hash_file
 from expertctl.errors import (
     BaseMismatchError,
     ConflictError,
+    IncompatibleError,
     InvalidPackageError,
     NotFoundError,
     StoreError,
     UsageError,
 )
-from expertctl.package.base_model import identify_base, module_shapes
-from expertctl.store.bases import ARCHITECTURES, BaseStore
+from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.model_config import ARCHITECTURES
+from expertctl.store.bases import BaseStore
 from tests.factories import write_base
 from tests.store.shop import House
 
@@ -48,8 +50,7 @@ def test_a_base_is_remembered_where_it_is(bases: BaseStore, directory: Path) -> 
     assert bases.bases() == [base]
     assert base.name == "my-base"
     assert base.path == directory
-    assert base.identity == identify_base(directory, name="my-base")
-    assert dict(base.shapes) == module_shapes(directory)
+    assert BaseFacts(base.identity, base.shapes) == read_base(directory, name="my-base")
     assert {f.path: f.digest for f in base.files} == {
         path.name: hash_file(path)[1] for path in directory.iterdir()
     }
@@ -188,13 +189,33 @@ def edit_config(directory: Path, **changes: object) -> None:
 def test_an_architecture_that_cannot_run_is_refused_by_name(
     bases: BaseStore, directory: Path
 ) -> None:
-    edit_config(directory, model_type="gpt2")
-    with pytest.raises(InvalidPackageError, match="'gpt2' is not supported, only llama, mistral"):
+    edit_config(directory, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    with pytest.raises(IncompatibleError, match="'gpt2' is not supported") as error:
         bases.add(directory)
-    edit_config(directory, model_type="qwen3", quantization_config={"quant_method": "awq"})
-    with pytest.raises(InvalidPackageError, match="quantised"):
+    assert "llama, mistral, qwen2, qwen3" in error.value.hint
+    edit_config(
+        directory,
+        model_type="qwen3",
+        architectures=None,
+        quantization_config={"quant_method": "awq"},
+    )
+    with pytest.raises(IncompatibleError, match="quantised"):
         bases.add(directory)
     assert bases.bases() == []
+
+
+def test_a_base_that_could_not_be_loaded_is_refused_before_it_is_copied(
+    bases: BaseStore, directory: Path
+) -> None:
+    edit_config(directory, rope_scaling={"type": "dynamic", "factor": 2.0})
+    for add in (bases.add, bases.add_copy):
+        with pytest.raises(IncompatibleError, match="'dynamic' is not supported"):
+            add(directory)
+    edit_config(directory, rope_scaling=None, intermediate_size=50)
+    for add in (bases.add, bases.add_copy):
+        with pytest.raises(InvalidPackageError, match=r"50\] by config\.json"):
+            add(directory)
+    assert not bases.folder.exists()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -1,20 +1,24 @@
-"""What kind of decoder a base is: ``config.json`` read through one table of architectures.
+"""What kind of decoder a base is: the one reading of ``config.json``, by a table of architectures.
 
 A row holds all that an architecture does differently; the decoder knows no names. Defaults for
 absent keys are those of transformers. Whatever the decoder would compute differently is refused.
+The decoder runs on what is read here and the digest ``arch`` names it, so files that mean the same
+decoder, however they spell it, are equal.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from expertctl.engine.config_fields import Fields
-from expertctl.engine.rope import RopeConfig, parse_rope
 from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.package.config_fields import Fields
+from expertctl.package.rope_config import RopeConfig, parse_rope
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 _MAX_CONFIG_BYTES = 1 << 20
 
 Bias = Literal["never", "always", "configured"]
@@ -26,10 +30,12 @@ class Architecture:
     """One row: how this architecture differs from the others."""
 
     class_name: str
+    max_positions: int
     qkv_bias: Bias = "never"
     output_bias: Bias = "never"
     mlp_bias: Bias = "never"
     qk_norm: bool = False
+    kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: hidden size / heads
     window: Window = "none"
 
@@ -37,17 +43,28 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture(
         class_name="LlamaForCausalLM",
+        max_positions=2048,
         qkv_bias="configured",
         output_bias="configured",
         mlp_bias="configured",
     ),
-    "mistral": Architecture(class_name="MistralForCausalLM", window="every_layer"),
-    "qwen2": Architecture(class_name="Qwen2ForCausalLM", qkv_bias="always", window="late_layers"),
+    "mistral": Architecture(
+        class_name="MistralForCausalLM", max_positions=131072, kv_heads=8, window="every_layer"
+    ),
+    "qwen2": Architecture(
+        class_name="Qwen2ForCausalLM",
+        max_positions=32768,
+        qkv_bias="always",
+        kv_heads=32,
+        window="late_layers",
+    ),
     "qwen3": Architecture(
         class_name="Qwen3ForCausalLM",
+        max_positions=32768,
         qkv_bias="configured",
         output_bias="configured",
         qk_norm=True,
+        kv_heads=32,
         head_dim=128,
         window="late_layers",
     ),
@@ -75,6 +92,10 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
+
+    def to_json(self) -> JsonObject:
+        """Return every field as the digest of a base holds it."""
+        return {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
 
     def kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the bytes of keys and values of that many tokens."""
@@ -106,10 +127,10 @@ class ModelConfig:
         }
 
     def _tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
+        yield EMBEDDING, (self.vocab_size, self.hidden_size)
         yield "model.norm.weight", (self.hidden_size,)
         if not self.tied:
-            yield "lm_head.weight", (self.vocab_size, self.hidden_size)
+            yield HEAD, (self.vocab_size, self.hidden_size)
         for layer in range(self.layers):
             yield from self._layer_tensors(f"model.layers.{layer}")
 
@@ -138,11 +159,13 @@ def read_config(directory: Path) -> ModelConfig:
         InvalidPackageError: when it is malformed.
     """
     path = directory / CONFIG_FILE
+    if not directory.is_dir():
+        raise NotFoundError(f"{directory}: no such directory")
     try:
         data = path.read_bytes()
     except OSError as error:
         raise NotFoundError(
-            f"{path} cannot be read: {error.strerror}",
+            f"{directory}: {CONFIG_FILE} is missing or cannot be read",
             hint="a base is a Hugging Face directory with config.json and safetensors",
         ) from error
     document = load_object(data, what=str(path), max_bytes=_MAX_CONFIG_BYTES)
@@ -170,6 +193,7 @@ def parse_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfi
 
 def _row(fields: Fields, what: str) -> Architecture:
     kind = fields.text("model_type")
+    fields.raise_problems(what)
     row = ARCHITECTURES.get(kind)
     classes = fields.get("architectures")
     if row is None or (classes is not None and classes != [row.class_name]):
@@ -202,7 +226,9 @@ def _build(fields: Fields, row: Architecture) -> ModelConfig:
     head_dim = fields.integer(
         "head_dim", low=2, high=1 << 10, default=row.head_dim or max(hidden // heads, 2)
     )
-    positions = fields.integer("max_position_embeddings", low=1, high=1 << 24)
+    positions = fields.integer(
+        "max_position_embeddings", low=1, high=1 << 24, default=row.max_positions
+    )
     return ModelConfig(
         architecture=fields.text("model_type"),
         vocab_size=fields.integer("vocab_size", low=1, high=1 << 21),
@@ -210,7 +236,7 @@ def _build(fields: Fields, row: Architecture) -> ModelConfig:
         intermediate_size=fields.integer("intermediate_size", low=1, high=1 << 19),
         layers=layers,
         heads=heads,
-        kv_heads=fields.integer("num_key_value_heads", low=1, high=1 << 10, default=heads),
+        kv_heads=_kv_heads(fields, row, heads),
         head_dim=head_dim,
         max_positions=positions,
         norm_eps=fields.number("rms_norm_eps", low=1e-20, high=1.0, default=1e-6),
@@ -222,6 +248,13 @@ def _build(fields: Fields, row: Architecture) -> ModelConfig:
         qk_norm=row.qk_norm,
         tied=fields.boolean("tie_word_embeddings", default=False),
     )
+
+
+def _kv_heads(fields: Fields, row: Architecture, heads: int) -> int:
+    """An absent key means what the row says, null means as many as heads, as in transformers."""
+    name = "num_key_value_heads"
+    default = heads if row.kv_heads is None or fields.is_null(name) else row.kv_heads
+    return fields.integer(name, low=1, high=1 << 10, default=default)
 
 
 def _bias(fields: Fields, rule: Bias, name: str) -> bool:
@@ -239,11 +272,8 @@ def _windows(fields: Fields, row: Architecture, layers: int) -> tuple[int | None
 
 
 def _windows_of_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """An absent key means 4096 and null means none, as transformers has it."""
     if fields.get("layer_types") is not None:
         fields.refuse("layer_types", "is not supported for mistral")
-    if "sliding_window" in fields.values and fields.get("sliding_window") is None:
-        return (None,) * layers
     return (_window(fields),) * layers
 
 
@@ -263,5 +293,8 @@ def _windows_of_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(known[name] for name in names)
 
 
-def _window(fields: Fields) -> int:
+def _window(fields: Fields) -> int | None:
+    """An absent key means 4096 and null means none, as in transformers."""
+    if fields.is_null("sliding_window"):
+        return None
     return fields.integer("sliding_window", low=1, high=1 << 24, default=4096)

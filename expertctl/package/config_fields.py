@@ -1,7 +1,7 @@
 """Typed, bounded reading of a base's configuration; every problem is kept, not the first alone.
 
-``null`` counts as absent, as transformers reads it. After a problem a reader returns a harmless
-value of the right type, so that the rest of the file is still looked at.
+``null`` counts as absent, except where a caller asks (`Fields.is_null`). After a problem a reader
+returns a harmless value of the right type, so that the rest of the file is still looked at.
 """
 
 from typing import TypeVar
@@ -26,6 +26,10 @@ class Fields:
     def get(self, name: str) -> JsonValue:
         """Return the raw value, None when absent."""
         return self.values.get(name)
+
+    def is_null(self, name: str) -> bool:
+        """Tell whether the value is there and null, for the few keys where that is not absence."""
+        return name in self.values and self.values[name] is None
 
     def integer(self, name: str, *, low: int, high: int, default: int | None = None) -> int:
         """Return a whole number between ``low`` and ``high``; without default it must be there."""

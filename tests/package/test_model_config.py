@@ -1,16 +1,22 @@
-"""Reading config.json: transformers says what it means; absurd and unknown models are refused."""
+"""Reading config.json: transformers says what it means; absurd and unknown models are refused.
+
+What was read is also what names a base, so files that mean the same decoder must be equal.
+"""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
-from expertctl.engine.architecture import ARCHITECTURES, ModelConfig, parse_config, read_config
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
-from tests.engine.conftest import CLASSES, MakeOracle
+from expertctl.package.model_config import ARCHITECTURES, ModelConfig, parse_config, read_config
+from expertctl.schema.strict_json import canonical
+from tests.engine.conftest import CLASSES, build_oracle
 from tests.factories import write_base
 
 MINIMAL: dict[str, Any] = {
@@ -21,8 +27,25 @@ MINIMAL: dict[str, Any] = {
     "intermediate_size": 48,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+SPARSE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+}
+"""Enough heads for the number of key heads that transformers takes for an absent key."""
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def parse(**changes: Any) -> ModelConfig:
@@ -39,22 +62,177 @@ def theirs(arch: str, **changes: Any) -> Any:
     return CLASSES[arch][0](**values)
 
 
+def windows_of(reference: Any) -> tuple[int | None, ...]:
+    """The window of each layer: Llama reads none, Mistral has one kind of layer."""
+    kinds = {"llama": "full_attention", "mistral": "sliding_attention"}
+    every = [kinds.get(reference.model_type)] * reference.num_hidden_layers
+    names = getattr(reference, "layer_types", None) or every
+    return tuple(reference.sliding_window if n == "sliding_attention" else None for n in names)
+
+
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_absent_keys_mean_what_they_mean_to_transformers(arch: str) -> None:
-    ours, reference = (
-        parse(model_type=arch, num_key_value_heads=2),
-        theirs(arch, num_key_value_heads=2),
-    )
-    assert ours.head_dim == getattr(reference, "head_dim", 32 // 4)
+    ours = parse_config({"model_type": arch, **SPARSE})
+    reference = CLASSES[arch][0](**SPARSE)
+    assert ours.kv_heads == reference.num_key_value_heads
+    assert ours.head_dim == getattr(reference, "head_dim", 128 // 32)
+    assert ours.max_positions == reference.max_position_embeddings
     assert ours.norm_eps == reference.rms_norm_eps
     assert ours.tied is reference.tie_word_embeddings
     assert ours.rope.theta == reference.rope_parameters["rope_theta"]
     assert ours.rope.scaling is None
-    assert ours.windows == (getattr(reference, "sliding_window", None),) * 3
+    assert ours.windows == windows_of(reference)
 
 
 def test_absent_key_value_heads_are_as_many_as_query_heads() -> None:
-    assert parse().kv_heads == theirs("llama").num_key_value_heads == 4
+    assert parse(num_key_value_heads="absent").kv_heads == 4
+    assert theirs("llama", num_key_value_heads="absent").num_key_value_heads == 4
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_null_key_value_heads_are_as_many_as_query_heads(arch: str) -> None:
+    assert parse(model_type=arch, num_key_value_heads=None).kv_heads == 4
+    if arch != "mistral":  # transformers refuses null there
+        assert theirs(arch, num_key_value_heads=None).num_key_value_heads == 4
+
+
+@pytest.mark.parametrize(("arch", "wanted"), [("llama", 8), ("mistral", 8), ("qwen2", 8)])
+def test_a_null_head_dim_is_an_even_split(arch: str, wanted: int) -> None:
+    assert parse(model_type=arch, head_dim=None).head_dim == wanted
+    if arch != "qwen2":  # transformers fails on null there
+        assert theirs(arch, head_dim=None).head_dim == wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head_dim",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "hidden_act",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "max_window_layers",
+        "use_sliding_window",
+        "layer_types",
+        "quantization_config",
+        "architectures",
+    ],
+)
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_null_is_absence_where_transformers_gives_it_no_meaning(arch: str, name: str) -> None:
+    absent = parse(model_type=arch, **{name: "absent"})
+    assert parse(model_type=arch, **{name: None}) == absent
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_key_value_heads": 2, "head_dim": 16},
+        {"rope_theta": 500000.0},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": 1e6, "rope_scaling": YARN},
+        {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1}},
+        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"sliding_window": 16},
+        {"sliding_window": None},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+        {"max_position_embeddings": 99, "rms_norm_eps": 1e-5},
+    ],
+    ids=str,
+)
+def test_an_old_file_and_what_transformers_makes_of_it_are_the_same(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    old = {"model_type": arch, **SPARSE, **config}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path)
+    ours = parse_config(old)
+    assert read_config(tmp_path) == ours
+    assert read_config(tmp_path).to_json() == ours.to_json()
+    assert ours.kv_heads == loaded.num_key_value_heads
+    assert ours.head_dim == (getattr(loaded, "head_dim", None) or 128 // 32)
+    assert ours.rope.theta == loaded.rope_parameters["rope_theta"]
+    kind = "default" if ours.rope.scaling is None else ours.rope.scaling.rope_type
+    assert kind == loaded.rope_parameters["rope_type"]
+    assert ours.windows == windows_of(loaded)
+    assert ours.max_positions == loaded.max_position_embeddings
+    assert ours.norm_eps == loaded.rms_norm_eps
+    assert ours.tied == loaded.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"rms_norm_eps": 1e-5}, "norm_eps"),
+        ({"rope_theta": 20000.0}, "rope"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope"),
+        ({"tie_word_embeddings": True}, "tied"),
+        ({"head_dim": 16}, "head_dim"),
+        ({"attention_bias": True}, "qkv_bias"),
+        ({"attention_bias": True}, "output_bias"),
+        ({"use_sliding_window": True, "max_window_layers": 0}, "windows"),
+        ({"max_position_embeddings": 65}, "max_positions"),
+        ({"model_type": "qwen2"}, "architecture"),
+        ({"model_type": "qwen2"}, "qk_norm"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_a_field_that_the_decoder_reads_changes_the_document(
+    change: dict[str, Any], field: str
+) -> None:
+    plain = parse(model_type="qwen3").to_json()
+    changed = parse(**{"model_type": "qwen3", **change}).to_json()
+    assert plain[field] != changed[field]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "bfloat16"},
+        {"bos_token_id": 3},
+        {"use_cache": False},
+        {"sliding_window": 9},
+        {"mlp_bias": True},
+        {"max_window_layers": 1},
+    ],
+    ids=str,
+)
+def test_a_field_that_it_does_not_read_changes_nothing(change: dict[str, Any]) -> None:
+    assert parse(model_type="qwen3", **change) == parse(model_type="qwen3")
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+def test_the_document_holds_every_field_and_all_of_it_is_plain_json(arch: str) -> None:
+    for changes in ({}, {"rope_scaling": LLAMA3}, {"rope_scaling": YARN}):
+        config = parse(model_type=arch, **changes)
+        document = config.to_json()
+        assert list(document) == [field.name for field in fields(ModelConfig)]
+        assert json.loads(canonical(document)) == document
+
+
+def test_scaling_types_with_equal_settings_are_not_equal_documents() -> None:
+    """Which formula is meant is part of the document, not to be guessed from the keys."""
+    kinds = {"linear": {"type": "linear", "factor": 8.0}, "llama3": LLAMA3, "yarn": YARN}
+    for kind, scaling in kinds.items():
+        rope = parse(rope_scaling=scaling).to_json()["rope"]
+        assert isinstance(rope, dict)
+        assert isinstance(rope["scaling"], dict)
+        assert rope["scaling"]["rope_type"] == kind
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
@@ -69,9 +247,9 @@ def test_absent_key_value_heads_are_as_many_as_query_heads() -> None:
     ids=str,
 )
 def test_tensor_names_and_shapes_are_those_of_the_saved_model(
-    oracle: MakeOracle, arch: str, changes: dict[str, Any]
+    arch: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = oracle(arch, **changes)
+    model = build_oracle(tmp_path / "model", arch, **changes)
     config = read_config(model.directory)
     saved = {
         name: tuple(parameter.shape)
@@ -97,6 +275,7 @@ def test_tensor_names_and_shapes_are_those_of_the_saved_model(
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},
         {"use_sliding_window": True, "max_window_layers": 2},
         {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
         {"use_sliding_window": False, "sliding_window": 9, "max_window_layers": 0},
         {
             "use_sliding_window": True,
@@ -109,11 +288,7 @@ def test_tensor_names_and_shapes_are_those_of_the_saved_model(
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
 def test_windows_of_qwen_are_those_of_transformers(arch: str, changes: dict[str, Any]) -> None:
     reference = theirs(arch, **changes)
-    wanted = tuple(
-        reference.sliding_window if kind == "sliding_attention" else None
-        for kind in reference.layer_types
-    )
-    assert parse(model_type=arch, **changes).windows == wanted
+    assert parse(model_type=arch, **changes).windows == windows_of(reference)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +346,14 @@ def test_an_unknown_architecture_names_the_known_ones() -> None:
         ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),
         ({"num_hidden_layers": 3.0}, "num_hidden_layers is 3.0"),
+        ({"model_type": 5}, "model_type is 5"),
+        ({"model_type": "absent", "architectures": None}, "model_type is missing"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"num_key_value_heads": [1]}, "num_key_value_heads is a list"),
+        ({"head_dim": "x"}, "head_dim is 'x'"),
+        ({"model_type": "qwen2", "max_window_layers": "x"}, "max_window_layers is 'x'"),
+        ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x'"),
+        ({"rope_scaling": 0}, "rope_scaling is 0"),
         ({"num_attention_heads": -4}, "num_attention_heads is -4"),
         ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
         ({"num_key_value_heads": 3}, "num_attention_heads is not a multiple"),
@@ -246,7 +429,6 @@ JSON = st.recursive(
     key=st.sampled_from(
         [
             *MINIMAL,
-            "num_key_value_heads",
             "head_dim",
             "rms_norm_eps",
             "rope_theta",
@@ -273,3 +455,4 @@ def test_any_value_in_any_place_is_read_or_refused(arch: str, key: str, value: A
     assert len(config.windows) == config.layers
     assert config.heads % config.kv_heads == 0
     assert json.dumps(sorted(config.linear_shapes()))
+    assert canonical(config.to_json())
