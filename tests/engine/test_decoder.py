@@ -379,8 +379,12 @@ def test_any_shape_of_model_equals_transformers(
     )
     ours = run_decoder(model.decoder(), IDS, prefill=prefill, chunk=chunk)
     theirs = model.logits(IDS)[prefill - 1 :]
+    model.model.double()
+    rounding = float((theirs - model.logits(IDS)[prefill - 1 :]).abs().max())
     scale = max(1.0, float(theirs.abs().max()))
-    assert float((ours - theirs).abs().max()) <= TOLERANCE * scale
+    # Some of these models magnify rounding: there even transformers is farther than that from
+    # its own answer in float64.
+    assert float((ours - theirs).abs().max()) <= max(TOLERANCE * scale, 4 * rounding)
 
 
 def peak_bytes(decoder: Decoder, *, capacity: int, chunk: int) -> int:
