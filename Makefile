@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-PROMPT ?= Sort these numbers: 41, 7, 23, 15
+PROMPT ?= Sort these numbers: 41, 17, 23, 15
 
 .PHONY: run test test-all lint coverage bench clean
 

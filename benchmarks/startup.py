@@ -25,7 +25,7 @@ def hello(name: str = "world") -> None:
 
 app()
 """
-PROMPT = "Sort these numbers: 41, 7, 23, 15"
+PROMPT = "Sort these numbers: 41, 17, 23, 15"
 
 
 def measure(rounds: int) -> Sequence[Row]:

@@ -67,15 +67,15 @@ def test_the_wheel_is_small_and_ships_schemas_and_starter_pack(wheel: Path) -> N
 def test_a_new_machine_without_a_compiler_answers_a_prompt(installed: Path) -> None:
     program = installed / "venv" / "bin" / "expertctl"
     result = subprocess.run(
-        [program, "run", "Sort these numbers: 41, 7, 23, 15", "--json"],
+        [program, "run", "Sort these numbers: 41, 17, 23, 15", "--json"],
         cwd=installed,
         env={"HOME": str(installed), "PATH": str(installed / "tools")},
         capture_output=True,
         check=True,
     )
     document = json.loads(result.stdout)
-    assert document["text"] == "7, 15, 23, 41"
-    assert [e["ref"].split("@")[0] for e in document["plan"]["experts"]] == ["starter/sort"]
+    assert document["text"] == "15, 17, 23, 41"
+    assert [e["ref"].split("@")[0] for e in document["plan"]["experts"]] == ["starter/sorting"]
     assert (installed / ".expert" / "store" / "refs" / "local" / "starter").is_dir()
 
 
@@ -84,7 +84,7 @@ def test_the_package_manager_works_without_torch(installed: Path) -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "from expertctl.cli.app import run\n"
-        "sys.exit(run(['list']) or run(['route', 'Sort these numbers: 3, 1, 2']))"
+        "sys.exit(run(['list']) or run(['route', 'Sort these numbers: 41, 17, 23']))"
     )
     result = subprocess.run(
         [python, "-c", program],
@@ -93,4 +93,4 @@ def test_the_package_manager_works_without_torch(installed: Path) -> None:
         text=True,
         check=False,
     )
-    assert (result.returncode, "starter/sort" in result.stdout) == (0, True), result.stderr
+    assert (result.returncode, "starter/sorting" in result.stdout) == (0, True), result.stderr
