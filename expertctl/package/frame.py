@@ -29,6 +29,8 @@ _BUFFERS = 4
 _READ = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
+_MANY, _SMALL_BLOCK = 1024, 256
+"""So many blocks, and then one for each 256 bytes of content; compressors make far larger ones."""
 
 
 def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str) -> int:
@@ -39,7 +41,7 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
     """
     content, position, checksum = _frame_header(stream.read(18), max_content, what)
     stream.seek(position)
-    position = _end_of_blocks(stream, position, what) + checksum
+    position = _end_of_blocks(stream, position, _MANY + content // _SMALL_BLOCK, what) + checksum
     stream.seek(0)
     if position != file_size:
         raise InvalidPackageError(
@@ -89,9 +91,9 @@ def _window(descriptor: int) -> int:
     return base + (base >> 3) * (descriptor & 7)
 
 
-def _end_of_blocks(stream: BinaryIO, position: int, what: str) -> int:
-    """Walk the block headers (section 3.1.1.2); return where the last block ends."""
-    while True:
+def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int:
+    """Walk at most so many block headers (section 3.1.1.2); return where the last block ends."""
+    for _ in range(most):
         head = stream.read(3)
         value = int.from_bytes(head, "little")
         last, kind, size = value & 1, value >> 1 & 3, value >> 3
@@ -101,6 +103,7 @@ def _end_of_blocks(stream: BinaryIO, position: int, what: str) -> int:
         if last:
             return position
         stream.seek(position)
+    raise InvalidPackageError(what, [f"the zstd frame has more than {most} blocks"])
 
 
 class FrameReader:

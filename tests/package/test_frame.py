@@ -109,6 +109,14 @@ def test_a_huge_window_is_refused() -> None:
         check(data)
 
 
+def test_a_frame_of_very_many_blocks_is_refused_without_walking_them() -> None:
+    frame = b"\x28\xb5\x2f\xfd\xa0" + (1000).to_bytes(4, "little")
+    empty, last = b"\0\0\0", (1000 << 3 | 1).to_bytes(3, "little") + bytes(1000)
+    assert check(frame + empty * 1000 + last) == 1000
+    with pytest.raises(InvalidPackageError, match="more than 1027 blocks"):
+        check(frame + empty * 100_000 + last)
+
+
 def test_a_frame_with_a_dictionary_is_refused() -> None:
     data = bytearray(compressed(b"x" * 100))
     data[4] |= 1
