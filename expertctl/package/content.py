@@ -8,7 +8,13 @@ from expertctl.package.adapter import AdapterSpec, lora_spec
 from expertctl.package.adapter_config import parse_lora_config
 from expertctl.package.layout import is_document
 from expertctl.package.tensor_file import parse_header
-from expertctl.schema.manifest import MANIFEST_PATH, AdapterEntry, Manifest, parse_manifest
+from expertctl.schema.manifest import (
+    MANIFEST_PATH,
+    SIGNATURE_PATH,
+    AdapterEntry,
+    Manifest,
+    parse_manifest,
+)
 
 
 def check_content(
@@ -55,7 +61,8 @@ def file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> list[s
         f"{path} is named in {MANIFEST_PATH} but missing" for path in sorted(named - set(paths))
     ]
     extra = sorted(path for path in set(paths) - named if not is_document(path))
-    return missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
+    odd = [f"{SIGNATURE_PATH} is the signature and cannot be named"] * (SIGNATURE_PATH in named)
+    return odd + missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
 
 
 def adapter_spec(

@@ -207,6 +207,12 @@ def test_files_that_the_manifest_names_are_packed(lora: Path, facts: BaseFacts) 
     assert {"chat.jinja", "sql.gbnf"} <= set(planned(lora, facts).paths)
 
 
+def test_a_signature_that_is_there_cannot_be_named(lora: Path, facts: BaseFacts) -> None:
+    (lora / "model.sig").write_bytes(b"{}")
+    write_manifest(lora, {"decoding": {"grammar": "model.sig"}})
+    assert "model.sig is the signature" in refused(lora, facts)
+
+
 def test_a_named_file_that_is_missing_is_refused(lora: Path, facts: BaseFacts) -> None:
     write_manifest(lora, {"decoding": {"grammar": "sql.gbnf"}})
     assert "sql.gbnf is named in expert.json but missing" in refused(lora, facts)
