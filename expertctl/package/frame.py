@@ -24,13 +24,13 @@ MAX_WINDOW = 8 << 20
 """What RFC 8878, section 3.1.1.1.2, asks every decoder to support."""
 MAX_RATIO = 50
 RATIO_FREE_BYTES = 64 << 20
+MANY_BLOCKS, SMALL_BLOCK = 1024, 256
+"""So many blocks, and then one for each 256 bytes of content; compressors make far larger ones."""
 _CHUNK = 1 << 18
 _BUFFERS = 4
 _READ = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
-_MANY, _SMALL_BLOCK = 1024, 256
-"""So many blocks, and then one for each 256 bytes of content; compressors make far larger ones."""
 
 
 def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str) -> int:
@@ -41,7 +41,9 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
     """
     content, position, checksum = _frame_header(stream.read(18), max_content, what)
     stream.seek(position)
-    position = _end_of_blocks(stream, position, _MANY + content // _SMALL_BLOCK, what) + checksum
+    position = (
+        _end_of_blocks(stream, position, MANY_BLOCKS + content // SMALL_BLOCK, what) + checksum
+    )
     stream.seek(0)
     if position != file_size:
         raise InvalidPackageError(

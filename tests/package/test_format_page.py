@@ -6,7 +6,13 @@ from pathlib import Path
 
 from expertctl.package import layout
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
-from expertctl.package.frame import MAX_RATIO, MAX_WINDOW, RATIO_FREE_BYTES
+from expertctl.package.frame import (
+    MANY_BLOCKS,
+    MAX_RATIO,
+    MAX_WINDOW,
+    RATIO_FREE_BYTES,
+    SMALL_BLOCK,
+)
 from expertctl.package.model_config import ModelConfig
 from expertctl.package.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from expertctl.package.tensor_file import ADAPTER_LIMITS
@@ -32,6 +38,7 @@ def test_every_limit_is_on_the_page() -> None:
             f"{ADAPTER_LIMITS.header_bytes} bytes, {ADAPTER_LIMITS.tensors} tensors"
         ),
         "content against file, beyond 64 MiB": f"{MAX_RATIO} times",
+        "blocks of the frame": f"{MANY_BLOCKS}, and one more for each {SMALL_BLOCK} bytes of content",
     }
     assert [row for row in limits.items() if f"| {row[0]} | {row[1]} |" not in PAGE] == []
     assert MAX_MANIFEST_BYTES == MAX_CONFIG_BYTES == 1048576
