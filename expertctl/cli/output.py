@@ -5,7 +5,9 @@ stripped of control characters before a terminal sees it.
 """
 
 import json
+import os
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,6 +17,9 @@ import typer
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import ExpertError
+
+_NARROWEST = 20
+"""Columns that folded text has at least."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
@@ -26,7 +31,7 @@ def emit(document: Mapping[str, object], text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
     elif text:
-        _say(printable(text), sys.stdout)
+        _say(_shown_on(text, sys.stdout), sys.stdout)
 
 
 def print_json(document: Mapping[str, object]) -> None:
@@ -45,7 +50,7 @@ def write_piece(text: str) -> None:
 
 def note(text: str) -> None:
     """Say something that is not data."""
-    _say(printable(text), sys.stderr)
+    _say(_shown_on(text, sys.stderr), sys.stderr)
 
 
 def warn(messages: Iterable[str]) -> None:
@@ -77,6 +82,34 @@ def _shown(character: str) -> str:
 
 def _say(text: str, stream: TextIO) -> None:
     print(_encodable(text, stream), file=stream)
+
+
+def _shown_on(text: str, stream: TextIO) -> str:
+    """Return a text as a person shall see it; a terminal breaks no line within a word."""
+    width = _terminal_width(stream)
+    shown = printable(text)
+    return "\n".join(fold(line, width) for line in shown.split("\n")) if width else shown
+
+
+def _terminal_width(stream: TextIO) -> int:
+    if not stream.isatty():
+        return 0
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except OSError:
+        return 0
+
+
+def fold(line: str, width: int) -> str:
+    """Break a line at spaces; what follows stands below the last column of the left half."""
+    if len(line) <= width:
+        return line
+    indent = len(line) - len(line.lstrip())
+    column = line.rfind("  ", indent, width // 2) + 2
+    start, hanging = (column, column) if column > 1 else (indent, indent + 2)
+    room = max(width - hanging, _NARROWEST)
+    parts = textwrap.wrap(line[start:], room, break_long_words=False, break_on_hyphens=False)
+    return line[:start] + f"\n{' ' * hanging}".join(parts)
 
 
 def _encodable(text: str, stream: TextIO) -> str:

@@ -2,14 +2,23 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.cli.output import emit, fail, human_size, note, printable, progress, table
+from expertctl.cli.output import emit, fail, fold, human_size, note, printable, progress, table
 from expertctl.errors import UsageError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 0
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,37 @@ def test_an_error_shows_the_fact_then_the_way_out(capsys: pytest.CaptureFixture[
     assert (out, err) == ("", "error: this is wrong\n\nhint: do that\n")
 
 
+@pytest.mark.parametrize(
+    ("line", "folded"),
+    [
+        ("short", "short"),
+        ("a plain line of many words", "a plain line of many\n  words"),
+        ("  an indented line of words", "  an indented line of\n    words"),
+        ("NAME  the last column is long", "NAME  the last column is\n      long"),
+        ("signed by sha256:" + "0" * 64, "signed by\n  sha256:" + "0" * 64),
+        ("", ""),
+    ],
+)
+def test_a_long_line_is_folded_between_words(line: str, folded: str) -> None:
+    assert fold(line, 24) == folded
+
+
+@given(st.text(st.characters(codec="ascii", categories=["L", "Zs"])), st.integers(1, 200))
+def test_folding_loses_no_word(line: str, width: int) -> None:
+    assert fold(line, width).split() == line.split()
+
+
+def test_a_terminal_gets_folded_text_and_a_file_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.get_terminal_size", lambda _: os.terminal_size((40, 10)))
+    text = "the base answers alone: no expert scored 0.60 or more"
+    for stream, lines in [(Terminal(), 2), (io.StringIO(), 1)]:
+        monkeypatch.setattr(sys, "stdout", stream)
+        emit({}, text, as_json=False)
+        assert stream.getvalue().count("\n") == lines
+        emit({"text": text}, "", as_json=True)
+        assert stream.getvalue().count("\n") == lines + 1
+
+
 def test_a_table_lines_up_without_trailing_spaces() -> None:
     text = table(["name", "size"], [["a", "1 B"], ["longer", "2 B"]])
     assert text == "name    size\na       1 B\nlonger  2 B"
@@ -60,11 +100,6 @@ def test_a_table_lines_up_without_trailing_spaces() -> None:
 )
 def test_sizes_are_shown_in_powers_of_a_thousand(size: int, text: str) -> None:
     assert human_size(size) == text
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
