@@ -67,7 +67,7 @@ def _command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
         group = get_command(target)
         group.name = name
         return group
-    single = typer.Typer(add_completion=False)
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
     single.command(name)(target)
     return get_command(single)
 

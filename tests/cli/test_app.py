@@ -71,6 +71,7 @@ def test_every_command_has_help_with_an_example(
     else:
         assert f"expertctl {name}" in text.split("Example")[1]
         assert "--json" in text
+    assert text.startswith(f"Usage: expertctl {name}")
 
 
 def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
