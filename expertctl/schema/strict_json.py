@@ -33,7 +33,7 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
         InvalidPackageError: for anything that two readers could understand differently.
     """
     if len(data) > max_bytes:
-        raise InvalidPackageError(what, [f"more than {max_bytes} bytes of JSON"])
+        raise InvalidPackageError(what, [f"too many bytes of JSON, at most {max_bytes} allowed"])
     try:
         text = data.decode("utf-8")
         document: JsonValue = json.loads(

@@ -38,7 +38,9 @@ def test_every_limit_is_on_the_page() -> None:
             f"{ADAPTER_LIMITS.header_bytes} bytes, {ADAPTER_LIMITS.tensors} tensors"
         ),
         "content against file, beyond 64 MiB": f"{MAX_RATIO} times",
-        "blocks of the frame": f"{MANY_BLOCKS}, and one more for each {SMALL_BLOCK} bytes of content",
+        "blocks of the frame": (
+            f"{MANY_BLOCKS}, and one more for each {SMALL_BLOCK} bytes of content"
+        ),
     }
     assert [row for row in limits.items() if f"| {row[0]} | {row[1]} |" not in PAGE] == []
     assert MAX_MANIFEST_BYTES == MAX_CONFIG_BYTES == 1048576
