@@ -56,7 +56,7 @@ class Selection:
             IncompatibleError: when they may not stand in one plan.
         """
         present = {expert.digest for expert in self.experts}
-        group = with_requirements(choice.expert, self.usable)
+        group = with_requirements(choice.expert, self.usable, present=self.experts)
         new = [expert for expert in group if expert.digest not in present]
         together = [*self.experts, *new]
         check_together(together)
@@ -106,7 +106,8 @@ def choose_forced(
         _check_forced(expert, digests)
     choices: list[Choice] = []
     for expert, weight in named:
-        for needed in with_requirements(expert, [*usable, *(e for e, _ in named)])[:-1]:
+        present = [*(e for e, _ in named), *(choice.expert for choice in choices)]
+        for needed in with_requirements(expert, usable, present=present)[:-1]:
             if needed.digest not in {*digests, *(c.expert.digest for c in choices)}:
                 choices.append(Choice(needed, 1.0, f"required by {expert.ref}"))
         choices.append(Choice(expert, weight, "named by the user"))

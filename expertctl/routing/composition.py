@@ -10,15 +10,22 @@ from expertctl.errors import ConflictError, IncompatibleError, MissingDependency
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Installed
 
+_Offered = tuple[Sequence[Installed], Sequence[Installed]]
+"""What is present in the plan, and what else is usable."""
 
-def with_requirements(expert: Installed, usable: Sequence[Installed]) -> list[Installed]:
+
+def with_requirements(
+    expert: Installed, usable: Sequence[Installed], *, present: Sequence[Installed] = ()
+) -> list[Installed]:
     """Return an expert after all that it requires, what is required first.
+
+    A version that is ``present`` in the plan will do; else the newest usable one comes.
 
     Raises:
         MissingDependencyError: when something required is not among the usable experts.
     """
     needed: dict[str, Installed] = {}
-    _collect(expert, usable, needed)
+    _collect(expert, (present, usable), needed)
     return [*(e for e in needed.values() if e.digest != expert.digest), expert]
 
 
@@ -55,18 +62,19 @@ def in_plan_order(experts: Iterable[Installed]) -> list[Installed]:
     return sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
 
 
-def _collect(expert: Installed, usable: Sequence[Installed], needed: dict[str, Installed]) -> None:
+def _collect(expert: Installed, offered: _Offered, needed: dict[str, Installed]) -> None:
     if expert.ref in needed:
         return
     needed[expert.ref] = expert
     for text in expert.manifest.composition.requires:
-        _collect(_required(expert, text, usable), usable, needed)
+        _collect(_required(expert, text, offered), offered, needed)
     needed[expert.ref] = needed.pop(expert.ref)  # after what it requires
 
 
-def _required(expert: Installed, text: str, usable: Sequence[Installed]) -> Installed:
-    found = [e for e in usable if e.is_meant(Reference.parse(text))]
-    if not found:
+def _required(expert: Installed, text: str, offered: _Offered) -> Installed:
+    wanted = Reference.parse(text)
+    found = next(filter(None, ([e for e in some if e.is_meant(wanted)] for some in offered)), None)
+    if found is None:
         raise MissingDependencyError(
             f"{expert.ref} requires {text}, and no such expert can be used",
             hint=f"install it: `expertctl install {text}`",

@@ -341,6 +341,15 @@ def test_a_requirement_that_is_forced_too_keeps_the_place_and_weight_of_the_user
     ]
 
 
+def test_a_named_version_meets_a_requirement_although_a_newer_one_is_there(
+    router: Router,
+) -> None:
+    needy = sorting(composition={"requires": ("acme/english@^1",)})
+    experts = (needy, sql("acme/english", "1.0.0"), sql("acme/english", "1.1.0"))
+    force = (parse_forced("acme/english@1.0.0"), parse_forced("acme/sort"))
+    assert refs(router(*experts, force=force)) == ["acme/english@1.0.0", "acme/sort@1.0.0"]
+
+
 def test_a_prerelease_and_an_old_version_can_be_named(router: Router) -> None:
     experts = [sorting(version=v) for v in ("1.0.0", "2.0.0", "3.0.0-rc.1")]
     assert refs(router(*experts, force=(parse_forced("acme/sort"),))) == ["acme/sort@2.0.0"]
