@@ -39,6 +39,7 @@ PRESETS: Mapping[str, SamplingParams] = {
     "code_generation": SamplingParams(temperature=0.4, max_tokens=8192, repetition_penalty=1.05),
     "default": SamplingParams(temperature=0.6, max_tokens=2048, repetition_penalty=1.1),
 }
+_UNAPPLIED = ("grammar", "chat_template")
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
@@ -124,6 +125,11 @@ def resolve(
         return params
     _refuse_penalties(given)
     return params.greedy()
+
+
+def unapplied(decoding: Decoding) -> list[str]:
+    """Name what an expert recommends and no run applies."""
+    return [name for name in _UNAPPLIED if getattr(decoding, name) is not None]
 
 
 def _refuse_penalties(given: Mapping[str, Any]) -> None:

@@ -27,7 +27,7 @@ from expertctl.routing.features import Features, features_of
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import numeric_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
-from expertctl.routing.presets import resolve
+from expertctl.routing.presets import resolve, unapplied
 from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.score import DEFAULT_BUDGET, THRESHOLD
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -248,6 +248,10 @@ def _warnings(choices: Sequence[Choice], base: StoredBase) -> list[str]:
         if expert.stored.signer is None:
             warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
         warnings += check_base(expert.manifest, base.identity, allow_mismatch=True)
+        warnings += [
+            f"{expert.ref} recommends decoding.{name}, which is not applied"
+            for name in unapplied(expert.manifest.decoding)
+        ]
     return warnings
 
 

@@ -485,6 +485,15 @@ def test_settings_come_from_the_user_then_the_expert_then_the_task(router: Route
     assert params.repetition_penalty == 1.0
 
 
+@pytest.mark.parametrize("field", ["grammar", "chat_template"])
+def test_a_recommendation_that_is_not_applied_is_warned_of(router: Router, field: str) -> None:
+    expert = sorting(decoding=Decoding(**{field: "x"}))
+    assert router(expert).warnings == (
+        f"acme/sort@1.0.0 recommends decoding.{field}, which is not applied",
+    )
+    assert router(expert, base_alone=True).warnings == ()
+
+
 def test_without_a_seed_one_is_drawn_and_told(router: Router) -> None:
     seeds = {router(seed=None).plan.seed for _ in range(4)}
     assert len(seeds) > 1
