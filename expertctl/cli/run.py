@@ -123,6 +123,9 @@ def run(
     exclude: Exclude = None,
     max_experts: MaxExperts = 10,
     no_experts: NoExperts = False,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Answer as a saved plan says.")
+    ] = None,
     base: Base = None,
     body: Annotated[
         str | None, typer.Option(metavar="FILE", help="Text that follows the prompt; - is stdin.")
@@ -167,6 +170,7 @@ def run(
     """
     from expertctl.engine.message import UserMessage
     from expertctl.engine.request import RunRequest, parse_expert
+    from expertctl.routing.plan_file import read_plan
     from expertctl.routing.presets import SamplingWishes
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
@@ -202,6 +206,7 @@ def run(
             allow_base_mismatch=allow_base_mismatch,
         ),
         base=base,
+        saved=read_plan(plan) if plan else None,
         truncate=truncate,
         verify_base=verify_base,
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from expertctl.engine.message import UserMessage
 from expertctl.errors import UsageError
+from expertctl.routing.plan import Plan
 from expertctl.routing.presets import check_limit
 from expertctl.routing.request import Forced, RouteRequest, parse_forced
 
@@ -28,13 +29,14 @@ class RunRequest:
     """One prompt to be answered.
 
     ``route`` says what is wanted of the plan, with nothing forced; ``experts`` are forced, in
-    order, from the store or from files.
+    order, from the store or from files. A ``saved`` plan says all that itself.
     """
 
     message: UserMessage
     route: RouteRequest
     experts: tuple[NamedExpert, ...] = ()
     base: str | None = None
+    saved: Plan | None = None
     truncate: bool = False
     verify_base: bool = False
 

@@ -128,6 +128,8 @@ class Engine:
             Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
         ]
         routed = replace(request.route, force=force)
+        if request.saved is not None:
+            return self._planner.replay(request.saved, routed, base=request.base)
         return self._planner.plan(routed, base=request.base, files=offered)
 
     def _open(self, planned: Planned, request: RunRequest) -> OpenBase:
@@ -249,5 +251,5 @@ def _generate(
 
 def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:
     """Why the base answers alone although nobody asked for that."""
-    alone = not planned.result.plan.experts and not request.route.base_alone
-    return planned.result.notes if alone else ()
+    asked = request.route.base_alone or request.saved is not None
+    return () if asked or planned.result.plan.experts else planned.result.notes

@@ -1,8 +1,9 @@
 """What the numbers of a base depend on, and whether a saved plan still means the same."""
 
+from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import read_config
-from expertctl.routing.plan import NumericSettings, Plan, plan_identity
+from expertctl.routing.plan import NumericSettings, Plan
 from expertctl.store.base_record import StoredBase
 
 
@@ -23,17 +24,15 @@ def numeric_settings(base: StoredBase, *, dtype: str, adapter_dtype: str) -> Num
     )
 
 
-def check_identity(plan: Plan, settings: NumericSettings) -> None:
-    """Check that a saved plan would give the same numbers now.
+def check_identity(plan: Plan, now: Digest) -> None:
+    """Check that a saved plan gives the same numbers now: that its identity is still this one.
 
     Raises:
         IncompatibleError: when its identity is another one.
     """
-    experts = [(expert.content_digest, expert.weight) for expert in plan.experts]
-    now = plan_identity(settings, experts)
     if now != plan.identity:
         raise IncompatibleError(
             f"the plan was made as {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…: "
-            "another base, dtype, adapter dtype or version of the engine",
+            "another base, dtype or version of the engine, or the plan was edited",
             hint="run it with the base and --dtype it was made with, or route the prompt again",
         )

@@ -5,14 +5,17 @@ keys, usage, and the known bases. Nothing is loaded into the engine.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from expertctl.errors import ExpertError, NotFoundError
+from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.routing.candidate import Installed, misfit, untrusted
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.request import RouteRequest
+from expertctl.routing.numerics import check_identity
+from expertctl.routing.plan import Plan
+from expertctl.routing.presets import completed
+from expertctl.routing.request import Forced, RouteRequest
 from expertctl.routing.router import RoutingResult, route
 from expertctl.settings import Settings
 from expertctl.store.base_record import StoredBase
@@ -98,6 +101,24 @@ class Planner:
             warnings=(*(_broken(*pair) for pair in inventory.broken), *result.warnings),
         )
 
+    def replay(self, saved: Plan, request: RouteRequest, *, base: str | None = None) -> Planned:
+        """Plan one prompt with the experts of a saved plan, found by their digests.
+
+        Its seed and settings count where the request says nothing. Raises as `plan` does, and:
+
+        Raises:
+            UsageError: when the request names experts, or forbids them.
+            IncompatibleError: when the numbers would not be those of the saved plan.
+        """
+        if request.force or request.base_alone:
+            raise UsageError(
+                "a saved plan says already which experts answer",
+                hint="leave out --expert and --no-experts, or --plan",
+            )
+        planned = self.plan(_as_saved(request, saved), base=base or saved.base)
+        check_identity(saved, planned.result.plan.identity)
+        return planned
+
     def inventory(self) -> Inventory:
         """Read the manifests of all installed experts, their bytes hashed."""
         readable: list[Installed] = []
@@ -145,6 +166,16 @@ class Planner:
         usable = [] if request.base_alone else [e for e in experts if not untrusted(e)]
         fitting = [b for b in ordered if any(_fits(e, b) for e in usable)]
         return fitting or [default]
+
+
+def _as_saved(request: RouteRequest, saved: Plan) -> RouteRequest:
+    return replace(
+        request,
+        force=tuple(Forced(expert.content_digest, expert.weight) for expert in saved.experts),
+        base_alone=not saved.experts,
+        seed=saved.seed if request.seed is None else request.seed,
+        wishes=completed(request.wishes, saved.params),
+    )
 
 
 def _fits(expert: Installed, base: StoredBase) -> bool:

@@ -127,6 +127,13 @@ def resolve(
     return params.greedy()
 
 
+def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
+    """Return wishes that leave nothing open: what they do not say is as in a saved plan."""
+    params = saved.greedy() if wishes.greedy or wishes.temperature == 0.0 else saved
+    kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+    return replace(wishes, **{**kept, **_given(wishes)})
+
+
 def unapplied(decoding: Decoding) -> list[str]:
     """Name what an expert recommends and no run applies."""
     return [name for name in _UNAPPLIED if getattr(decoding, name) is not None]

@@ -209,6 +209,27 @@ def test_several_experts_are_shown_with_their_weights(
     assert too_many.code == 2
 
 
+def test_a_saved_plan_gives_the_same_text_again(workshop: Workshop, expertctl: Expertctl) -> None:
+    first = expertctl("run", PROMPT, "--json", "--temperature", "1.2", "--max-tokens", "20")
+    saved = workshop.folder / "plan.json"
+    saved.write_text(first.out)
+    again = expertctl("run", PROMPT, "--plan", saved, "--json")
+    assert again.code == 0, again.err
+    for key in ("text", "tokens", "seed"):
+        assert again.document[key] == first.document[key]
+    assert again.document["plan"]["identity"] == first.document["plan"]["identity"]
+    saved.write_text(expertctl("route", PROMPT, "--no-experts", "--json").out)
+    alone = expertctl("run", PROMPT, "--plan", saved, "--json", *QUIET).document
+    assert (alone["plan"]["experts"], alone["warnings"]) == ([], [])
+    for words, code, said in (
+        (("--dtype", "bf16"), 4, "the plan was made as"),
+        (("--expert", "acme/sorting"), 2, "says already which experts answer"),
+    ):
+        refused = expertctl("run", PROMPT, "--plan", saved, *words)
+        assert (refused.code, refused.out) == (code, "")
+        assert said in refused.err
+
+
 def test_an_excluded_expert_does_not_answer(workshop: Workshop, expertctl: Expertctl) -> None:
     document = expertctl("run", PROMPT, "--exclude", "acme/sorting", "--json", *QUIET).document
     assert document["plan"]["experts"] == []
@@ -342,6 +363,8 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--expert", "Not A Name"], None, 2, "not a package name"),
         (["p", "--expert", "acme/sorting:heavy"], None, 2, "heavy"),
         (["p", "--expert", "acme/sorting", "--no-experts"], None, 2, "forced and forbidden"),
+        (["p", "--plan", "nowhere.json"], None, 3, "plan nowhere.json"),
+        (["p", "--plan", __file__], None, 8, "test_run.py"),
         (["p", "--base", "nobody"], None, 3, "no base is called"),
         (["p", "--device", "tpu"], None, 2, "tpu"),
         (["p", "--dtype", "int4"], None, 2, "int4"),

@@ -25,7 +25,7 @@ def test_a_damaged_configuration_is_an_error(base: StoredBase) -> None:
 def test_a_saved_plan_is_refused_where_its_numbers_would_differ(base: StoredBase) -> None:
     settings = numeric_settings(base, dtype="float32", adapter_dtype="published")
     plan = Plan(plan_identity(settings, []), 0, base.name, (), SamplingParams())
-    check_identity(plan, settings)
+    check_identity(plan, plan_identity(settings, []))
     for other in (replace(settings, dtype="int8"), replace(settings, weights=Digest.of(b"x"))):
         with pytest.raises(IncompatibleError, match="the plan was made as sha256:"):
-            check_identity(plan, other)
+            check_identity(plan, plan_identity(other, []))

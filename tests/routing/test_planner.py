@@ -1,13 +1,27 @@
 """What a home offers to a prompt: its experts, its bases, and what is wrong with them."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from expertctl.errors import DigestError, NotFoundError, RevokedError, UnsignedError
+from expertctl.digest import Digest
+from expertctl.errors import (
+    DigestError,
+    IncompatibleError,
+    NotFoundError,
+    RevokedError,
+    UnsignedError,
+    UsageError,
+)
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
+from expertctl.routing.plan import Plan
+from expertctl.routing.plan_file import parse_plan
 from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
@@ -163,3 +177,69 @@ def test_an_unsigned_expert_answers_only_when_it_is_named(
     planned = planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/sorting"),)))
     assert refs(planned) == ["acme/sorting@1.0.0"]
     assert any("unsigned" in warning for warning in planned.warnings)
+
+
+def saved_plan(planner: Planner, **request: Any) -> Plan:
+    """A plan on its way through a file."""
+    planned = planner.plan(RouteRequest(prompt=PROMPT, **request))
+    return parse_plan(json.dumps(planned.result.to_json()).encode())
+
+
+def test_a_saved_plan_is_repeated_whatever_the_prompt(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    force = (named("acme/plurals", 0.5), named("acme/sorting"))
+    saved = saved_plan(planner, force=force, wishes=SamplingWishes(temperature=0.9, stop=(";",)))
+    again = planner.replay(saved, RouteRequest(prompt="Guten Morgen")).result.plan
+    assert [(e.ref, e.weight) for e in again.experts] == [
+        ("acme/plurals@1.0.0", 0.5),
+        ("acme/sorting@1.0.0", 1.0),
+    ]
+    assert (again.identity, again.seed, again.params) == (saved.identity, saved.seed, saved.params)
+    assert (again.params.temperature, again.params.stop) == (0.9, (";",))
+    other = planner.replay(
+        saved, RouteRequest(prompt=PROMPT, seed=5, wishes=SamplingWishes(max_tokens=3))
+    ).result.plan
+    assert (other.seed, other.params) == (5, replace(saved.params, max_tokens=3))
+    greedy = RouteRequest(prompt=PROMPT, wishes=SamplingWishes(greedy=True))
+    assert planner.replay(saved, greedy).result.plan.params == saved.params.greedy()
+
+
+def test_a_saved_plan_of_the_base_alone_stays_that(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    saved = saved_plan(planner, base_alone=True)
+    house.install(shop.package("acme/sorting", **SORTING))
+    assert refs(planner.replay(saved, RouteRequest(prompt=PROMPT))) == []
+
+
+def test_a_saved_plan_that_would_not_give_the_same_is_refused(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING))
+    saved, request = saved_plan(planner), RouteRequest(prompt=PROMPT)
+    [expert] = saved.experts
+    edited = replace(saved, experts=(replace(expert, weight=0.5),))
+    for plan, asked in ((saved, replace(request, dtype="bf16")), (edited, request)):
+        with pytest.raises(IncompatibleError, match="the plan was made as"):
+            planner.replay(plan, asked)
+    for wanted in (replace(request, base_alone=True), replace(request, force=(named("acme/x"),))):
+        with pytest.raises(UsageError, match="already which experts"):
+            planner.replay(saved, wanted)
+    with pytest.raises(UsageError, match="forced and excluded"):
+        planner.replay(saved, replace(request, exclude=(Reference.parse("acme/sorting"),)))
+    house.trust.revoke(a_key("acme").public.key_id)
+    with pytest.raises(RevokedError):
+        planner.replay(saved, request)
+
+
+def test_a_saved_plan_of_what_is_not_installed_names_it(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING))
+    saved = saved_plan(planner)
+    [expert] = saved.experts
+    gone = replace(saved, experts=(replace(expert, content_digest=Digest("9" * 64)),))
+    with pytest.raises(NotFoundError, match="sha256:9999"):
+        planner.replay(gone, RouteRequest(prompt=PROMPT))
