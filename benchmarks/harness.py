@@ -22,10 +22,10 @@ Run = Callable[[], Seconds]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One comparison; ``theirs`` is None where the rival is not installed."""
+    """One comparison; nothing is measured where the rival is not installed."""
 
     case: str
-    ours: float
+    ours: float | None
     rival: str
     theirs: float | None
     unit: str
@@ -82,7 +82,7 @@ def judged(row: Row, target: str) -> Row:
 
 def absent(case: str, *, rival: str, install: str, target: str | None = None) -> Row:
     """The row of a rival that is not installed, with the line that installs it."""
-    return Row(case, 0.0, rival, None, "ms", "lower", None, None, target, False, install)
+    return Row(case, None, rival, None, "ms", "lower", None, None, target, False, install)
 
 
 def main(name: str, measure: Callable[[int], Sequence[Row]], *, rounds: int) -> None:
@@ -113,14 +113,15 @@ def as_table(document: dict[str, object]) -> str:
     body = "\n".join(
         "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines
     )
-    return f"{document['name']}  {document['machine']}\n{body}"
+    notes = [f"  {row['case']}: {row['note']}" for row in document["rows"] if row["note"]]  # type: ignore[attr-defined]  # rows is a list
+    return "\n".join([f"{document['name']}  {document['machine']}", body, *notes])
 
 
 def _cells(row: dict[str, object]) -> tuple[str, ...]:
     ok = {True: "yes", False: "NO", None: "-"}[row["ok"]]  # type: ignore[index]  # bool or None
-    figures = [f"{row['ours']} {row['unit']}", f"{row['theirs']} {row['unit']}"]
-    rest = [row["ratio"], row["spread"], row["target"] or "-"]
-    return (str(row["case"]), *figures, str(row["rival"]), *(str(cell) for cell in rest), ok)
+    figures = ["-" if f is None else f"{f} {row['unit']}" for f in (row["ours"], row["theirs"])]
+    rest = ["-" if row[key] is None else str(row[key]) for key in ("ratio", "spread", "target")]
+    return (str(row["case"]), *figures, str(row["rival"]), *rest, ok)
 
 
 def _pair(ours: Run, theirs: Run, *, swapped: bool) -> tuple[Seconds, Seconds]:

@@ -1,0 +1,85 @@
+"""The document that every benchmark prints, and the list of benchmarks."""
+
+import ast
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import benchmark_names
+from benchmarks.harness import Row, absent, as_table, compare, judged, timed
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def sequence(*seconds: float) -> list[float]:
+    return list(seconds)
+
+
+def row(ratio: float) -> Row:
+    return Row("a case", 1.0, "a rival", 1.0, "ms", "lower", ratio, (ratio, ratio))
+
+
+def test_what_is_run_is_what_prints_a_document() -> None:
+    """A module that measures calls ``main`` of the harness with its own name."""
+    called: set[str] = set()
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name("main"), args=[ast.Constant(str() as name), *_]):
+                    assert name == path.stem
+                    called.add(name)
+    assert benchmark_names() == sorted(called)
+    assert "pack_verify" in called
+
+
+def test_a_ratio_is_ours_by_theirs_of_the_medians() -> None:
+    ours, theirs = sequence(9.0, 0.002, 0.004, 0.030), sequence(9.0, 0.001, 0.002, 0.010)
+    found = compare(
+        "a case",
+        lambda: ours.pop(0),
+        lambda: theirs.pop(0),
+        rival="a rival",
+        rounds=3,
+        target="<= 1.9",
+    )
+    assert (found.ours, found.theirs, found.unit, found.better) == (4.0, 2.0, "ms", "lower")
+    assert (found.ratio, found.spread, found.ok) == (2.0, (2.0, 2.5), False)
+
+
+def test_the_first_round_warms_up_and_the_others_take_turns() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    compare("a case", lambda: side("A"), lambda: side("B"), rival="B", rounds=2)
+    assert "".join(order) == "ABABBA"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "target", "met"),
+    [
+        (1.5, "<= 1.5", True),
+        (1.501, "<= 1.5", False),
+        (1.0, ">= 1.0", True),
+        (0.99, ">= 1.0", False),
+    ],
+)
+def test_a_target_is_met_or_missed(ratio: float, target: str, met: bool) -> None:
+    judgement = judged(row(ratio), target)
+    assert (judgement.target, judgement.ok) == (target, met)
+
+
+def test_a_rival_that_is_absent_is_no_success_and_says_how_to_get_it() -> None:
+    found = absent("a case", rival="a rival", install="pip install rival", target="<= 1.0")
+    assert (found.ours, found.theirs, found.ratio, found.ok) == (None, None, None, False)
+    document: dict[str, object] = {"name": "x", "machine": {}, "rows": [asdict(found)]}
+    table = as_table(document)
+    assert "pip install rival" in table
+    assert "None" not in table
+
+
+def test_time_is_measured() -> None:
+    assert 0 <= timed(lambda: None)() < 10
