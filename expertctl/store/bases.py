@@ -5,10 +5,9 @@ linear layers, and size, time, inode and digest of every file. With a copy, the 
 """
 
 import os
-import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -39,7 +38,7 @@ from expertctl.store.base_files import (
 )
 from expertctl.store.base_record import StoredBase, encode_base, read_base_record
 from expertctl.store.disk import disk_errors
-from expertctl.store.lock import exclusive
+from expertctl.store.lock import claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
@@ -62,8 +61,11 @@ class BaseStore:
         """
         if not self.folder.is_dir():
             return []
-        records = sorted(self.folder.glob(f"[!.]*/{_RECORD}"))
-        return sorted((read_base_record(path) for path in records), key=lambda base: base.name)
+        known = []
+        for path in self.folder.glob(f"[!.]*/{_RECORD}"):
+            with suppress(FileNotFoundError):  # removed meanwhile
+                known.append(read_base_record(path))
+        return sorted(known, key=lambda base: base.name)
 
     def find(self, wanted: str) -> StoredBase:
         """Return a base by its name, or by the digest of its architecture or weights.
@@ -115,7 +117,10 @@ class BaseStore:
         _check_base(directory)
         name, revision = _named(directory, name, revision)
         with self._changing():
+            pass  # a folder that cannot be written is told before anything is hashed
+        with disk_errors(self.folder):
             base = _read_whole(directory, name=name, revision=revision, progress=progress)
+        with self._changing():
             return self._record(base)
 
     def add_copy(
@@ -126,19 +131,17 @@ class BaseStore:
         revision: str | None = None,
         progress: Progress = no_progress,
     ) -> StoredBase:
-        """Copy a base and remember the copy, see `add`."""
+        """Copy a base and remember the copy, see `add`; a copy that is there and sound stays."""
         _check_base(directory)
         name, revision = _named(directory, name, revision)
-        with self._changing():
-            temporary = self.folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
-            try:
-                _copy_files(directory, temporary / _COPY, progress)
-                base = _read_whole(
-                    temporary / _COPY, name=name, revision=revision, progress=progress
-                )
-                return self._publish(temporary, base)
-            finally:
-                remove_tree(temporary)
+        with disk_errors(self.folder), ExitStack() as stack:
+            with self._changing():
+                own = stack.enter_context(claim(self.folder, prefix=_TEMPORARY))
+            files = own / _COPY
+            _copy_files(directory, files, progress)
+            base = _read_whole(files, name=name, revision=revision, progress=progress)
+            with self._changing():
+                return self._place(files, base)
 
     def remove(self, base: StoredBase) -> None:
         """Forget a base; of its files only a copy of ours is removed.
@@ -178,12 +181,16 @@ class BaseStore:
             self.check(base)
 
     def _record(self, base: StoredBase) -> StoredBase:
-        home = self._home(base.name)
+        """Remember a base where it is, then let go of a copy of it."""
         self._refuse_another(base)
-        if (home / _COPY).is_dir():
-            remove_tree(home)
+        home = self._home(base.name)
+        copy = home / _COPY
+        if copy.is_dir() and copy.samefile(base.path):
+            base = replace(base, path=copy, copied=True)
         make_folders(home, mode=0o700)
         write_atomic(home / _RECORD, encode_base(base))
+        if not base.copied:
+            remove_tree(copy)
         return base
 
     def _refresh(self, base: StoredBase, files: tuple[BaseFile, ...]) -> None:
@@ -193,16 +200,29 @@ class BaseStore:
             if path.exists() and read_base_record(path) == base:
                 write_atomic(path, encode_base(replace(base, files=files)))
 
-    def _publish(self, temporary: Path, base: StoredBase) -> StoredBase:
-        """Rename the folder of a copy to its place; that is the commit."""
+    def _place(self, files: Path, base: StoredBase) -> StoredBase:
+        """Move a copy to its place; the record, written last, is the commit."""
         self._refuse_another(base)
         home = self._home(base.name)
         placed = replace(base, path=home / _COPY, copied=True)
-        write_atomic(temporary / _RECORD, encode_base(placed))
-        remove_tree(home)
-        temporary.rename(home)
-        sync_folder(self.folder)
+        sound = self._sound_copy(home)
+        if sound is None:
+            make_folders(home, mode=0o700)
+            remove_tree(placed.path)
+            files.rename(placed.path)
+            sync_folder(home)
+        else:
+            placed = replace(sound, added_ns=base.added_ns)
+        write_atomic(home / _RECORD, encode_base(placed))
         return placed
+
+    def _sound_copy(self, home: Path) -> StoredBase | None:
+        """Return the copy that is there; another process may be reading it."""
+        path = home / _RECORD
+        base = read_base_record(path) if path.exists() else None
+        if base is None or not base.copied:
+            return None
+        return None if current_files(base.path, base.files)[1] else base
 
     def _refuse_another(self, base: StoredBase) -> None:
         path = self._home(base.name) / _RECORD
@@ -218,7 +238,8 @@ class BaseStore:
             make_folders(self.folder, mode=0o700)
             with exclusive(self.folder / "lock"):
                 for left in self.folder.glob(f"{_TEMPORARY}*"):
-                    remove_tree(left)
+                    if not is_held(left):
+                        remove_tree(left)
                 yield
 
     def _home(self, name: str) -> Path:

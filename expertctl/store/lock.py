@@ -36,15 +36,16 @@ def exclusive(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 @contextmanager
-def claim(folder: Path) -> Iterator[Path]:
+def claim(folder: Path, *, prefix: str = "") -> Iterator[Path]:
     """Make a folder in ``folder`` that is held until the end, then removed.
 
-    Create it while the store's lock is held: until its own lock is taken it looks abandoned.
+    Create it while the store's lock is held: until its own lock is taken it looks abandoned. Who
+    only looks whether it is held, holds it for that moment, so there is a wait.
     """
-    own = folder / secrets.token_hex(8)
+    own = folder / f"{prefix}{secrets.token_hex(8)}"
     own.mkdir(mode=0o700, parents=True)
     try:
-        with FileLock(own / _LOCK_NAME, timeout=0, thread_local=False):
+        with exclusive(own / _LOCK_NAME):
             yield own
     finally:
         remove_tree(own)
