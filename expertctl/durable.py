@@ -9,7 +9,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from expertctl.digest import CHUNK
@@ -71,7 +71,13 @@ def make_folders(folder: Path, *, mode: int = 0o755) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder of ours and all that is in it; what is gone already is no error."""
+    """Remove a folder of ours and all that is in it; what is gone already is no error.
+
+    Links are removed, never followed. What another process puts there meanwhile goes too.
+    """
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
     try:
         entries = list(os.scandir(folder))
     except FileNotFoundError:
@@ -81,8 +87,14 @@ def remove_tree(folder: Path) -> None:
             remove_tree(Path(entry.path))
         else:
             Path(entry.path).unlink(missing_ok=True)
-    with suppress(FileNotFoundError):
+    try:
         folder.rmdir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        remove_tree(folder)
 
 
 def sync_folder(folder: Path) -> None:

@@ -156,3 +156,31 @@ def test_a_copy_that_fails_leaves_no_half_file(
         publish(source, target)
     assert source.read_bytes() == b"content"
     assert list(target.parent.iterdir()) == []
+
+
+def test_removing_a_link_to_a_folder_leaves_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "precious").write_text("kept")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    remove_tree(link)
+    assert not link.is_symlink()
+    assert (folder / "precious").read_text() == "kept"
+
+
+def test_what_is_put_into_a_tree_while_it_is_removed_goes_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    late, remove = [folder / "late"], Path.rmdir
+
+    def rmdir(path: Path) -> None:
+        if late:
+            late.pop().touch()
+        remove(path)
+
+    monkeypatch.setattr(Path, "rmdir", rmdir)
+    remove_tree(folder)
+    assert not folder.exists()
