@@ -57,6 +57,8 @@ class _Blob:
 
     size: int | None
     digest: Digest | None
+    trouble: str = ""
+    """Why it cannot be read."""
 
 
 def examine(
@@ -103,6 +105,8 @@ def _hash_blob(path: Path, progress: Progress) -> _Blob:
         return _Blob(*hash_file(path, progress=progress))
     except FileNotFoundError:
         return _Blob(None, None)
+    except OSError as error:
+        return _Blob(None, None, error.strerror or str(error))
 
 
 def _damaged_refs(now: Scan) -> Iterator[Finding]:
@@ -126,7 +130,9 @@ def _file_finding(
 ) -> Finding | None:
     blob = blobs.get(file.digest, _Blob(None, None))
     path = store.paths.blob(file.digest)
-    if blob.size is None and not path.exists():
+    if blob.trouble:
+        problem = f"{file.path} cannot be read: {path}: {blob.trouble}"
+    elif blob.size is None and not path.exists():
         problem = f"{file.path} is missing: there is no {path}"
     elif blob.size is not None and blob.size < file.size:
         problem = f"{file.path} is cut short: {path} has {blob.size:,} of {file.size:,} bytes"
@@ -140,7 +146,11 @@ def _file_finding(
 def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
     """A record must follow from the files that it names."""
     layout = layout_of(expert.files, expert.signature)
-    manifest = store.manifest(expert)
+    try:
+        manifest = store.manifest(expert)
+    except ExpertError as error:
+        yield Finding(expert.ref, error.message, error.hint or _AGAIN)
+        return
     pairs = {
         "content digest": (expert.content_digest, content_digest(expert.files)),
         "package digest": (expert.package_digest, layout.package_digest),

@@ -95,6 +95,8 @@ def fits(required: RequiredBase, base: StoredBase) -> bool:
 
 def _discard(damaged: DamagedRef, store: Store) -> Removed:
     with store.transaction() as changes:
+        if damaged not in changes.scan().damaged:
+            raise NotFoundError(f"the record of {damaged.name} was removed or replaced meanwhile")
         changes.discard(damaged.path)
     hint = "its files stay until `expertctl gc`"
     return Removed(damaged.name, Freed(), (f"the record of {damaged.name} was damaged; {hint}",))

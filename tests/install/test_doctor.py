@@ -3,15 +3,17 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from expertctl.digest import Digest, FileDigest
 from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
 from expertctl.reference import Reference
-from expertctl.store.ref import StoredExpert
+from expertctl.store.ref import StoredExpert, encode_ref
 from tests.store.shop import BASE_NAME, House, Shop, a_key
 
 
@@ -265,3 +267,25 @@ def test_a_base_that_was_never_added_is_noted(house: House) -> None:
     diagnosis = diagnose(house)
     assert diagnosis.healthy
     assert ["base add" in finding.hint for finding in diagnosis.findings] == [True, True]
+
+
+def test_a_file_that_cannot_be_read_is_told_apart(house: House, one: StoredExpert) -> None:
+    path = house.store.blob_path(one.file("adapter_model.safetensors").digest)
+    path.unlink()
+    path.mkdir(mode=0o700)
+    finding = only(house)
+    assert finding.subject == one.ref
+    assert "adapter_model.safetensors cannot be read" in finding.problem
+    assert finding.broken
+
+
+def test_a_record_whose_manifest_means_nothing_is_found(house: House, one: StoredExpert) -> None:
+    data = b"{}"
+    digest = Digest.of(data)
+    house.store.paths.blob(digest).write_bytes(data)
+    files = tuple(
+        FileDigest(f.path, len(data), digest) if f.path == "expert.json" else f for f in one.files
+    )
+    ref_path(house, "one").write_bytes(encode_ref(replace(one, files=files)))
+    problems = [f.problem for f in diagnose(house).findings if f.subject == one.ref]
+    assert any("expert.json" in problem for problem in problems)

@@ -1,5 +1,6 @@
 """Taking away experts and bases, but not from under those that need them."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from expertctl.install.reindex import reindex
 from expertctl.install.remove import remove_base, remove_expert
 from expertctl.reference import Reference
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.store import Store
+from expertctl.store.transaction import Transaction
 from tests.factories import write_base
 from tests.store.shop import BASE_NAME, House, Shop
 
@@ -128,3 +131,17 @@ def test_reindexing_leaves_out_what_is_damaged_and_says_so(house: House) -> None
         (True, False),
         (False, True),
     ]
+
+
+def test_a_record_that_was_mended_meanwhile_is_not_removed(house: House, shop: Shop) -> None:
+    path = house.home.store / "refs" / "local" / "acme" / "needed" / "1.0.0"
+    path.write_bytes(b"")
+
+    class Mended(Store):
+        def transaction(self) -> AbstractContextManager[Transaction]:
+            house.install(shop.package("acme/needed"))
+            return super().transaction()
+
+    with pytest.raises(NotFoundError, match="replaced meanwhile"):
+        remove_expert("acme/needed@1.0.0", store=Mended(house.home.store))
+    assert house.refs() == ["acme/needed@1.0.0", "acme/top@1.0.0"]
