@@ -229,7 +229,6 @@ def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, 
 
 def expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExpert:
     """Return a verified package as the store records it."""
-    """Return what a ref says of a package."""
     contents = package.contents
     manifest = contents.manifest
     return StoredExpert(

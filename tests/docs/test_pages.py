@@ -12,6 +12,7 @@ from tests.factories import write_base, write_lora
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+STAGES = "cli|engine|install|package|routing|schema|store|trust"
 RUNNABLE = [page for page in PAGES if steps_of(page)]
 
 
@@ -41,6 +42,27 @@ def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path) -> 
 def test_every_link_inside_the_project_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+    """``package/read``, ``package/read.py`` and ``trust.policy.TrustStore`` name modules."""
+    text = page.read_text(encoding="utf-8")
+    names = re.findall(rf"(?<![\w/.])({STAGES})/([a-z_]+)(?:\.py)?(?![\w/.])", text)
+    owners = re.findall(rf"`({STAGES})\.([a-z_]+)\.([A-Z]\w+)`", text)
+    modules = {(stage, module, "") for stage, module in names} | set(owners)
+    assert [name for name in sorted(modules) if not is_there(*name)] == []
+
+
+def is_there(stage: str, module: str, value: str) -> bool:
+    path = ROOT / "expertctl" / stage / f"{module}.py"
+    return path.is_file() and (not value or f"class {value}" in path.read_text(encoding="utf-8"))
+
+
+def test_a_module_that_is_not_there_is_noticed() -> None:
+    assert is_there("trust", "policy", "TrustStore")
+    assert not is_there("trust", "policy", "TrustShop")
+    assert not is_there("package", "sign", "")
 
 
 def test_the_comparison_of_transcripts_notices_a_difference() -> None:
