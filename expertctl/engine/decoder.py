@@ -147,9 +147,10 @@ class Decoder:
         config, rows = self.config, min(chunk, capacity)
         heads = (config.heads + 2 * config.kv_heads) * config.head_dim
         per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
-        masks = rows * capacity * len({w for w in config.windows if w} | {None})
+        kinds = len({w for w in config.windows if w} | {None})
+        masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
         rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
-        return _FLOAT_BYTES * (rows * per_token + masks + rotations + 2 * config.vocab_size)
+        return masks + _FLOAT_BYTES * (rows * per_token + rotations + 2 * config.vocab_size)
 
     def _checked(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
         if not deltas.keys() <= self.modules:

@@ -33,6 +33,7 @@ from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase, open_ba
 from expertctl.engine.memory import available
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import MemoryUse, RunResult
+from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.routing.candidate import Installed
@@ -149,7 +150,7 @@ class Engine:
         self._base.reserve(base)
         self._hold("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens", stack)
         loaded = self._base.load(progress=self._progress)
-        buffers = loaded.model.decoder.buffer_bytes(tokens)
+        buffers = loaded.model.decoder.buffer_bytes(tokens) + sample_bytes(base.config.vocab_size)
         self._hold("buffers", buffers, f"the buffers of {tokens} tokens", stack)
         plan = self._compiled(base, planned, files, stack)
         return _Ready(loaded, KVCache(base.config, tokens, device=CPU), plan.deltas)

@@ -21,6 +21,8 @@ Mask = npt.NDArray[np.bool_]
 Counts = Mapping[int, int]
 """How often each token was generated."""
 
+_ARRAYS = 9
+"""How many arrays of scores are alive at once, those of `draw` and `keep_top_p` in float64."""
 _MAX_SEED = 2**64 - 1
 
 
@@ -60,6 +62,11 @@ def sample(
         return int(scores.argmax())  # of equal scores the lowest id
     scores = penalised(scores, counts, params)
     return draw(probabilities(scores, params), draws.next())
+
+
+def sample_bytes(vocabulary: int) -> int:
+    """Return how many bytes `sample` needs for so many tokens, at most."""
+    return _ARRAYS * vocabulary * np.dtype(np.float32).itemsize
 
 
 def probabilities(scores: Scores, params: SamplingParams) -> Scores:

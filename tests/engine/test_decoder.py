@@ -25,6 +25,7 @@ from tests.engine.conftest import (
     build_oracle,
     run_decoder,
 )
+from tests.factories import write_base
 
 VECTORS = json.loads(
     Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
@@ -409,6 +410,16 @@ def test_a_pass_needs_no_more_memory_than_it_says(
     promised = model.decoder().buffer_bytes(capacity, chunk=chunk)
     needed = peak_bytes(model.decoder(), capacity=capacity, chunk=chunk)
     assert needed <= promised <= 8 * needed
+
+
+def test_the_masks_of_a_long_prompt_are_counted(tmp_path: Path) -> None:
+    base = write_base(
+        tmp_path, layers=1, heads=2, kv_heads=2, head_dim=16, max_position_embeddings=16384
+    )
+    decoder = Decoder(read_config(base), load_base(base, read_config(base)))
+    promised = decoder.buffer_bytes(16384)
+    needed = peak_bytes(decoder, capacity=16384, chunk=512)
+    assert needed <= promised <= 2 * needed
 
 
 @pytest.mark.gpu

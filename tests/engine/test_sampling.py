@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from expertctl.engine import sampling
-from expertctl.engine.sampling import Draws, probabilities, sample
+from expertctl.engine.sampling import Draws, probabilities, sample, sample_bytes
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.routing.plan import SamplingParams
 
@@ -274,3 +275,21 @@ def test_any_scores_and_settings_give_a_token_that_may_come(
     token = sample(scores, {0: 1}, params, Draws(seed))
     assert 0 <= token < len(values)
     assert token == sample(torch.tensor(scores), {0: 1}, params, Draws(seed))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        NEUTRAL,
+        SamplingParams(),
+        SamplingParams(top_k=40, min_p=0.05, presence_penalty=0.5),
+        SamplingParams(temperature=2.0, top_p=0.999, top_k=50_000),
+    ],
+)
+def test_a_draw_needs_no_more_memory_than_it_says(params: SamplingParams) -> None:
+    scores = random_scores(0, 100_000)
+    tracemalloc.start()
+    sample(scores, {1: 2, 5: 1}, params, Draws(1))
+    needed = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert needed <= sample_bytes(len(scores)) <= 2 * needed
