@@ -2,6 +2,7 @@
 
 Everything given in one call counts together. Nothing is published before all of it has passed; then
 each is published after what it requires, so that being killed leaves no expert without its needs.
+When one cannot be published, those before it are taken back.
 """
 
 from collections.abc import Sequence
@@ -89,7 +90,7 @@ def install_files(
         fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
         with store.transaction() as changes:
             ordered = _checked(fitted, changes)
-            added = [_publish(candidate, changes) for candidate in ordered]
+            added = _publish_all(ordered, changes)
     manifests = [candidate.manifest for candidate in ordered]
     return [
         replace(item, warnings=(*item.warnings, *_remember(item.expert, m, catalogue, index)))
@@ -155,6 +156,19 @@ def _claims(manifest: Manifest) -> Claims:
         tuple(Reference.parse(text) for text in composition.requires),
         tuple(Reference.parse(text) for text in composition.conflicts),
     )
+
+
+def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list[Installed]:
+    now = changes.scan()
+    before = {*(expert.ref for expert in now.experts), *(ref.name for ref in now.damaged)}
+    try:
+        return [_publish(candidate, changes) for candidate in candidates]
+    except BaseException:
+        there = {expert.ref: expert for expert in changes.scan().experts}
+        for ref in reversed([candidate.manifest.ref for candidate in candidates]):
+            if ref in there and ref not in before:
+                changes.remove(there[ref])
+        raise
 
 
 def _publish(candidate: _Candidate, changes: Transaction) -> Installed:

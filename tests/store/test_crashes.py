@@ -169,6 +169,17 @@ def test_an_input_output_error_at_any_step_changes_nothing(
         assert_whole(house, sweep, states_of(sweep))
 
 
+@pytest.mark.parametrize("fault", ["full", "error"])
+def test_of_experts_that_are_given_together_all_are_installed_or_none(
+    fault: Fault, template: House, actions: dict[str, Action], fast: Path
+) -> None:
+    sweep = Sweep(template, actions["install two"], fast / "copy")
+    for step, _ in sweep.steps():
+        house, ended = sweep.at(step, fault)
+        assert ended.is_whole_or(DiskFullError, StoreError), ended.trace
+        assert_whole(house, sweep, [sweep.before, sweep.after])
+
+
 def test_the_steps_that_are_counted_are_all_there_are(
     template: House, actions: dict[str, Action], fast: Path
 ) -> None:
