@@ -27,7 +27,9 @@ RATIO_FREE_BYTES = 64 << 20
 MANY_BLOCKS, SMALL_BLOCK = 1024, 256
 """So many blocks, and then one for each 256 bytes of content; compressors make far larger ones."""
 _CHUNK = 1 << 18
-_BUFFERS = 4
+_BUFFERS = 8
+_RETURNED = 4
+"""Buffers go back so many at a time: waking the thread for each costs a fifth of hashing it."""
 _READ = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
@@ -40,7 +42,6 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
         InvalidPackageError: when it is anything else, or too large, or packed too densely.
     """
     content, position, checksum = _frame_header(stream.read(18), max_content, what)
-    stream.seek(position)
     position = (
         _end_of_blocks(stream, position, MANY_BLOCKS + content // SMALL_BLOCK, what) + checksum
     )
@@ -96,6 +97,7 @@ def _window(descriptor: int) -> int:
 def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int:
     """Walk at most so many block headers (section 3.1.1.2); return where the last block ends."""
     for _ in range(most):
+        stream.seek(position)
         head = stream.read(3)
         value = int.from_bytes(head, "little")
         last, kind, size = value & 1, value >> 1 & 3, value >> 3
@@ -104,7 +106,6 @@ def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int
         position += 3 + (1 if kind == _RLE else size)
         if last:
             return position
-        stream.seek(position)
     raise InvalidPackageError(what, [f"the zstd frame has more than {most} blocks"])
 
 
@@ -119,7 +120,8 @@ class FrameReader:
         self._filled = filled
         self._empty = empty
         self._what = what
-        self._buffer: bytearray | None = None
+        self._buffer = bytearray()
+        self._used: list[bytearray] = []
         self._view = memoryview(b"")
 
     def read_exact(self, size: int) -> bytes:
@@ -167,9 +169,11 @@ class FrameReader:
         return item
 
     def _refill(self) -> None:
-        if self._buffer is not None:
-            self._empty.put(self._buffer)
-            self._buffer = None
+        if self._buffer:
+            self._used.append(self._buffer)
+        if len(self._used) == _RETURNED:
+            self._empty.put(self._used)
+            self._used = []
         self._buffer, count = self._next()
         if count == 0:
             raise InvalidPackageError(self._what, ["the archive is cut short"])
@@ -178,7 +182,7 @@ class FrameReader:
 
 _Chunk = tuple[bytearray, int]
 _Filled = queue.SimpleQueue[_Chunk | Exception]
-_Buffers = queue.SimpleQueue[bytearray | None]
+_Buffers = queue.SimpleQueue[list[bytearray] | None]
 
 
 @contextmanager
@@ -186,8 +190,7 @@ def decompressing(stream: BinaryIO, *, what: str) -> Iterator[FrameReader]:
     """Decompress a checked frame in a thread for as long as the context lasts."""
     filled: _Filled = queue.SimpleQueue()
     empty: _Buffers = queue.SimpleQueue()
-    for _ in range(_BUFFERS):
-        empty.put(bytearray(_CHUNK))
+    empty.put([bytearray(_CHUNK) for _ in range(_BUFFERS)])
     worker = threading.Thread(target=_decompress, args=(stream, filled, empty), daemon=True)
     worker.start()
     try:
@@ -207,11 +210,12 @@ def _decompress(stream: BinaryIO, filled: _Filled, empty: _Buffers) -> None:
 
 
 def _fill(read: Callable[[bytearray], int], filled: _Filled, empty: _Buffers) -> None:
-    while (buffer := empty.get()) is not None:
-        count = read(buffer)
-        filled.put((buffer, count))
-        if count == 0:
-            return
+    while (buffers := empty.get()) is not None:
+        for buffer in buffers:
+            count = read(buffer)
+            filled.put((buffer, count))
+            if count == 0:
+                return
 
 
 @contextmanager

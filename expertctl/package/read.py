@@ -135,7 +135,7 @@ def read_package(
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file, without waiting for a pipe or a device.
+    """Open a regular file, without waiting for a pipe or a device; unbuffered, for large reads.
 
     Raises:
         NotFoundError: when there is no such file.
@@ -148,7 +148,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise InvalidPackageError(str(path), ["not a regular file"])
-    with os.fdopen(handle, "rb") as stream:
+    with os.fdopen(handle, "rb", buffering=0) as stream:
         yield stream
 
 

@@ -17,6 +17,10 @@ from expertctl.errors import InvalidPackageError
 
 MAX_DEPTH = 32
 _MAX_INTEGER = 2**53 - 1
+_NESTED = (list, dict)
+_DIGITS = bytes(48 if 48 <= byte < 58 else byte for byte in range(256))
+_LONG = b"0" * 16
+"""Shorter integers are within bounds; a hook for each would take as long as reading all."""
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 JsonObject = dict[str, JsonValue]
@@ -40,10 +44,10 @@ def loads(data: bytes, *, what: str, max_bytes: int) -> JsonValue:
             text,
             object_pairs_hook=_unique,
             parse_constant=_no_constant,
-            parse_int=_integer,
+            parse_int=_integer if _LONG in data.translate(_DIGITS) else None,
             parse_float=_finite,
         )
-        _check_depth(document, MAX_DEPTH)
+        _check_depth(document)
         if "\\u" in text:  # nothing else can make a surrogate of valid UTF-8
             _check_texts(document)
     except UnicodeDecodeError as error:
@@ -88,13 +92,6 @@ def _no_constant(name: str) -> NoReturn:
     raise _RefusedError(f"{name} is not a JSON number")
 
 
-def _integer(digits: str) -> int:
-    value = int(digits) if len(digits) <= 17 else _MAX_INTEGER + 1
-    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
-        raise _RefusedError(f"integer {digits[:20]}… is beyond 2^53-1")
-    return value
-
-
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
@@ -102,24 +99,32 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _check_depth(value: JsonValue, depth: int) -> None:
-    children = _children(value)
-    if children and depth == 0:
-        raise _RefusedError(f"nested deeper than {MAX_DEPTH}")
-    for child in children:
-        if isinstance(child, (list, dict)):
-            _check_depth(child, depth - 1)
+def _integer(digits: str) -> int:
+    value = int(digits) if len(digits) <= 17 else _MAX_INTEGER + 1
+    if not -_MAX_INTEGER <= value <= _MAX_INTEGER:
+        raise _RefusedError(f"integer {digits[:20]}… is beyond 2^53-1")
+    return value
+
+
+def _check_depth(document: JsonValue) -> None:
+    """Go down level by level, which is cheap for a table of many tensors."""
+    level: list[JsonValue] = [document]
+    for _ in range(MAX_DEPTH + 2):
+        level = [child for value in level if value.__class__ in _NESTED for child in _in(value)]
+        if not level:
+            return
+    raise _RefusedError(f"nested deeper than {MAX_DEPTH}")
 
 
 def _check_texts(value: JsonValue) -> None:
     for text in (value, *value) if isinstance(value, dict) else (value,):
         if isinstance(text, str):
             _check_text(text)
-    for child in _children(value):
+    for child in _in(value):
         _check_texts(child)
 
 
-def _children(value: JsonValue) -> Collection[JsonValue]:
+def _in(value: JsonValue) -> Collection[JsonValue]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
