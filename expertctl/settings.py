@@ -91,6 +91,15 @@ class Settings:
     encoder: str | None = None
 
 
+def find_home(environment: Mapping[str, str] = os.environ) -> Home:
+    """Return the home, whatever its settings say.
+
+    Raises:
+        UsageError: when there is no home directory.
+    """
+    return Home(_root(environment.get("EXPERT_HOME")))
+
+
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """Read ``config.toml`` and the environment, which wins.
 
@@ -98,7 +107,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         InvalidPackageError: when ``config.toml`` cannot be read as settings.
         UsageError: when a value is not of its kind, or there is no home directory.
     """
-    home = Home(_root(environment.get("EXPERT_HOME")))
+    home = find_home(environment)
     values = {**read_config(home.config), **_from_environment(environment)}
     budget = values.get("memory_budget")
     return Settings(

@@ -7,7 +7,7 @@ import typer
 
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.config_file import Setting, check_key, read_settings, set_value, unset_value
-from expertctl.settings import CONFIG_KEYS, load_settings
+from expertctl.settings import CONFIG_KEYS, find_home
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,7 +41,7 @@ def set_(
 
     Example: expertctl config set memory_budget 512MiB
     """
-    set_value(load_settings().home.config, key, value)
+    set_value(find_home().config, key, value)
     found = next(setting for setting in _settings() if setting.key == key)
     if found.source == "environment":
         note(f"{CONFIG_KEYS[key]} is set in the environment and wins")
@@ -54,7 +54,7 @@ def unset(key: Key, as_json: JsonFlag = False) -> None:
 
     Example: expertctl config unset memory_budget
     """
-    unset_value(load_settings().home.config, key)
+    unset_value(find_home().config, key)
     emit({"key": key, "value": None}, f"{key} is not set any more", as_json=as_json)
 
 
@@ -71,7 +71,7 @@ def list_(as_json: JsonFlag = False) -> None:
 
 
 def _settings() -> list[Setting]:
-    return read_settings(load_settings().home.config, os.environ)
+    return read_settings(find_home().config, os.environ)
 
 
 def _document(setting: Setting) -> dict[str, object]:

@@ -147,3 +147,11 @@ def test_a_file_that_another_process_is_changing_is_told(
     monkeypatch.setattr("expertctl.config_file.LOCK_SECONDS", 0.01)
     with FileLock(f"{path}.lock"), pytest.raises(StoreError, match="another process"):
         set_value(path, "device", "cpu")
+
+
+def test_a_setting_that_means_nothing_is_replaced(expertctl: Commands, home: Path) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text('memory_budget = "abc"\n')
+    assert "abc" in expertctl("config", "list").out
+    expertctl("config", "set", "memory_budget", "1GB")
+    assert (home / "config.toml").read_text() == 'memory_budget = "1GB"\n'
