@@ -23,7 +23,6 @@ from expertctl.schema.manifest import Manifest
 from expertctl.store.lock import exclusive
 from expertctl.store.ref import StoredExpert
 
-SCHEMA = 1
 BUSY_SECONDS = 30.0
 MODE = 0o600
 _FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE"}

@@ -1,0 +1,88 @@
+"""Bases that several processes read, add and remove at once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from expertctl.store.base_record import StoredBase, read_base_record
+from expertctl.store.bases import BaseStore
+from expertctl.store.lock import claim, exclusive
+from tests.factories import write_base
+from tests.store.shop import House
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "my-base", layers=1, hidden=16, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def bases(house: House) -> BaseStore:
+    return house.bases
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])
+def test_no_lock_is_held_while_a_base_is_read(
+    copied: bool, bases: BaseStore, directory: Path
+) -> None:
+    free: list[bool] = []
+
+    def look(_: int) -> None:
+        with exclusive(bases.folder / "lock", seconds=0):
+            free.append(True)
+
+    (bases.add_copy if copied else bases.add)(directory, progress=look)
+    assert free
+    bases.check_integrity()
+
+
+def test_copying_again_leaves_a_sound_copy_to_its_readers(
+    bases: BaseStore, directory: Path
+) -> None:
+    first = bases.add_copy(directory)
+    again = bases.add_copy(directory)
+    assert [file.inode for file in again.files] == [file.inode for file in first.files]
+    assert again.added_ns > first.added_ns
+    assert bases.bases() == [again]
+    bases.check_integrity()
+
+
+def test_copying_again_mends_a_damaged_copy(bases: BaseStore, directory: Path) -> None:
+    base = bases.add_copy(directory)
+    (base.path / "model.safetensors").write_bytes(b"cut short")
+    bases.add_copy(directory)
+    bases.check_integrity()
+
+
+def test_a_copy_that_is_added_from_its_own_place_stays(bases: BaseStore, directory: Path) -> None:
+    base = bases.add_copy(directory)
+    again = bases.add(base.path, name=base.name)
+    assert (again.path, again.copied) == (base.path, True)
+    bases.check_integrity()
+
+
+def test_a_base_that_goes_while_all_are_read_is_left_out(
+    bases: BaseStore, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, gone = bases.add(directory, name="b-kept"), bases.add(directory, name="a-gone")
+
+    def read(path: Path) -> StoredBase:
+        if path.parent.name == gone.name:
+            shutil.rmtree(path.parent)
+        return read_base_record(path)
+
+    monkeypatch.setattr("expertctl.store.bases.read_base_record", read)
+    assert bases.bases() == [kept]
+
+
+def test_only_copies_that_nobody_makes_are_swept(bases: BaseStore, directory: Path) -> None:
+    bases.add(directory)
+    left = bases.folder / ".new-left"
+    (left / "files").mkdir(parents=True)
+    with claim(bases.folder, prefix=".new-") as held:
+        bases.add(directory, name="another")
+        assert held.is_dir()
+        assert not left.exists()
+    bases.add(directory)
+    assert [path.name for path in bases.folder.iterdir() if path.name[0] == "."] == []
