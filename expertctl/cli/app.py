@@ -126,10 +126,10 @@ def run(words: list[str]) -> int:
 
 
 def _replace_closed_streams() -> None:
-    """Give a closed stdout or stderr (``>&-``) an end, or one would get what is for the other."""
-    for name in ("stdout", "stderr"):
+    """Give a closed stream (``<&-``, ``>&-``) an end, or it would be that of another one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115  # until the end
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
 def _refuse_usage(error: TyperException, *, as_json: bool) -> int:

@@ -158,6 +158,9 @@ def test_a_closed_stream_does_not_put_its_text_into_the_other(tmp_path: Path) ->
     result = shell("keys list --json >&-", tmp_path)
     assert (result.returncode, result.stdout) == (0, b"")
     assert result.stderr.startswith(b"no keys yet")
+    result = shell("route - <&-", tmp_path)
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert result.stderr.startswith(b"error: the prompt is empty")
 
 
 def test_a_broken_config_file_is_an_error_that_names_it(
