@@ -103,6 +103,11 @@ def check_wishes(wishes: SamplingWishes) -> None:
         raise UsageError(
             f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters"
         )
+    if wishes.greedy and wishes.temperature:
+        raise UsageError(
+            f"temperature {wishes.temperature:g} has no effect when decoding is greedy",
+            hint="leave out the one or the other",
+        )
     if wishes.greedy or wishes.temperature == 0.0:
         _refuse_penalties(given)
 

@@ -105,7 +105,9 @@ def test_a_penalty_beside_greedy_decoding_is_refused_not_dropped() -> None:
         resolve(
             SamplingWishes(frequency_penalty=0.5), [expert(temperature=0.0)], prompt_task="default"
         )
-    neutral = SamplingWishes(greedy=True, repetition_penalty=1.0)
+    with pytest.raises(UsageError, match=r"temperature 0\.8 has no effect"):
+        resolve(SamplingWishes(greedy=True, temperature=0.8), [], prompt_task="default")
+    neutral = SamplingWishes(greedy=True, temperature=0.0, repetition_penalty=1.0)
     assert resolve(neutral, [], prompt_task="default").is_greedy
 
 
