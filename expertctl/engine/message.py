@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from expertctl.errors import UsageError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS, check_prompt
 
+NOT_READ = "the template has no {prompt}: the prompt chose the experts, the model does not read it"
 _PLACES = re.compile(r"\{(prompt|body)\}")
 
 
@@ -20,6 +21,12 @@ class UserMessage:
     prompt: str
     body: str | None = None
     template: str | None = None
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of it the model does not read."""
+        lost = self.template is not None and "prompt" not in _PLACES.findall(self.template)
+        return (NOT_READ,) if lost else ()
 
     def text(self) -> str:
         """Return the message as the model is to read it.
@@ -51,6 +58,8 @@ class UserMessage:
 
 
 def _check(text: str) -> None:
+    if not text.strip():
+        raise UsageError("the message is empty: the template leaves nothing to read")
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UsageError(
             f"prompt and body together have {len(text)} characters, at most "

@@ -94,7 +94,7 @@ class Engine:
             generated = yield from _generate(ready, prompt, planned)
             memory = self._memory()
         unsaved = recording.result()
-        told = (*planned.warnings, *_alone(planned, request))
+        told = (*planned.warnings, *_alone(planned, request), *request.message.warnings)
         return RunResult(
             job_id=uuid.uuid4().hex,
             planned=planned,

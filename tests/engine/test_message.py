@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import NOT_READ, UserMessage
 from expertctl.errors import UsageError
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
@@ -49,6 +49,8 @@ def test_a_template_is_filled_once(template: str, body: str | None, expected: st
         ("{body} {body} {body}", "b", r"\{body\} 3 times"),
         ("{prompt} {body}", None, "there is none"),
         ("{prompt}", "b", "would be lost"),
+        (" \n", None, "the message is empty"),
+        ("{body}", " ", "the message is empty"),
     ],
 )
 def test_a_template_that_does_not_fit_is_refused(
@@ -56,6 +58,15 @@ def test_a_template_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=problem):
         UserMessage(prompt="p", body=body, template=template).text()
+
+
+@pytest.mark.parametrize(
+    ("template", "read"), [(None, True), ("Q: {prompt}", True), ("{body}", False), ("x", False)]
+)
+def test_a_prompt_that_the_model_does_not_read_is_told(template: str | None, read: bool) -> None:
+    assert UserMessage(prompt="p", body="b", template=template).warnings == (
+        () if read else (NOT_READ,)
+    )
 
 
 @pytest.mark.parametrize("prompt", ["", "  \n\t", "x" * 500_001, "\udcff"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import NOT_READ, UserMessage
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
@@ -264,6 +264,11 @@ def test_a_run_that_is_given_up_gives_everything_back(
     stream.close()
     engine.check_integrity()
     assert torch.get_num_threads() == threads
+
+
+def test_a_template_without_the_prompt_is_told(engine: Engine) -> None:
+    wanted = replace(request(), message=UserMessage(prompt=PROMPT, template="Hello"))
+    assert NOT_READ in run(engine, wanted).warnings
 
 
 def test_one_seed_gives_one_text(engine: Engine) -> None:
