@@ -23,6 +23,7 @@ from expertctl.trust.policy import TrustStore
 
 _THREADS = 4
 _AGAIN = "install it again from its file: `expertctl install FILE`"
+_TRUST_AGAIN = "restore it from a backup, or move it away; then `expertctl trust add` keys again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,16 @@ def examine(
     """Read everything and hash every blob, in threads."""
     blobs = _hash_blobs(store.paths, progress)
     now = store.scan()
+    distrusted = list(_trust_findings(trust))
+    readable = None if distrusted else trust
     findings = [
         *_damaged_refs(now),
-        *(f for expert in now.experts for f in _expert_findings(expert, blobs, store, trust)),
+        *(f for expert in now.experts for f in _expert_findings(expert, blobs, store, readable)),
         *_requirement_findings(now.experts),
         *_blob_findings(now, blobs, store.paths),
         *_staging_findings(store.paths),
         *_mode_findings(store.paths),
-        *_trust_findings(trust),
+        *distrusted,
         *_catalogue_findings(catalogue, now),
         *_base_findings(bases, now.experts),
     ]
@@ -116,13 +119,14 @@ def _damaged_refs(now: Scan) -> Iterator[Finding]:
 
 
 def _expert_findings(
-    expert: StoredExpert, blobs: Mapping[Digest, _Blob], store: Store, trust: TrustStore
+    expert: StoredExpert, blobs: Mapping[Digest, _Blob], store: Store, trust: TrustStore | None
 ) -> Iterator[Finding]:
     broken = [f for file in expert.layers if (f := _file_finding(expert, file, blobs, store))]
     yield from broken
     if not broken:
         yield from _record_findings(expert, store)
-        yield from _signer_findings(expert, store, trust)
+        if trust is not None:  # else that one file is at fault, and no expert
+            yield from _signer_findings(expert, store, trust)
 
 
 def _file_finding(
@@ -228,7 +232,10 @@ def _trust_findings(trust: TrustStore) -> Iterator[Finding]:
     try:
         trust.read()
     except ExpertError as error:
-        yield Finding(str(trust.path), error.message, error.hint)
+        problem = error.message.removeprefix(f"{trust.path}: ")
+        yield Finding(str(trust.path), problem, error.hint or _TRUST_AGAIN)
+    except OSError as error:
+        yield Finding(str(trust.path), error.strerror or str(error), _TRUST_AGAIN)
 
 
 def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:

@@ -243,10 +243,20 @@ def test_a_catalogue_that_lags_behind_is_noted(house: House, shop: Shop) -> None
     assert (finding.subject, finding.broken) == (str(house.home.index), False)
 
 
-def test_a_trust_record_that_cannot_be_read_is_found(house: House) -> None:
+def test_a_trust_record_that_cannot_be_read_is_found_once(house: House) -> None:
     house.home.trust.write_bytes(b"{")
-    subjects = {finding.subject for finding in diagnose(house).findings if finding.broken}
-    assert str(house.home.trust) in subjects
+    finding = only(house)
+    assert (finding.subject, finding.broken) == (str(house.home.trust), True)
+    assert str(house.home.trust) not in finding.problem
+    house.home.trust.write_bytes(b"{}")
+    house.home.trust.chmod(0o666)
+    assert "chmod 600" in only(house).hint
+
+
+def test_a_folder_in_place_of_the_trust_record_is_found(house: House) -> None:
+    house.home.trust.unlink()
+    house.home.trust.mkdir()
+    assert only(house).problem == "Is a directory"
 
 
 def test_a_changed_base_is_found(house: House) -> None:
