@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from expertctl import __version__
 from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
 from expertctl.cli.output import fail, note
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
+from expertctl.settings import find_home
 
 COMMANDS: dict[str, str] = {
     "init": "packages:init",
@@ -152,5 +154,15 @@ def _refuse_disk(error: OSError, *, as_json: bool) -> int:
         full = DiskFullError(f"{name}: no space left", hint="free some space, or `expertctl gc`")
         fail(full, as_json=as_json)
         return exit_code(full)
-    fail(StoreError(f"{name}: {error.strerror or error}"), as_json=as_json)
+    hint = _home_hint(str(name))
+    fail(StoreError(f"{name}: {error.strerror or error}", hint=hint), as_json=as_json)
     return FAILURE
+
+
+def _home_hint(name: str) -> str:
+    """Return the way out when a path below ``EXPERT_HOME`` cannot be used; else nothing."""
+    with suppress(ExpertError):
+        root = find_home().root
+        if Path(name).is_relative_to(root):
+            return f"EXPERT_HOME is {root}: set it to a folder that you may write"
+    return ""

@@ -170,3 +170,16 @@ def test_a_broken_config_file_is_an_error_that_names_it(
     (home / "config.toml").write_text("= broken")
     assert app.run(["list"]) == 8
     assert str(home / "config.toml") in capsys.readouterr().err
+
+
+def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home.parent.mkdir(parents=True, exist_ok=True)
+    home.write_text("not a folder")
+    for words in (["list"], ["config", "set", "offline", "true"]):
+        assert app.run(words) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"error: {home}")
+        assert f"\n\nhint: EXPERT_HOME is {home}: set it to a folder" in err
