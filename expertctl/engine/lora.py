@@ -6,6 +6,7 @@ Decision 10: ``f <- f + w * s * B A x``. The order of LoRAs does not change the 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F  # noqa: N812  # the name that torch's own documentation uses
 from torch import Tensor
 
@@ -42,3 +43,8 @@ def apply_loras(
         if share != 0.0:  # leaving an expert out is exact, 0 * inf is not
             y = y + share * lora_delta(x, lora)
     return y
+
+
+def merged_weight(weight: Tensor, lora: LoraTensors) -> Tensor:
+    """Return ``W + s * B A`` in float32: the same layer written another way, for tests."""
+    return weight.to(torch.float32) + lora.scale * (lora.b.float() @ lora.a.float())
