@@ -147,7 +147,7 @@ def test_too_little_memory_is_an_error_of_its_own(
     def without_memory() -> None:
         raise MemoryError
 
-    monkeypatch.setattr("expertctl.cli.config.find_home", without_memory)
+    monkeypatch.setattr("expertctl.cli.local.load_settings", without_memory)
     assert app.run(["list"]) == 7
     assert capsys.readouterr().err.startswith("error: there is not enough memory\n\nhint: ")
 
