@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple, cast
 
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
@@ -54,8 +54,7 @@ ADAPTER_LIMITS = Limits(header_bytes=4 << 20, tensors=200_000)
 BASE_LIMITS = Limits(header_bytes=32 << 20, tensors=1_000_000)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor; ``begin`` and ``end`` count from the first byte after the header."""
 
     dtype: str
@@ -198,8 +197,10 @@ def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
     """Return a list of integers as such, None for anything else; true is not 1."""
     if not isinstance(values, list):
         return None
-    numbers = [v for v in values if type(v) is int and v >= minimum]
-    return numbers if len(numbers) == len(values) else None
+    for value in values:
+        if type(value) is not int or value < minimum:
+            return None
+    return cast(list[int], values)
 
 
 def _layout_problems(tensors: Mapping[str, TensorInfo], data_size: int) -> list[str]:
