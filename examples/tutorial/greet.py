@@ -5,10 +5,12 @@ Nothing here is special: it is PEFT on the starter base, saved as PEFT saves ada
 
 import argparse
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from examples.starter.fitting import Encoded, Schedule, encode, fit, prepare
 from examples.starter.samples import Sample, Task
@@ -52,6 +54,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where the adapter goes")
     options = parser.parse_args()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # PEFT speaks to its own developers
     prepare(seed=SEED, threads=2)
     model = attach(load_base(STARTER / "base"), GREET)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
