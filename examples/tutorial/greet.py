@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="where the adapter goes")
     options = parser.parse_args()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # left untyped there
     warnings.simplefilter("ignore", FutureWarning)  # PEFT speaks to its own developers
     prepare(seed=SEED, threads=2)
     model = attach(load_base(STARTER / "base"), GREET)
