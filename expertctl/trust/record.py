@@ -101,20 +101,27 @@ class TrustRecord:
         Raises:
             InvalidPackageError: with every problem, when it is not exactly such a document.
         """
-        hint = f"restore {what} from a backup; without it nothing is trusted"
+        try:
+            return cls._read(data, what)
+        except InvalidPackageError as error:
+            hint = f"restore {what} from a backup; without it nothing is trusted"
+            raise InvalidPackageError(error.what, error.problems, hint=hint) from error
+
+    @classmethod
+    def _read(cls, data: bytes, what: str) -> Self:
         document = load_object(data, what=what, max_bytes=MAX_BYTES)
         if problems := problems_of(document, "trust"):
-            raise InvalidPackageError(what, problems, hint=hint)
+            raise InvalidPackageError(what, problems)
         try:
             stored = msgspec.convert(document, _Stored)
         except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
-            raise InvalidPackageError(what, [str(error)], hint=hint) from error
+            raise InvalidPackageError(what, [str(error)]) from error
         record = cls(
             tuple(_trusted(entry, what) for entry in stored.keys),
             tuple(Revocation(entry.key_id, entry.reason) for entry in stored.revoked),
         )
         if problems := list(_inconsistencies(stored, record)):
-            raise InvalidPackageError(what, problems, hint=hint)
+            raise InvalidPackageError(what, problems)
         return record
 
     def encode(self) -> bytes:

@@ -350,3 +350,10 @@ class TrustMachine(RuleBasedStateMachine):
 
 TestTrustMachine = TrustMachine.TestCase
 TestTrustMachine.settings = settings(deadline=None, max_examples=25, stateful_step_count=12)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff", b"{}", b" " * (MAX_BYTES + 1)])
+def test_every_kind_of_damage_has_the_same_way_out(data: bytes) -> None:
+    with pytest.raises(InvalidPackageError) as refused:
+        TrustRecord.parse(data, what="trust.json")
+    assert "restore trust.json from a backup" in refused.value.hint
