@@ -26,6 +26,8 @@ _KEYS = {
     "signature", "signer", "base", "requires", "conflicts", "size", "warnings",
 }  # fmt: skip
 _BASE_KEYS = {"name", "revision", "arch", "weights", "tokenizer", "accepts"}
+_MANIFEST = "expert.json"
+"""`MANIFEST_PATH`, whose module imports the libraries of others."""
 _FILE_KEYS = {"path", "size", "digest"}
 T = TypeVar("T")
 
@@ -172,13 +174,16 @@ def _expert_of(fields: _Fields) -> StoredExpert:
     if fields.number("schema") != SCHEMA:
         raise _RefusedError("it was written by another version of expertctl")
     signature = fields.raw("signature")
+    files = tuple(_file_of(item) for item in fields.items("files"))
+    if not any(file.path == _MANIFEST for file in files):
+        raise _RefusedError(f"{_MANIFEST} is not among its files")
     return StoredExpert(
         registry=fields.text("registry"),
         package=PackageName.parse(fields.text("name")),
         version=Version.parse(fields.text("version")),
         content_digest=Digest.parse(fields.text("content_digest")),
         package_digest=Digest.parse(fields.text("package_digest")),
-        files=tuple(_file_of(item) for item in fields.items("files")),
+        files=files,
         signature=None if signature is None else _file_of(signature),
         signer=fields.maybe("signer", lambda text: str(Digest.parse(text))),
         base=_base_of(_Fields(fields.raw("base"), _BASE_KEYS)),

@@ -80,6 +80,7 @@ def changed(**keys: Any) -> bytes:
         changed(content_digest="SHA256:" + "0" * 64),
         changed(signer="me"),
         changed(files={}),
+        encode_ref(replace(EXPERT, files=EXPERT.files[:1])),
         changed(files=[{"path": "a", "size": 1}]),
         changed(files=[{"path": "a", "size": 1.5, "digest": str(D[0])}]),
         changed(base=None),
