@@ -19,7 +19,7 @@ def list_(as_json: JsonFlag = False) -> None:
     """
     home = load_settings().home
     now, signers = Store(home.store).scan(), read_signers(home.trust)
-    warn(f"the record of {ref.name} is damaged; see `expertctl doctor`" for ref in now.damaged)
+    warn(ref.warning for ref in now.damaged)
     if not (now.experts or now.damaged):
         note("no experts yet; install one with `expertctl install FILE`")
     emit(_document(now, signers), _text(now, signers), as_json=as_json)

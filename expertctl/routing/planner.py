@@ -21,6 +21,7 @@ from expertctl.settings import Settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.paths import DamagedRef
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
@@ -33,7 +34,11 @@ class Planned:
     result: RoutingResult
     base: StoredBase
     experts: tuple[Installed, ...]
-    warnings: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know, of the home and of the plan."""
+        return self.result.warnings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,13 @@ class Inventory:
 
     experts: tuple[Installed, ...]
     broken: tuple[tuple[StoredExpert, ExpertError], ...]
+    damaged: tuple[DamagedRef, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is left out of every plan, and why."""
+        damaged = (ref.warning for ref in self.damaged)
+        return (*damaged, *(_broken(*pair) for pair in self.broken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +107,9 @@ class Planner:
         result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
         by_digest = {expert.digest: expert for expert in experts}
         return Planned(
-            result=result,
+            result=replace(result, warnings=(*inventory.warnings, *result.warnings)),
             base=chosen,
             experts=tuple(by_digest[e.content_digest] for e in result.plan.experts),
-            warnings=(*(_broken(*pair) for pair in inventory.broken), *result.warnings),
         )
 
     def replay(self, saved: Plan, request: RouteRequest, *, base: str | None = None) -> Planned:
@@ -124,13 +135,14 @@ class Planner:
         readable: list[Installed] = []
         broken: list[tuple[StoredExpert, ExpertError]] = []
         trusted = self.trust.read()
-        for stored in self.store.experts():
+        now = self.store.scan()
+        for stored in now.experts:
             revoked = stored.signer is not None and trusted.revocation(stored.signer) is not None
             try:
                 readable.append(Installed(stored, self.store.manifest(stored), revoked))
             except ExpertError as error:
                 broken.append((stored, error))
-        return Inventory(tuple(readable), tuple(broken))
+        return Inventory(tuple(readable), tuple(broken), now.damaged)
 
     def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
         """Raise what is wrong with an expert that the user names; others are only left out."""

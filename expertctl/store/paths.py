@@ -69,6 +69,11 @@ class DamagedRef:
     """What it should have been: ``namespace/name@version``."""
     problem: str
 
+    @property
+    def warning(self) -> str:
+        """What a person is told who did not ask about the store."""
+        return f"the record of {self.name} is damaged; see `expertctl doctor`"
+
 
 @dataclass(frozen=True, slots=True)
 class Scan:

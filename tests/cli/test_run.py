@@ -332,6 +332,17 @@ def test_a_base_changed_on_disk_is_refused(workshop: Workshop, expertctl: Expert
     assert outcome.document["error"]["code"] == "base_mismatch"
 
 
+def test_a_damaged_record_is_said_so(workshop: Workshop, expertctl: Expertctl) -> None:
+    store = Path(os.environ["EXPERT_HOME"]) / "store"
+    (store / "refs" / "local" / "acme" / "sorting" / "1.2.0").write_bytes(b"{x")
+    told = "the record of acme/sorting@1.2.0 is damaged; see `expertctl doctor`"
+    for words in (["route", PROMPT], ["run", PROMPT, *QUIET]):
+        outcome = expertctl(*words, "--json")
+        assert (outcome.code, told in outcome.err) == (0, True)
+        assert told in outcome.document["warnings"]
+        assert told in expertctl(*words).err
+
+
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:
@@ -363,8 +374,15 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--expert", "Not A Name"], None, 2, "not a package name"),
         (["p", "--expert", "acme/sorting:heavy"], None, 2, "heavy"),
         (["p", "--expert", "acme/sorting", "--no-experts"], None, 2, "forced and forbidden"),
-        (["p", "--plan", "nowhere.json"], None, 3, "plan nowhere.json"),
+        (["p", "--plan", "nowhere.json"], None, 3, "nowhere.json: no such file"),
         (["p", "--plan", __file__], None, 8, "test_run.py"),
+        (["p", "--plan", "."], None, 8, "not a regular file"),
+        (["p", "--expert", "."], None, 8, "not a regular file"),
+        (["p", "--expert", __file__], None, 8, "test_run.py"),
+        (["p", "--expert", f"{__file__}:0.5"], None, 8, "test_run.py"),
+        (["p", "--expert", "./nowhere"], None, 3, "nowhere: no such file"),
+        (["p", "--expert", "sha256:abc"], None, 2, "64 hex digits"),
+        (["p", "--exclude", "sha256:abc"], None, 2, "64 hex digits"),
         (["p", "--base", "nobody"], None, 3, "no base is called"),
         (["p", "--device", "tpu"], None, 2, "tpu"),
         (["p", "--dtype", "int4"], None, 2, "int4"),
@@ -448,3 +466,13 @@ def test_without_torch_the_way_out_is_named(workshop: Workshop) -> None:
     assert (result.returncode, result.stdout) == (3, "")
     assert result.stderr.startswith("error: running a model needs torch")
     assert "hint: pip install 'expertctl[engine]'" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--plan", "--expert"])
+def test_a_pipe_that_nobody_writes_is_not_waited_for(
+    option: str, workshop: Workshop, tmp_path: Path, expertctl: Expertctl
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    outcome = expertctl("run", PROMPT, option, tmp_path / "pipe")
+    assert outcome.code == 8
+    assert "not a regular file" in outcome.err

@@ -147,6 +147,16 @@ def test_a_damaged_expert_that_is_named_is_an_error(
         planner.plan(RouteRequest(prompt=PROMPT, force=(named("acme/nothing"),)))
 
 
+def test_a_damaged_record_is_said_so(house: House, shop: Shop, planner: Planner) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    (house.store.paths.refs / "local" / "acme" / "plurals" / "1.0.0").write_bytes(b"{x")
+    planned = planner.plan(RouteRequest(prompt=PROMPT))
+    assert refs(planned) == ["acme/sorting@1.0.0"]
+    told = "the record of acme/plurals@1.0.0 is damaged; see `expertctl doctor`"
+    assert planned.warnings == (told,)
+    assert planned.result.to_json()["warnings"] == [told]
+
+
 def damage(house: House, name: str) -> None:
     expert = house.store.find(Reference.parse(name))
     blob = house.store.blob_path(expert.file("expert.json").digest)
