@@ -95,6 +95,7 @@ class Planner:
             DigestError: when a forced expert was changed in the store.
             IncompatibleError: when forced experts do not fit the base or each other.
             RevokedError: when the key of a forced expert was revoked.
+            BaseMismatchError: when the base cannot be read as it is not what was added.
         """
         inventory = self.inventory()
         self._refuse_broken(request, inventory)
@@ -159,7 +160,11 @@ class Planner:
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> RoutingResult:
         rate = self.catalogue.success_rate
-        return route(request, experts, base=base, index=self.index, success_rate=rate)
+        try:
+            return route(request, experts, base=base, index=self.index, success_rate=rate)
+        except ExpertError:
+            self.bases.check(base)  # a base that is not what was added explains the rest
+            raise
 
     def _bases(
         self, request: RouteRequest, name: str | None, experts: Sequence[Installed]

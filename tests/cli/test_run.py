@@ -332,6 +332,15 @@ def test_a_base_changed_on_disk_is_refused(workshop: Workshop, expertctl: Expert
     assert outcome.document["error"]["code"] == "base_mismatch"
 
 
+def test_a_base_that_is_gone_is_refused(workshop: Workshop, expertctl: Expertctl) -> None:
+    workshop.base.rename(workshop.folder / "elsewhere")
+    for command in ("route", "run"):
+        outcome = expertctl(command, PROMPT)
+        assert (outcome.code, outcome.out) == (4, "")
+        assert "the base my-base is not what was added: " in outcome.err
+        assert "hint: restore the files; or `expertctl base remove my-base" in outcome.err
+
+
 def test_a_damaged_record_is_said_so(workshop: Workshop, expertctl: Expertctl) -> None:
     store = Path(os.environ["EXPERT_HOME"]) / "store"
     (store / "refs" / "local" / "acme" / "sorting" / "1.2.0").write_bytes(b"{x")

@@ -9,6 +9,7 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import (
+    BaseMismatchError,
     DigestError,
     IncompatibleError,
     NotFoundError,
@@ -155,6 +156,17 @@ def test_a_damaged_record_is_said_so(house: House, shop: Shop, planner: Planner)
     told = "the record of acme/plurals@1.0.0 is damaged; see `expertctl doctor`"
     assert planned.warnings == (told,)
     assert planned.result.to_json()["warnings"] == [told]
+
+
+@pytest.mark.parametrize("gone", [".", "config.json"])
+def test_a_base_that_is_gone_is_told_with_the_way_out(
+    gone: str, planner: Planner, house: House, other: Path
+) -> None:
+    house.bases.add(other, name="my/base")
+    (other / gone).resolve().rename(other.with_name("elsewhere"))
+    with pytest.raises(BaseMismatchError, match="the base my/base is not what was") as caught:
+        planner.plan(RouteRequest(prompt=PROMPT))
+    assert "`expertctl base remove my/base --force` and add it again" in caught.value.hint
 
 
 def damage(house: House, name: str) -> None:
