@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.cli import app
 from expertctl.digest import FileDigest, hash_file
 from expertctl.errors import SignatureError
 from expertctl.trust.bundle import read_bundle, sign_files, verify_bundle
 from expertctl.trust.keys import PrivateKey
+from tests.factories import make_package, write_base
 
 pytestmark = pytest.mark.all
 
@@ -76,6 +78,17 @@ def test_the_tool_accepts_what_we_sign(tool: Path, model: Path) -> None:
     sign(model, key)
     result = verify(tool, model, key)
     assert (result.returncode, result.stdout) == (0, "Verification succeeded\n"), result.stderr
+
+
+def test_the_tool_accepts_an_unpacked_package(tool: Path, tmp_path: Path) -> None:
+    key = PrivateKey.generate()
+    package = make_package(tmp_path, base_dir=write_base(tmp_path / "base"), key=key)
+    assert app.run(["unpack", str(package), str(tmp_path / "unpacked")]) == 0
+    result = verify(tool, tmp_path / "unpacked", key)
+    assert (result.returncode, result.stdout) == (0, "Verification succeeded\n"), result.stderr
+    with (tmp_path / "unpacked" / "expert.json").open("ab") as stream:
+        stream.write(b" ")
+    assert verify(tool, tmp_path / "unpacked", key).returncode != 0
 
 
 def test_the_tool_accepts_it_from_inside_the_folder(tool: Path, model: Path) -> None:
