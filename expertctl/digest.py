@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from expertctl.errors import DigestError
+from expertctl.errors import DigestError, UsageError
 
 CHUNK = 1 << 20
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -37,6 +37,19 @@ class Digest:
         if algorithm != "sha256" or not _HEX.fullmatch(value):
             raise DigestError(f"{text[:80]!r} is not a digest of the form sha256:<64 hex digits>")
         return cls(value)
+
+    @classmethod
+    def typed(cls, text: str) -> Self:
+        """Read a digest that a person typed: nothing that was promised is broken by a slip.
+
+        Raises:
+            UsageError: for any other text.
+        """
+        try:
+            return cls.parse(text)
+        except DigestError as error:
+            hint = "`expertctl list --json` shows the digests of what is installed"
+            raise UsageError(error.message, hint=hint) from error
 
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview) -> Self:

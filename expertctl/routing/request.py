@@ -74,7 +74,7 @@ def parse_forced(text: str) -> Forced:
     algorithm, _, rest = text.partition(":")
     if algorithm == "sha256":
         digest, _, weight = rest.partition(":")
-        return Forced(Digest.parse(f"sha256:{digest}"), _weight(weight, text))
+        return Forced(Digest.typed(f"sha256:{digest}"), _weight(weight, text))
     reference, weight = text, ""
     if _is_after_the_name(text):
         reference, _, weight = text.rpartition(":")
@@ -86,9 +86,8 @@ def parse_target(text: str) -> Target:
 
     Raises:
         UsageError: for any other text.
-        DigestError: for a damaged digest.
     """
-    return Digest.parse(text) if text.startswith("sha256:") else Reference.parse(text)
+    return Digest.typed(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
 def _is_after_the_name(text: str) -> bool:

@@ -197,10 +197,9 @@ def parse_wanted(text: str) -> Reference | Digest:
     """Read what a person names an installed expert by: a reference, or ``sha256:<hex>``.
 
     Raises:
-        UsageError: when it is no reference.
-        DigestError: when it is a malformed digest.
+        UsageError: when it is neither.
     """
-    return Digest.parse(text) if text.startswith("sha256:") else Reference.parse(text)
+    return Digest.typed(text) if text.startswith("sha256:") else Reference.parse(text)
 
 
 def _fits(expert: StoredExpert, wanted: Reference) -> bool:
