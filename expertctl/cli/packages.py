@@ -22,7 +22,7 @@ from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
 from expertctl.package.frame import FAST, LEVELS
-from expertctl.package.read import PackageContents, read_package
+from expertctl.package.read import PackageContents, names_file, read_package
 from expertctl.package.spool import export_oci, sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
@@ -208,7 +208,7 @@ def export(
     """
     if not oci:
         raise UsageError("no form was chosen", hint="add --oci for an OCI archive")
-    if is_file(target):
+    if names_file(target):
         path = output or Path(target).parent / f"{Path(target).stem}.tar"
         with _reading("exporting", Path(target), as_json=as_json) as report:
             contents = export_oci(Path(target), path, progress=report)
@@ -223,13 +223,8 @@ def export(
     emit(document, f"wrote {path}", as_json=as_json)
 
 
-def is_file(target: str) -> bool:
-    """Tell a file from a reference: a reference has no suffix and names no file that is there."""
-    return target.endswith(".expert") or target.startswith((".", "/")) or Path(target).is_file()
-
-
 def _read(target: str, *, label: str, as_json: bool) -> PackageContents:
-    if is_file(target):
+    if names_file(target):
         with _reading(label, Path(target), as_json=as_json) as report:
             return read_package(Path(target), progress=report)
     expert = _installed(target)
@@ -238,7 +233,7 @@ def _read(target: str, *, label: str, as_json: bool) -> PackageContents:
 
 
 def _expected(target: str) -> Reference | None:
-    wanted = None if is_file(target) else parse_wanted(target)
+    wanted = None if names_file(target) else parse_wanted(target)
     return wanted if isinstance(wanted, Reference) else None
 
 

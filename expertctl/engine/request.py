@@ -6,11 +6,14 @@ from pathlib import Path
 
 from expertctl.engine.message import UserMessage
 from expertctl.errors import UsageError
+from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
 from expertctl.routing.presets import check_limit
 from expertctl.routing.request import Forced, RouteRequest, parse_forced
 
-_FILE = re.compile(r"(?P<path>.*\.expert)(?::(?P<weight>[^:/\\]*))?", re.DOTALL)
+_WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
+_PACKAGE = re.compile(rf"(?P<path>.*\.expert){_WEIGHT}", re.DOTALL)
+_WEIGHED = re.compile(rf"(?P<path>.*?){_WEIGHT}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,13 @@ class RunRequest:
 
 
 def parse_expert(text: str) -> NamedExpert:
-    """Read ``REF[:weight]``, ``sha256:<hex>[:weight]`` or ``FILE.expert[:weight]``.
+    """Read ``REF[:weight]``, ``sha256:<hex>[:weight]`` or ``FILE[:weight]``.
 
     Raises:
         UsageError: when it is none of them.
     """
-    match = _FILE.fullmatch(text)
-    if match is None:
+    match = _PACKAGE.fullmatch(text) or _WEIGHED.fullmatch(text)
+    if match is None or text.startswith("sha256:") or not names_file(match["path"]):
         return parse_forced(text)
     weight = 1.0 if match["weight"] is None else _weight(match["weight"], text)
     return FileExpert(Path(match["path"]), weight)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from expertctl.digest import Digest, FileDigest, Progress, hash_stream, no_progress
-from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.errors import DigestError, InvalidPackageError, UsageError
 from expertctl.package.adapter import AdapterSpec
 from expertctl.package.archive import (
     BLOCK,
@@ -46,6 +46,8 @@ from expertctl.package.layout import (
     read_manifest,
 )
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
+from expertctl.reference import Reference
+from expertctl.regular_file import open_regular
 from expertctl.schema.manifest import SIGNATURE_PATH, Manifest
 
 MAX_SMALL_BYTES = 1 << 20
@@ -133,23 +135,26 @@ def read_package(
             return _ArchiveReader(frame, sink, progress, path.name).read(content)
 
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file, without waiting for a pipe or a device; unbuffered, for large reads.
+def names_file(text: str) -> bool:
+    """Tell a file from a reference: by its form, or because it is there.
 
-    Raises:
-        NotFoundError: when there is no such file.
-        InvalidPackageError: when it is something else.
+    A folder may be called like a reference, ``acme/sql``; then the reference is meant.
     """
+    if text.endswith(".expert") or text.startswith((".", "/")):
+        return True
     try:
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no such file") from error
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise InvalidPackageError(str(path), ["not a regular file"])
-    with os.fdopen(handle, "rb", buffering=0) as stream:
-        yield stream
+        mode = os.stat(text).st_mode
+    except (OSError, ValueError):  # not there, or nothing that could be
+        return False
+    return not (stat.S_ISDIR(mode) and _is_reference(text))
+
+
+def _is_reference(text: str) -> bool:
+    try:
+        Reference.parse(text)
+    except UsageError:
+        return False
+    return True
 
 
 class _ArchiveReader:

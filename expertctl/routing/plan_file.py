@@ -11,6 +11,7 @@ import msgspec
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
+from expertctl.regular_file import open_regular
 from expertctl.routing.plan import Plan, PlannedExpert, SamplingParams
 from expertctl.schema.manifest import AdapterKind
 from expertctl.schema.strict_json import JsonObject, load_object
@@ -48,10 +49,10 @@ def read_plan(path: Path) -> Plan:
 
     Raises:
         NotFoundError: when the file cannot be read.
-        InvalidPackageError: with every problem of the document.
+        InvalidPackageError: with every problem of the document, or when it is no regular file.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             data = stream.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
         raise NotFoundError(f"plan {path}: {error.strerror or error}") from error

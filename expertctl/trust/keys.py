@@ -36,6 +36,7 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.reference import NAME_PATTERN
+from expertctl.regular_file import open_regular
 
 Algorithm = Literal["ecdsa-p256", "ed25519"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -271,12 +272,10 @@ def read_pem(path: Path) -> bytes:
 
     Raises:
         NotFoundError: when there is no such file.
+        InvalidPackageError: when it is no regular file; a pipe is not waited for.
     """
-    try:
-        with path.open("rb") as stream:
-            return stream.read(MAX_PEM + 1)
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise NotFoundError(f"{path}: there is no such file") from error
+    with open_regular(path) as stream:
+        return stream.read(MAX_PEM + 1)
 
 
 def _read_secret(path: Path) -> bytes:

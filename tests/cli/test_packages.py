@@ -1,6 +1,7 @@
 """``init`` to ``export`` through the entry point: exit codes, JSON, and what reaches the disk."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -388,3 +389,22 @@ def test_a_flipped_bit_in_the_store_is_found(
 def test_help_has_an_example(command: str, run: Run) -> None:
     assert run(command, "--help") == 0
     assert f"Example: expertctl {command} " in run.out
+
+
+@pytest.mark.parametrize("words", [["verify"], ["inspect"], ["export", "--oci"]])
+def test_what_is_there_is_taken_for_a_file(words: list[str], run: Run) -> None:
+    Path("folder").mkdir()
+    os.mkfifo("pipe")
+    for name in ("folder", "./folder", "pipe", str(Path.cwd())):
+        assert "not a regular file" in run.refusal(8, *words, name)
+    assert "no such file" in run.refusal(3, *words, "./nowhere")
+
+
+def test_a_folder_that_is_called_like_an_expert_does_not_hide_it(run: Run) -> None:
+    Path("acme/sql").mkdir(parents=True)
+    assert "acme/sql is not installed" in run.refusal(3, "verify", "acme/sql")
+
+
+@pytest.mark.parametrize("words", [["remove"], ["verify"], ["inspect"]])
+def test_a_malformed_digest_is_a_slip_of_the_person(words: list[str], run: Run) -> None:
+    assert "list --json" in run.refusal(2, *words, "sha256:abc")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -177,6 +178,27 @@ def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
     assert again.code == 0
     assert "starter pack" not in again.err
     assert len(expertctl("list", "--json").document["experts"]) >= 4
+
+
+def test_a_home_that_moved_answers_as_before(
+    tmp_path: Path, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "Sort these numbers: 41, 17, 23"
+    before = expertctl("run", prompt, "--json", *QUIET)
+    assert before.code == 0, before.err
+    home, moved = Path(os.environ["EXPERT_HOME"]), tmp_path / "moved"
+    shutil.copytree(home, moved)
+    shutil.rmtree(home)
+    monkeypatch.setenv("EXPERT_HOME", str(moved))
+    after = expertctl("run", prompt, "--json", *QUIET)
+    assert after.code == 0, after.err
+    assert after.document["tokens"] == before.document["tokens"]
+    (base,) = expertctl("base", "list", "--json").document["bases"]
+    assert base["state"] == "ok"
+    assert Path(base["path"]).is_relative_to(moved)
+    diagnosis = expertctl("doctor")
+    assert diagnosis.code == 0, diagnosis.out
+    assert not home.exists()
 
 
 def test_a_home_with_a_base_of_its_own_gets_no_starter_pack(

@@ -149,10 +149,16 @@ def test_a_document_without_a_plan_says_how_to_save_one() -> None:
     assert "route --json" in caught.value.hint
 
 
-@pytest.mark.parametrize("name", ["absent.json", "."])
-def test_a_file_that_cannot_be_read_is_not_found(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no such file"):
+        read_plan(tmp_path / "absent.json")
     with pytest.raises(NotFoundError, match="plan "):
-        read_plan(tmp_path / name)
+        read_plan(tmp_path / ("x" * 300))
+
+
+def test_a_folder_is_no_plan(tmp_path: Path) -> None:
+    with pytest.raises(InvalidPackageError, match="not a regular file"):
+        read_plan(tmp_path)
 
 
 values = st.recursive(

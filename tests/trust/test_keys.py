@@ -399,6 +399,12 @@ def test_reading_a_pem_file_is_bounded_and_names_what_is_missing(tmp_path: Path)
     path = tmp_path / "big.pem"
     path.write_bytes(b"x" * (MAX_PEM * 4))
     assert len(read_pem(path)) == MAX_PEM + 1
-    for absent in (tmp_path / "absent.pem", tmp_path):
-        with pytest.raises(NotFoundError, match="no such file"):
-            read_pem(absent)
+    with pytest.raises(NotFoundError, match="no such file"):
+        read_pem(tmp_path / "absent.pem")
+
+
+def test_a_key_is_not_read_from_a_folder_or_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(InvalidPackageError, match="not a regular file"):
+            read_pem(path)
