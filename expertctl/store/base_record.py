@@ -1,4 +1,7 @@
-"""The record of a base, ``base.json``, as a value and as bytes."""
+"""The record of a base, ``base.json``, as a value and as bytes.
+
+A copy lies beside its record and is found from there, so a home can be moved.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,6 +17,8 @@ from expertctl.package.base_model import BaseIdentity
 from expertctl.schema.strict_json import load_object
 from expertctl.store.base_files import BaseFile
 
+COPY = "files"
+"""The folder of a copy, beside its record."""
 _MAX_BYTES = 64 << 20
 
 
@@ -69,7 +74,7 @@ def encode_base(base: StoredBase) -> bytes:
     record = _Record(
         1,
         base.name,
-        str(base.path),
+        COPY if base.copied else str(base.path),
         base.copied,
         str(base.added_ns),
         _Identity(identity.revision, str(identity.arch), weights, str(identity.tokenizer)),
@@ -88,13 +93,13 @@ def read_base_record(path: Path) -> StoredBase:
     try:
         document: Any = load_object(path.read_bytes(), what=str(path), max_bytes=_MAX_BYTES)
         record = msgspec.convert(document, _Record)
-        return _base_of(record)
+        return _base_of(record, path.parent)
     except (ExpertError, msgspec.ValidationError, ValueError) as error:
         hint = f"remove {path.parent} and add the base again"
         raise StoreError(f"{path} is damaged: {error}", hint=hint) from error
 
 
-def _base_of(record: _Record) -> StoredBase:
+def _base_of(record: _Record, folder: Path) -> StoredBase:
     told = record.identity
     identity = BaseIdentity(
         name=record.name,
@@ -109,7 +114,7 @@ def _base_of(record: _Record) -> StoredBase:
     )
     return StoredBase(
         name=record.name,
-        path=Path(record.path),
+        path=folder / COPY if record.copied else Path(record.path),
         identity=identity,
         files=files,
         shapes=record.shapes,

@@ -1,7 +1,8 @@
 """`BaseStore`: the base models that this machine knows, one folder each.
 
 A base stays where it is: ``bases/<name>/base.json`` holds its path, its digests, the shapes of its
-linear layers, and size, time, inode and digest of every file. With a copy, the files lie beside.
+linear layers, and size, time, inode and digest of every file. With a copy, the files lie beside,
+wherever the folder is moved.
 """
 
 import os
@@ -36,13 +37,12 @@ from expertctl.store.base_files import (
     refuse_changes,
     rehashed,
 )
-from expertctl.store.base_record import StoredBase, encode_base, read_base_record
+from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
 from expertctl.store.disk import disk_errors
 from expertctl.store.lock import claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
-_COPY = "files"
 _TEMPORARY = ".new-"
 _MAX_NAME = 200
 
@@ -137,7 +137,7 @@ class BaseStore:
         with disk_errors(self.folder), ExitStack() as stack:
             with self._changing():
                 own = stack.enter_context(claim(self.folder, prefix=_TEMPORARY))
-            files = own / _COPY
+            files = own / COPY
             _copy_files(directory, files, progress)
             base = _read_whole(files, name=name, revision=revision, progress=progress)
             with self._changing():
@@ -184,7 +184,7 @@ class BaseStore:
         """Remember a base where it is, then let go of a copy of it."""
         self._refuse_another(base)
         home = self._home(base.name)
-        copy = home / _COPY
+        copy = home / COPY
         if copy.is_dir() and copy.samefile(base.path):
             base = replace(base, path=copy, copied=True)
         make_folders(home, mode=0o700)
@@ -204,7 +204,7 @@ class BaseStore:
         """Move a copy to its place; the record, written last, is the commit."""
         self._refuse_another(base)
         home = self._home(base.name)
-        placed = replace(base, path=home / _COPY, copied=True)
+        placed = replace(base, path=home / COPY, copied=True)
         sound = self._sound_copy(home)
         if sound is None:
             make_folders(home, mode=0o700)

@@ -416,6 +416,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--exclude", "sha256:abc"], None, 2, "64 hex digits"),
         (["p", "--base", "nobody"], None, 3, "no base is called"),
         (["p", "--device", "tpu"], None, 2, "tpu"),
+        (["p", "--seed", "-1"], None, 2, "outside 0 to 9007199254740991"),
         (["p", "--dtype", "int4"], None, 2, "int4"),
         (["p", "--memory-budget", "much"], None, 2, "not a size"),
         (["y" * 2000], None, 2, "the base reads 512"),
@@ -455,6 +456,7 @@ def test_a_device_of_the_settings_that_is_not_there_is_refused(
     outcome = expertctl("run", PROMPT)
     assert outcome.code == 2
     assert "cuda" in outcome.err
+    assert "config unset device" in outcome.err
 
 
 def test_route_explains_every_candidate_and_is_the_plan_of_run(

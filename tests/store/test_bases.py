@@ -73,6 +73,29 @@ def test_a_copy_lives_without_the_original(bases: BaseStore, directory: Path) ->
     assert not (bases.folder / "org%2Fcopied").exists()
 
 
+def test_a_copy_moves_with_its_folder(bases: BaseStore, directory: Path, tmp_path: Path) -> None:
+    base = bases.add_copy(directory, name="org/copied")
+    bases.add(directory, name="referenced")
+    moved = BaseStore(bases.folder.rename(tmp_path / "moved"))
+    assert moved.find("org/copied").path == moved.folder / "org%2Fcopied" / "files"
+    assert moved.find("referenced").path == directory
+    moved.check_integrity()
+    (base,) = [base for base in moved.bases() if base.copied]
+    assert moved.add_copy(directory, name="org/copied").files == base.files
+
+
+def test_a_copy_recorded_with_its_whole_path_moves_too(
+    bases: BaseStore, directory: Path, tmp_path: Path
+) -> None:
+    base = bases.add_copy(directory)
+    record = bases.folder / "my-base" / "base.json"
+    assert str(tmp_path) not in record.read_text()
+    record.write_text(record.read_text().replace('"files"', json.dumps(str(base.path)), 1))
+    assert bases.bases() == [base]
+    moved = BaseStore(bases.folder.rename(tmp_path / "moved"))
+    moved.check_integrity()
+
+
 def test_progress_tells_every_byte(bases: BaseStore, directory: Path) -> None:
     seen: list[int] = []
     base = bases.add(directory, progress=seen.append)
