@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from expertctl.durable import make_folders, write_atomic
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.settings import CONFIG_KEYS, parse_size, read_config
+from expertctl.settings import CONFIG_KEYS, DEVICES, parse_size, read_config
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 _MAX_VALUE = 1000
@@ -121,6 +121,9 @@ def _check_meaning(path: Path, text: str, wanted: Mapping[str, str]) -> None:
 def _checked(key: str, value: str) -> str:
     if not value.isprintable() or not 0 < len(value) <= _MAX_VALUE:
         raise UsageError(f"{value[:40]!r} cannot be the value of {key}")
+    if key == "device" and value not in DEVICES:
+        hint = f"supported: {', '.join(DEVICES)}"
+        raise UsageError(f"device {value[:40]!r} is not supported", hint=hint)
     if key == "memory_budget":
         parse_size(value)
     if key == "offline" and value.lower() not in _TRUE | _FALSE:

@@ -28,6 +28,9 @@ CONFIG_KEYS = {
 }
 """Config key → environment variable of the same meaning."""
 
+DEVICES = ("cpu",)
+"""Where a model can be computed."""
+
 
 def parse_size(text: str) -> int:
     """Read a size in bytes: ``MB`` is 10⁶, ``MiB`` is 2²⁰, a bare number is bytes.

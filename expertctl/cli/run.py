@@ -12,7 +12,7 @@ import typer
 
 from expertctl.cli.output import JsonFlag, emit, note, print_json, progress, warn, write_piece
 from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.settings import Settings, load_settings, parse_size
+from expertctl.settings import DEVICES, Settings, load_settings, parse_size
 
 if TYPE_CHECKING:
     from expertctl.engine.request import RunRequest
@@ -80,7 +80,7 @@ def route(
     allow_base_mismatch: Mismatch = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show which experts would answer a prompt, and why; nothing is loaded.
+    """Show which experts would answer a prompt, and why. Nothing is loaded.
 
     Example: expertctl route "Sort these numbers: 41, 7, 23"
     """
@@ -164,7 +164,7 @@ def run(
     as_json: JsonFlag = False,
     stats: Annotated[bool, typer.Option("--stats", help="Show all figures below.")] = False,
 ) -> None:
-    """Answer a prompt with the experts that suit it, or with those that are named.
+    """Answer a prompt with the experts that suit it, or named ones.
 
     Example: expertctl run "Sort these numbers: 41, 7, 23" --seed 1
     """
@@ -332,5 +332,6 @@ def _budget(text: str | None, settings: Settings) -> int | None:
 
 
 def _check_device(device: str | None) -> None:
-    if device not in {None, "cpu"}:
-        raise UsageError(f"device {device!r} is not supported", hint="use cpu")
+    if device is not None and device not in DEVICES:
+        hint = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
+        raise UsageError(f"device {device!r} is not supported", hint=hint)

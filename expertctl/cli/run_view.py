@@ -1,5 +1,6 @@
 """What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures."""
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -80,4 +81,10 @@ def _figures(result: "RunResult") -> str:
 
 def _pairs(values: object) -> str:
     items = values.items() if isinstance(values, Mapping) else ()
-    return ", ".join(f"{name} {value}" for name, value in items)
+    return ", ".join(f"{name} {_value(value)}" for name, value in items)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(json.dumps(item, ensure_ascii=False) for item in value) or "none"
+    return str(value)

@@ -85,7 +85,7 @@ def check_limit(name: str, value: float | None) -> None:
     low, high = LIMITS[name]
     if value is None or (low <= value <= high and not (name == "top_p" and value == 0)):
         return
-    raise UsageError(f"{name} {value} is outside {low:g} to {high:g}")
+    raise UsageError(f"{name} {value} is outside {low:.16g} to {high:.16g}")
 
 
 def check_wishes(wishes: SamplingWishes) -> None:
