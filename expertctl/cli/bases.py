@@ -49,7 +49,7 @@ def add(
 
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
-    """List the known bases, and whether their files are still what was added.
+    """List the known bases. Each says whether its files are still what was added.
 
     Example: expertctl base list --json
     """

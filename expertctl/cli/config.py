@@ -20,7 +20,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help=f"One of {', '.join(CONF
 
 @app.command()
 def get(key: Key, as_json: JsonFlag = False) -> None:
-    """Print one setting as it counts now: from the environment, else from config.toml.
+    """Print one setting. The environment counts before config.toml.
 
     Example: expertctl config get memory_budget
     """

@@ -13,7 +13,7 @@ from expertctl.trust.policy import TrustStore
 
 
 def doctor(as_json: JsonFlag = False) -> None:
-    """Check everything that is installed, byte by byte; exit 1 when something is broken.
+    """Check everything that is installed, byte by byte. Exit 1 when something is broken.
 
     Example: expertctl doctor --json
     """

@@ -32,7 +32,7 @@ def install(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Verify and install experts; all that are given count together, all or none.
+    """Verify and install experts. All that are given count together, all or none.
 
     Example: expertctl install sql.expert english.expert
     """
@@ -88,7 +88,7 @@ def remove(
 
 
 def reindex(as_json: JsonFlag = False) -> None:
-    """Make the catalogue and the routing vectors again from what is installed.
+    """Make the catalogue and the routing vectors again. Both come from what is installed.
 
     Example: expertctl reindex
     """

@@ -53,7 +53,7 @@ def import_(
     namespace: Namespaces = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take in a private key that was made elsewhere, and trust it as `keys new` does.
+    """Take in a private key. It is then trusted as one that `keys new` makes.
 
     Example: expertctl keys import work work-key.pem --namespace acme
     """
@@ -85,7 +85,7 @@ def export(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print the public half of a key, to be given to those who shall trust you.
+    """Print the public half of a key. Give it to those who shall trust you.
 
     Example: expertctl keys export me -o me.pub.pem
     """

@@ -29,7 +29,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove files that nothing installed needs, and what killed installs left.
+    """Remove files that nothing needs. What killed installs left is among them.
 
     Example: expertctl gc --dry-run
     """

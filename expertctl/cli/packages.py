@@ -26,7 +26,7 @@ from expertctl.package.read import PackageContents, names_file, read_package
 from expertctl.package.spool import export_oci, sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
-from expertctl.reference import Reference
+from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
@@ -77,14 +77,14 @@ def init(
     base: Base = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write a draft of expert.json beside an adapter, filled in as far as the files tell.
+    """Write a draft of expert.json beside an adapter. It is filled in as far as the files tell.
 
     Example: expertctl init my-lora --name acme/sql-gen --base Qwen/Qwen3-0.6B
     """
+    overrides = _overrides(name, version, description, license_)
     path = directory / MANIFEST_PATH
     if path.exists():
         raise UsageError(f"{path} exists already", hint="edit it, or remove it first")
-    overrides = Overrides(name, version, description, license_)
     facts = _base_facts(directory, base, as_json=as_json)
     draft = building.draft(directory, overrides, base=facts)
     write_atomic(path, encode(draft))
@@ -119,13 +119,13 @@ def build(
     ] = FAST,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check an adapter directory and pack it into a .expert file; all problems come at once.
+    """Check an adapter directory and pack it. All problems come at once.
 
     Example: expertctl build my-lora/ -o my.expert --sign me
     """
+    overrides = _overrides(name, version, description, license_)
     settings = load_settings()
     key = _private_key(settings, sign) if sign else None
-    overrides = Overrides(name, version, description, license_)
     facts = _base_facts(directory, base, as_json=as_json)
     with progress("checking", _size_of(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
@@ -141,7 +141,7 @@ def sign(
     key: Annotated[str, typer.Option("--key", metavar="NAME", help="One of your keys.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a package, or sign it anew; its content, and so its content digest, stays.
+    """Sign a package, or sign it anew. Its content digest stays.
 
     Example: expertctl sign my.expert --key me
     """
@@ -153,7 +153,7 @@ def sign(
 
 
 def verify(target: Target, as_json: JsonFlag = False) -> None:
-    """Check every digest, the signature, and that its key may sign this package.
+    """Check every digest and the signature. Its key must be trusted for this package.
 
     Example: expertctl verify my.expert
     """
@@ -166,7 +166,7 @@ def verify(target: Target, as_json: JsonFlag = False) -> None:
 
 
 def inspect(target: Target, as_json: JsonFlag = False) -> None:
-    """Show what a package says about itself; its signature is shown, not verified.
+    """Show what a package says about itself. Its signature is shown, not verified.
 
     Example: expertctl inspect my.expert --json
     """
@@ -180,7 +180,7 @@ def unpack(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the files of a package, its signature too, into a new directory.
+    """Write the files of a package into a new directory. Its signature is one of them.
 
     Example: expertctl unpack my.expert my-lora-copy
     """
@@ -243,6 +243,18 @@ def _installed(target: str) -> StoredExpert:
 
 def _store() -> Store:
     return Store(load_settings().home.store)
+
+
+def _overrides(
+    name: str | None, version: str | None, description: str | None, license_: str | None
+) -> Overrides:
+    """Return what was said, once it can be read; the files may still say something else wrong."""
+    return Overrides(
+        str(PackageName.parse(name)) if name is not None else None,
+        str(Version.parse(version)) if version is not None else None,
+        description,
+        license_,
+    )
 
 
 def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:

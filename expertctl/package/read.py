@@ -143,7 +143,7 @@ def names_file(text: str) -> bool:
     if text.endswith(".expert") or text.startswith((".", "/")):
         return True
     try:
-        mode = os.stat(text).st_mode
+        mode = os.stat(text).st_mode  # noqa: PTH116  # an empty Path is this folder
     except (OSError, ValueError):  # not there, or nothing that could be
         return False
     return not (stat.S_ISDIR(mode) and _is_reference(text))

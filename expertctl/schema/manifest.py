@@ -163,7 +163,7 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
     Raises:
         InvalidPackageError: with every problem of the document.
     """
-    problems = problems_of(document, "manifest")
+    problems = _in_words(document, problems_of(document, "manifest"))
     if problems:
         raise InvalidPackageError(what, problems)
     try:
@@ -174,6 +174,18 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
     if problems:
         raise InvalidPackageError(what, problems)
     return manifest
+
+
+def _in_words(document: JsonObject, problems: Iterable[str]) -> list[str]:
+    """Say what is wrong with a name or a version in words, where a schema shows its pattern."""
+    readers = {"name": PackageName.parse, "version": Version.parse}
+    said: list[str] = []
+    for problem in problems:
+        field = problem.partition(":")[0]
+        value = document.get(field)
+        known = isinstance(value, str) and field in readers
+        said += (_unreadable(readers[field], field, [str(value)]) if known else []) or [problem]
+    return list(dict.fromkeys(said))
 
 
 def _beyond_the_schema(manifest: Manifest) -> list[str]:

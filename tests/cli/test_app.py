@@ -183,3 +183,12 @@ def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
         assert out == ""
         assert err.startswith(f"error: {home}")
         assert f"\n\nhint: EXPERT_HOME is {home}: set it to a folder" in err
+
+
+@pytest.mark.parametrize("group", [[], ["keys"], ["trust"], ["config"], ["base"]], ids=str)
+def test_the_summary_of_every_command_is_whole(
+    group: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run([*group, "--help"]) == 0
+    lines = capsys.readouterr().out.split("Commands:")[1].splitlines()
+    assert [line for line in lines if line.endswith("...")] == []

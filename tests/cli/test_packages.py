@@ -179,8 +179,10 @@ def test_a_base_that_is_asked_for_and_unknown_is_not_found(run: Run, work: Path)
 def test_build_reports_all_problems_at_once(run: Run, work: Path) -> None:
     config = work / "my-lora" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "bias": "all", "odd": 1}))
-    message = run.refusal(8, "build", "my-lora", "--base", "base", "--version", "one")
-    assert all(text in message for text in ("bias", "odd", "version"))
+    (work / "my-lora" / "expert.json").write_text('{"version": "one", "name": "Bad Name"}')
+    message = run.refusal(8, "build", "my-lora", "--base", "base")
+    assert all(text in message for text in ("bias", "odd", "a version such as 1.2.0"))
+    assert "'Bad Name' is not a package name" in message
     assert sorted(path.name for path in work.iterdir()) == ["base", "my-lora"]
 
 
@@ -408,3 +410,18 @@ def test_a_folder_that_is_called_like_an_expert_does_not_hide_it(run: Run) -> No
 @pytest.mark.parametrize("words", [["remove"], ["verify"], ["inspect"]])
 def test_a_malformed_digest_is_a_slip_of_the_person(words: list[str], run: Run) -> None:
     assert "list --json" in run.refusal(2, *words, "sha256:abc")
+
+
+@pytest.mark.parametrize("command", ["init", "build"])
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--name", "Bad Name", "acme/sql-gen"),
+        ("--name", "", "acme/sql-gen"),
+        ("--version", "1", "1.2.0"),
+    ],
+)
+def test_a_bad_name_or_version_on_the_command_line_is_refused_before_anything_is_read(
+    command: str, option: str, value: str, said: str, run: Run
+) -> None:
+    assert said in run.refusal(2, command, "nowhere", option, value)
