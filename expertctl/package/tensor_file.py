@@ -147,12 +147,16 @@ def _table_of(document: JsonObject, *, data_offset: int, file_size: int, what: s
             problems.append(str(error))
     if not document:
         problems.append("there is no tensor")
+    ordered = dict(sorted(tensors.items(), key=_begin))
     if not problems:
-        problems = _layout_problems(tensors, file_size - data_offset)
+        problems = _layout_problems(ordered, file_size - data_offset)
     if problems:
         raise InvalidPackageError(what, _shortened(problems))
-    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].begin))
     return TensorTable(ordered, data_offset, file_size)
+
+
+def _begin(item: tuple[str, TensorInfo]) -> int:
+    return item[1].begin
 
 
 class _RefusedError(ValueError):
@@ -203,10 +207,10 @@ def _integers(values: JsonValue, *, minimum: int) -> list[int] | None:
     return cast(list[int], values)
 
 
-def _layout_problems(tensors: Mapping[str, TensorInfo], data_size: int) -> list[str]:
+def _layout_problems(ordered: Mapping[str, TensorInfo], data_size: int) -> list[str]:
     """Tensors must cover the data exactly: no hole, no overlap, nothing after the last."""
     expected = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
+    for name, tensor in ordered.items():
         if tensor.begin != expected:
             return [f"{name}: begins at {tensor.begin}, the one before ends at {expected}"]
         expected = tensor.end
