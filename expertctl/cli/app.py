@@ -94,7 +94,7 @@ def root(
 ) -> None:
     """Build, sign, install, route and run LLM experts.
 
-    Example: expertctl run "Sort these numbers: 41, 7, 23"
+    Example: expertctl run "Sort these numbers: 41, 17, 23"
     """
 
 

@@ -82,7 +82,7 @@ def route(
 ) -> None:
     """Show which experts would answer a prompt, and why. Nothing is loaded.
 
-    Example: expertctl route "Sort these numbers: 41, 7, 23"
+    Example: expertctl route "Sort these numbers: 41, 17, 23"
     """
     from expertctl.cli.run_view import routing_text
     from expertctl.routing.presets import SamplingWishes
@@ -166,7 +166,7 @@ def run(
 ) -> None:
     """Answer a prompt with the experts that suit it, or named ones.
 
-    Example: expertctl run "Sort these numbers: 41, 7, 23" --seed 1
+    Example: expertctl run "Sort these numbers: 41, 17, 23" --seed 1
     """
     from expertctl.engine.message import UserMessage
     from expertctl.engine.request import RunRequest, parse_expert
