@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.engine.message import UserMessage
-from expertctl.errors import UsageError
 from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
-from expertctl.routing.presets import check_limit
-from expertctl.routing.request import Forced, RouteRequest, parse_forced
+from expertctl.routing.request import Forced, RouteRequest, parse_forced, parse_weight
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
 _PACKAGE = re.compile(rf"(?P<path>.*\.expert){_WEIGHT}", re.DOTALL)
@@ -53,16 +51,5 @@ def parse_expert(text: str) -> NamedExpert:
     match = _PACKAGE.fullmatch(text) or _WEIGHED.fullmatch(text)
     if match is None or text.startswith("sha256:") or not names_file(match["path"]):
         return parse_forced(text)
-    weight = 1.0 if match["weight"] is None else _weight(match["weight"], text)
+    weight = 1.0 if match["weight"] is None else parse_weight(match["weight"], text)
     return FileExpert(Path(match["path"]), weight)
-
-
-def _weight(text: str, whole: str) -> float:
-    try:
-        weight = float(text)
-    except ValueError as error:
-        raise UsageError(
-            f"{text[:40]!r} in {whole[:80]!r} is not a weight", hint="write ./sql.expert:0.5"
-        ) from error
-    check_limit("weight", weight)
-    return weight

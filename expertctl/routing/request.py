@@ -95,9 +95,12 @@ def _is_after_the_name(text: str) -> bool:
     return ":" in text and "/" not in text.rpartition(":")[2]
 
 
-def _weight(text: str, whole: str) -> float:
-    if not text and not whole.endswith(":"):
-        return 1.0
+def parse_weight(text: str, whole: str) -> float:
+    """Read the weight of an expert that the user wrote as ``whole``.
+
+    Raises:
+        UsageError: when it is not a number in its limits.
+    """
     try:
         weight = float(text)
     except ValueError as error:
@@ -106,3 +109,7 @@ def _weight(text: str, whole: str) -> float:
         ) from error
     check_limit("weight", weight)
     return weight
+
+
+def _weight(text: str, whole: str) -> float:
+    return parse_weight(text, whole) if text or whole.endswith(":") else 1.0
