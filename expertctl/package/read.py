@@ -108,11 +108,6 @@ class PackageContents:
         return self.layout.package_digest
 
     @property
-    def layout_blobs(self) -> Mapping[Digest, bytes]:
-        """The OCI manifest and its config, which are blobs but no layers."""
-        return self.layout.documents
-
-    @property
     def size(self) -> int:
         """The bytes of all files."""
         return sum(file.size for file in self.files)
