@@ -3,59 +3,51 @@
 Torch is imported by `run` alone, inside the function: `route` only reads what is installed.
 """
 
-import sys
 from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.opening import open_engine, open_planner
 from expertctl.cli.output import JsonFlag, emit, note, print_json, progress, warn, write_piece
-from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, UsageError
-from expertctl.settings import DEVICES, Settings, load_settings, parse_size
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Body,
+    Device,
+    Dtype,
+    Exclude,
+    Expert,
+    Greedy,
+    MaxExperts,
+    MaxTokens,
+    MemoryBudget,
+    MinP,
+    Mismatch,
+    NoExperts,
+    OnBudget,
+    Prompt,
+    Repetition,
+    Seed,
+    Stats,
+    Stop,
+    Temperature,
+    Template,
+    TopK,
+    TopP,
+    Truncate,
+    VerifyBase,
+    body_of,
+    budget_of,
+    check_device,
+    text_of,
+)
+from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from expertctl.engine.request import RunRequest
     from expertctl.engine.run_result import RunResult
-    from expertctl.routing.planner import Planner
-
-_MAX_TEXT_BYTES = 4 * 500_001
-"""More than the longest prompt can have in UTF-8."""
-
-Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads stdin.")]
-Expert = Annotated[
-    list[str] | None,
-    typer.Option(metavar="REF[:WEIGHT]", help="Use this expert, in this order; repeatable."),
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option(metavar="REF", help="Never use this one; repeatable.")
-]
-MaxExperts = Annotated[int, typer.Option(help="How many experts a plan may have, 1 to 10.")]
-NoExperts = Annotated[bool, typer.Option("--no-experts", help="Let the base answer alone.")]
-Base = Annotated[
-    str | None, typer.Option(metavar="REF", help="The base; else the one that suits the experts.")
-]
-Temperature = Annotated[float | None, typer.Option(help="0 to 2; 0 is greedy.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Above 0, up to 1.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="0 switches it off.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="0 switches it off.")]
-Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="1 to 2.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="1 to 200000.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")
-]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
-Dtype = Annotated[Literal["float32", "bf16"], typer.Option(help="How base weights are held.")]
-AdapterDtype = Annotated[
-    Literal["published"], typer.Option("--adapter-dtype", help="How adapters are held.")
-]
-Mismatch = Annotated[
-    bool, typer.Option("--allow-base-mismatch", help="Accept experts made for another base.")
-]
-MemoryBudget = Annotated[
-    str | None, typer.Option("--memory-budget", metavar="SIZE", help="Such as 512MiB.")
-]
 
 
 def route(
@@ -90,7 +82,7 @@ def route(
 
     settings = load_settings()
     request = RouteRequest(
-        prompt=_text(prompt, "the prompt"),
+        prompt=text_of(prompt, "the prompt"),
         force=tuple(parse_forced(text) for text in expert or ()),
         exclude=tuple(parse_target(text) for text in exclude or ()),
         max_experts=max_experts,
@@ -108,11 +100,11 @@ def route(
         ),
         dtype=dtype,
         adapter_dtype=adapter_dtype,
-        memory_budget=_budget(memory_budget, settings),
+        memory_budget=budget_of(memory_budget, settings),
         allow_base_mismatch=allow_base_mismatch,
     )
     check_request(request)
-    planned = _planner(settings, as_json=as_json).plan(request, base=base)
+    planned = open_planner(settings, as_json=as_json).plan(request, base=base)
     warn(planned.warnings)
     emit(planned.result.to_json(), routing_text(planned.result), as_json=as_json)
 
@@ -127,12 +119,8 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Answer as a saved plan says.")
     ] = None,
     base: Base = None,
-    body: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Text that follows the prompt; - is stdin.")
-    ] = None,
-    template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="With {prompt} and {body}, once at most.")
-    ] = None,
+    body: Body = None,
+    template: Template = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
@@ -142,27 +130,19 @@ def run(
     stop: Stop = None,
     seed: Seed = None,
     greedy: Greedy = False,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut the end of a prompt that is too long.")
-    ] = False,
-    device: Annotated[
-        Literal["cpu"] | None, typer.Option(help="Where to compute.", show_default="cpu")
-    ] = None,
+    truncate: Truncate = False,
+    device: Device = None,
     memory_budget: MemoryBudget = None,
-    on_budget: Annotated[
-        Literal["refuse"], typer.Option("--on-budget", help="What to do when it does not fit.")
-    ] = "refuse",
+    on_budget: OnBudget = "refuse",
     dtype: Dtype = "float32",
     adapter_dtype: AdapterDtype = "published",
-    verify_base: Annotated[
-        bool, typer.Option("--verify-base", help="Hash every byte of the base again.")
-    ] = False,
+    verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Print the text as it comes.")
     ] = True,
     as_json: JsonFlag = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Show all figures below.")] = False,
+    stats: Stats = False,
 ) -> None:
     """Answer a prompt with the experts that suit it, or named ones.
 
@@ -176,9 +156,9 @@ def run(
 
     del on_budget  # there is one way so far
     settings = load_settings()
-    _check_device(device or settings.device)
+    check_device(device or settings.device)
     message = UserMessage(
-        prompt=_text(prompt, "the prompt"), body=_body(body, prompt), template=template
+        prompt=text_of(prompt, "the prompt"), body=body_of(body, prompt), template=template
     )
     message.text()
     request = RunRequest(
@@ -202,7 +182,7 @@ def run(
             ),
             dtype=dtype,
             adapter_dtype=adapter_dtype,
-            memory_budget=_budget(memory_budget, settings),
+            memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
         base=base,
@@ -217,13 +197,9 @@ def run(
 
 def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bool) -> "RunResult":
     """Answer, with a progress bar until the first piece of text; print pieces when wanted."""
-    try:
-        from expertctl.engine.runtime import Engine
-    except ModuleNotFoundError as error:
-        raise _without_engine(error) from error
-    planner = _planner(settings, as_json=as_json)
+    planner = open_planner(settings, as_json=as_json)
     with progress("loading", None, as_json=as_json) as report:
-        engine = Engine(planner, budget=request.route.memory_budget, progress=report)
+        engine = open_engine(planner, budget=request.route.memory_budget, progress=report)
         answer = _Answer(engine.run(request))
         answer.advance()
     while answer.result is None:
@@ -264,74 +240,3 @@ def _show(result: "RunResult", *, stream: bool, as_json: bool, stats: bool) -> N
     shown_below = set(result.planned.result.notes)
     warn(warning for warning in result.warnings if warning not in shown_below)
     note(statistics(result) if stats else footer(result))
-
-
-def _planner(settings: Settings, *, as_json: bool) -> "Planner":
-    """Open the home; a new one gets the starter pack first, through the ordinary install."""
-    from expertctl.install.starter import install_starter, is_wanted
-    from expertctl.routing.planner import Planner
-
-    planner = Planner.open(settings)
-    if is_wanted(planner.store, planner.bases):
-        with progress("installing the starter pack", None, as_json=as_json) as report:
-            installed = install_starter(
-                store=planner.store,
-                bases=planner.bases,
-                trust=planner.trust,
-                catalogue=planner.catalogue,
-                index=planner.index,
-                progress=report,
-            )
-        warn(warning for item in installed for warning in item.warnings)
-        names = ", ".join(item.expert.ref for item in installed)
-        note(f"installed the starter pack: {names}")
-    return planner
-
-
-def _without_engine(error: ModuleNotFoundError) -> ExpertError:
-    if error.name not in {"torch", "jinja2"}:
-        raise error
-    return NotFoundError(
-        f"running a model needs {error.name}, which is not installed",
-        hint="pip install 'expertctl[engine]'",
-    )
-
-
-def _body(source: str | None, prompt: str) -> str | None:
-    if source == prompt == "-":
-        raise UsageError("prompt and body cannot both come from stdin")
-    if source is None or source == "-":
-        return None if source is None else _text("-", "the body")
-    path = Path(source)
-    try:
-        with path.open("rb") as stream:
-            return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
-    except OSError as error:
-        raise NotFoundError(f"body {path}: {error.strerror or error}") from error
-
-
-def _text(argument: str, what: str) -> str:
-    """Return the argument, or for ``-`` what stdin holds, without its last line end."""
-    if argument != "-":
-        return argument
-    text = _decoded(sys.stdin.buffer.read(_MAX_TEXT_BYTES), f"{what} on stdin")
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def _decoded(data: bytes, what: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidPackageError(
-            what, [f"not UTF-8 at byte {error.start}"], hint="convert it, e.g. with iconv"
-        ) from error
-
-
-def _budget(text: str | None, settings: Settings) -> int | None:
-    return parse_size(text) if text else settings.memory_budget
-
-
-def _check_device(device: str | None) -> None:
-    if device is not None and device not in DEVICES:
-        hint = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
-        raise UsageError(f"device {device!r} is not supported", hint=hint)

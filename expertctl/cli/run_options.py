@@ -1,0 +1,112 @@
+"""The options that ``route``, ``run`` and ``chat`` share, and how their values are read."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
+from expertctl.settings import DEVICES, Settings, parse_size
+
+_MAX_TEXT_BYTES = 4 * 500_001
+"""More than the longest prompt can have in UTF-8."""
+
+Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads stdin.")]
+Expert = Annotated[
+    list[str] | None,
+    typer.Option(metavar="REF[:WEIGHT]", help="Use this expert, in this order; repeatable."),
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option(metavar="REF", help="Never use this one; repeatable.")
+]
+MaxExperts = Annotated[int, typer.Option(help="How many experts a plan may have, 1 to 10.")]
+NoExperts = Annotated[bool, typer.Option("--no-experts", help="Let the base answer alone.")]
+Base = Annotated[
+    str | None, typer.Option(metavar="REF", help="The base; else the one that suits the experts.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 to 2; 0 is greedy.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Above 0, up to 1.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="0 switches it off.")]
+MinP = Annotated[float | None, typer.Option("--min-p", help="0 switches it off.")]
+Repetition = Annotated[float | None, typer.Option("--repetition-penalty", help="1 to 2.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="1 to 200000.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")
+]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+Dtype = Annotated[Literal["float32", "bf16"], typer.Option(help="How base weights are held.")]
+AdapterDtype = Annotated[
+    Literal["published"], typer.Option("--adapter-dtype", help="How adapters are held.")
+]
+Mismatch = Annotated[
+    bool, typer.Option("--allow-base-mismatch", help="Accept experts made for another base.")
+]
+MemoryBudget = Annotated[
+    str | None, typer.Option("--memory-budget", metavar="SIZE", help="Such as 512MiB.")
+]
+
+
+Body = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Text that follows the prompt; - is stdin.")
+]
+Template = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="With {prompt} and {body}, once at most.")
+]
+Truncate = Annotated[
+    bool, typer.Option("--truncate", help="Cut the end of a prompt that is too long.")
+]
+Device = Annotated[
+    Literal["cpu"] | None, typer.Option(help="Where to compute.", show_default="cpu")
+]
+VerifyBase = Annotated[
+    bool, typer.Option("--verify-base", help="Hash every byte of the base again.")
+]
+OnBudget = Annotated[
+    Literal["refuse"], typer.Option("--on-budget", help="What to do when it does not fit.")
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
+
+
+def body_of(source: str | None, prompt: str) -> str | None:
+    """Return the text of ``--body``: of a file, or for ``-`` of stdin."""
+    if source == prompt == "-":
+        raise UsageError("prompt and body cannot both come from stdin")
+    if source is None or source == "-":
+        return None if source is None else text_of("-", "the body")
+    path = Path(source)
+    try:
+        with path.open("rb") as stream:
+            return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
+    except OSError as error:
+        raise NotFoundError(f"body {path}: {error.strerror or error}") from error
+
+
+def text_of(argument: str, what: str) -> str:
+    """Return the argument, or for ``-`` what stdin holds, without its last line end."""
+    if argument != "-":
+        return argument
+    text = _decoded(sys.stdin.buffer.read(_MAX_TEXT_BYTES), f"{what} on stdin")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _decoded(data: bytes, what: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidPackageError(
+            what, [f"not UTF-8 at byte {error.start}"], hint="convert it, e.g. with iconv"
+        ) from error
+
+
+def budget_of(text: str | None, settings: Settings) -> int | None:
+    """Return the memory budget in bytes: the option's, else the setting's."""
+    return parse_size(text) if text else settings.memory_budget
+
+
+def check_device(device: str | None) -> None:
+    """Refuse a device that no run supports."""
+    if device is not None and device not in DEVICES:
+        hint = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
+        raise UsageError(f"device {device!r} is not supported", hint=hint)
