@@ -1,8 +1,9 @@
 """The tar inside a package: USTAR headers as our writer makes them, and no others.
 
 A member is a regular file named ``oci-layout``, ``index.json`` or ``blobs/sha256/<64 hex>``, mode
-0644, of nobody, from 1970. Order: those two, the OCI manifest, its config, small files, weights;
-then two zero blocks. A reader makes the header that must come next and compares it byte by byte.
+0644, of nobody, from 1970. Order: those two, the OCI manifests (one, but in a set), their config,
+small files, weights; then two zero blocks. A reader makes the header that must come next and
+compares it byte by byte.
 """
 
 import re
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
 from expertctl.package.layout import CONFIG, MAX_FILE_BYTES, OCI_LAYOUT, Layout
+from expertctl.package.set_layout import SetLayout
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -18,6 +20,9 @@ LAYOUT_MEMBER = "oci-layout"
 INDEX_MEMBER = "index.json"
 _SIZE = slice(124, 136)
 _SIZE_TEXT = re.compile(rb"[0-7]{11}\x00")
+
+AnyLayout = Layout | SetLayout
+"""What an archive holds: one package, or several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +49,19 @@ def blob_name(digest: Digest) -> str:
     return f"blobs/sha256/{digest.hex}"
 
 
-def members(layout: Layout) -> list[Member]:
-    """Return every member in order."""
-    made = [
-        Member(LAYOUT_MEMBER, len(OCI_LAYOUT), Digest.of(OCI_LAYOUT)),
-        Member(INDEX_MEMBER, len(layout.index), Digest.of(layout.index)),
-        _blob(layout.package_digest, len(layout.manifest)),
-        _blob(Digest.of(CONFIG), len(CONFIG)),
-    ]
-    seen = {member.digest for member in made[2:]}
-    return made + [_blob(digest, size) for digest, size in layout.blobs if digest not in seen]
+def members(layout: AnyLayout) -> list[Member]:
+    """Return every member in order: `documents`, then the blobs of files."""
+    made = [Member(name, len(data), Digest.of(data)) for name, data in documents(layout).items()]
+    return made + [Member(blob_name(digest), size, digest) for digest, size in layout.blobs]
 
 
-def archive_size(layout: Layout) -> int:
+def documents(layout: AnyLayout) -> dict[str, bytes]:
+    """Return the members that are made, not packed, in order: all before the files."""
+    manifests = {blob_name(Digest.of(data)): data for data in (*layout.manifests, CONFIG)}
+    return {LAYOUT_MEMBER: OCI_LAYOUT, INDEX_MEMBER: layout.index, **manifests}
+
+
+def archive_size(layout: AnyLayout) -> int:
     """Return how many bytes the tar has."""
     return sum(BLOCK + m.size + m.padding for m in members(layout)) + len(END)
 
@@ -97,7 +102,3 @@ def declared_size(block: bytes, *, name: str, what: str) -> int:
 def refused(what: str, name: str) -> InvalidPackageError:
     """Return the error for a member that is not the one that must come next."""
     return InvalidPackageError(what, [f"the archive does not continue with {name} as it must"])
-
-
-def _blob(digest: Digest, size: int) -> Member:
-    return Member(blob_name(digest), size, digest)

@@ -6,7 +6,7 @@ layers it names and demands the same bytes, so nothing in it has to be believed.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -39,7 +39,7 @@ MAX_MANIFEST_BYTES = 64 << 10
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _DOC = re.compile(r"README\.md|(LICENSE|NOTICE)[A-Za-z0-9_.-]*")
 _DEVICES = {"con", "prn", "aux", "nul", *(f"{d}{n}" for d in ("com", "lpt") for n in range(10))}
-
+_MAYBE_A_SET = "a set of experts is installed with `expertctl import FILE`"
 
 Blobs = Callable[[Digest], AbstractContextManager[BinaryIO]]
 """Opens the bytes of a layer, wherever they are kept."""
@@ -79,15 +79,14 @@ class Layout:
         return Digest.of(self.manifest)
 
     @property
-    def blobs(self) -> tuple[tuple[Digest, int], ...]:
-        """Digest and size of every layer's blob, once each, weights last."""
-        ordered = sorted(self.layers, key=lambda file: media_type(file.path) == WEIGHT_TYPE)
-        return tuple({file.digest: (file.digest, file.size) for file in ordered}.values())
+    def manifests(self) -> tuple[bytes, ...]:
+        """The OCI manifests in the archive: this one's."""
+        return (self.manifest,)
 
     @property
-    def documents(self) -> Mapping[Digest, bytes]:
-        """The blobs that are made, not packed: manifest and config."""
-        return {Digest.of(data): data for data in (self.manifest, CONFIG)}
+    def blobs(self) -> tuple[tuple[Digest, int], ...]:
+        """Digest and size of every layer's blob, once each, weights last."""
+        return blobs_of(self.layers)
 
 
 def layout_of(files: Iterable[FileDigest], signature: FileDigest | None) -> Layout:
@@ -103,6 +102,12 @@ def layout_of(files: Iterable[FileDigest], signature: FileDigest | None) -> Layo
     manifest = _manifest(ordered, signature)
     index = index_of(Digest.of(manifest), len(manifest))
     return Layout(ordered, signature, manifest, index)
+
+
+def blobs_of(layers: Iterable[FileDigest]) -> tuple[tuple[Digest, int], ...]:
+    """Return digest and size of what layers consist of, once each, weights last."""
+    ordered = sorted(layers, key=lambda file: media_type(file.path) == WEIGHT_TYPE)
+    return tuple({file.digest: (file.digest, file.size) for file in ordered}.values())
 
 
 def content_digest(files: Iterable[FileDigest]) -> Digest:
@@ -142,10 +147,19 @@ def file_problems(files: Sequence[FileDigest]) -> list[str]:
         problems.append(f"{len(files)} files, at most {MAX_FILES} allowed")
     if sum(file.size for file in files) > MAX_TOTAL_BYTES:
         problems.append(f"more than {MAX_TOTAL_BYTES} bytes in all")
+    problems += two_sizes(files)
     problems += [f"{f.path}: this content is reserved" for f in files if f.digest == _CONFIG_DIGEST]
     if MANIFEST_PATH not in {file.path for file in files}:
         problems.append(f"{MANIFEST_PATH} is missing")
     return problems
+
+
+def two_sizes(files: Iterable[FileDigest]) -> list[str]:
+    """Return which digests are given two sizes: one of them lies, and nobody may believe it."""
+    sizes: dict[Digest, set[int]] = {}
+    for file in files:
+        sizes.setdefault(file.digest, set()).add(file.size)
+    return [f"{digest} has two sizes" for digest, found in sizes.items() if len(found) > 1]
 
 
 def index_of(digest: Digest, size: int) -> bytes:
@@ -163,10 +177,14 @@ def read_index(data: bytes, *, what: str) -> Descriptor:
     document = load_object(data, what=f"{what} index.json", max_bytes=MAX_MANIFEST_BYTES)
     manifests = document.get("manifests")
     if not isinstance(manifests, list) or len(manifests) != 1:
-        raise InvalidPackageError(what, ["index.json does not name exactly one manifest"])
-    descriptor, _ = _descriptor(manifests[0], what)
+        raise InvalidPackageError(
+            what, ["index.json does not name exactly one manifest"], hint=_MAYBE_A_SET
+        )
+    descriptor, _ = read_descriptor(manifests[0], what)
     if index_of(descriptor.digest, descriptor.size) != data:
-        raise InvalidPackageError(what, ["index.json is not the one that a package has"])
+        raise InvalidPackageError(
+            what, ["index.json is not the one that a package has"], hint=_MAYBE_A_SET
+        )
     return descriptor
 
 
@@ -211,7 +229,7 @@ def _layer(file: FileDigest) -> dict[str, JsonValue]:
 
 
 def _file_of(layer: JsonValue, what: str) -> FileDigest:
-    descriptor, fields = _descriptor(layer, what)
+    descriptor, fields = read_descriptor(layer, what)
     annotations = fields.get("annotations")
     path = annotations.get(FILEPATH) if isinstance(annotations, dict) else None
     if not isinstance(path, str):
@@ -219,7 +237,12 @@ def _file_of(layer: JsonValue, what: str) -> FileDigest:
     return FileDigest(path, descriptor.size, descriptor.digest)
 
 
-def _descriptor(value: JsonValue, what: str) -> tuple[Descriptor, dict[str, JsonValue]]:
+def read_descriptor(value: JsonValue, what: str) -> tuple[Descriptor, dict[str, JsonValue]]:
+    """Read an OCI descriptor; return its other fields too.
+
+    Raises:
+        InvalidPackageError: when it is not one.
+    """
     if not isinstance(value, dict):
         raise InvalidPackageError(what, ["a descriptor is not an object"])
     kind, digest, size = value.get("mediaType"), value.get("digest"), value.get("size")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import TrustError, UnsignedError
-from expertctl.package.read import DISCARD, BlobSink, PackageContents, read_package
+from expertctl.package.archive_reader import DISCARD, BlobSink
+from expertctl.package.read import PackageContents, read_package
 from expertctl.reference import Reference
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.policy import TrustStore

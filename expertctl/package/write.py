@@ -7,24 +7,17 @@ package appears under its name whole or not at all.
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from expertctl.digest import CHUNK, Progress, no_progress
+from expertctl.digest import CHUNK, Digest, Progress, no_progress
 from expertctl.durable import sync_folder
 from expertctl.errors import DigestError, NotFoundError, UsageError
-from expertctl.package.archive import (
-    END,
-    INDEX_MEMBER,
-    LAYOUT_MEMBER,
-    Member,
-    archive_size,
-    members,
-)
+from expertctl.package.archive import END, AnyLayout, archive_size, documents, members
 from expertctl.package.frame import FAST, check_ratio, compressing
-from expertctl.package.layout import OCI_LAYOUT, Blobs, Layout
+from expertctl.package.layout import Blobs
 
 
 class Output(Protocol):
@@ -37,13 +30,13 @@ class Output(Protocol):
 
 def write_package(
     path: Path,
-    layout: Layout,
+    layout: AnyLayout,
     blobs: Blobs,
     *,
     level: int = FAST,
     progress: Progress = no_progress,
 ) -> None:
-    """Write a ``.expert`` file.
+    """Write a ``.expert`` file, or a set in the same frame.
 
     Raises:
         DigestError: when a blob's bytes are not those of its digest.
@@ -57,7 +50,7 @@ def write_package(
 
 
 def export_archive(
-    path: Path, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+    path: Path, layout: AnyLayout, blobs: Blobs, *, progress: Progress = no_progress
 ) -> None:
     """Write the tar alone: an OCI archive that other tools read.
 
@@ -69,36 +62,49 @@ def export_archive(
 
 
 def write_archive(
-    output: Output, layout: Layout, blobs: Blobs, *, progress: Progress = no_progress
+    output: Output, layout: AnyLayout, blobs: Blobs, *, progress: Progress = no_progress
 ) -> None:
     """Write the tar of a layout.
 
     Raises:
         DigestError: when a blob's bytes are not those of its digest.
     """
-    made: Mapping[str, bytes] = {LAYOUT_MEMBER: OCI_LAYOUT, INDEX_MEMBER: layout.index}
+    made = documents(layout)
     for member in members(layout):
         output.write(member.header)
-        document = made.get(member.name, layout.documents.get(member.digest))
-        if document is not None:
-            output.write(document)
+        if member.name in made:
+            output.write(made[member.name])
         else:
             with blobs(member.digest) as stream:
-                _copy(stream, output, member, progress)
+                copy_verified(
+                    stream, output, size=member.size, digest=member.digest, progress=progress
+                )
         output.write(bytes(member.padding))
     output.write(END)
 
 
-def _copy(stream: BinaryIO, output: Output, member: Member, progress: Progress) -> None:
-    hasher, left = hashlib.sha256(), member.size
+def copy_verified(
+    stream: BinaryIO,
+    output: Output,
+    *,
+    size: int,
+    digest: Digest,
+    progress: Progress = no_progress,
+) -> None:
+    """Copy a blob whole, hashing what is written.
+
+    Raises:
+        DigestError: when its bytes are not those of its digest.
+    """
+    hasher, left = hashlib.sha256(), size
     while chunk := stream.read(min(CHUNK, left)):
         hasher.update(chunk)
         output.write(chunk)
         left -= len(chunk)
         progress(len(chunk))
-    if left or stream.read(1) or hasher.hexdigest() != member.digest.hex:
+    if left or stream.read(1) or hasher.hexdigest() != digest.hex:
         raise DigestError(
-            f"{getattr(stream, 'name', member.name)}: the content changed while it was packed",
+            f"{getattr(stream, 'name', digest)}: the content changed while it was packed",
             hint="let no other program write to it, and try again",
         )
 
