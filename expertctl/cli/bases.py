@@ -44,6 +44,11 @@ def add(
     identity = base.identity
     text = f"{base.name}  {human_size(base.size)}  {base.path}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\ntokenizer {identity.tokenizer}"
+    if base.foreign:
+        note(
+            f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
+            "it needs pip install 'expertctl[compat]'"
+        )
     emit(_document(base), text, as_json=as_json)
 
 
@@ -60,10 +65,10 @@ def list_(as_json: JsonFlag = False) -> None:
     states = [_state(bases, base) for base in known]
     documents = [{**_document(b), "state": s} for b, s in zip(known, states, strict=True)]
     rows = [
-        [b.name, b.identity.revision or "-", human_size(b.size), s, str(b.path)]
+        [b.name, b.identity.revision or "-", human_size(b.size), _engine(b), s, str(b.path)]
         for b, s in zip(known, states, strict=True)
     ]
-    header = ["NAME", "REVISION", "SIZE", "STATE", "PATH"]
+    header = ["NAME", "REVISION", "SIZE", "ENGINE", "STATE", "PATH"]
     emit({"bases": documents}, table(header, rows) if rows else "", as_json=as_json)
 
 
@@ -101,6 +106,11 @@ def _state(bases: BaseStore, base: StoredBase) -> str:
     return "ok"
 
 
+def _engine(base: StoredBase) -> str:
+    """Return the engine that runs a base; what the native one runs, transformers may run too."""
+    return "transformers" if base.foreign else "native"
+
+
 def _document(base: StoredBase) -> dict[str, object]:
     identity = base.identity
     return {
@@ -108,6 +118,7 @@ def _document(base: StoredBase) -> dict[str, object]:
         "revision": identity.revision,
         "path": str(base.path),
         "copied": base.copied,
+        "engine": _engine(base),
         "size": base.size,
         "arch": str(identity.arch),
         "weights": str(identity.weights) if identity.weights else None,

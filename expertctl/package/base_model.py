@@ -2,7 +2,8 @@
 
 A base is named by three digests: ``arch`` (the configuration that the decoder runs on, with the
 names and shapes of all tensors), ``weights`` (every tensor's bytes; a tied head counts once) and
-``tokenizer`` (the bytes of tokenizer.json). Only safetensors are read.
+``tokenizer`` (the bytes of tokenizer.json). Only safetensors are read. A *foreign* base is one that
+our decoder does not run: its whole configuration and every tensor of its files count.
 """
 
 import hashlib
@@ -15,9 +16,15 @@ from typing import Any
 
 from expertctl.digest import CHUNK, Digest, Progress, hash_file, no_progress
 from expertctl.errors import InvalidPackageError
-from expertctl.package.base_tensors import StoredTensor, base_tensors, find_file
-from expertctl.package.model_config import ModelConfig, read_config
-from expertctl.schema.strict_json import canonical
+from expertctl.package.base_tensors import (
+    StoredTensor,
+    base_tensors,
+    find_file,
+    foreign_tensors,
+)
+from expertctl.package.foreign_config import ForeignConfig, read_base_config
+from expertctl.package.model_config import ModelConfig
+from expertctl.schema.strict_json import JsonObject, canonical
 
 TOKENIZER_FILE = "tokenizer.json"
 _THREADS = 4
@@ -40,6 +47,39 @@ class BaseFacts:
 
     identity: BaseIdentity
     shapes: Mapping[str, tuple[int, int]]
+    foreign: bool = False
+    """Whether only ``run --engine transformers`` runs it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseHeaders:
+    """What the small files and the headers of a base say; none of its weights was read."""
+
+    config: JsonObject
+    tensors: Mapping[str, StoredTensor]
+    """Sorted by name; a tied head that is stored too is not among them."""
+    shapes: Mapping[str, tuple[int, int]]
+    foreign: bool
+
+
+def read_headers(directory: Path) -> BaseHeaders:
+    """Read what a base is without its weights.
+
+    Raises:
+        NotFoundError: when the directory or one of its files is missing.
+        IncompatibleError: when no engine supports such a model.
+        InvalidPackageError: when it is not a base that can be read.
+    """
+    config = read_base_config(directory)
+    match config:
+        case ModelConfig():
+            stored = base_tensors(directory, config)
+            tensors = {name: stored[name] for name in sorted(config.tensor_shapes())}
+            return BaseHeaders(config.to_json(), tensors, config.linear_shapes(), foreign=False)
+        case ForeignConfig():
+            tensors = foreign_tensors(directory)
+            shapes = config.linear_shapes({n: t.info.shape for n, t in tensors.items()})
+            return BaseHeaders(config.to_json(), tensors, shapes, foreign=True)
 
 
 def read_base(
@@ -53,26 +93,24 @@ def read_base(
 
     Raises:
         NotFoundError: when the directory or one of its files is missing.
-        IncompatibleError: when the decoder does not support such a model.
+        IncompatibleError: when no engine supports such a model.
         InvalidPackageError: when it is not a base that can be read.
     """
-    config = read_config(directory)
-    stored = base_tensors(directory, config)
-    tensors = {name: stored[name] for name in sorted(config.tensor_shapes())}
+    headers = read_headers(directory)
     _, tokenizer = hash_file(find_file(directory, TOKENIZER_FILE), progress=progress)
     identity = BaseIdentity(
         name=name or directory.resolve().name,
         revision=revision,
-        arch=_arch(config),
-        weights=_weights(tensors, progress),
+        arch=_arch(headers),
+        weights=_weights(headers.tensors, progress),
         tokenizer=tokenizer,
     )
-    return BaseFacts(identity, config.linear_shapes())
+    return BaseFacts(identity, headers.shapes, headers.foreign)
 
 
-def _arch(config: ModelConfig) -> Digest:
-    shapes = [[name, list(shape)] for name, shape in sorted(config.tensor_shapes().items())]
-    return Digest.of(canonical({"config": config.to_json(), "tensors": shapes}))
+def _arch(headers: BaseHeaders) -> Digest:
+    shapes = [[name, list(tensor.info.shape)] for name, tensor in headers.tensors.items()]
+    return Digest.of(canonical({"config": headers.config, "tensors": shapes}))
 
 
 def _weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:

@@ -18,6 +18,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _SHOWN = 20
 _DTYPES = ("F32", "F16", "BF16")
+_MASKS = ("BOOL", "U8")
+"""What older files hold besides weights: attention masks as buffers."""
 _DERIVED = ".rotary_emb.inv_freq"  # old files hold it, it follows from the configuration
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -50,12 +52,22 @@ def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor
     problems = _problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
-    for name, tensor in tensors.items():
-        if tensor.info.dtype not in _DTYPES:
-            raise IncompatibleError(
-                f"{directory}: tensor {name} is {tensor.info.dtype}",
-                hint="a base must be in float32, float16 or bfloat16",
-            )
+    _require_floats(directory, tensors)
+    return tensors
+
+
+def foreign_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a base whose configuration names none, sorted by name.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when a file or the index is malformed.
+        IncompatibleError: for weights that are not floats.
+    """
+    found = _read_tables(directory)
+    tensors = {name: found[name] for name in sorted(found) if not name.endswith(_DERIVED)}
+    weights = {n: t for n, t in tensors.items() if not _is_mask(n, t)}
+    _require_floats(directory, weights)
     return tensors
 
 
@@ -90,6 +102,19 @@ def find_file(directory: Path, name: str) -> Path:
     pickled = any(True for pattern in _PICKLES for _ in directory.glob(pattern))
     hint = "weights must be safetensors: pickles are never opened" if pickled else ""
     raise NotFoundError(f"{directory}: {name} is missing", hint=hint)
+
+
+def _require_floats(directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.info.dtype not in _DTYPES:
+            raise IncompatibleError(
+                f"{directory}: tensor {name} is {tensor.info.dtype}",
+                hint="a base must be in float32, float16 or bfloat16",
+            )
+
+
+def _is_mask(name: str, tensor: StoredTensor) -> bool:
+    return tensor.info.dtype in _MASKS and not name.endswith(".weight")
 
 
 def _read_tables(directory: Path) -> dict[str, StoredTensor]:

@@ -158,6 +158,16 @@ def read_config(directory: Path) -> ModelConfig:
         IncompatibleError: when the decoder does not support such a model.
         InvalidPackageError: when it is malformed.
     """
+    return parse_config(read_document(directory), what=str(directory / CONFIG_FILE))
+
+
+def read_document(directory: Path) -> JsonObject:
+    """Read ``config.json`` of a base, uninterpreted.
+
+    Raises:
+        NotFoundError: when there is none.
+        InvalidPackageError: when it is malformed.
+    """
     path = directory / CONFIG_FILE
     if not directory.is_dir():
         raise NotFoundError(f"{directory}: no such directory")
@@ -168,8 +178,7 @@ def read_config(directory: Path) -> ModelConfig:
             f"{directory}: {CONFIG_FILE} is missing or cannot be read",
             hint="a base is a Hugging Face directory with config.json and safetensors",
         ) from error
-    document = load_object(data, what=str(path), max_bytes=_MAX_CONFIG_BYTES)
-    return parse_config(document, what=str(path))
+    return load_object(data, what=str(path), max_bytes=_MAX_CONFIG_BYTES)
 
 
 def parse_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfig:

@@ -34,6 +34,8 @@ class StoredBase:
     """(out, in) of every linear layer."""
     copied: bool
     added_ns: int
+    foreign: bool = False
+    """Whether only ``run --engine transformers`` runs it."""
 
     @property
     def size(self) -> int:
@@ -56,7 +58,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     digest: str
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True):
+class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     schema: int
     name: str
     path: str
@@ -65,6 +67,7 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     identity: _Identity
     files: list[_File]
     shapes: dict[str, tuple[int, int]]
+    foreign: bool = False
 
 
 def encode_base(base: StoredBase) -> bytes:
@@ -80,6 +83,7 @@ def encode_base(base: StoredBase) -> bytes:
         _Identity(identity.revision, str(identity.arch), weights, str(identity.tokenizer)),
         [_File(f.path, f.size, str(f.mtime_ns), str(f.inode), str(f.digest)) for f in base.files],
         dict(base.shapes),
+        base.foreign,
     )
     return json.dumps(msgspec.to_builtins(record), indent=1).encode() + b"\n"
 
@@ -120,4 +124,5 @@ def _base_of(record: _Record, folder: Path) -> StoredBase:
         shapes=record.shapes,
         copied=record.copied,
         added_ns=int(record.added_ns),
+        foreign=record.foreign,
     )

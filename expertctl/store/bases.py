@@ -26,9 +26,7 @@ from expertctl.errors import (
     NotFoundError,
     UsageError,
 )
-from expertctl.package.base_model import read_base
-from expertctl.package.base_tensors import base_tensors
-from expertctl.package.model_config import read_config
+from expertctl.package.base_model import read_base, read_headers
 from expertctl.store.base_files import (
     BaseFile,
     current_files,
@@ -110,7 +108,7 @@ class BaseStore:
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
-            IncompatibleError: when the engine does not support such a model.
+            IncompatibleError: when no engine supports such a model.
             InvalidPackageError: when a file of it is malformed.
             ConflictError: when another base has that name.
         """
@@ -249,7 +247,7 @@ class BaseStore:
 def _check_base(directory: Path) -> None:
     """Refuse what cannot run before anything of it is hashed or copied."""
     _check_directory(directory)
-    base_tensors(directory, read_config(directory))
+    read_headers(directory)
 
 
 def _check_directory(directory: Path) -> None:
@@ -282,7 +280,16 @@ def _read_whole(
     facts = read_base(directory, name=name, revision=revision, progress=progress)
     refuse_changes(name, current_files(directory, files)[1])
     place = directory.absolute()
-    return StoredBase(name, place, facts.identity, files, facts.shapes, False, time.time_ns())
+    return StoredBase(
+        name=name,
+        path=place,
+        identity=facts.identity,
+        files=files,
+        shapes=facts.shapes,
+        copied=False,
+        added_ns=time.time_ns(),
+        foreign=facts.foreign,
+    )
 
 
 def _copy_files(source: Path, target: Path, progress: Progress) -> None:

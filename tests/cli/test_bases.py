@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.commands import Commands, expertctl
 from tests.factories import write_base
+from tests.foreign_bases import write_gpt2
 from tests.store.shop import BASE_NAME, House, Shop, fast, house, shop
 
 __all__ = ["expertctl", "fast", "house", "shop"]
@@ -35,6 +36,7 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         "revision": None,
         "path": str(shop.base_dir),
         "copied": False,
+        "engine": "native",
         "size": house.bases.find(BASE_NAME).size,
         "arch": str(identity.arch),
         "weights": str(identity.weights),
@@ -74,7 +76,8 @@ def test_removing_names_who_needs_it(expertctl: Commands, house: House, shop: Sh
 @pytest.mark.parametrize(
     ("change", "code", "text"),
     [
-        ({"model_type": "gpt_neox"}, 4, "supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, 4, "'bert' as"),
+        ({"model_type": "gpt2", "auto_map": {"AutoConfig": "code.Config"}}, 4, "auto_map"),
         ({"hidden_size": None}, 8, "hidden_size"),
         ({}, 3, "model.safetensors is missing"),
     ],
@@ -89,6 +92,16 @@ def test_what_is_no_base_is_told(
         (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     assert text in expertctl("base", "add", directory, code=code).err
     assert expertctl("base", "list", "--json").document == {"bases": []}
+
+
+def test_a_foreign_base_is_added_with_a_note_on_what_runs_it(
+    expertctl: Commands, house: House, tmp_path: Path
+) -> None:
+    said = expertctl("base", "add", write_gpt2(tmp_path / "gpt2"), "--json")
+    assert "only `run --engine transformers` runs gpt2" in said.err
+    assert "expertctl[compat]" in said.err
+    assert said.document["engine"] == "transformers"
+    assert expertctl("base", "list").out.splitlines()[1].split()[-3:-1] == ["transformers", "ok"]
 
 
 def test_a_hub_name_is_told_how_to_get_it(expertctl: Commands) -> None:

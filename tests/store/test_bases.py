@@ -21,6 +21,7 @@ from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.model_config import ARCHITECTURES
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
+from tests.foreign_bases import write_gpt2
 from tests.store.shop import House
 
 
@@ -212,10 +213,10 @@ def edit_config(directory: Path, **changes: object) -> None:
 def test_an_architecture_that_cannot_run_is_refused_by_name(
     bases: BaseStore, directory: Path
 ) -> None:
-    edit_config(directory, model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    with pytest.raises(IncompatibleError, match="'gpt2' is not supported") as error:
+    edit_config(directory, model_type="bert", architectures=["BertForMaskedLM"])
+    with pytest.raises(IncompatibleError, match=r"'bert' as .* is not supported") as error:
         bases.add(directory)
-    assert "llama, mistral, qwen2, qwen3" in error.value.hint
+    assert "causal language model" in error.value.hint
     edit_config(
         directory,
         model_type="qwen3",
@@ -225,6 +226,27 @@ def test_an_architecture_that_cannot_run_is_refused_by_name(
     with pytest.raises(IncompatibleError, match="quantised"):
         bases.add(directory)
     assert bases.bases() == []
+
+
+def test_a_base_that_only_transformers_runs_is_remembered_as_such(
+    bases: BaseStore, tmp_path: Path
+) -> None:
+    added = bases.add(write_gpt2(tmp_path / "gpt2"))
+    assert added.foreign
+    assert bases.find("gpt2") == added
+    bases.check_integrity()
+    copied = bases.add_copy(tmp_path / "gpt2", name="copy")
+    assert (copied.foreign, copied.identity.arch) == (True, added.identity.arch)
+
+
+def test_a_foreign_base_that_names_code_of_its_own_is_refused_before_it_is_copied(
+    bases: BaseStore, tmp_path: Path
+) -> None:
+    directory = write_gpt2(tmp_path / "gpt2", auto_map={"AutoConfig": "code.Config"})
+    for add in (bases.add, bases.add_copy):
+        with pytest.raises(IncompatibleError, match="auto_map"):
+            add(directory)
+    assert not bases.folder.exists()
 
 
 def test_a_base_that_could_not_be_loaded_is_refused_before_it_is_copied(
