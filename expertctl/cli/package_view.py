@@ -6,7 +6,7 @@ from pathlib import Path
 
 from expertctl.cli.output import human_size, table
 from expertctl.digest import FileDigest
-from expertctl.package.adapter import AdapterSpec
+from expertctl.package.adapter import KIND_NAMES, AdapterSpec, Dora, Ia3, Lora, SoftPrompt
 from expertctl.package.build import Built
 from expertctl.package.read import PackageContents
 from expertctl.schema.manifest import Manifest
@@ -118,13 +118,24 @@ def _score(task: str, base: float, expert: float) -> str:
 
 def _adapter_document(spec: AdapterSpec) -> dict[str, object]:
     return {
-        "kind": "lora",
+        "kind": spec.kind,
         "rank": spec.rank,
+        "tokens": spec.tokens,
         "dtype": spec.dtype,
         "tensors": spec.tensors,
-        "modules": [{"name": p.module, "rank": p.rank, "scale": p.scale} for p in spec.parts],
+        "modules": [_module(p) for p in spec.parts if not isinstance(p, SoftPrompt)],
     }
 
 
+def _module(part: Lora | Dora | Ia3) -> dict[str, object]:
+    if isinstance(part, Ia3):
+        return {"name": part.module, "on_input": part.on_input, "size": part.size}
+    return {"name": part.module, "rank": part.rank, "scale": part.scale}
+
+
 def _adapter_text(spec: AdapterSpec) -> str:
-    return f"LoRA of rank {spec.rank} on {len(spec.parts)} layers, {spec.dtype}"
+    name = KIND_NAMES[spec.kind]
+    if spec.tokens is not None:
+        return f"{name} of {spec.tokens} virtual tokens, {spec.dtype}"
+    rank = f" of rank {spec.rank}" if spec.rank is not None else ""
+    return f"{name}{rank} on {len(spec.parts)} layers, {spec.dtype}"

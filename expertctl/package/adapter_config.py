@@ -1,241 +1,76 @@
-"""The allow-list reading of PEFT's ``adapter_config.json`` for LoRA.
+"""The allow-list reading of PEFT's ``adapter_config.json``, one schema for each type of adapter.
 
-Every field that PEFT 0.21 writes has a place in ``schemas/adapter-config-lora.schema.json``: it is
-read, it is harmless, or it is accepted at its neutral values only (``x-refused`` says why). Foreign
-regular expressions are never run: pattern keys are literals for a linear matcher.
+Every field that PEFT 0.21 writes has a place in ``schemas/adapter-config-*.schema.json``: it is
+read, it is harmless, or it is accepted at its neutral values only (``x-refused`` says why). Nothing
+that a configuration names is opened, imported or run.
 """
 
 import json
-import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from expertctl.errors import InvalidPackageError
+from expertctl.package.ia3_config import Ia3Config, ia3_config_of
+from expertctl.package.lora_config import LoraConfig, lora_config_of
+from expertctl.package.soft_prompt_config import SoftPromptConfig, soft_prompt_config_of
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.schema.validation import problems_of, schema_path
 
 MAX_CONFIG_BYTES = 1 << 20
-_SCHEMA = "adapter-config-lora"
-_LITERAL = re.compile(r"\^?[A-Za-z0-9_.-]+\$?")
-_PER_NAME = 16
-_OTHER_KINDS = {
-    "IA3": "IA³",
-    "PROMPT_TUNING": "prompt tuning",
-    "P_TUNING": "P-tuning",
-    "PREFIX_TUNING": "prefix tuning",
+
+AdapterConfig = LoraConfig | Ia3Config | SoftPromptConfig
+
+_SCHEMAS = {
+    "LORA": "adapter-config-lora",
+    "IA3": "adapter-config-ia3",
+    "PROMPT_TUNING": "adapter-config-prompt",
+    "P_TUNING": "adapter-config-prompt",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """What one key of ``rank_pattern`` or ``alpha_pattern`` means: any of some module suffixes."""
-
-    alternatives: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, key: str) -> "Pattern":
-        """Read ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
-
-        Raises:
-            ValueError: for any other regular expression.
-        """
-        alternatives = tuple(part.replace("\\.", ".") for part in key.split("|"))
-        if not all(_LITERAL.fullmatch(part) for part in alternatives):
-            raise ValueError(f"{key[:80]!r} is a regular expression, and those are never run")
-        return cls(alternatives)
-
-    def matches(self, module: str) -> bool:
-        r"""Tell whether PEFT's ``(.*\.)?(key)$`` matches a module name, in linear time."""
-        return any(_ends_with(module, part.removesuffix("$")) for part in self.alternatives)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """What a LoRA's configuration decides about its tensors."""
-
-    r: int
-    alpha: float
-    use_rslora: bool
-    fan_in_fan_out: bool
-    target_modules: frozenset[str] | None
-    """Literal module names; ``None`` where a pattern was given: then the tensors decide."""
-    exclude_modules: frozenset[str]
-    rank_pattern: tuple[tuple[Pattern, int], ...]
-    alpha_pattern: tuple[tuple[Pattern, float], ...]
-    layers_to_transform: frozenset[int] | None
-    layers_pattern: tuple[str, ...]
-    base_label: str | None
-    """``base_model_name_or_path``: shown to people, never opened."""
-    base_revision: str | None
-
-    @property
-    def pattern_size(self) -> int:
-        """What looking up one module costs at most: the characters of all names, and the names."""
-        patterns = [p for p, _ in (*self.rank_pattern, *self.alpha_pattern)]
-        return sum(_PER_NAME + len(part) for pattern in patterns for part in pattern.alternatives)
-
-    def rank_of(self, module: str) -> int:
-        """Return the rank that the configuration gives a module."""
-        return next((r for p, r in self.rank_pattern if p.matches(module)), self.r)
-
-    def alpha_of(self, module: str) -> float:
-        """Return the alpha that the configuration gives a module."""
-        return next((a for p, a in self.alpha_pattern if p.matches(module)), self.alpha)
-
-    def scale_of(self, module: str) -> float:
-        """Return the factor on ``B A x``: alpha / r, or alpha / √r with rsLoRA."""
-        rank = self.rank_of(module)
-        return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def adapts(self, module: str) -> bool:
-        """Tell whether the configuration can mean a module, as PEFT chooses its targets."""
-        if _names(module, self.exclude_modules):
-            return False
-        if self.target_modules is None:
-            return True
-        if not _names(module, self.target_modules):
-            return False
-        exact = module in self.target_modules
-        return exact or self.layers_to_transform is None or self._layer_is_chosen(module)
-
-    def _layer_is_chosen(self, module: str) -> bool:
-        layer = layer_of(module, self.layers_pattern)
-        return layer is not None and layer in (self.layers_to_transform or frozenset())
-
-
-def parse_lora_config(data: bytes, *, what: str) -> LoraConfig:
-    """Read ``adapter_config.json`` of a LoRA.
+def parse_config(data: bytes, *, what: str) -> AdapterConfig:
+    """Read ``adapter_config.json``.
 
     Raises:
         InvalidPackageError: with every problem, each field named.
     """
     document = load_object(data, what=what, max_bytes=MAX_CONFIG_BYTES)
-    problems = _other_kind(document) or [*_refused(document), *problems_of(document, _SCHEMA)]
+    kind = document.get("peft_type")
+    schema = _SCHEMAS.get(kind) if isinstance(kind, str) else None
+    if schema is None:
+        raise InvalidPackageError(what, [_other_type(kind)])
+    problems = [*_refused(document, schema), *problems_of(document, schema)]
     if problems:
         raise InvalidPackageError(what, problems)
-    return _config_of(document, what)
+    match schema:
+        case "adapter-config-lora":
+            return lora_config_of(document, what=what)
+        case "adapter-config-ia3":
+            return ia3_config_of(document)
+        case _:
+            return soft_prompt_config_of(document)
 
 
-def layer_of(module: str, patterns: tuple[str, ...]) -> int | None:
-    """Return the layer number in a module name: the first one, or the first after a pattern."""
-    parts = module.split(".")
-    for index in range(len(parts) - 1):
-        number = parts[index]
-        if not (number.isascii() and number.isdigit()):
-            continue
-        before = parts[:index]
-        if (not patterns and len(before) >= 2) or any(_follows(before, p) for p in patterns):
-            return int(number)
-    return None
+def _other_type(kind: JsonValue) -> str:
+    return f"peft_type: {_shown(kind)} is not supported, only {', '.join(_SCHEMAS)} are"
 
 
-def _follows(before: list[str], pattern: str) -> bool:
-    words = pattern.split(".")
-    return before[-len(words) :] == words
-
-
-def _ends_with(module: str, part: str) -> bool:
-    """Match a literal at the end of a name, after its start or a dot; ``.`` is any character."""
-    whole = part.removeprefix("^")
-    start = len(module) - len(whole)
-    if start < 0 or (start > 0 and (part.startswith("^") or module[start - 1] != ".")):
-        return False
-    end = module[start:]
-    return whole == end or (
-        "." in whole and all(a in (".", b) for a, b in zip(whole, end, strict=True))
-    )
-
-
-def _names(module: str, names: frozenset[str]) -> bool:
-    """Tell whether a module or a dotted end of it is among the names, however many they are."""
-    while module not in names:
-        _, dot, module = module.partition(".")
-        if not dot:
-            return False
-    return True
-
-
-def _other_kind(document: JsonObject) -> list[str]:
-    kind = document.get("peft_type")
-    if kind == "LORA":
-        return []
-    known = _OTHER_KINDS.get(kind) if isinstance(kind, str) else None
-    return [f"peft_type: {known or repr(kind)[:80]} is not supported, only LORA is"]
-
-
-def _refused(document: JsonObject) -> list[str]:
+def _refused(document: JsonObject, schema: str) -> list[str]:
     """Name the fields that change what the tensors mean in a way that is not supported."""
     problems = []
-    for field, (neutral, why) in _neutral_fields().items():
+    for field, (neutral, why) in _neutral_fields(schema).items():
         if field in document and document[field] not in neutral:
             problems.append(f"{field} = {_shown(document[field])} is not supported: {why}")
     return problems
 
 
 @cache
-def _neutral_fields() -> Mapping[str, tuple[list[Any], str]]:
-    schema = json.loads(schema_path(_SCHEMA).read_text(encoding="utf-8"))
-    rows = schema["properties"].items()
+def _neutral_fields(schema: str) -> Mapping[str, tuple[list[Any], str]]:
+    rows = json.loads(schema_path(schema).read_text(encoding="utf-8"))["properties"].items()
     return {name: (row["enum"], row["x-refused"]) for name, row in rows if "x-refused" in row}
 
 
 def _shown(value: JsonValue) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
-
-
-def _config_of(document: JsonObject, what: str) -> LoraConfig:
-    values: dict[str, Any] = dict(document)
-    layers = values.get("layers_to_transform")
-    problems: list[str] = []
-    config = LoraConfig(
-        r=int(values["r"]),
-        alpha=values["lora_alpha"],
-        use_rslora=values.get("use_rslora", False),
-        fan_in_fan_out=values.get("fan_in_fan_out", False),
-        target_modules=_literals(values.get("target_modules")),
-        exclude_modules=_literals(values.get("exclude_modules")) or frozenset(),
-        rank_pattern=tuple(
-            (pattern, int(rank))
-            for pattern, rank in _patterns(values.get("rank_pattern"), "rank_pattern", problems)
-        ),
-        alpha_pattern=_patterns(values.get("alpha_pattern"), "alpha_pattern", problems),
-        layers_to_transform=_layers(layers),
-        layers_pattern=_texts(values.get("layers_pattern")),
-        base_label=values.get("base_model_name_or_path"),
-        base_revision=values.get("revision"),
-    )
-    if problems:
-        raise InvalidPackageError(what, problems)
-    return config
-
-
-def _literals(value: list[str] | str | None) -> frozenset[str] | None:
-    return frozenset(value) if isinstance(value, list) else None
-
-
-def _texts(value: list[str] | str | None) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,) if value else ()
-    return tuple(value or ())
-
-
-def _layers(value: list[int] | int | None) -> frozenset[int] | None:
-    if isinstance(value, (int, float)):
-        return frozenset({int(value)})
-    return frozenset(int(layer) for layer in value) if value else None
-
-
-def _patterns(
-    table: Mapping[str, Any] | None, field: str, problems: list[str]
-) -> tuple[tuple[Pattern, Any], ...]:
-    patterns = []
-    for key, value in (table or {}).items():
-        try:
-            patterns.append((Pattern.parse(key), value))
-        except ValueError as error:
-            problems.append(f"{field}: {error}")
-    return tuple(patterns)

@@ -108,7 +108,7 @@ def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> J
     """
     adapter = read_adapter(directory, weights=WEIGHTS_PATH, config=CONFIG_PATH)
     existing = read_draft(directory)
-    document = complete(existing, overrides, directory=directory, adapter=adapter, base=base)
+    document = complete(existing, overrides, directory=directory, adapters=[adapter], base=base)
     for name, value in _TO_FILL_IN.items():
         document.setdefault(name, value)
     return document
@@ -138,8 +138,7 @@ def plan_build(
     existing = read_draft(directory)
     findings = _Findings()
     adapters = _read_adapters(directory, existing, findings)
-    first = adapters[0] if adapters else None
-    document = complete(existing, overrides, directory=directory, adapter=first, base=base)
+    document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
     unknown = base_problems(document)
     findings.problems += unknown
     manifest = None if unknown else findings.of(lambda: manifest_of(document))
@@ -257,9 +256,7 @@ def _against(
     """Hold the manifest to the files, and to the base that was given."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
     for entry in manifest.adapters:
-        if entry.kind != "lora":
-            findings.problems.append(f"adapters of kind {entry.kind} are not supported yet")
-        elif entry.path in by_path:
+        if entry.path in by_path:
             spec = by_path[entry.path].spec
             findings.problems += [f"{entry.path}: {p}" for p in entry_problems(entry, spec)]
     if base is None:

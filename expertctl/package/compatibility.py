@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 
 from expertctl.errors import BaseMismatchError
-from expertctl.package.adapter import AdapterSpec, shortened
+from expertctl.package.adapter import (
+    AdapterSpec,
+    Dora,
+    Ia3,
+    Lora,
+    Part,
+    SoftPrompt,
+    shortened,
+)
 from expertctl.package.base_model import BaseIdentity
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
@@ -31,18 +39,32 @@ def check_base(
 
 
 def check_tensors(spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Return every way in which an adapter's tensors do not fit a base's linear layers."""
-    problems = []
-    for part in spec.parts:
-        shape = shapes.get(part.module)
-        if shape is None:
-            problems.append(f"{part.module}: the base has no such linear layer")
-        elif shape != (part.outputs, part.inputs):
-            problems.append(
-                f"{part.module}: made for {part.outputs} x {part.inputs}, "
-                f"the base has {shape[0]} x {shape[1]}"
-            )
-    return shortened(problems)
+    """Return every way in which an adapter does not fit a base, by its (out, in) linear layers."""
+    misfits = (_misfit(part, shapes) for part in spec.parts)
+    return shortened([misfit for misfit in misfits if misfit is not None])
+
+
+def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+    if isinstance(part, SoftPrompt):
+        return _prompt_misfit(part, shapes)
+    shape = shapes.get(part.module)
+    if shape is None:
+        return f"{part.module}: the base has no such linear layer"
+    match part:
+        case Lora() | Dora():
+            made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"
+        case Ia3(on_input=on_input, size=size):
+            side = "inputs" if on_input else "outputs"
+            made, found = f"{size} {side}", f"{shape[1 if on_input else 0]} {side}"
+    return None if made == found else f"{part.module}: made for {made}, the base has {found}"
+
+
+def _prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:
+    """Virtual tokens are as wide as what every layer reads: the inputs of the queries."""
+    width = next((shape[1] for name, shape in shapes.items() if name.endswith(".q_proj")), None)
+    if part.width == width:
+        return None
+    return f"{part.embeddings}: {part.width} wide, the base's tokens are {width}"
 
 
 def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:

@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from expertctl.digest import FileDigest
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import AdapterSpec, lora_spec
-from expertctl.package.adapter_config import parse_lora_config
+from expertctl.package.adapter import AdapterSpec
+from expertctl.package.adapter_config import parse_config
+from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.layout import is_document
 from expertctl.package.tensor_file import parse_header
 from expertctl.schema.manifest import (
@@ -39,7 +40,7 @@ def check_content(
     specs = []
     for entry in manifest.adapters:
         try:
-            specs.append(adapter_spec(entry, small, headers, sizes))
+            specs.append(entry_spec(entry, small, headers, sizes))
         except InvalidPackageError as error:
             problems += [f"{error.what}: {problem}" for problem in error.problems]
     if problems:
@@ -65,7 +66,7 @@ def file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> list[s
     return odd + missing + [f"{path} is not named in {MANIFEST_PATH}" for path in extra]
 
 
-def adapter_spec(
+def entry_spec(
     entry: AdapterEntry,
     small: Mapping[str, bytes],
     headers: Mapping[str, bytes],
@@ -76,28 +77,13 @@ def adapter_spec(
     Raises:
         InvalidPackageError: with every problem.
     """
-    match entry.kind:
-        case "lora":
-            return _lora(entry, small, headers, sizes)
-        case "dora" | "ia3" | "soft_prompt":
-            raise InvalidPackageError(
-                entry.path, [f"adapters of kind {entry.kind} are not supported yet"]
-            )
-
-
-def _lora(
-    entry: AdapterEntry,
-    small: Mapping[str, bytes],
-    headers: Mapping[str, bytes],
-    sizes: Mapping[str, int],
-) -> AdapterSpec:
     if entry.config not in small or entry.path not in headers:
         raise InvalidPackageError(
             entry.path, ["the adapter needs its .safetensors file and a configuration below 1 MiB"]
         )
-    config = parse_lora_config(small[entry.config], what=entry.config)
+    config = parse_config(small[entry.config], what=entry.config)
     table = parse_header(headers[entry.path], file_size=sizes[entry.path], what=entry.path)
-    spec = lora_spec(config, table, what=entry.path)
+    spec = adapter_spec(config, table, what=entry.path)
     problems = entry_problems(entry, spec)
     if problems:
         raise InvalidPackageError(entry.path, problems)
@@ -107,7 +93,9 @@ def _lora(
 def entry_problems(entry: AdapterEntry, spec: AdapterSpec) -> list[str]:
     """Return where the manifest says something else than the tensors."""
     pairs = (
+        ("kind", entry.kind, spec.kind),
         ("rank", entry.rank, spec.rank),
+        ("tokens", entry.tokens, spec.tokens),
         ("dtype", entry.dtype, spec.dtype),
         ("tensors", entry.tensors, spec.tensors),
     )

@@ -8,13 +8,14 @@ Order of authority: flags, then an existing ``expert.json``, then the files. Wha
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter import AdapterSpec, lora_spec
-from expertctl.package.adapter_config import MAX_CONFIG_BYTES, LoraConfig, parse_lora_config
+from expertctl.package.adapter import KIND_NAMES, AdapterSpec
+from expertctl.package.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, parse_config
+from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.tensor_file import TensorTable, read_table
 from expertctl.reference import PackageName
@@ -47,7 +48,7 @@ class AdapterFiles:
 
     config_path: str
     weights_path: str
-    config: LoraConfig
+    config: AdapterConfig
     table: TensorTable
     spec: AdapterSpec
 
@@ -62,9 +63,9 @@ def read_adapter(directory: Path, *, weights: str, config: str) -> AdapterFiles:
     for name in (config, weights):
         _demand(directory, name)
     data = read_bounded(directory / config, max_bytes=MAX_CONFIG_BYTES)
-    parsed = parse_lora_config(data, what=config)
+    parsed = parse_config(data, what=config)
     table = read_table(directory / weights)
-    spec = lora_spec(parsed, table, what=weights)
+    spec = adapter_spec(parsed, table, what=weights)
     return AdapterFiles(config, weights, parsed, table, spec)
 
 
@@ -107,7 +108,7 @@ def complete(
     overrides: Overrides,
     *,
     directory: Path,
-    adapter: AdapterFiles | None,
+    adapters: Sequence[AdapterFiles],
     base: BaseFacts | None,
 ) -> JsonObject:
     """Return the manifest with everything filled in that can be known."""
@@ -122,14 +123,15 @@ def complete(
         "schema": 1,
         "name": name,
         "version": DEFAULT_VERSION,
-        "description": f"LoRA adapter {str(name).partition('/')[2]}",
+        "description": f"{_description(adapters)} {str(name).partition('/')[2]}",
         "license": DEFAULT_LICENSE,
         **existing,
         **{key: value for key, value in said.items() if value is not None},
     }
-    document["base"] = _base(existing.get("base"), adapter, base)
-    if "adapters" not in existing and adapter is not None:
-        document["adapters"] = [_entry(adapter)]
+    label = adapters[0].config if adapters else None
+    document["base"] = _base(existing.get("base"), label, base)
+    if "adapters" not in existing and adapters:
+        document["adapters"] = [_entry(adapter) for adapter in adapters]
     return document
 
 
@@ -174,25 +176,32 @@ def _demand(directory: Path, name: str) -> None:
     )
 
 
+def _description(adapters: Sequence[AdapterFiles]) -> str:
+    kinds = dict.fromkeys(KIND_NAMES[adapter.spec.kind] for adapter in adapters)
+    return f"{' and '.join(kinds)} adapter".lstrip()
+
+
 def _entry(adapter: AdapterFiles) -> JsonObject:
+    spec = adapter.spec
+    sizes: JsonObject = {"rank": spec.rank, "tokens": spec.tokens}
     return {
-        "kind": "lora",
+        "kind": spec.kind,
         "path": adapter.weights_path,
         "config": adapter.config_path,
-        "rank": adapter.spec.rank,
-        "dtype": adapter.spec.dtype,
-        "tensors": adapter.spec.tensors,
+        **{name: size for name, size in sizes.items() if size is not None},
+        "dtype": spec.dtype,
+        "tensors": spec.tensors,
     }
 
 
-def _base(existing: object, adapter: AdapterFiles | None, base: BaseFacts | None) -> JsonObject:
+def _base(existing: object, config: AdapterConfig | None, base: BaseFacts | None) -> JsonObject:
     """What the publisher wrote about the base stays; what is missing comes from the base itself."""
     stated = existing if isinstance(existing, dict) else {}
     if all(stated.get(key) for key in ("name", "arch", "tokenizer")):
         return stated
     known: JsonObject = {}
-    if adapter is not None and adapter.config.base_label:
-        known = {"name": adapter.config.base_label, "revision": adapter.config.base_revision}
+    if config is not None and config.base_label:
+        known = {"name": config.base_label, "revision": config.base_revision}
     if base is not None:
         identity = base.identity
         known = {

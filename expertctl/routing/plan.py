@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from expertctl.digest import Digest
-from expertctl.schema.manifest import AdapterKind
 from expertctl.schema.strict_json import JsonObject, JsonValue, canonical
 
 NUMERIC_VERSION = 1
@@ -60,7 +59,8 @@ class PlannedExpert:
     ref: str
     content_digest: Digest
     package_digest: Digest
-    kind: AdapterKind
+    kind: str
+    """`Manifest.kind`: its adapters' kinds in order, joined by ``+``."""
     score: float
     weight: float
     reason: str

@@ -1,11 +1,13 @@
 """Reading a saved plan: the document of ``route --json`` or of ``run --json``, from anywhere.
 
 A plan file is untrusted: it is checked against ``schemas/route.schema.json``, and what it names is
-looked up by digest again before anything is loaded. Only its ``plan`` is read.
+looked up by digest again before anything is loaded. Of the rest only ``threads`` is read, which the
+last bits of the numbers depend on.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import msgspec
 
@@ -13,11 +15,19 @@ from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.regular_file import open_regular
 from expertctl.routing.plan import Plan, PlannedExpert, SamplingParams
-from expertctl.schema.manifest import AdapterKind
-from expertctl.schema.strict_json import JsonObject, load_object
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.schema.validation import problems_of
 
 MAX_PLAN_BYTES = 16 << 20
+_MAX_THREADS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlan:
+    """A plan from a document, and how many threads its run had, where a run wrote it."""
+
+    plan: Plan
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +37,7 @@ class _Expert:
     ref: str
     content_digest: str
     package_digest: str
-    kind: AdapterKind
+    kind: str
     score: float
     weight: float
     reason: str
@@ -44,7 +54,7 @@ class _Document:
     params: SamplingParams
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> SavedPlan:
     """Read the plan in a file.
 
     Raises:
@@ -59,7 +69,7 @@ def read_plan(path: Path) -> Plan:
     return parse_plan(data, what=str(path))
 
 
-def parse_plan(data: bytes, *, what: str = "plan") -> Plan:
+def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
     """Read the plan in the bytes of a ``route --json`` or ``run --json`` document.
 
     Raises:
@@ -71,13 +81,21 @@ def parse_plan(data: bytes, *, what: str = "plan") -> Plan:
         raise InvalidPackageError(what, ["there is no 'plan' in it"], hint=hint)
     read: JsonObject = {"plan": document["plan"]}
     problems = problems_of(read, "route")
+    threads = document.get("threads")
+    if not _is_count(threads):
+        problems = [*problems, "threads: not a number of threads"]
     if problems:
         raise InvalidPackageError(what, problems)
     plan = _plan(msgspec.convert(read["plan"], _Document))
     doubled = _doubled(plan)
     if doubled:
         raise InvalidPackageError(what, [f"{ref} is planned twice" for ref in doubled])
-    return plan
+    return SavedPlan(plan, threads)
+
+
+def _is_count(value: JsonValue) -> TypeGuard[int | None]:
+    """Tell whether a value is absent or a number of threads; in JSON ``true`` is none."""
+    return value is None or (type(value) is int and 1 <= value <= _MAX_THREADS)
 
 
 def _plan(document: _Document) -> Plan:

@@ -44,6 +44,7 @@ class RoutingResult:
     """The plan, what was decided about every expert, and what a person should know."""
 
     plan: Plan
+    choices: tuple[Choice, ...]
     candidates: tuple[Candidate, ...]
     features: Features
     encoder: str
@@ -96,14 +97,15 @@ def route(
         choices, candidates = _forced(request, measured, base)
     else:
         choices, candidates = _automatic(request, measured, features, base)
-    plan = _plan(request, choices, candidates, features, base)
+    scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     return RoutingResult(
-        plan=plan,
+        plan=plan_of(request, choices, scores, features, base),
+        choices=tuple(choices),
         candidates=tuple(candidates),
         features=features,
         encoder=index.encoder.name,
         notes=tuple(_notes(request, choices, candidates, index)),
-        warnings=tuple(_warnings(choices, base)),
+        warnings=tuple(warnings_of(choices, base)),
         timings_ms={"encode": encode_ms, "total": _since(start)},
     )
 
@@ -179,15 +181,15 @@ def _forced(
     return choices, [by_digest[c.expert.digest].accepted(c.reason) for c in choices]
 
 
-def _plan(
+def plan_of(
     request: RouteRequest,
     choices: Sequence[Choice],
-    candidates: Sequence[Candidate],
+    scores: Mapping[Digest, float],
     features: Features,
     base: StoredBase,
 ) -> Plan:
+    """Return the plan of some experts: its identity, and the settings that they recommend."""
     numerics = numeric_settings(base, dtype=request.dtype, adapter_dtype=request.adapter_dtype)
-    scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(
         identity=plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),
@@ -204,7 +206,7 @@ def _planned(choice: Choice, score: float) -> PlannedExpert:
         ref=stored.ref,
         content_digest=stored.content_digest,
         package_digest=stored.package_digest,
-        kind=choice.expert.manifest.adapters[0].kind,
+        kind=choice.expert.manifest.kind,
         score=score,
         weight=choice.weight,
         reason=choice.reason,
@@ -241,7 +243,8 @@ def _why_alone(request: RouteRequest, candidates: Sequence[Candidate]) -> str:
     return f"the base answers alone: {told}, which is {best.reason}"
 
 
-def _warnings(choices: Sequence[Choice], base: StoredBase) -> list[str]:
+def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
+    """Return what a person should know of the experts of a plan."""
     warnings = []
     for choice in choices:
         expert = choice.expert

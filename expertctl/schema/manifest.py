@@ -46,6 +46,9 @@ class AdapterEntry:
     dtype: Dtype
     tensors: int
     rank: int | None = None
+    """Of `lora` and `dora`."""
+    tokens: int | None = None
+    """Of `soft_prompt`: how many virtual tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,16 @@ class Manifest:
     def ref(self) -> str:
         """``namespace/name@version``, as plans and messages show it."""
         return f"{self.name}@{self.version}"
+
+    @property
+    def kind(self) -> str:
+        """The kinds of its adapters in order, each once: ``lora``, ``lora+soft_prompt``."""
+        return "+".join(dict.fromkeys(entry.kind for entry in self.adapters))
+
+    @property
+    def virtual_tokens(self) -> int:
+        """How many positions its soft prompts take."""
+        return sum(entry.tokens or 0 for entry in self.adapters)
 
 
 def parse_manifest(data: bytes, *, what: str = MANIFEST_PATH) -> Manifest:

@@ -23,7 +23,7 @@ DIGEST = f"sha256:{'1' * 64}"
 
 def completed(lora: Path, existing: dict[str, Any], facts: BaseFacts | None) -> dict[str, Any]:
     adapter = read_adapter(lora, weights="adapter_model.safetensors", config="adapter_config.json")
-    document = complete(existing, Overrides(), directory=lora, adapter=adapter, base=facts)
+    document = complete(existing, Overrides(), directory=lora, adapters=[adapter], base=facts)
     return dict(document)
 
 

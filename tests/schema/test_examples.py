@@ -7,7 +7,7 @@ import pytest
 from jsonschema_rs import Draft202012Validator, meta
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter_config import parse_lora_config
+from expertctl.package.adapter_config import parse_config
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.validation import problems_of
 
@@ -16,7 +16,12 @@ NAMES = sorted(path.name.removesuffix(".schema.json") for path in SCHEMAS.glob("
 VALID, INVALID = (
     sorted((SCHEMAS / "examples").glob(f"*/{kind}/*.json")) for kind in ("valid", "invalid")
 )
-READERS = {"manifest": parse_manifest, "adapter-config-lora": parse_lora_config}
+READERS = {
+    "manifest": parse_manifest,
+    "adapter-config-lora": parse_config,
+    "adapter-config-ia3": parse_config,
+    "adapter-config-prompt": parse_config,
+}
 
 
 def example_name(path: Path) -> str:
