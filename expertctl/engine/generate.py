@@ -8,11 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from expertctl.engine.decoder import Decoder, Deltas
+from expertctl.engine.decoder import Decoder, DecodeResult, Deltas, PrefillResult
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.sampling import Draws, sample
 from expertctl.engine.stop import StopScanner
@@ -28,6 +28,33 @@ class Model:
 
     decoder: Decoder
     tokenizer: Tokenizer
+
+
+class Reading(Protocol):
+    """A model in the middle of one text; it holds its plan and what it has read so far."""
+
+    def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        """Read a prompt."""
+
+    def decode(self, token: int) -> DecodeResult:
+        """Read one more token."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeReading:
+    """Our own decoder in the middle of one text."""
+
+    decoder: Decoder
+    cache: KVCache
+    deltas: Deltas
+
+    def prefill(self, ids: Sequence[int]) -> PrefillResult:
+        """Read a prompt behind what is in the cache."""
+        return self.decoder.prefill(ids, self.cache, self.deltas)
+
+    def decode(self, token: int) -> DecodeResult:
+        """Read one more token."""
+        return self.decoder.decode(token, self.cache, self.deltas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +87,17 @@ def generate(
     max_tokens: int,
 ) -> Generator[str, None, Generated]:
     """Yield pieces of text as they become certain; return the whole at the end."""
-    writer = _Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
+    reading = NativeReading(model.decoder, cache, deltas)
+    writer = Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
+    return (yield from continued(reading, ids, writer))
+
+
+def continued(
+    reading: Reading, ids: Sequence[int], writer: "Writer"
+) -> Generator[str, None, Generated]:
+    """Read a prompt and write what follows, with whatever model."""
     started = time.perf_counter()
-    prefilled = model.decoder.prefill(ids, cache, deltas)
+    prefilled = reading.prefill(ids)
     piece, first_ms = writer.take(prefilled.logits), _since(started)
     decode_ms, steps = 0.0, 0
     while True:
@@ -71,7 +106,7 @@ def generate(
         if writer.finish_reason is not None:
             break
         started = time.perf_counter()
-        piece = writer.take(model.decoder.decode(writer.tokens[-1], cache, deltas).logits)
+        piece = writer.take(reading.decode(writer.tokens[-1]).logits)
         decode_ms, steps = decode_ms + _since(started), steps + 1
     return Generated(
         text="".join(writer.pieces),
@@ -84,12 +119,13 @@ def generate(
     )
 
 
-class _Writer:
+class Writer:
     """Turns scores into tokens and text, and knows when the text is at its end."""
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, seed: int, max_tokens: int
     ) -> None:
+        """Begin a text."""
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.finish_reason: FinishReason | None = None
