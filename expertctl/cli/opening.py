@@ -39,11 +39,12 @@ def open_engine(planner: "Planner", *, budget: int | None, progress: "Progress")
     try:
         from expertctl.engine.runtime import Engine
     except ModuleNotFoundError as error:
-        raise _without_engine(error) from error
+        raise without_engine(error) from error
     return Engine(planner, budget=budget, progress=progress)
 
 
-def _without_engine(error: ModuleNotFoundError) -> ExpertError:
+def without_engine(error: ModuleNotFoundError) -> ExpertError:
+    """Say what is missing where torch or its company could not be imported, and the way out."""
     if error.name not in {"torch", "jinja2"}:
         raise error
     return NotFoundError(

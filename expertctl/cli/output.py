@@ -144,17 +144,36 @@ def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterato
 
     Yields a callable that takes the number of bytes just handled.
     """
+    with _bar(label, total, in_bytes=True, as_json=as_json) as report:
+        yield report
+
+
+@contextmanager
+def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
+    """Show such a bar while things are handled one by one."""
+    with _bar(label, total, in_bytes=False, as_json=as_json) as report:
+        yield report
+
+
+@contextmanager
+def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Iterator[Progress]:
     if as_json or not sys.stderr.isatty():
         yield no_progress
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
+        DownloadColumn() if in_bytes else MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
