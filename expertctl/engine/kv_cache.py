@@ -1,4 +1,4 @@
-"""Keys and values of one generation, preallocated; the one owner of them.
+"""Keys and values of a text, preallocated; one generation at a time owns them.
 
 Layout ``[layer, kv_head, capacity, head_dim]``: heads stand ``capacity`` rows apart whatever the
 current length is. Memory is not cleared, rows at and beyond ``length`` are never read. A text that
@@ -71,6 +71,18 @@ class KVCache:
     def reset(self) -> None:
         """Make room for another generation."""
         self.rewind(0)
+
+    def copy_from(self, other: "KVCache") -> None:
+        """Become what another cache of the same base holds; that one stays as it is.
+
+        Raises:
+            BudgetError: when it does not fit.
+        """
+        self.reset()
+        self.require(other.length)
+        for own, others in ((self._keys, other._keys), (self._values, other._values)):
+            own[:, :, : other.length].copy_(others[:, :, : other.length])
+        self.advance(other.length)
 
     def check_integrity(self) -> None:
         """Assert what always holds: a possible length, numbers in every filled row."""

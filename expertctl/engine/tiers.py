@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from expertctl.digest import Digest
-from expertctl.engine.budget import Budget, Purpose
+from expertctl.engine.budget import PURPOSES, Budget, Purpose
 
 DECAY = 0.25
 PERIOD = 128
@@ -53,6 +53,7 @@ class _Entry:
     nbytes: int
     last_used: int
     uses: tuple[Key, ...]
+    purpose: Purpose = "experts"
     count: int = 0
     pins: int = 0
 
@@ -137,6 +138,21 @@ class Tiers:
         """Strike out bytes that `reserve` entered."""
         self._budgets[tier].release(purpose, size)
 
+    def keep(self, key: Key, value: object, nbytes: int, *, purpose: Purpose) -> None:
+        """Take over something and the bytes held for it; it goes before all other entries."""
+        self.forget(key)
+        self._entries[key] = _Entry(value, nbytes, self._request, (), purpose=purpose)
+
+    def kept(self, key: Key) -> object | None:
+        """Look at what was kept, if it is still there."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.value
+
+    def take(self, key: Key) -> object | None:
+        """Hand over what was kept, if it is still there; its bytes stay held, for the caller."""
+        entry = self._entries.pop(key, None)
+        return None if entry is None else entry.value
+
     def forget(self, key: Key) -> None:
         """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
         for user in [k for k, entry in self._entries.items() if key in entry.uses]:
@@ -154,7 +170,9 @@ class Tiers:
         for budget in set(self._budgets.values()):
             budget.check_integrity()
             entries = [e for k, e in self._entries.items() if self._budgets[k[0]] is budget]
-            assert sum(entry.nbytes for entry in entries) <= budget.held("experts")
+            for purpose in PURPOSES:
+                resident = sum(entry.nbytes for entry in entries if entry.purpose == purpose)
+                assert resident <= budget.held(purpose)
         for entry in self._entries.values():
             assert entry.pins >= 0
             assert all(key in self._entries for key in entry.uses)
@@ -233,13 +251,15 @@ class Tiers:
         ]
         return sorted(free, key=self._priority)
 
-    def _priority(self, key: Key) -> tuple[float, int]:
+    def _priority(self, key: Key) -> tuple[bool, float, int]:
         entry = self._entries[key]
         age = self._request - entry.last_used
-        return (entry.count * DECAY ** (age / PERIOD), entry.last_used)
+        return (entry.purpose == "experts", entry.count * DECAY ** (age / PERIOD), entry.last_used)
 
     def _evict(self, key: Key) -> None:
         assert not self._entries[key].pins, "what is pinned stays"
-        size = self._entries.pop(key).nbytes  # the entry is gone before its bytes are struck out
-        self._budgets[key[0]].release("experts", size)
+        entry = self._entries.pop(key)
+        purpose, size = entry.purpose, entry.nbytes
+        del entry  # what is freed is gone before its bytes are struck out
+        self._budgets[key[0]].release(purpose, size)
         self.traffic[key[0]].evictions += 1

@@ -106,6 +106,23 @@ def test_rewinding_keeps_the_rows_before() -> None:
     assert cache.length == 0
 
 
+def test_a_copy_holds_the_same_rows_whatever_its_capacity() -> None:
+    cache = KVCache(config(), 5)
+    for layer in (0, 1):
+        cache.write(layer, rows(3, 10.0 * layer), -rows(3, 10.0 * layer))
+    cache.advance(3)
+    larger = KVCache(config(), 11)
+    larger.copy_from(cache)
+    larger.check_integrity()
+    for layer in (0, 1):
+        keys, values = larger.write(layer, rows(1, 70), rows(1, 70))
+        assert torch.equal(keys[:, :3], rows(3, 10.0 * layer))
+        assert torch.equal(values[:, :3], -rows(3, 10.0 * layer))
+    assert (cache.length, larger.length) == (3, 3)
+    with pytest.raises(BudgetError):
+        KVCache(config(), 2).copy_from(cache)
+
+
 def test_integrity_fails_on_a_number_that_is_none() -> None:
     cache = KVCache(config(), 8)
     for layer in (0, 1):

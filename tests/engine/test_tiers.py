@@ -215,6 +215,36 @@ def test_two_memories_have_two_budgets() -> None:
     tiers.check_integrity()
 
 
+def test_what_is_kept_holds_its_bytes_and_goes_before_everything_else(
+    tiers: Tiers, budget: Budget
+) -> None:
+    use(tiers, "a", nbytes=300)
+    tiers.reserve(Tier.DEVICE, "kv", 400, what="KV")
+    tiers.keep(key("k"), "rows", 400, purpose="kv")
+    tiers.check_integrity()
+    assert (budget.held("kv"), tiers.kept(key("k"))) == (400, "rows")
+    use(tiers, "b", nbytes=500)
+    assert (budget.held("kv"), tiers.kept(key("k"))) == (0, None)
+    assert resident(tiers, "ab") == "ab"
+    assert tiers.take(key("k")) is None
+
+
+def test_what_is_taken_out_leaves_its_bytes_to_the_one_who_took_it(
+    tiers: Tiers, budget: Budget
+) -> None:
+    tiers.reserve(Tier.DEVICE, "kv", 400, what="KV")
+    tiers.keep(key("k"), "rows", 400, purpose="kv")
+    assert tiers.take(key("k")) == "rows"
+    assert tiers.take(key("k")) is None
+    assert budget.held("kv") == 400
+    with pytest.raises(BudgetError):
+        use(tiers, "b", nbytes=700)
+    tiers.keep(key("k"), "rows", 400, purpose="kv")
+    tiers.reserve(Tier.DEVICE, "kv", 200, what="KV")
+    tiers.keep(key("k"), "others", 200, purpose="kv")
+    assert budget.held("kv") == 200
+
+
 def test_clear_drops_all_but_what_is_pinned(tiers: Tiers, budget: Budget) -> None:
     use(tiers, "a", "b")
     with tiers.pin([wanted("c", 7)]):

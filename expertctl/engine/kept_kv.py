@@ -1,0 +1,173 @@
+"""What stays of a finished generation, so that the next turn need not be read from its beginning.
+
+One generation is kept. It serves a request of the same cache key and the same plan identity, as far
+as the tokens agree; at least one token is always read, for its scores. While it is in use it is
+taken out, and put back only when that generation completed: one that failed, was stopped or was
+given up leaves nothing. Another plan under the same key is a miss, which ends the entry.
+
+The bytes of what is kept count as ``kv``. They are given up before a request is refused, or an
+expert evicted, for want of memory. Soft prompts stand before the first token; they are the same
+under one identity, so they are part of what is reused.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+from expertctl.digest import Digest
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.tiers import Tier, Tiers
+from expertctl.errors import BudgetError
+from expertctl.package.model_config import ModelConfig
+
+_FLOAT_BYTES = 4
+_PLACE = (Tier.DEVICE, Digest.of(b"the keys and values of the last generation"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptKV:
+    """A completed generation: whose it is, the tokens it read and wrote, their rows."""
+
+    cache_key: str
+    identity: Digest
+    ids: tuple[int, ...]
+    cache: KVCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVWanted:
+    """What a generation needs: the prompt's tokens, virtual ones before them, room for more."""
+
+    cache_key: str | None
+    identity: Digest
+    config: ModelConfig
+    ids: Sequence[int]
+    virtual: int
+    capacity: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of keys and values."""
+        return self.config.kv_bytes(self.capacity, itemsize=_FLOAT_BYTES)
+
+    @property
+    def what(self) -> str:
+        """How an error calls it."""
+        return f"the KV cache of {self.capacity} tokens"
+
+
+class KVLoan:
+    """A cache for one generation; its first ``reused`` tokens of the prompt are read already."""
+
+    def __init__(self, cache: KVCache, *, reused: int = 0) -> None:
+        """Begin a generation that has not completed."""
+        self.cache, self.reused = cache, reused
+        self.completed: tuple[int, ...] | None = None
+
+    def complete(self, ids: Sequence[int]) -> None:
+        """Say that the generation came to its end; ``ids`` are prompt and answer."""
+        self.completed = tuple(ids)
+
+
+class KVSlot:
+    """The owner of the one generation that is kept."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        """Begin with none; its memory is that of the device tier."""
+        self._tiers = tiers
+
+    @contextmanager
+    def borrow(self, wanted: KVWanted) -> Iterator[KVLoan]:
+        """Lend a cache: what is kept, as far as it agrees, or an empty one.
+
+        Raises:
+            BudgetError: when an empty one cannot fit.
+        """
+        loan = self._reused(wanted) or KVLoan(self._empty(wanted))
+        try:
+            yield loan
+        finally:
+            self._end(loan, wanted)
+
+    def holds(self, cache_key: str | None, identity: Digest) -> bool:
+        """Tell whether something is kept for this key and plan."""
+        kept = self._peek()
+        return kept is not None and (kept.cache_key, kept.identity) == (cache_key, identity)
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for a key, if anything is."""
+        kept = self._peek()
+        if kept is not None and kept.cache_key == cache_key:
+            self._tiers.forget(_PLACE)
+
+    def check_integrity(self) -> None:
+        """Assert that what is kept has a row for each of its tokens."""
+        kept = self._peek()
+        if kept is not None:
+            kept.cache.check_integrity()
+            assert kept.cache.length >= len(kept.ids)
+
+    def _peek(self) -> KeptKV | None:
+        return cast(KeptKV | None, self._tiers.kept(_PLACE))
+
+    def _reused(self, wanted: KVWanted) -> KVLoan | None:
+        """Take out what is kept, if some of it can be used."""
+        kept = self._take(wanted)
+        if kept is None:
+            return None
+        common = min(_common(kept.ids, wanted.ids), len(wanted.ids) - 1)
+        kept.cache.rewind(wanted.virtual + common)
+        if common and kept.cache.capacity >= wanted.capacity:
+            return KVLoan(kept.cache, reused=common)
+        try:
+            return self._moved(kept.cache, wanted, common) if common else None
+        finally:
+            size = kept.cache.nbytes
+            del kept
+            self._release(size)
+
+    def _take(self, wanted: KVWanted) -> KeptKV | None:
+        if self.holds(wanted.cache_key, wanted.identity):
+            return cast(KeptKV, self._tiers.take(_PLACE))
+        if wanted.cache_key is not None:
+            self.forget(wanted.cache_key)
+        return None
+
+    def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan | None:
+        """Copy the rows that agree into a larger cache, if both fit for that moment."""
+        try:
+            larger = self._empty(wanted)
+        except BudgetError:
+            return None
+        larger.copy_from(cache)
+        return KVLoan(larger, reused=common)
+
+    def _empty(self, wanted: KVWanted) -> KVCache:
+        self._tiers.reserve(Tier.DEVICE, "kv", wanted.nbytes, what=wanted.what)
+        try:
+            return KVCache(wanted.config, wanted.capacity)
+        except BaseException:
+            self._release(wanted.nbytes)
+            raise
+
+    def _end(self, loan: KVLoan, wanted: KVWanted) -> None:
+        cache = loan.cache
+        del loan.cache
+        if loan.completed is None or wanted.cache_key is None:
+            size = cache.nbytes
+            del cache
+            self._release(size)
+            return
+        ids = loan.completed[: cache.length - wanted.virtual]
+        kept = KeptKV(wanted.cache_key, wanted.identity, ids, cache)
+        self._tiers.keep(_PLACE, kept, cache.nbytes, purpose="kv")
+
+    def _release(self, size: int) -> None:
+        self._tiers.release(Tier.DEVICE, "kv", size)
+
+
+def _common(kept: Sequence[int], wanted: Sequence[int]) -> int:
+    """How many tokens at the beginning are the same."""
+    pairs = enumerate(zip(kept, wanted, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(kept), len(wanted)))
