@@ -1,35 +1,38 @@
 """Tiny random models and adapters as real files; torch-free, equal for equal arguments.
 
-`write_base` makes a Hugging Face directory, `write_lora` a PEFT directory beside it,
-`make_package` a ``.expert`` file from both. The values are small random numbers from a seeded
-generator, so that every tensor differs from every other.
+`write_base` makes a Hugging Face directory; `write_lora`, `write_dora`, `write_ia3` and
+`write_soft_prompt` make PEFT directories for it, `make_package` a ``.expert`` file from both.
+The values are small random numbers from a seeded generator, so that every tensor differs from
+every other.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
-from expertctl.package.draft import Overrides
+from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH, Overrides
+from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
+from tests.peft_layout import (
+    ALL_PROJECTIONS,
+    IA3_FEEDFORWARD,
+    IA3_TARGETS,
+    ia3_config,
+    ia3_shapes,
+    lora_config,
+    lora_shapes,
+    prompt_config,
+)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTE_TOKENS = 256
 VOCAB = BYTE_TOKENS + len(SPECIAL_TOKENS)
-ALL_PROJECTIONS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "gate_proj",
-    "up_proj",
-    "down_proj",
-)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,9 +43,13 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+_ROW_NORM = 0.3
+"""About what the rows of such a random base have."""
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
+Adapter = tuple[AdapterKind, Mapping[str, Any]]
+"""A kind, and the options of its writer."""
 
 
 def write_base(
@@ -187,86 +194,69 @@ def write_lora(
     ``scale`` is the standard deviation of the values; ``config`` overrides adapter_config.json.
     ``rank_pattern`` and ``layers_to_transform`` decide which tensors there are.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     wanted = tuple(targets)
     values = lora_config(base_dir, rank=rank, alpha=alpha, targets=wanted, **config)
-    shapes = lora_shapes(base_dir, values, targets=wanted)
-    _write_json(directory / "adapter_config.json", values)
-    arrays = {name: array * (scale / 0.05) for name, array in _random(shapes, seed).items()}
-    write_safetensors(
-        directory / "adapter_model.safetensors", arrays, dtype=dtype, metadata={"format": "pt"}
-    )
-    return directory
-
-
-def lora_config(
-    base_dir: Path, *, rank: int, alpha: float, targets: tuple[str, ...], **config: Any
-) -> dict[str, Any]:
-    """Return adapter_config.json as PEFT 0.21 writes it."""
-    values: dict[str, Any] = {
-        "alora_invocation_tokens": None,
-        "alpha_pattern": {},
-        "arrow_config": None,
-        "auto_mapping": None,
-        "base_model_name_or_path": str(base_dir),
-        "bias": "none",
-        "corda_config": None,
-        "ensure_weight_tying": False,
-        "eva_config": None,
-        "exclude_modules": None,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "kasa_config": None,
-        "layer_replication": None,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "loftq_config": {},
-        "lora_alpha": alpha,
-        "lora_bias": False,
-        "lora_dropout": 0.0,
-        "lora_ga_config": None,
-        "megatron_config": None,
-        "megatron_core": "megatron.core",
-        "modules_to_save": None,
-        "monteclora_config": None,
-        "peft_type": "LORA",
-        "peft_version": "0.21.2",
-        "qalora_group_size": 16,
-        "r": rank,
-        "rank_pattern": {},
-        "revision": None,
-        "target_modules": list(targets),
-        "target_parameters": None,
-        "task_type": "CAUSAL_LM",
-        "trainable_token_indices": None,
-        "use_bdlora": None,
-        "use_dora": False,
-        "use_qalora": False,
-        "use_rslora": False,
-        "velora_config": None,
+    shapes = lora_shapes(_shapes_of(base_dir), values, targets=wanted)
+    noise = _random(shapes, seed)
+    arrays = {
+        name: np.abs(_ROW_NORM + array) if "magnitude" in name else array * (scale / 0.05)
+        for name, array in noise.items()
     }
-    return {**values, **config}
+    return _write_adapter(directory, values, arrays, dtype)
 
 
-def lora_shapes(
-    base_dir: Path, config: Mapping[str, Any], *, targets: tuple[str, ...]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of such a LoRA; patterns are read as literal suffixes."""
-    base = base_shapes(json.loads((base_dir / "config.json").read_text(encoding="utf-8")))
-    layers = config["layers_to_transform"]
-    chosen = {layers} if isinstance(layers, int) else set(layers or ())
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in base.items():
-        module = name.removesuffix(".weight")
-        if len(shape) != 2 or not module.endswith(tuple(f".{t}" for t in targets)):
-            continue
-        if chosen and int(module.split(".")[2]) not in chosen:
-            continue
-        rank = _rank(module, config)
-        shapes[f"base_model.model.{module}.lora_A.weight"] = (rank, shape[1])
-        shapes[f"base_model.model.{module}.lora_B.weight"] = (shape[0], rank)
-    return shapes
+def write_dora(directory: Path, base_dir: Path, **options: Any) -> Path:
+    """Write a PEFT DoRA; options as in `write_lora`."""
+    return write_lora(directory, base_dir, use_dora=True, **options)
+
+
+def write_ia3(
+    directory: Path,
+    base_dir: Path,
+    *,
+    targets: Iterable[str] = IA3_TARGETS,
+    feedforward: Iterable[str] = IA3_FEEDFORWARD,
+    dtype: str = "float32",
+    seed: int = 0,
+    scale: float = 0.3,
+    **config: Any,
+) -> Path:
+    """Write a PEFT IA³ adapter; ``scale`` is the standard deviation around 1."""
+    wanted, inputs = tuple(targets), tuple(feedforward)
+    values = ia3_config(base_dir, targets=wanted, feedforward=inputs, **config)
+    shapes = ia3_shapes(_shapes_of(base_dir), targets=wanted, feedforward=inputs)
+    arrays = {name: 1 + array * (scale / 0.05) for name, array in _random(shapes, seed).items()}
+    return _write_adapter(directory, values, arrays, dtype)
+
+
+def write_soft_prompt(
+    directory: Path,
+    base_dir: Path,
+    *,
+    tokens: int = 4,
+    kind: Literal["PROMPT_TUNING", "P_TUNING"] = "PROMPT_TUNING",
+    dtype: str = "float32",
+    seed: int = 0,
+    scale: float = 0.1,
+    **config: Any,
+) -> Path:
+    """Write a soft prompt as PEFT does after prompt tuning or P-tuning."""
+    base = json.loads((base_dir / "config.json").read_text(encoding="utf-8"))
+    values = prompt_config(base_dir, base, kind=kind, tokens=tokens, **config)
+    noise = _random({"prompt_embeddings": (tokens, base["hidden_size"])}, seed)
+    arrays = {name: array * (scale / 0.05) for name, array in noise.items()}
+    return _write_adapter(directory, values, arrays, dtype)
+
+
+def _shapes_of(base_dir: Path) -> dict[str, tuple[int, ...]]:
+    return base_shapes(json.loads((base_dir / "config.json").read_text(encoding="utf-8")))
+
+
+def _write_adapter(directory: Path, config: Mapping[str, Any], arrays: Arrays, dtype: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_json(directory / CONFIG_PATH, config)
+    write_safetensors(directory / WEIGHTS_PATH, arrays, dtype=dtype, metadata={"format": "pt"})
+    return directory
 
 
 def write_safetensors(
@@ -299,13 +289,6 @@ def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
         bits = array.astype("<f4").view("<u4").astype(np.uint64)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
     return array.astype({"float32": "<f4", "float16": "<f2"}[dtype]).tobytes()
-
-
-def _rank(module: str, config: Mapping[str, Any]) -> int:
-    for key, rank in config["rank_pattern"].items():
-        if module == key or module.endswith(f".{key}"):
-            return int(rank)
-    return int(config["r"])
 
 
 def _biased(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -358,16 +341,47 @@ def make_package(
     base: BaseFacts | None = None,
     output: Path | None = None,
     lora: Mapping[str, Any] | None = None,
+    adapters: Sequence[Adapter] | None = None,
     **manifest: Any,
 ) -> Path:
     """Build a package below ``directory``; return the ``.expert`` file.
 
-    ``lora`` goes to `write_lora`, everything else becomes a key of the manifest. Reading a base
-    takes time, so give ``base`` where many packages share one.
+    ``lora`` goes to `write_lora`, everything else becomes a key of the manifest. ``adapters`` are
+    written instead of one LoRA, in that order: ``[("ia3", {"seed": 1}), ("soft_prompt", {})]``.
+    Reading a base takes time, so give ``base`` where many packages share one.
     """
     slug = f"{name.replace('/', '-')}-{version}"
-    adapter = write_lora(directory / f"{slug}.files", base_dir, **(lora or {}))
-    _write_json(adapter / "expert.json", {"name": name, "version": version, **manifest})
+    files = directory / f"{slug}.files"
+    stated = _write_adapters(files, base_dir, adapters or [("lora", lora or {})])
+    document = {"name": name, "version": version, **stated, **manifest}
+    _write_json(files / "expert.json", document)
     facts = base or read_base(base_dir)
-    plan = plan_build(adapter, Overrides(), base=facts)
+    plan = plan_build(files, Overrides(), base=facts)
     return build(plan, output or directory / f"{slug}.expert", key=key).path
+
+
+def _write_adapters(
+    directory: Path, base_dir: Path, adapters: Sequence[Adapter]
+) -> dict[str, list[dict[str, str]]]:
+    """Write adapters beside each other; return what the manifest must say of several."""
+    if len(adapters) == 1:
+        kind, options = adapters[0]
+        _WRITERS[kind](directory, base_dir, **options)
+        return {}
+    entries = []
+    for number, (kind, options) in enumerate(adapters, 1):
+        apart = _WRITERS[kind](directory / kind, base_dir, **options)
+        entry = {"path": f"{number}-{kind}.safetensors", "config": f"{number}-{kind}.json"}
+        (apart / WEIGHTS_PATH).rename(directory / entry["path"])
+        (apart / CONFIG_PATH).rename(directory / entry["config"])
+        apart.rmdir()
+        entries.append(entry)
+    return {"adapters": entries}
+
+
+_WRITERS: Mapping[AdapterKind, Callable[..., Path]] = {
+    "lora": write_lora,
+    "dora": write_dora,
+    "ia3": write_ia3,
+    "soft_prompt": write_soft_prompt,
+}

@@ -16,13 +16,12 @@ from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
 from expertctl.package.content import entry_problems, file_set_problems, named_files
 from expertctl.package.draft import (
-    CONFIG_PATH,
-    WEIGHTS_PATH,
     AdapterFiles,
     Overrides,
     base_problems,
     complete,
     encode,
+    named_adapters,
     read_adapter,
     read_draft,
 )
@@ -106,9 +105,12 @@ def draft(directory: Path, overrides: Overrides, *, base: BaseFacts | None) -> J
         NotFoundError: when there is no adapter in the directory.
         InvalidPackageError: when the adapter cannot be packed at all.
     """
-    adapter = read_adapter(directory, weights=WEIGHTS_PATH, config=CONFIG_PATH)
     existing = read_draft(directory)
-    document = complete(existing, overrides, directory=directory, adapters=[adapter], base=base)
+    adapters = [
+        read_adapter(directory, weights=weights, config=config)
+        for weights, config in named_adapters(existing.get("adapters"))
+    ]
+    document = complete(existing, overrides, directory=directory, adapters=adapters, base=base)
     for name, value in _TO_FILL_IN.items():
         document.setdefault(name, value)
     return document
@@ -200,27 +202,9 @@ def _read_adapters(
     """Read every adapter that the manifest names, or the one that PEFT saved."""
     read = [
         findings.of(lambda w=weights, c=config: read_adapter(directory, weights=w, config=c))  # type: ignore[misc]  # defaults bind the loop's values
-        for weights, config in _adapter_names(existing)
+        for weights, config in named_adapters(existing.get("adapters"))
     ]
     return [adapter for adapter in read if adapter is not None]
-
-
-def _adapter_names(existing: JsonObject) -> list[tuple[str, str]]:
-    entries = existing.get("adapters")
-    if not isinstance(entries, list):
-        return [(WEIGHTS_PATH, CONFIG_PATH)]
-    names = []
-    for entry in entries:
-        weights = entry.get("path") if isinstance(entry, dict) else None
-        config = entry.get("config") if isinstance(entry, dict) else None
-        if isinstance(weights, str) and isinstance(config, str):
-            names += [(weights, config)] if _are_plain(weights, config) else []
-    return names
-
-
-def _are_plain(*names: str) -> bool:
-    """The schema reports other names; no path that a manifest gives is ever followed."""
-    return not any(name_problem(name) for name in names)
 
 
 def _adapter_problems(

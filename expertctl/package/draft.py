@@ -17,10 +17,11 @@ from expertctl.package.adapter import KIND_NAMES, AdapterSpec
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, parse_config
 from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.base_model import BaseFacts
+from expertctl.package.layout import name_problem
 from expertctl.package.tensor_file import TensorTable, read_table
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
-from expertctl.schema.strict_json import JsonObject, load_object, read_bounded
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
 
 WEIGHTS_PATH = "adapter_model.safetensors"
 CONFIG_PATH = "adapter_config.json"
@@ -75,14 +76,31 @@ def base_label(directory: Path) -> str | None:
     Raises:
         InvalidPackageError: when a file that should say so cannot be read at all.
     """
-    base = read_draft(directory).get("base")
+    draft = read_draft(directory)
+    base = draft.get("base")
     name = base.get("name") if isinstance(base, dict) else None
-    path = directory / CONFIG_PATH
-    if name is None and path.is_file():
-        data = read_bounded(path, max_bytes=MAX_CONFIG_BYTES)
-        config = load_object(data, what=CONFIG_PATH, max_bytes=MAX_CONFIG_BYTES)
-        name = config.get("base_model_name_or_path")
+    for _, config_path in named_adapters(draft.get("adapters"))[:1] if name is None else ():
+        if (directory / config_path).is_file():
+            data = read_bounded(directory / config_path, max_bytes=MAX_CONFIG_BYTES)
+            config = load_object(data, what=config_path, max_bytes=MAX_CONFIG_BYTES)
+            name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) else None
+
+
+def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
+    """Return the files of each adapter in a draft: as stated, else the names that PEFT gives.
+
+    The schema reports other entries; no path that a manifest gives is ever followed.
+    """
+    if not isinstance(stated, list):
+        return [(WEIGHTS_PATH, CONFIG_PATH)]
+    names = []
+    for entry in stated:
+        weights = entry.get("path") if isinstance(entry, dict) else None
+        config = entry.get("config") if isinstance(entry, dict) else None
+        if isinstance(weights, str) and isinstance(config, str):
+            names += [] if name_problem(weights) or name_problem(config) else [(weights, config)]
+    return names
 
 
 def is_hub_name(label: str) -> bool:
@@ -130,8 +148,8 @@ def complete(
     }
     label = adapters[0].config if adapters else None
     document["base"] = _base(existing.get("base"), label, base)
-    if "adapters" not in existing and adapters:
-        document["adapters"] = [_entry(adapter) for adapter in adapters]
+    if adapters or "adapters" in existing:
+        document["adapters"] = _entries(existing.get("adapters"), adapters)
     return document
 
 
@@ -179,6 +197,21 @@ def _demand(directory: Path, name: str) -> None:
 def _description(adapters: Sequence[AdapterFiles]) -> str:
     kinds = dict.fromkeys(KIND_NAMES[adapter.spec.kind] for adapter in adapters)
     return f"{' and '.join(kinds)} adapter".lstrip()
+
+
+def _entries(stated: JsonValue, adapters: Sequence[AdapterFiles]) -> JsonValue:
+    """Fill in what the files decide; what a person wrote beside it is checked, not replaced."""
+    if stated is None:
+        return [_entry(adapter) for adapter in adapters]
+    if not isinstance(stated, list):
+        return stated
+    found = {(adapter.weights_path, adapter.config_path): _entry(adapter) for adapter in adapters}
+    return [_completed(entry, found) for entry in stated]
+
+
+def _completed(entry: JsonValue, found: Mapping[tuple[str, str], JsonObject]) -> JsonValue:
+    names = named_adapters([entry])
+    return {**found.get(names[0], {}), **entry} if names and isinstance(entry, dict) else entry
 
 
 def _entry(adapter: AdapterFiles) -> JsonObject:

@@ -17,11 +17,9 @@ from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import Built, Plan, build, draft, plan_build
 from expertctl.package.draft import Overrides
 from expertctl.package.read import read_package
+from expertctl.package.tensor_file import read_table
 from expertctl.trust.keys import PrivateKey
 from tests.factories import (
-    ALL_PROJECTIONS,
-    lora_config,
-    lora_shapes,
     write_base,
     write_lora,
     write_safetensors,
@@ -151,11 +149,10 @@ def test_tensors_are_held_to_the_base(lora: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_tensor_that_is_not_finite_is_refused(
-    dtype: str, value: float, base_dir: Path, lora: Path, facts: BaseFacts
+    dtype: str, value: float, lora: Path, facts: BaseFacts
 ) -> None:
-    config = lora_config(base_dir, rank=4, alpha=8, targets=ALL_PROJECTIONS)
-    shapes = lora_shapes(base_dir, config, targets=ALL_PROJECTIONS)
-    arrays = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    tensors = read_table(lora / "adapter_model.safetensors").tensors
+    arrays = {name: np.ones(tensor.shape, np.float32) for name, tensor in tensors.items()}
     bad = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     arrays[bad][-1, -1] = value
     write_safetensors(lora / "adapter_model.safetensors", arrays, dtype=dtype)

@@ -13,7 +13,7 @@ from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter_config import parse_config
 from expertctl.package.lora_config import LoraConfig, Pattern, layer_of
 from expertctl.schema.validation import problems_of
-from tests.factories import ALL_PROJECTIONS, lora_config
+from tests.peft_layout import ALL_PROJECTIONS, lora_config
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "adapter-config-lora"
 MODULES = [

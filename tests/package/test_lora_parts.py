@@ -12,8 +12,9 @@ from expertctl.package.adapter import AdapterSpec, Lora
 from expertctl.package.adapter_config import parse_config
 from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.tensor_file import parse_header, read_table
-from tests.factories import ALL_PROJECTIONS, lora_config, write_lora
+from tests.factories import write_lora
 from tests.package.forge import table
+from tests.peft_layout import ALL_PROJECTIONS, lora_config
 
 MODULE = "model.layers.0.self_attn.q_proj"
 A, B = (f"base_model.model.{MODULE}.lora_{half}.weight" for half in "AB")
