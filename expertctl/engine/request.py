@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import Message, UserMessage
 from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
+from expertctl.routing.plan_file import SavedPlan
 from expertctl.routing.request import Forced, RouteRequest, parse_forced, parse_weight
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
@@ -31,15 +32,31 @@ class RunRequest:
 
     ``route`` says what is wanted of the plan, with nothing forced; ``experts`` are forced, in
     order, from the store or from files. A ``saved`` plan says all that itself.
+
+    In a conversation ``history`` stands before the message, and the experts of the plan ``before``
+    answer again when routing finds none. What is computed for it is kept for the next request of
+    the same ``cache_key``.
     """
 
     message: UserMessage
     route: RouteRequest
     experts: tuple[NamedExpert, ...] = ()
     base: str | None = None
-    saved: Plan | None = None
+    saved: SavedPlan | None = None
     truncate: bool = False
     verify_base: bool = False
+    history: tuple[Message, ...] = ()
+    before: Plan | None = None
+    cache_key: str | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation, up to the message that is to be answered.
+
+        Raises:
+            UsageError: when the message is empty, too long or not text.
+        """
+        return (*self.history, Message("user", self.message.text()))
 
 
 def parse_expert(text: str) -> NamedExpert:

@@ -94,7 +94,8 @@ class Engine:
             generated = yield from _generate(ready, prompt, planned)
             memory = self._memory()
         unsaved = recording.result()
-        told = (*planned.warnings, *_alone(planned, request), *request.message.warnings)
+        told = (*planned.warnings, *_alone(planned, request), *_threads_differ(request, count))
+        told = (*told, *request.message.warnings)
         return RunResult(
             job_id=uuid.uuid4().hex,
             planned=planned,
@@ -130,7 +131,7 @@ class Engine:
         ]
         routed = replace(request.route, force=force)
         if request.saved is not None:
-            return self._planner.replay(request.saved, routed, base=request.base)
+            return self._planner.replay(request.saved.plan, routed, base=request.base)
         return self._planner.plan(routed, base=request.base, files=offered)
 
     def _open(self, planned: Planned, request: RunRequest) -> OpenBase:
@@ -248,6 +249,14 @@ def _generate(
         seed=plan.seed,
         max_tokens=prompt.max_tokens,
     )
+
+
+def _threads_differ(request: RunRequest, count: int) -> tuple[str, ...]:
+    saved = request.saved.threads if request.saved else None
+    if saved is None or saved == count:
+        return ()
+    told = f"the plan was saved by a run with {saved} threads, this one has {count}"
+    return (f"{told}: the last bits of the numbers may differ",)
 
 
 def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:

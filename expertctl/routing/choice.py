@@ -20,6 +20,7 @@ from expertctl.routing.composition import (
     check_together,
     in_plan_order,
     not_composing,
+    requirements_in,
     with_requirements,
 )
 from expertctl.routing.request import Forced, Target
@@ -27,11 +28,12 @@ from expertctl.routing.request import Forced, Target
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An expert of the plan: its weight and why it is there."""
+    """An expert of the plan: its weight and why it is there; ``pulled`` for another one only."""
 
     expert: Installed
     weight: float
     reason: str
+    pulled: bool = False
 
 
 class Selection:
@@ -66,8 +68,7 @@ class Selection:
                 f"{self.max_experts} are allowed",
                 hint="raise --max-experts, or name fewer experts",
             )
-        why = f"required by {choice.expert.ref}"
-        pulled = [Choice(e, 1.0, why) for e in new if e.digest != choice.expert.digest]
+        pulled = [_pulled(e, choice.expert) for e in new if e.digest != choice.expert.digest]
         self.choices += [*pulled, choice]
 
     def check_integrity(self) -> None:
@@ -109,9 +110,10 @@ def choose_forced(
         present = [*(e for e, _ in named), *(choice.expert for choice in choices)]
         for needed in with_requirements(expert, usable, present=present)[:-1]:
             if needed.digest not in {*digests, *(c.expert.digest for c in choices)}:
-                choices.append(Choice(needed, 1.0, f"required by {expert.ref}"))
+                choices.append(_pulled(needed, expert))
         choices.append(Choice(expert, weight, "named by the user"))
     check_together([choice.expert for choice in choices])
+    _check_weights(choices)
     return choices
 
 
@@ -142,6 +144,29 @@ def _decide(
     except (IncompatibleError, MissingDependencyError) as error:
         return candidate.refused(error.message)
     return candidate.accepted(reason)
+
+
+def _pulled(expert: Installed, dependant: Installed) -> Choice:
+    return Choice(expert, 1.0, f"required by {dependant.ref}", pulled=True)
+
+
+def _check_weights(choices: Sequence[Choice]) -> None:
+    """Refuse a weight that an expert cannot have, and 0 for what another one requires."""
+    for choice in choices:
+        kinds = {adapter.kind for adapter in choice.expert.manifest.adapters}
+        if choice.weight != 1.0 and "soft_prompt" in kinds:
+            raise IncompatibleError(
+                f"{choice.expert.ref} has a soft prompt, which has no weight but 1",
+                hint="name it without a weight, or leave it out",
+            )
+    idle = [choice.expert for choice in choices if choice.weight == 0.0]
+    for choice in choices:
+        missed = requirements_in(choice.expert, idle) if choice.weight else []
+        if missed:
+            raise IncompatibleError(
+                f"{choice.expert.ref} requires {missed[0].ref}, which has the weight 0 here",
+                hint="give it another weight, or leave both out",
+            )
 
 
 def _told(decided: Sequence[Candidate], reasons: dict[Digest, str]) -> list[Candidate]:

@@ -1,7 +1,8 @@
 """Which experts may stand in one plan, what they need beside them, and in which order.
 
 Composition is a capability, not a default: a second expert joins only when both say so, each one's
-``composes_with`` naming the other's ``role``. What an expert requires comes with it, before it.
+``composes_with`` naming the other's ``role``. What an expert requires comes with it, before it,
+whatever ``load_order`` says; of what the user names, the order is the user's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,9 @@ from collections.abc import Iterable, Sequence
 from expertctl.errors import ConflictError, IncompatibleError, MissingDependencyError
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Installed
+
+LONGEST_CHAIN = 10
+"""The most experts of any plan."""
 
 _Offered = tuple[Sequence[Installed], Sequence[Installed]]
 """What is present in the plan, and what else is usable."""
@@ -23,6 +27,7 @@ def with_requirements(
 
     Raises:
         MissingDependencyError: when something required is not among the usable experts.
+        IncompatibleError: when it and all that it requires are too many for any plan.
     """
     needed: dict[str, Installed] = {}
     _collect(expert, (present, usable), needed)
@@ -58,14 +63,39 @@ def not_composing(newcomer: Installed, chosen: Iterable[Installed]) -> str:
 
 
 def in_plan_order(experts: Iterable[Installed]) -> list[Installed]:
-    """Sort by the manifests' ``load_order``; equals stay as they come."""
-    return sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
+    """Sort by ``load_order``, but what is required before what requires it; else as they come."""
+    waiting = sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
+    placed: dict[str, Installed] = {}
+    for expert in waiting:
+        _place(expert, waiting, placed)
+    return list(placed.values())
+
+
+def requirements_in(expert: Installed, experts: Iterable[Installed]) -> list[Installed]:
+    """Return those of some experts that an expert requires."""
+    wanted = [Reference.parse(text) for text in expert.manifest.composition.requires]
+    return [other for other in experts if any(map(other.is_meant, wanted))]
+
+
+def _place(expert: Installed, experts: Sequence[Installed], placed: dict[str, Installed]) -> None:
+    """Put an expert after what it requires; a circle is broken somewhere."""
+    if expert.ref in placed:
+        return
+    placed[expert.ref] = expert
+    for needed in requirements_in(expert, experts):
+        _place(needed, experts, placed)
+    placed[expert.ref] = placed.pop(expert.ref)
 
 
 def _collect(expert: Installed, offered: _Offered, needed: dict[str, Installed]) -> None:
     if expert.ref in needed:
         return
     needed[expert.ref] = expert
+    if len(needed) > LONGEST_CHAIN:
+        first = next(iter(needed))
+        raise IncompatibleError(
+            f"{first} and all that it requires are more than {LONGEST_CHAIN} experts"
+        )
     for text in expert.manifest.composition.requires:
         _collect(_required(expert, text, offered), offered, needed)
     needed[expert.ref] = needed.pop(expert.ref)  # after what it requires

@@ -3,7 +3,7 @@
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import read_config
-from expertctl.routing.plan import NumericSettings, Plan
+from expertctl.routing.plan import NumericSettings, Plan, PlannedExpert
 from expertctl.store.base_record import StoredBase
 
 
@@ -36,3 +36,23 @@ def check_identity(plan: Plan, now: Digest) -> None:
             "another base, dtype or version of the engine, or the plan was edited",
             hint="run it with the base and --dtype it was made with, or route the prompt again",
         )
+
+
+def compare_experts(before: PlannedExpert, now: PlannedExpert) -> list[str]:
+    """Return what a person should know of an expert of a saved plan whose content is the same.
+
+    Raises:
+        IncompatibleError: when its name or kind is not what that content says.
+    """
+    if (before.ref, before.kind) != (now.ref, now.kind):
+        raise IncompatibleError(
+            f"the plan says {before.ref}, {before.kind}, of what is {now.ref}, {now.kind}: "
+            "it was edited",
+            hint="route the prompt again",
+        )
+    if before.package_digest == now.package_digest:
+        return []
+    return [
+        f"{now.ref} was signed anew since the plan was saved: the same content, but its package is "
+        f"{now.package_digest} instead of {before.package_digest}"
+    ]

@@ -7,7 +7,6 @@ last bits of the numbers depend on.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 import msgspec
 
@@ -82,20 +81,23 @@ def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
     read: JsonObject = {"plan": document["plan"]}
     problems = problems_of(read, "route")
     threads = document.get("threads")
-    if not _is_count(threads):
+    if threads is not None and not _is_count(threads):
         problems = [*problems, "threads: not a number of threads"]
     if problems:
         raise InvalidPackageError(what, problems)
-    plan = _plan(msgspec.convert(read["plan"], _Document))
+    try:
+        plan = _plan(msgspec.convert(read["plan"], _Document))
+    except msgspec.ValidationError as error:  # 7.0 is an integer for JSON Schema, not for us
+        raise InvalidPackageError(what, [str(error)]) from error
     doubled = _doubled(plan)
     if doubled:
         raise InvalidPackageError(what, [f"{ref} is planned twice" for ref in doubled])
-    return SavedPlan(plan, threads)
+    return SavedPlan(plan, threads if isinstance(threads, int) else None)
 
 
-def _is_count(value: JsonValue) -> TypeGuard[int | None]:
-    """Tell whether a value is absent or a number of threads; in JSON ``true`` is none."""
-    return value is None or (type(value) is int and 1 <= value <= _MAX_THREADS)
+def _is_count(value: JsonValue) -> bool:
+    """Tell whether a value is a number of threads; ``true`` is none."""
+    return type(value) is int and 1 <= value <= _MAX_THREADS
 
 
 def _plan(document: _Document) -> Plan:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.errors import DigestError, ExpertError, NotFoundError, UsageError
 from expertctl.routing.candidate import Installed, misfit, untrusted
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import check_identity
-from expertctl.routing.plan import Plan
+from expertctl.routing.numerics import check_identity, compare_experts
+from expertctl.routing.plan import Plan, PlannedExpert
 from expertctl.routing.presets import completed
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.routing.router import RoutingResult, route
@@ -97,7 +97,16 @@ class Planner:
             RevokedError: when the key of a forced expert was revoked.
             BaseMismatchError: when the base cannot be read as it is not what was added.
         """
-        inventory = self.inventory()
+        return self._planned(request, self.inventory(), base=base, files=files)
+
+    def _planned(
+        self,
+        request: RouteRequest,
+        inventory: Inventory,
+        *,
+        base: str | None,
+        files: Sequence[Installed] = (),
+    ) -> Planned:
         self._refuse_broken(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
         experts = list(known.values())
@@ -116,10 +125,12 @@ class Planner:
     def replay(self, saved: Plan, request: RouteRequest, *, base: str | None = None) -> Planned:
         """Plan one prompt with the experts of a saved plan, found by their digests.
 
-        Its seed and settings count where the request says nothing. Raises as `plan` does, and:
+        Its seed and settings count where the request says nothing. An expert that was signed anew
+        is named in ``warnings``. Raises as `plan` does, and:
 
         Raises:
             UsageError: when the request names experts, or forbids them.
+            DigestError: when an expert has another content now.
             IncompatibleError: when the numbers would not be those of the saved plan.
         """
         if request.force or request.base_alone:
@@ -127,9 +138,20 @@ class Planner:
                 "a saved plan says already which experts answer",
                 hint="leave out --expert and --no-experts, or --plan",
             )
-        planned = self.plan(_as_saved(request, saved), base=base or saved.base)
-        check_identity(saved, planned.result.plan.identity)
-        return planned
+        inventory, wanted = self.inventory(), _as_saved(request, saved)
+        self._refuse_broken(wanted, inventory)
+        for expert in saved.experts:
+            _check_installed(expert, inventory)
+        planned = self._planned(wanted, inventory, base=base or saved.base)
+        plan = planned.result.plan
+        check_identity(saved, plan.identity)
+        renewed = tuple(
+            warning
+            for before, now in zip(saved.experts, plan.experts, strict=True)
+            for warning in compare_experts(before, now)
+        )
+        warnings = (*planned.result.warnings, *renewed)
+        return replace(planned, result=replace(planned.result, warnings=warnings))
 
     def inventory(self) -> Inventory:
         """Read the manifests of all installed experts, their bytes hashed."""
@@ -192,6 +214,23 @@ def _as_saved(request: RouteRequest, saved: Plan) -> RouteRequest:
         base_alone=not saved.experts,
         seed=saved.seed if request.seed is None else request.seed,
         wishes=completed(request.wishes, saved.params),
+    )
+
+
+def _check_installed(expert: PlannedExpert, inventory: Inventory) -> None:
+    """Demand that the content of a planned expert is there."""
+    if any(e.digest == expert.content_digest for e in inventory.experts):
+        return
+    others = [e.digest for e in inventory.experts if e.ref == expert.ref]
+    if others:
+        raise DigestError(
+            f"{expert.ref} is installed with the content {str(others[0])[:19]}…, the plan was "
+            f"made with {str(expert.content_digest)[:19]}…",
+            hint="install the package that the plan was made with, or route the prompt again",
+        )
+    raise NotFoundError(
+        f"{expert.ref} of the saved plan is not installed ({expert.content_digest})",
+        hint=f"install it: `expertctl install {expert.ref}`, or its file",
     )
 
 

@@ -15,7 +15,7 @@ from expertctl.routing.plan import (
     SamplingParams,
     plan_identity,
 )
-from expertctl.routing.plan_file import parse_plan
+from expertctl.routing.plan_file import SavedPlan, parse_plan
 
 ONE, TWO = Digest("1" * 64), Digest("2" * 64)
 SETTINGS = NumericSettings(
@@ -115,4 +115,4 @@ plans = st.builds(
 @settings(deadline=None, max_examples=60)
 @given(plans)
 def test_a_plan_survives_json(plan: Plan) -> None:
-    assert parse_plan(json.dumps({"plan": plan.to_json()}).encode()) == plan
+    assert parse_plan(json.dumps({"plan": plan.to_json()}).encode()) == SavedPlan(plan)

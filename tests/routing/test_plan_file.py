@@ -23,7 +23,7 @@ def document() -> dict[str, Any]:
 
 
 def test_a_route_document_is_read() -> None:
-    assert read_plan(ROUTE) == Plan(
+    assert read_plan(ROUTE).plan == Plan(
         identity=Digest("d" * 64),
         seed=7,
         base="acme/tiny",
@@ -47,6 +47,14 @@ def test_a_run_document_is_read_as_its_plan_and_the_rest_is_ignored() -> None:
     assert parse_plan(json.dumps(run).encode()) == read_plan(ROUTE)
 
 
+def test_the_threads_of_the_run_that_saved_it_are_read() -> None:
+    assert read_plan(ROUTE).threads is None
+    assert parse_plan(json.dumps({**document(), "threads": 3}).encode()).threads == 3
+    for threads in (0, -1, 1.0, True, "2", [2], 1 << 20):
+        with pytest.raises(InvalidPackageError, match="not a number of threads"):
+            parse_plan(json.dumps({**document(), "threads": threads}).encode())
+
+
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "valid").iterdir()), ids=lambda p: p.name)
 def test_valid_examples_satisfy_the_schema(path: Path) -> None:
     assert problems_of(json.loads(path.read_text()), "route") == []
@@ -65,6 +73,8 @@ def test_invalid_examples_do_not(path: Path) -> None:
         (("identity",), "md5:" + "0" * 32),
         (("seed",), -1),
         (("seed",), 1.5),
+        (("seed",), 7.0),
+        (("params", "top_k"), 40.0),
         (("seed",), "0"),
         (("base",), ""),
         (("extra",), 1),
@@ -174,4 +184,4 @@ def test_no_value_makes_the_reader_fail_otherwise(key: str, value: object) -> No
     hostile = document()
     hostile["plan"][key] = value
     with suppress(InvalidPackageError):
-        assert parse_plan(json.dumps(hostile).encode()).base
+        assert parse_plan(json.dumps(hostile).encode()).plan.base

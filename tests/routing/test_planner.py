@@ -204,7 +204,7 @@ def test_an_unsigned_expert_answers_only_when_it_is_named(
 def saved_plan(planner: Planner, **request: Any) -> Plan:
     """A plan on its way through a file."""
     planned = planner.plan(RouteRequest(prompt=PROMPT, **request))
-    return parse_plan(json.dumps(planned.result.to_json()).encode())
+    return parse_plan(json.dumps(planned.result.to_json()).encode()).plan
 
 
 def test_a_saved_plan_is_repeated_whatever_the_prompt(
@@ -259,9 +259,87 @@ def test_a_saved_plan_that_would_not_give_the_same_is_refused(
 def test_a_saved_plan_of_what_is_not_installed_names_it(
     house: House, shop: Shop, planner: Planner
 ) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
+    house.store.remove(house.store.find(Reference.parse("acme/plurals")))
+    with pytest.raises(NotFoundError, match=r"acme/plurals@1\.0\.0 .* not installed") as caught:
+        planner.replay(saved, RouteRequest(prompt=PROMPT))
+    assert "expertctl install acme/plurals@1.0.0" in caught.value.hint
+
+
+def test_a_saved_plan_of_an_expert_with_another_content_names_it(
+    house: House, shop: Shop, planner: Planner
+) -> None:
     house.install(shop.package("acme/sorting", **SORTING))
     saved = saved_plan(planner)
     [expert] = saved.experts
-    gone = replace(saved, experts=(replace(expert, content_digest=Digest("9" * 64)),))
-    with pytest.raises(NotFoundError, match="sha256:9999"):
-        planner.replay(gone, RouteRequest(prompt=PROMPT))
+    other = replace(saved, experts=(replace(expert, content_digest=Digest("9" * 64)),))
+    with pytest.raises(DigestError, match=r"acme/sorting@1\.0\.0 .* sha256:999999999999…"):
+        planner.replay(other, RouteRequest(prompt=PROMPT))
+
+
+def test_an_expert_that_was_signed_anew_is_used_and_named(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.trusting("bob")
+    house.install(shop.package("acme/sorting", **SORTING))
+    saved = saved_plan(planner)
+    house.install(shop.package("acme/sorting", key="bob", **SORTING))
+    [now] = house.store.experts()
+    [before] = saved.experts
+    assert now.content_digest == before.content_digest
+    assert now.package_digest != before.package_digest
+    planned = planner.replay(saved, RouteRequest(prompt=PROMPT))
+    assert refs(planned) == ["acme/sorting@1.0.0"]
+    [warning] = planned.warnings
+    assert "acme/sorting@1.0.0 was signed anew since the plan was saved" in warning
+    assert str(now.package_digest) in warning
+    assert str(before.package_digest) in warning
+    assert planner.replay(planned.result.plan, RouteRequest(prompt=PROMPT)).warnings == ()
+
+
+def test_a_saved_plan_of_a_damaged_expert_names_it(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING))
+    saved = saved_plan(planner)
+    damage(house, "acme/sorting")
+    with pytest.raises(DigestError, match=r"acme/sorting@1\.0\.0: expert\.json"):
+        planner.replay(saved, RouteRequest(prompt=PROMPT))
+
+
+@pytest.mark.parametrize("edit", [{"ref": "acme/other@1.0.0"}, {"kind": "ia3"}])
+def test_a_saved_plan_that_says_something_else_of_its_experts_was_edited(
+    edit: dict[str, Any], house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING))
+    saved = saved_plan(planner)
+    [expert] = saved.experts
+    edited = replace(saved, experts=(replace(expert, **edit),))
+    with pytest.raises(IncompatibleError, match="it was edited"):
+        planner.replay(edited, RouteRequest(prompt=PROMPT))
+
+
+def test_a_saved_plan_in_another_order_was_edited(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    saved = saved_plan(planner, force=(named("acme/plurals"), named("acme/sorting")))
+    edited = replace(saved, experts=saved.experts[::-1])
+    with pytest.raises(IncompatibleError, match="the plan was made as"):
+        planner.replay(edited, RouteRequest(prompt=PROMPT))
+
+
+def test_a_saved_plan_with_requirements_is_repeated_in_its_order(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    needy = shop.package("acme/sorting", composition={"requires": ["acme/plurals@^1"]}, **SORTING)
+    house.install(shop.package("acme/plurals", **PLURALS), needy)
+    saved = saved_plan(planner)
+    assert [e.ref for e in saved.experts] == ["acme/plurals@1.0.0", "acme/sorting@1.0.0"]
+    house.install(shop.package("acme/plurals", "1.1.0", **PLURALS))
+    again = planner.replay(saved, RouteRequest(prompt="Guten Morgen")).result.plan
+    assert (again.identity, [e.ref for e in again.experts]) == (
+        saved.identity,
+        [e.ref for e in saved.experts],
+    )
