@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
 
 from jinja2.exceptions import TemplateAssertionError, TemplateError, TemplateSyntaxError
 
+from expertctl.engine.message import Message
 from expertctl.engine.template_budget import Budget, paying_from
 from expertctl.engine.template_sandbox import ChatSandbox
 from expertctl.engine.tokenizer import Tokenizer
@@ -26,16 +26,7 @@ NO_TEMPLATE = "the base has no chat template, the prompt is used as it is"
 USES_CLOCK = "the base's chat template writes the date, so the prompt differs from day to day"
 _STRFTIME = re.compile(r"(%[-#]?[A-Za-z%]|[^%]){0,100}")
 
-Role = Literal["system", "user", "assistant", "tool"]
 Clock = Callable[[], datetime]
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: Role
-    content: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,28 @@
-"""The user's message: prompt, body and template put together, never rewritten.
+"""Messages: those of a conversation, and the user's own of prompt, body and template.
 
-Without a template it is the prompt, a blank line, the body. A template holds ``{prompt}`` and
+A message is put together, never rewritten. Without a template it is the prompt, a blank line, the body. A template holds ``{prompt}`` and
 ``{body}`` at most once each; what is put in is not looked at again. Routing sees the prompt only.
 """
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from expertctl.errors import UsageError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS, check_prompt
 
 NOT_READ = "the template has no {prompt}: the prompt chose the experts, the model does not read it"
 _PLACES = re.compile(r"\{(prompt|body)\}")
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Role
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
