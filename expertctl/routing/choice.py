@@ -17,6 +17,7 @@ from expertctl.errors import (
 )
 from expertctl.routing.candidate import Candidate, Installed, evidence
 from expertctl.routing.composition import (
+    check_context,
     check_together,
     in_plan_order,
     not_composing,
@@ -39,10 +40,11 @@ class Choice:
 class Selection:
     """The experts chosen so far for one plan, in order."""
 
-    def __init__(self, usable: Sequence[Installed], *, max_experts: int) -> None:
+    def __init__(self, usable: Sequence[Installed], *, max_experts: int, context: int) -> None:
         """Start with none; requirements are looked up among the usable experts."""
         self.usable = usable
         self.max_experts = max_experts
+        self.context = context
         self.choices: list[Choice] = []
 
     @property
@@ -62,6 +64,7 @@ class Selection:
         new = [expert for expert in group if expert.digest not in present]
         together = [*self.experts, *new]
         check_together(together)
+        check_context(together, self.context)
         if len(together) > self.max_experts:
             raise IncompatibleError(
                 f"{choice.expert.ref} would make a plan of {len(together)} experts, at most "
@@ -79,10 +82,10 @@ class Selection:
 
 
 def choose(
-    candidates: Sequence[Candidate], usable: Sequence[Installed], *, max_experts: int
+    candidates: Sequence[Candidate], usable: Sequence[Installed], *, max_experts: int, context: int
 ) -> tuple[list[Choice], list[Candidate]]:
     """Choose among candidates, the best first; return the plan's experts and all decisions."""
-    selection = Selection(usable, max_experts=max_experts)
+    selection = Selection(usable, max_experts=max_experts, context=context)
     decided = [_decide(candidate, candidates, selection) for candidate in candidates]
     reasons = {choice.expert.digest: choice.reason for choice in selection.choices}
     ordered = in_plan_order(selection.experts)
@@ -91,7 +94,11 @@ def choose(
 
 
 def choose_forced(
-    force: Sequence[Forced], installed: Sequence[Installed], usable: Sequence[Installed]
+    force: Sequence[Forced],
+    installed: Sequence[Installed],
+    usable: Sequence[Installed],
+    *,
+    context: int,
 ) -> list[Choice]:
     """Return the experts that the user names, in their order, and what they require.
 
@@ -112,7 +119,9 @@ def choose_forced(
             if needed.digest not in {*digests, *(c.expert.digest for c in choices)}:
                 choices.append(_pulled(needed, expert))
         choices.append(Choice(expert, weight, "named by the user"))
-    check_together([choice.expert for choice in choices])
+    experts = [choice.expert for choice in choices]
+    check_together(experts)
+    check_context(experts, context)
     _check_weights(choices)
     return choices
 
@@ -153,8 +162,7 @@ def _pulled(expert: Installed, dependant: Installed) -> Choice:
 def _check_weights(choices: Sequence[Choice]) -> None:
     """Refuse a weight that an expert cannot have, and 0 for what another one requires."""
     for choice in choices:
-        kinds = {adapter.kind for adapter in choice.expert.manifest.adapters}
-        if choice.weight != 1.0 and "soft_prompt" in kinds:
+        if choice.weight != 1.0 and choice.expert.manifest.virtual_tokens:
             raise IncompatibleError(
                 f"{choice.expert.ref} has a soft prompt, which has no weight but 1",
                 hint="name it without a weight, or leave it out",

@@ -52,6 +52,21 @@ def check_together(experts: Sequence[Installed]) -> None:
             )
 
 
+def check_context(experts: Sequence[Installed], context: int) -> None:
+    """Check that the soft prompts of these experts leave something of a base's context.
+
+    Raises:
+        IncompatibleError: when they do not.
+    """
+    tokens = sum(expert.manifest.virtual_tokens for expert in experts)
+    if tokens >= context:
+        names = ", ".join(expert.ref for expert in experts if expert.manifest.virtual_tokens)
+        raise IncompatibleError(
+            f"{names}: {tokens} virtual tokens, the base reads {context} tokens in all",
+            hint="use fewer experts with soft prompts",
+        )
+
+
 def not_composing(newcomer: Installed, chosen: Iterable[Installed]) -> str:
     """Say why an expert may not join others of its own accord; empty when it may."""
     for other in chosen:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.package.compatibility import check_base
+from expertctl.package.model_config import read_config
 from expertctl.routing.candidate import (
     Candidate,
     Installed,
@@ -141,7 +142,8 @@ def _automatic(
     bars |= superseded(usable)
     judged = [_judged(c, bars[c.expert.digest], features) for c in measured]
     judged.sort(key=lambda candidate: candidate.order)
-    return choose(judged, usable, max_experts=request.max_experts)
+    context = read_config(base.path).max_positions
+    return choose(judged, usable, max_experts=request.max_experts, context=context)
 
 
 def _judged(candidate: Candidate, bar: str, features: Features) -> Candidate:
@@ -164,7 +166,8 @@ def _forced(
     request: RouteRequest, measured: Sequence[Candidate], base: StoredBase
 ) -> tuple[list[Choice], list[Candidate]]:
     usable = [c.expert for c in measured if not _bar(c.expert, request, base)]
-    choices = choose_forced(request.force, [c.expert for c in measured], usable)
+    context = read_config(base.path).max_positions
+    choices = choose_forced(request.force, [c.expert for c in measured], usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
             raise UsageError(f"{choice.expert.ref} is forced and excluded at once")
@@ -175,7 +178,7 @@ def _forced(
         raise UsageError(
             f"with what they require, {len(choices)} experts are forced; at most "
             f"{request.max_experts} are allowed",
-            hint="raise --max-experts",
+            hint="raise --max-experts, which goes up to 10, or name fewer",
         )
     by_digest = {candidate.expert.digest: candidate for candidate in measured}
     return choices, [by_digest[c.expert.digest].accepted(c.reason) for c in choices]
@@ -189,7 +192,12 @@ def plan_of(
     base: StoredBase,
 ) -> Plan:
     """Return the plan of some experts: its identity, and the settings that they recommend."""
-    numerics = numeric_settings(base, dtype=request.dtype, adapter_dtype=request.adapter_dtype)
+    numerics = numeric_settings(
+        base,
+        dtype=request.dtype,
+        adapter_dtype=request.adapter_dtype,
+        engine=request.engine,
+    )
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(
         identity=plan_identity(numerics, [(c.expert.digest, c.weight) for c in choices]),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from expertctl.routing.plan import plan_identity
 from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest, parse_forced, parse_target
 from expertctl.routing.router import LEXICAL_NOTE, RoutingResult, route
-from expertctl.schema.manifest import Decoding
+from expertctl.schema.manifest import AdapterEntry, Decoding
 from expertctl.schema.validation import problems_of
 from expertctl.store.base_record import StoredBase
 from tests.routing.experts import content_digest, installed, manifest
@@ -228,10 +229,120 @@ def test_an_expert_that_lacks_what_it_requires_is_refused(router: Router) -> Non
     )
 
 
+def test_what_is_required_stands_before_whatever_load_order_says(router: Router) -> None:
+    needy = sorting(composition={"requires": ("acme/english@^1",), "load_order": 1})
+    middle = {"requires": ("acme/letters@*",), "load_order": 3}
+    english, letters = sql("acme/english", composition=middle), sql("acme/letters")
+    assert refs(router(needy, english, letters)) == [
+        "acme/letters@1.0.0",
+        "acme/english@1.0.0",
+        "acme/sort@1.0.0",
+    ]
+
+
+def test_what_is_required_counts_in_the_longest_chain_that_an_expert_allows(
+    router: Router,
+) -> None:
+    short = {"requires": ("acme/english@^1",), "max_chain": 2}
+    english = sql("acme/english", composition={"requires": ("acme/letters@*",)})
+    experts = (sorting(composition=short), english, sql("acme/letters"))
+    result = router(*experts)
+    assert refs(result) == []
+    told = "acme/sort@1.0.0 allows at most 2 experts in a plan, this one has 3"
+    assert of(result, "acme/sort").reason == told
+    with pytest.raises(IncompatibleError, match=told):
+        router(*experts, force=(parse_forced("acme/sort"),))
+
+
+def test_what_is_required_may_not_conflict(router: Router) -> None:
+    needy = sorting(composition={"requires": ("acme/english@^1",), "conflicts": ("acme/letters",)})
+    english = sql("acme/english", composition={"requires": ("acme/letters@*",)})
+    experts = (needy, english, sql("acme/letters"))
+    told = "acme/sort@1.0.0 conflicts with acme/letters@1.0.0: it declares acme/letters"
+    assert of(router(*experts), "acme/sort").reason == told
+    with pytest.raises(ConflictError, match=told):
+        router(*experts, force=(parse_forced("acme/sort"),))
+
+
+def chain(length: int) -> list[Installed]:
+    """Experts that each require the next one; the first is for the prompt."""
+    return [
+        (sorting if n == 0 else sql)(
+            f"acme/e{n}", composition={"requires": (f"acme/e{n + 1}",) if n + 1 < length else ()}
+        )
+        for n in range(length)
+    ]
+
+
+def test_ten_experts_can_require_one_another_and_eleven_cannot(router: Router) -> None:
+    forced = (parse_forced("acme/e0"),)
+    assert refs(router(*chain(10))) == [f"acme/e{n}@1.0.0" for n in reversed(range(10))]
+    assert len(refs(router(*chain(10), force=forced))) == 10
+    told = "acme/e0@1.0.0 and all that it requires are more than 10 experts"
+    for length in (11, 3000):
+        assert of(router(*chain(length)), "acme/e0@").reason == told
+        with pytest.raises(IncompatibleError, match=told):
+            router(*chain(length), force=forced)
+
+
+def soft(name: str, tokens: int) -> Installed:
+    """An expert for the prompt, with a soft prompt."""
+    plain = sorting(name)
+    entry = AdapterEntry("soft_prompt", "p.safetensors", "p.json", "float32", 1, tokens=tokens)
+    return replace(plain, manifest=replace(plain.manifest, adapters=(entry,)))
+
+
+@pytest.mark.parametrize("weight", ["0", "0.5", "-1", "2"])
+def test_a_soft_prompt_has_no_weight_but_one(router: Router, weight: str) -> None:
+    expert = soft("acme/soft", 8)
+    assert refs(router(expert, force=(parse_forced("acme/soft:1"),))) == ["acme/soft@1.0.0"]
+    with pytest.raises(IncompatibleError, match=r"acme/soft@1\.0\.0 has a soft prompt"):
+        router(expert, force=(parse_forced(f"acme/soft:{weight}"),))
+
+
+def test_soft_prompts_leave_something_of_the_context(router: Router) -> None:
+    context = 32768
+    both, force = (soft("acme/a", context // 2), soft("acme/b", context // 2)), []
+    force = [parse_forced(name) for name in ("acme/a", "acme/b")]
+    with pytest.raises(IncompatibleError, match=f"{context} virtual tokens, the base reads"):
+        router(*both, force=tuple(force))
+    assert refs(router(*both, force=(force[0],))) == ["acme/a@1.0.0"]
+    assert "virtual tokens" in of(router(soft("acme/a", context)), "acme/a").reason
+
+
+def test_what_is_required_has_a_weight_that_counts(router: Router) -> None:
+    needy = sorting(composition={"requires": ("acme/english@^1",)})
+    experts = (needy, sql("acme/english"))
+
+    def weights(*words: str) -> list[float]:
+        plan = router(*experts, force=tuple(map(parse_forced, words))).plan
+        return [expert.weight for expert in plan.experts]
+
+    with pytest.raises(IncompatibleError, match=r"requires acme/english@1\.0\.0, which has the w"):
+        weights("acme/english:0", "acme/sort")
+    assert weights("acme/english:0.5", "acme/sort") == [0.5, 1.0]
+    assert weights("acme/english:0", "acme/sort:0") == [0.0, 0.0]
+    assert weights("acme/sort:0") == [1.0, 0.0]
+
+
+def test_a_named_version_that_is_not_the_required_one_is_refused(router: Router) -> None:
+    needy = sorting(composition={"requires": ("acme/english@^1.2",)})
+    experts = (needy, sql("acme/english", "1.0.0"), sql("acme/english", "1.3.0"))
+    force = (parse_forced("acme/english@1.0.0"), parse_forced("acme/sort"))
+    with pytest.raises(ConflictError, match="are versions of one package"):
+        router(*experts, force=force)
+
+
 def test_experts_that_require_each_other_come_together(router: Router) -> None:
     one = sorting("acme/one", composition={"requires": ("acme/two@*",)})
     two = sql("acme/two", composition={"requires": ("acme/one@*",)})
     assert sorted(refs(router(one, two))) == ["acme/one@1.0.0", "acme/two@1.0.0"]
+    forced = router(one, two, force=(parse_forced("acme/two"),))
+    assert sorted(refs(forced)) == ["acme/one@1.0.0", "acme/two@1.0.0"]
+
+
+def test_an_expert_that_requires_itself_is_used(router: Router) -> None:
+    assert refs(router(sorting(composition={"requires": ("acme/sort@*",)}))) == ["acme/sort@1.0.0"]
 
 
 @pytest.mark.parametrize(
@@ -549,7 +660,7 @@ def test_an_expert_that_declares_everything_does_not_attach_itself(router: Route
 
 
 def test_a_selection_holds_each_expert_once() -> None:
-    selection = Selection([sorting(), sql()], max_experts=2)
+    selection = Selection([sorting(), sql()], max_experts=2, context=512)
     selection.check_integrity()
     selection.add(Choice(sorting(), 1.0, "first"))
     selection.add(Choice(sql(), 1.0, "second"))
