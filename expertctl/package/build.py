@@ -27,7 +27,7 @@ from expertctl.package.draft import (
 )
 from expertctl.package.frame import FAST
 from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
-from expertctl.package.numbers import not_finite
+from expertctl.package.numbers import extremes, not_finite, peaks
 from expertctl.package.secrets_scan import holds_private_key
 from expertctl.package.spool import signed_layout, with_document
 from expertctl.package.write import write_package
@@ -144,13 +144,14 @@ def plan_build(
     unknown = base_problems(document)
     findings.problems += unknown
     manifest = None if unknown else findings.of(lambda: manifest_of(document))
+    warnings = []
     for adapter in adapters:
-        findings.problems += _adapter_problems(directory, adapter, base, progress)
+        warnings += _look_into(directory, adapter, base, findings, progress=progress)
     if manifest is None:
         findings.problems += _schema_problems(document) if unknown else []
         findings.raise_if_any(str(directory))
     assert manifest is not None, "problems were raised"
-    warnings = _against(manifest, adapters, base, findings)
+    warnings += _against(manifest, adapters, base, findings)
     paths, left_out = _choose(directory, manifest)
     findings.problems += _file_problems(directory, manifest, paths)
     findings.raise_if_any(str(directory))
@@ -207,15 +208,23 @@ def _read_adapters(
     return [adapter for adapter in read if adapter is not None]
 
 
-def _adapter_problems(
-    directory: Path, adapter: AdapterFiles, base: BaseFacts | None, progress: Progress
+def _look_into(
+    directory: Path,
+    adapter: AdapterFiles,
+    base: BaseFacts | None,
+    findings: _Findings,
+    *,
+    progress: Progress,
 ) -> list[str]:
+    """Look at every number of an adapter, and hold its shapes to the base; return warnings."""
     path = adapter.weights_path
-    bad = not_finite(directory / path, adapter.table, progress=progress)
-    problems = [f"{path}: {name} holds NaN or infinity" for name in bad]
+    with (directory / path).open("rb") as stream:
+        found = peaks(stream, adapter.table, progress=progress)
+    problems = not_finite(found)
     if base is not None:
-        problems += [f"{path}: {problem}" for problem in check_tensors(adapter.spec, base.shapes)]
-    return problems
+        problems += check_tensors(adapter.spec, base.shapes)
+    findings.problems += [f"{path}: {problem}" for problem in problems]
+    return [f"{path}: {warning}" for warning in extremes(adapter.spec, found)]
 
 
 def _schema_problems(document: JsonObject) -> list[str]:

@@ -1,42 +1,98 @@
-"""Whether the numbers in a tensor file are finite, read in pieces and by their bits.
+"""How large the numbers in a tensor file are, and whether they are numbers at all.
 
-NaN and infinity are all ones in the exponent, in each of the three types; the bits are looked at,
-so that bfloat16 needs no arithmetic.
+Read in pieces and by their bits: without the sign they order as the numbers do, in each of the
+three types, with infinity and NaN above all others. So bfloat16 needs no arithmetic.
 """
 
-from pathlib import Path
+import math
+from collections.abc import Mapping
 from typing import BinaryIO
 
 import numpy as np
 
 from expertctl.digest import CHUNK, Progress, no_progress
+from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt, shortened
 from expertctl.package.tensor_file import TensorInfo, TensorTable
 
-_EXPONENTS: dict[str, tuple[str, int]] = {
-    "F32": ("<u4", 0x7F800000),
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
+EXTREME = 1000.0
+"""A change beyond it is worth a warning: the weights of trained bases are below 10, so are LoRA's
+changes to them and the factors of IA³; soft prompts and DoRA's magnitudes, which are norms of rows,
+stay below 100. It is far enough from 65504, where float16 ends."""
+
+_MAGNITUDE: Mapping[str, tuple[str, int, int]] = {
+    "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
+    "F16": ("<u2", 0x7FFF, 0x7C00),
+    "BF16": ("<u2", 0x7FFF, 0x7F80),
 }
+"""The bits of a type, which of them are not the sign, and those of infinity."""
 
 
-def not_finite(path: Path, table: TensorTable, *, progress: Progress = no_progress) -> list[str]:
-    """Return the names of tensors that hold a NaN or an infinity."""
-    with path.open("rb") as stream:
-        return [
-            name
-            for name, tensor in table.tensors.items()
-            if not _is_finite(stream, table.data_offset, tensor, progress)
+def peaks(
+    stream: BinaryIO, table: TensorTable, *, progress: Progress = no_progress
+) -> dict[str, float]:
+    """Return the largest absolute value in each tensor; infinity where one is not finite."""
+    return {
+        name: _peak(stream, table.data_offset, tensor, progress)
+        for name, tensor in table.tensors.items()
+    }
+
+
+def not_finite(found: Mapping[str, float]) -> list[str]:
+    """Return which tensors hold NaN or infinity."""
+    return [f"{name} holds NaN or infinity" for name, peak in found.items() if math.isinf(peak)]
+
+
+def extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
+    """Return where the numbers of an adapter are finite, but beyond what training gives."""
+    reaches = ((part, _reach(part, found)) for part in spec.parts)
+    return shortened(
+        [
+            f"{_label(part)}: numbers up to {reach:.2g}; trained adapters stay below {EXTREME:g}"
+            for part, reach in reaches
+            if reach > EXTREME
         ]
+    )
 
 
-def _is_finite(stream: BinaryIO, offset: int, tensor: TensorInfo, progress: Progress) -> bool:
-    kind, exponent = _EXPONENTS[tensor.dtype]
-    mask = np.dtype(kind).type(exponent)
-    left, finite = tensor.end - tensor.begin, True
+def _reach(part: Part, found: Mapping[str, float]) -> float:
+    """Return a bound on the numbers that a part adds to weights, multiplies by, or puts in."""
+    match part:
+        case Lora():
+            return _product(part, found)
+        case Dora():
+            return max(_product(part, found), found[part.magnitude])
+        case Ia3():
+            return found[part.vector]
+        case SoftPrompt():
+            return found[part.embeddings]
+
+
+def _product(part: Lora | Dora, found: Mapping[str, float]) -> float:
+    """No number in scale B A is larger."""
+    return part.scale * part.rank * found[part.a] * found[part.b]
+
+
+def _label(part: Part) -> str:
+    return part.embeddings if isinstance(part, SoftPrompt) else part.module
+
+
+def _peak(stream: BinaryIO, offset: int, tensor: TensorInfo, progress: Progress) -> float:
+    kind, magnitude, infinity = _MAGNITUDE[tensor.dtype]
+    mask = np.dtype(kind).type(magnitude)
+    left, largest = tensor.end - tensor.begin, 0
     stream.seek(offset + tensor.begin)
-    while left and (data := stream.read(min(CHUNK, left))):
-        bits = np.frombuffer(data, dtype=kind)
-        finite = finite and not bool(np.any((bits & mask) == mask))
+    while left:
+        data = stream.read(min(CHUNK, left))
+        if not data:  # the file was cut short meanwhile
+            return math.inf
+        largest = max(largest, int((np.frombuffer(data, dtype=kind) & mask).max()))
         left -= len(data)
         progress(len(data))
-    return finite and left == 0
+    return math.inf if largest >= infinity else _value(largest, tensor.dtype)
+
+
+def _value(bits: int, dtype: str) -> float:
+    """Return the number that bits without a sign spell."""
+    if dtype == "F16":
+        return float(np.uint16(bits).view(np.float16))
+    return float(np.uint32(bits << 16 if dtype == "BF16" else bits).view(np.float32))
