@@ -22,6 +22,7 @@ LAYERS = (
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+COMPAT = {"transformers", "peft"}
 MODULES = sorted((ROOT / "expertctl").rglob("*.py"))
 
 
@@ -59,7 +60,20 @@ def test_a_module_imports_only_earlier_stages(path: Path) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_only_the_engine_imports_torch(path: Path) -> None:
     heavy = {n.split(".")[0] for n in imported(path)} & {"torch", "transformers", "peft"}
-    assert heavy <= ({"torch"} if stage(module_name(path)) == "engine" else set())
+    assert heavy <= ({"torch", *COMPAT} if stage(module_name(path)) == "engine" else set())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_only_the_compat_engine_imports_what_replaces_our_own_and_only_when_it_runs(
+    path: Path,
+) -> None:
+    module = module_name(path)
+    heavy = {n.split(".")[0] for n in imported(path)} & COMPAT
+    assert heavy <= (COMPAT if module.startswith("expertctl.engine.compat") else set())
+    top = ast.parse(path.read_text(encoding="utf-8")).body
+    names = {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
+    names |= {str(n.module) for n in top if isinstance(n, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in names} & COMPAT
 
 
 def test_there_is_no_import_cycle() -> None:

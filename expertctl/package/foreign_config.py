@@ -53,6 +53,10 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _BARE: Mapping[str, str] = {"gpt2": "transformer", "bloom": "transformer", "opt": "model"}
 """Architectures published without their head too, and what the names of tensors lack then."""
 _HEADS = ("lm_head", "embed_out")
+LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""What architectures call the number of tokens that they read."""
+UNKNOWN_LENGTH = 2048
+"""The context of a base that does not say how much it reads."""
 
 Shape = tuple[int, ...]
 
@@ -63,6 +67,12 @@ class ForeignConfig:
 
     architecture: str
     values: JsonObject
+
+    @property
+    def max_positions(self) -> int:
+        """How many tokens it says that it reads; transformers may know better."""
+        stated = (self.values.get(name) for name in LENGTH_NAMES)
+        return next((n for n in stated if isinstance(n, int) and n > 0), UNKNOWN_LENGTH)
 
     def to_json(self) -> JsonObject:
         """Return what the digest of a base holds; no `ModelConfig` ever looks like it."""

@@ -1,27 +1,72 @@
 """What the numbers of a base depend on, and whether a saved plan still means the same."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from expertctl.digest import Digest
-from expertctl.errors import IncompatibleError
+from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.package.foreign_config import read_base_config
 from expertctl.package.model_config import read_config
-from expertctl.routing.plan import NumericSettings, Plan, PlannedExpert
+from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
+from expertctl.routing.request import EngineName
 from expertctl.store.base_record import StoredBase
 
+_COMPAT = ("transformers", "peft")
 
-def numeric_settings(base: StoredBase, *, dtype: str, adapter_dtype: str) -> NumericSettings:
-    """Return the numeric settings of a base run in one dtype.
+
+def numeric_settings(
+    base: StoredBase, *, dtype: str, adapter_dtype: str, engine: EngineName = "native"
+) -> NumericSettings:
+    """Return the numeric settings of a base run in one dtype by one engine.
 
     Raises:
-        IncompatibleError: when the decoder does not support such a model.
+        IncompatibleError: when the engine does not support such a model.
         InvalidPackageError: when its configuration is malformed.
+        NotFoundError: when the libraries of the engine are not installed.
     """
+    _check_engine(base, engine)
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
-        rope=read_config(base.path).rope.to_json(),
+        rope={} if base.foreign else read_config(base.path).rope.to_json(),
         dtype=dtype,
         adapter_dtype=adapter_dtype,
+        engine=NUMERIC_VERSION if engine == "native" else compat_version(),
     )
+
+
+def context_of(base: StoredBase, *, engine: EngineName) -> int:
+    """Return how many tokens a base reads, with the answer.
+
+    Raises:
+        IncompatibleError: when the engine does not support such a model.
+        InvalidPackageError: when its configuration is malformed.
+    """
+    _check_engine(base, engine)
+    return read_base_config(base.path).max_positions
+
+
+def compat_version() -> str:
+    """Return what ``--engine transformers`` computes with, such as ``transformers 5.1, peft 0.19``.
+
+    Raises:
+        NotFoundError: when it is not installed.
+    """
+    try:
+        return ", ".join(f"{name} {version(name)}" for name in _COMPAT)
+    except PackageNotFoundError as error:
+        raise NotFoundError(
+            f"--engine transformers needs {error.name}, which is not installed",
+            hint="pip install 'expertctl[compat]'",
+        ) from error
+
+
+def _check_engine(base: StoredBase, engine: EngineName) -> None:
+    if base.foreign and engine == "native":
+        raise IncompatibleError(
+            f"expertctl's own decoder does not run the base {base.name}",
+            hint="use --engine transformers: slow, with one expert at most",
+        )
 
 
 def check_identity(plan: Plan, now: Digest) -> None:
@@ -33,8 +78,9 @@ def check_identity(plan: Plan, now: Digest) -> None:
     if now != plan.identity:
         raise IncompatibleError(
             f"the plan was made as {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…: "
-            "another base, dtype or version of the engine, or the plan was edited",
-            hint="run it with the base and --dtype it was made with, or route the prompt again",
+            "another base, dtype, engine or version of the engine, or the plan was edited",
+            hint="run it with the base, --dtype and --engine that it was made with, or route the "
+            "prompt again",
         )
 
 

@@ -105,7 +105,7 @@ class NumericSettings:
     """What the numbers depend on besides the experts.
 
     ``rope`` is `expertctl.package.rope_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
-    quantisation.
+    quantisation; ``engine`` is `NUMERIC_VERSION`, or the names and versions of other libraries.
     """
 
     arch: Digest
@@ -115,7 +115,7 @@ class NumericSettings:
     dtype: str
     adapter_dtype: str = "published"
     recompression: str | None = None
-    engine: int = NUMERIC_VERSION
+    engine: int | str = NUMERIC_VERSION
 
 
 def plan_identity(

@@ -191,7 +191,10 @@ class Planner:
     def _bases(
         self, request: RouteRequest, name: str | None, experts: Sequence[Installed]
     ) -> list[StoredBase]:
-        """Return the bases to route on: the one named, else those that experts fit."""
+        """Return the bases to route on: the one named, else those that experts fit.
+
+        What the engine does not run comes last, to be refused where nothing else would do.
+        """
         if name is not None:
             return [self.bases.find(name)]
         default = self.bases.default()
@@ -200,11 +203,13 @@ class Planner:
                 "no base model is known", hint="add one with `expertctl base add DIR`"
             )
         ordered = [default, *(b for b in self.bases.bases() if b.name != default.name)]
+        ordered.sort(key=lambda b: _is_beyond(b, request))
         if request.force:
-            return [next((b for b in ordered if _suits(b, request, experts)), default)]
+            return [next((b for b in ordered if _suits(b, request, experts)), ordered[0])]
         usable = [] if request.base_alone else [e for e in experts if not untrusted(e)]
-        fitting = [b for b in ordered if any(_fits(e, b) for e in usable)]
-        return fitting or [default]
+        runnable = [b for b in ordered if not _is_beyond(b, request)]
+        fitting = [b for b in runnable if any(_fits(e, b) for e in usable)]
+        return fitting or ordered[:1]
 
 
 def _as_saved(request: RouteRequest, saved: Plan) -> RouteRequest:
@@ -236,6 +241,11 @@ def _check_installed(expert: PlannedExpert, inventory: Inventory) -> None:
 
 def _fits(expert: Installed, base: StoredBase) -> bool:
     return not misfit(expert, base.identity, allow_mismatch=False)
+
+
+def _is_beyond(base: StoredBase, request: RouteRequest) -> bool:
+    """Tell whether the engine that is asked for does not run a base."""
+    return base.foreign and request.engine == "native"
 
 
 def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]) -> bool:

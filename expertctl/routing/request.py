@@ -1,6 +1,7 @@
 """What a caller asks the router: the prompt, and what is wanted, forbidden and preferred."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
@@ -13,6 +14,9 @@ from expertctl.routing.presets import (
     check_prompt,
     check_wishes,
 )
+
+EngineName = Literal["native", "transformers"]
+"""Our own decoder, or the slow way round it for what it does not run."""
 
 Target = Reference | Digest
 """How an expert is named: a reference, or its content or package digest."""
@@ -41,6 +45,7 @@ class RouteRequest:
     adapter_dtype: str = "published"
     memory_budget: int | None = None
     allow_base_mismatch: bool = False
+    engine: EngineName = "native"
 
 
 def check_request(request: RouteRequest) -> None:

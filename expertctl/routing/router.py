@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.package.compatibility import check_base
-from expertctl.package.model_config import read_config
 from expertctl.routing.candidate import (
     Candidate,
     Installed,
@@ -26,7 +25,7 @@ from expertctl.routing.candidate import (
 from expertctl.routing.choice import Choice, choose, choose_forced, is_excluded
 from expertctl.routing.features import Features, features_of
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.numerics import numeric_settings
+from expertctl.routing.numerics import context_of, numeric_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
 from expertctl.routing.presets import resolve, unapplied
 from expertctl.routing.request import RouteRequest, check_request
@@ -142,7 +141,7 @@ def _automatic(
     bars |= superseded(usable)
     judged = [_judged(c, bars[c.expert.digest], features) for c in measured]
     judged.sort(key=lambda candidate: candidate.order)
-    context = read_config(base.path).max_positions
+    context = context_of(base, engine=request.engine)
     return choose(judged, usable, max_experts=request.max_experts, context=context)
 
 
@@ -166,7 +165,7 @@ def _forced(
     request: RouteRequest, measured: Sequence[Candidate], base: StoredBase
 ) -> tuple[list[Choice], list[Candidate]]:
     usable = [c.expert for c in measured if not _bar(c.expert, request, base)]
-    context = read_config(base.path).max_positions
+    context = context_of(base, engine=request.engine)
     choices = choose_forced(request.force, [c.expert for c in measured], usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):

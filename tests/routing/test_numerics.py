@@ -1,9 +1,11 @@
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.routing import numerics
 from expertctl.routing.numerics import check_identity, numeric_settings
 from expertctl.routing.plan import Plan, SamplingParams, plan_identity
 from expertctl.store.base_record import StoredBase
@@ -29,3 +31,39 @@ def test_a_saved_plan_is_refused_where_its_numbers_would_differ(base: StoredBase
     for other in (replace(settings, dtype="int8"), replace(settings, weights=Digest.of(b"x"))):
         with pytest.raises(IncompatibleError, match="the plan was made as sha256:"):
             check_identity(plan, plan_identity(other, []))
+
+
+def test_another_engine_gives_other_numbers_and_names_its_version(base: StoredBase) -> None:
+    native = numeric_settings(base, dtype="float32", adapter_dtype="published")
+    compat = numeric_settings(
+        base, dtype="float32", adapter_dtype="published", engine="transformers"
+    )
+    assert compat.engine == f"transformers {version('transformers')}, peft {version('peft')}"
+    assert replace(compat, engine=native.engine) == native
+    plan = Plan(plan_identity(native, []), 0, base.name, (), SamplingParams())
+    with pytest.raises(IncompatibleError, match="engine") as caught:
+        check_identity(plan, plan_identity(compat, []))
+    assert "--engine" in caught.value.hint
+
+
+def test_a_base_that_only_transformers_runs_is_refused_with_the_way_out(base: StoredBase) -> None:
+    foreign = replace(base, foreign=True)
+    with pytest.raises(IncompatibleError, match="does not run the base acme/tiny") as caught:
+        numeric_settings(foreign, dtype="float32", adapter_dtype="published")
+    assert "--engine transformers" in caught.value.hint
+    settings = numeric_settings(
+        foreign, dtype="float32", adapter_dtype="published", engine="transformers"
+    )
+    assert settings.rope == {}
+
+
+def test_without_the_libraries_the_extra_is_named(
+    base: StoredBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(numerics, "version", absent)
+    with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
+        numeric_settings(base, dtype="float32", adapter_dtype="published", engine="transformers")
+    assert caught.value.hint == "pip install 'expertctl[compat]'"

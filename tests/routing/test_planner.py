@@ -26,6 +26,7 @@ from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.factories import write_base
+from tests.foreign_bases import write_gpt2
 from tests.store.shop import House, Shop, a_key, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
@@ -93,6 +94,29 @@ def test_the_experts_decide_which_base_answers(
     assert (planned.base.name, refs(planned)) == (shop.base_dir.name, ["acme/sorting@1.0.0"])
     forced = RouteRequest(prompt="Hello", force=(named("acme/sorting"),))
     assert planner.plan(forced).base.name == shop.base_dir.name
+
+
+def test_a_base_that_the_engine_does_not_run_never_answers_by_itself(
+    house: House, shop: Shop, planner: Planner, tmp_path: Path
+) -> None:
+    house.bases.add(write_gpt2(tmp_path / "gpt2"))
+    house.install(shop.package("acme/sorting", **SORTING))
+    alone = RouteRequest(prompt=PROMPT, base_alone=True)
+    for request in (alone, RouteRequest(prompt=PROMPT)):
+        assert planner.plan(request).base.name == shop.base_dir.name
+    compat = planner.plan(replace(alone, engine="transformers"))
+    assert compat.base.name == "gpt2"
+    with pytest.raises(IncompatibleError, match="does not run the base gpt2") as caught:
+        planner.plan(alone, base="gpt2")
+    assert "--engine transformers" in caught.value.hint
+
+
+def test_where_no_base_can_run_the_engine_that_could_is_named(house: House, tmp_path: Path) -> None:
+    house.bases.add(write_gpt2(tmp_path / "gpt2"))
+    planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
+    with pytest.raises(IncompatibleError) as caught:
+        planner.plan(RouteRequest(prompt=PROMPT))
+    assert "--engine transformers" in caught.value.hint
 
 
 def test_of_two_bases_the_one_with_the_better_expert_answers(

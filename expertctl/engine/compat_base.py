@@ -1,0 +1,221 @@
+"""A base as a model of transformers: any causal language model, from files that were checked.
+
+transformers gets a configuration and tensors, never a folder: given one it would look for adapters,
+other weight files and code in it, and ask the hub. Nothing is downloaded and no code but that of
+the installed libraries runs.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from expertctl.engine.loaded_base import dtype_of
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import shortened
+from expertctl.package.base_tensors import StoredTensor, foreign_tensors
+from expertctl.package.foreign_config import (
+    LENGTH_NAMES,
+    UNKNOWN_LENGTH,
+    ForeignConfig,
+    parse_foreign,
+)
+from expertctl.package.model_config import CONFIG_FILE, read_document
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+
+_MARGIN = 8
+"""One part in so many of the weights is added for what loading and running need besides."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CompatBase:
+    """A base whose files are those that were added; no weights are in memory."""
+
+    stored: StoredBase
+    config: Any
+    """The configuration object of transformers."""
+    tensors: Mapping[str, StoredTensor]
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """What its weights take in memory."""
+        numbers = sum(torch.Size(t.info.shape).numel() for t in self.tensors.values())
+        return numbers * self.dtype.itemsize
+
+    @property
+    def context(self) -> int:
+        """How many tokens it reads, with the answer."""
+        return _length(self.config) or UNKNOWN_LENGTH
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it has scores for."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of it."""
+        if _length(self.config):
+            return ()
+        return (f"the base does not say how much it reads; {UNKNOWN_LENGTH} tokens are allowed",)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """About what the keys and values of so many tokens take."""
+        config = self.config.get_text_config()
+        layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
+        size = getattr(config, "head_dim", None) or -(-int(config.hidden_size) // heads)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return 2 * layers * int(kv_heads) * int(size) * self.dtype.itemsize * tokens
+
+    def buffer_bytes(self, tokens: int) -> int:
+        """About what loading and a pass over so many tokens need besides."""
+        config = self.config.get_text_config()
+        wide = 16 * int(config.hidden_size) + int(config.num_attention_heads) * tokens
+        return self.weight_bytes // _MARGIN + tokens * wide * _FLOAT_BYTES
+
+
+def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool) -> CompatBase:
+    """Check the files of a base, by every byte with ``rehash``, and read the small ones.
+
+    Raises:
+        BaseMismatchError: when they are not those that were added.
+        IncompatibleError: when the installed transformers does not know such a model.
+        NotFoundError: when transformers is not installed.
+    """
+    if rehash:
+        bases.rehash(stored)
+    else:
+        bases.check(stored)
+    what = str(stored.path / CONFIG_FILE)
+    config = parse_foreign(read_document(stored.path), what=what)
+    tokenizer = Tokenizer.open(stored.path)
+    tensors = foreign_tensors(stored.path)
+    return CompatBase(stored, _config(config, what), tensors, tokenizer, dtype_of(dtype))
+
+
+def load_model(base: CompatBase) -> Any:
+    """Bring the weights into memory; every one of them has its place in the model.
+
+    Raises:
+        InvalidPackageError: when they are not those of the configuration.
+    """
+    name = base.stored.name
+    with _offline():
+        try:
+            model, found = _class_of(base.config, name).from_pretrained(
+                None,
+                config=base.config,
+                state_dict=_read(base.tensors),
+                dtype=base.dtype,
+                attn_implementation="sdpa" if _knows_sdpa(base.config, name) else "eager",
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        except (ValueError, RuntimeError, ImportError, AttributeError, KeyError) as error:
+            problem = f"transformers cannot load it: {str(error)[:1000]}"
+            raise InvalidPackageError(f"the base {name}", [problem]) from error
+    _check_loaded(name, found)
+    return model.requires_grad_(False).eval()
+
+
+def _length(config: Any) -> int | None:
+    """Return the first length that a configuration states; libraries differ in its name."""
+    text = config.get_text_config()
+    found = (getattr(text, name, None) for name in LENGTH_NAMES)
+    return next((int(n) for n in found if isinstance(n, int) and n > 0), None)
+
+
+def _config(config: ForeignConfig, what: str) -> Any:
+    with _offline():
+        from transformers import CONFIG_MAPPING
+
+        if config.architecture not in CONFIG_MAPPING:
+            raise _unknown(what, config.architecture)
+        try:
+            return CONFIG_MAPPING[config.architecture].from_dict(dict(config.values))
+        except Exception as error:  # its validation raises errors of several libraries
+            problem = f"transformers cannot read it: {str(error)[:1000]}"
+            raise InvalidPackageError(what, [problem]) from error
+
+
+def _class_of(config: Any, name: str) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _unknown(name, config.model_type)
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def _unknown(what: str, architecture: str) -> IncompatibleError:
+    return IncompatibleError(
+        f"{what}: the installed transformers has no causal language model {architecture[:100]!r}",
+        hint="upgrade it: pip install --upgrade 'expertctl[compat]'",
+    )
+
+
+def _knows_sdpa(config: Any, name: str) -> bool:
+    return bool(getattr(_class_of(config, name), "_supports_sdpa", False))
+
+
+def _read(tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read every tensor of the files that were checked, and of no other."""
+    found: dict[str, Tensor] = {}
+    for path in sorted({tensor.path for tensor in tensors.values()}):
+        try:
+            opened: Any = safe_open(path, framework="pt", device="cpu")
+            with opened as file:
+                names = [name for name, tensor in tensors.items() if tensor.path == path]
+                found |= {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            problem = f"not a readable safetensors file: {error}"
+            raise InvalidPackageError(str(path), [problem]) from error
+    return found
+
+
+def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
+    problems = [f"missing tensor {key}" for key in sorted(found["missing_keys"])]
+    problems += [f"unexpected tensor {key}" for key in sorted(found["unexpected_keys"])]
+    problems += [f"tensor {key} of another shape" for key, *_ in sorted(found["mismatched_keys"])]
+    problems += [str(message)[:200] for message in found.get("error_msgs", ())]
+    if problems:
+        raise InvalidPackageError(f"the base {name}", shortened(problems))
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Import and use transformers without a word on the terminal, and never the network.
+
+    Raises:
+        NotFoundError: when it is not installed.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is first imported
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    try:
+        from transformers.utils import logging
+    except ModuleNotFoundError as error:
+        raise missing(error) from error
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def missing(error: ModuleNotFoundError) -> NotFoundError:
+    """Return the error that names the extra."""
+    return NotFoundError(
+        f"--engine transformers needs {error.name}, which is not installed",
+        hint="pip install 'expertctl[compat]'",
+    )
