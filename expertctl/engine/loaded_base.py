@@ -75,7 +75,7 @@ def open_base(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool)
     else:
         bases.check(stored)
     config = read_config(stored.path)
-    return OpenBase(stored, config, Tokenizer.open(stored.path), _dtype(dtype))
+    return OpenBase(stored, config, Tokenizer.open(stored.path), dtype_of(dtype))
 
 
 class BaseSlot:
@@ -132,7 +132,12 @@ def _load(base: OpenBase, device: torch.device, progress: Progress) -> LoadedBas
     return LoadedBase(model, weights.nbytes, weights.warnings)
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that the matrices of a base are held in.
+
+    Raises:
+        UsageError: for a name that is not one of `DTYPES`.
+    """
     if name not in DTYPES:
         raise UsageError(f"dtype {name[:40]!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
