@@ -26,7 +26,8 @@ def share_interval(right: int, n: int) -> Interval:
     share, shrink = right / n, 1 + Z * Z / n
     middle = (share + Z * Z / (2 * n)) / shrink
     reach = Z * sqrt(share * (1 - share) / n + Z * Z / (4 * n * n)) / shrink
-    return Interval(max(0.0, middle - reach), min(1.0, middle + reach))
+    low, high = middle - reach, middle + reach
+    return Interval(max(0.0, min(low, share)), min(1.0, max(high, share)))  # rounding aside
 
 
 def gain_interval(gained: int, lost: int, n: int) -> Interval:
