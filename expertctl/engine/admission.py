@@ -1,0 +1,163 @@
+"""Runs that share one memory: who is running in a home, with how many bytes, and who waits.
+
+Every run has a seat: a folder that its process holds a lock in, so a killed process frees its seat
+by itself. Who waits is let in when all that wait longer are in, and its bytes fit into its limit
+beside those of the runs that are in. A run that does not wait is never kept out.
+
+::
+
+    running/lock                     held by whoever looks at the seats, or changes them
+    running/<number>-<token>/lock    held by the process of one run
+    running/<number>-<token>/seat    how many bytes, and whether it waits
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.durable import make_folders, remove_tree
+from expertctl.engine.budget import mebibytes
+from expertctl.errors import StoreError
+from expertctl.store.lock import claim, claimed_folders, exclusive, is_held
+
+PAUSE_SECONDS = 0.1
+_NAME = re.compile(r"[0-9]{12}-[0-9a-f]+")
+_SEAT = re.compile(r"(?P<size>[0-9]{1,18}) (?P<state>in|waits)")
+
+
+def _pause() -> None:
+    time.sleep(PAUSE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """The seat of another run that is alive."""
+
+    number: int
+    size: int
+    waits: bool
+
+
+class Seat:
+    """The place of one run among the others; ``queued`` when it had to wait for it."""
+
+    def __init__(self, folder: Path | None, *, queued: bool = False) -> None:
+        """Belong to a folder, or to none where nobody may write."""
+        self.queued = queued
+        self._folder = folder
+
+    def resize(self, size: int) -> None:
+        """Say how many bytes the run takes now."""
+        if self._folder is None:
+            return
+        with suppress(OSError, StoreError), _looking(self._folder.parent):  # not worth a run
+            _write(self._folder, size, waits=False)
+
+
+class Admission:
+    """The seats of one home."""
+
+    def __init__(self, folder: Path, *, pause: Callable[[], None] = _pause) -> None:
+        """Name the folder; it is made for the first seat."""
+        self._folder, self._pause = folder, pause
+
+    @contextmanager
+    def seat(self, size: int) -> Iterator[Seat]:
+        """Take a seat at once; where nobody may write, one that others do not see."""
+        with ExitStack() as stack:
+            try:
+                seat = Seat(self._enter(size, stack, waits=False))
+            except (OSError, StoreError):
+                seat = Seat(None)  # a read-only home can be run from all the same
+            yield seat
+
+    @contextmanager
+    def queue(self, size: int, *, limit: int, tell: Callable[[str], None]) -> Iterator[Seat]:
+        """Take a seat when the bytes fit into the limit beside the others, waiting for that.
+
+        ``tell`` gets a sentence on what is waited for, or why that is impossible. The caller has
+        checked that the bytes fit into the limit.
+        """
+        with ExitStack() as stack:
+            try:
+                folder = self._enter(size, stack, waits=True)
+            except (OSError, StoreError) as error:
+                tell(f"other runs cannot be waited for: {error}")
+                yield Seat(None)
+                return
+            yield Seat(folder, queued=self._wait(folder, size, limit, tell))
+
+    def _enter(self, size: int, stack: ExitStack, *, waits: bool) -> Path:
+        make_folders(self._folder, mode=0o700)
+        with ExitStack() as made, _looking(self._folder):
+            number = max((other.number for other in self._others()), default=0) + 1
+            own = made.enter_context(claim(self._folder, prefix=f"{number:012d}-"))
+            _write(own, size, waits=waits)
+            stack.enter_context(made.pop_all())
+        return own
+
+    def _wait(self, own: Path, size: int, limit: int, tell: Callable[[str], None]) -> bool:
+        """Return when the run is in; tell once what it waits for, and whether it did."""
+        told = False
+        while why := self._admit(own, size, limit):
+            if not told:
+                tell(why)
+            told = True
+            self._pause()
+        return told
+
+    def _admit(self, own: Path, size: int, limit: int) -> str:
+        """Let a run in if it is its turn and there is room; else say what it waits for."""
+        with _looking(self._folder):
+            others = self._others(own)
+            ahead = [other for other in others if other.waits and other.number < _number(own)]
+            inside = [other for other in others if not other.waits]
+            if ahead or sum(other.size for other in inside) + size > limit:
+                return _waiting(size, limit, inside, ahead)
+            _write(own, size, waits=False)
+            return ""
+
+    def _others(self, own: Path | None = None) -> list[_Other]:
+        """Read the seats of the living; what dead ones left is removed."""
+        others = []
+        for folder in claimed_folders(self._folder):
+            if folder == own or not _NAME.fullmatch(folder.name):
+                continue
+            if is_held(folder):
+                others.append(_read(folder))
+            else:
+                remove_tree(folder)
+        return others
+
+
+def _looking(folder: Path) -> AbstractContextManager[None]:
+    return exclusive(folder / "lock")
+
+
+def _write(folder: Path, size: int, *, waits: bool) -> None:
+    (folder / "seat").write_text(f"{size} {'waits' if waits else 'in'}", encoding="ascii")
+
+
+def _read(folder: Path) -> _Other:
+    text = (folder / "seat").read_text(encoding="ascii", errors="replace")
+    match = _SEAT.fullmatch(text)
+    if match is None:
+        hint = f"remove {folder} when no run needs it"
+        raise StoreError(f"{folder}: this is not the seat of a run", hint=hint)
+    return _Other(_number(folder), int(match["size"]), match["state"] == "waits")
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.partition("-")[0])
+
+
+def _waiting(size: int, limit: int, inside: Sequence[_Other], ahead: Sequence[_Other]) -> str:
+    taken = mebibytes(sum(other.size for other in inside))
+    turn = f"; {len(ahead)} wait longer" if ahead else ""
+    return (
+        f"waiting for memory: {mebibytes(size)} of {mebibytes(limit)} are needed, "
+        f"{len(inside)} other runs hold {taken}{turn}"
+    )
