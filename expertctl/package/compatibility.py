@@ -13,6 +13,7 @@ from expertctl.package.adapter import (
     shortened,
 )
 from expertctl.package.base_model import BaseIdentity
+from expertctl.package.foreign_config import HEADS
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
 
@@ -60,11 +61,12 @@ def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
 
 
 def _prompt_misfit(part: SoftPrompt, shapes: Mapping[str, tuple[int, int]]) -> str | None:
-    """Virtual tokens are as wide as what every layer reads: the inputs of the queries."""
-    width = next((shape[1] for name, shape in shapes.items() if name.endswith(".q_proj")), None)
+    """Virtual tokens are as wide as the base's own, which is what the head reads."""
+    width = next((shapes[name][1] for name in HEADS if name in shapes), None)
     if part.width == width:
         return None
-    return f"{part.embeddings}: {part.width} wide, the base's tokens are {width}"
+    tokens = f"are {width}" if width else "have no width that is known"
+    return f"{part.embeddings}: {part.width} wide, the base's tokens {tokens}"
 
 
 def _mismatches(required: BaseRequirement, identity: BaseIdentity) -> list[str]:

@@ -52,7 +52,8 @@ _REFUSED: Mapping[str, str] = {
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _BARE: Mapping[str, str] = {"gpt2": "transformer", "bloom": "transformer", "opt": "model"}
 """Architectures published without their head too, and what the names of tensors lack then."""
-_HEADS = ("lm_head", "embed_out")
+HEADS = ("lm_head", "embed_out")
+"""What architectures call the layer that gives the scores, as wide as their tokens."""
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What architectures call the number of tokens that they read."""
 UNKNOWN_LENGTH = 2048
@@ -82,15 +83,20 @@ class ForeignConfig:
         """Return ``(out, in)`` of every matrix of the base, by the module's name in transformers.
 
         A bias is as long as the output, so it tells the layers that store a matrix as [in, out].
+        A head that is tied has the shape of the matrix that it is tied to.
         """
         prefix = self._absent_prefix(tensors)
         shapes: dict[str, tuple[int, int]] = {}
+        rows = self.values.get("vocab_size")
+        tokens = [s for s in tensors.values() if len(s) == 2 and s[0] == rows]
+        if tokens and not any(f"{head}.weight" in tensors for head in HEADS):
+            shapes[HEADS[0]] = (tokens[0][0], tokens[0][1])
         for name, shape in tensors.items():
             module = name.removesuffix(".weight")
             if module != name and len(shape) == 2:
                 flipped = shape[0] != shape[1] and tensors.get(f"{module}.bias") == shape[1:]
                 out, into = reversed(shape) if flipped else shape
-                shapes[module if module in _HEADS else f"{prefix}{module}"] = (out, into)
+                shapes[module if module in HEADS else f"{prefix}{module}"] = (out, into)
         return shapes
 
     def _absent_prefix(self, tensors: Mapping[str, Shape]) -> str:

@@ -14,7 +14,7 @@ from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.foreign_config import ForeignConfig, parse_foreign, read_base_config
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import canonical
-from tests.factories import write_base
+from tests.factories import VOCAB, write_base
 from tests.foreign_bases import (
     LAYERS,
     WIDTH,
@@ -87,7 +87,11 @@ def test_a_matrix_stored_the_other_way_round_is_told_by_its_bias(gpt2: Path) -> 
     assert shapes["transformer.h.0.attn.c_attn"] == (3 * WIDTH, WIDTH)
     assert shapes["transformer.h.1.attn.c_proj"] == (WIDTH, WIDTH)
     assert shapes["transformer.h.1.mlp.c_proj"] == (WIDTH, 4 * WIDTH)
-    assert len(shapes) == 4 * LAYERS + 2
+    assert len(shapes) == 4 * LAYERS + 3
+
+
+def test_a_tied_head_is_as_wide_as_the_tokens(gpt2: Path) -> None:
+    assert read_base(gpt2).shapes["lm_head"] == (VOCAB, WIDTH)
 
 
 def test_linear_layers_are_stored_as_they_are() -> None:
