@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from expertctl.engine.kv_cache import KVCache
 from expertctl.errors import BudgetError
-from expertctl.package.model_config import ModelConfig, parse_config
+from expertctl.package.model_config import ModelConfig, parse_config, read_config
+from tests.engine.conftest import CLASSES, MakeOracle
 
 VECTORS = json.loads(
     Path(__file__).parent.parent.joinpath("vectors", "runtime.json").read_text(encoding="utf-8")
@@ -44,6 +45,20 @@ def test_bytes_of_a_token_are_those_of_the_published_case() -> None:
     assert qwen.kv_bytes(1, itemsize=2) == per_token
     assert KVCache(qwen, 3, dtype=torch.float16).nbytes == 3 * per_token
     assert KVCache(qwen, 3).nbytes == qwen.kv_bytes(3, itemsize=4)
+
+
+@pytest.mark.parametrize("arch", sorted(CLASSES))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 8), (4, 1, 16), (3, 3, 20)])
+def test_bytes_are_those_of_transformers_for_every_architecture(
+    arch: str, heads: int, kv_heads: int, head_dim: int, oracle: MakeOracle
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    model = oracle(arch, hidden_size=48, num_hidden_layers=3, **sizes)
+    cache = model.model(torch.tensor([[5, 7, 11, 13]]), use_cache=True).past_key_values
+    theirs = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    ours = read_config(model.directory)
+    assert ours.kv_bytes(4, itemsize=4) == KVCache(ours, 4).nbytes == theirs
+    assert theirs == 2 * 3 * kv_heads * head_dim * 4 * 4
 
 
 @settings(deadline=None, max_examples=40)
