@@ -1,5 +1,6 @@
-"""``expertctl install``, ``remove`` and ``reindex``: what changes the experts of this machine."""
+"""``expertctl install``, ``import``, ``remove``, ``reindex``: what changes what is installed."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -8,28 +9,31 @@ import typer
 from expertctl.cli.local import expert_document
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, warn
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.install.install import Installed, install_files
+from expertctl.install.install import Installed, install_files, install_set
 from expertctl.install.reindex import reindex as make_again
 from expertctl.install.remove import remove_expert
 from expertctl.reference import Reference
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
-from expertctl.settings import Settings, load_settings
+from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.signers import Signers, read_signers
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
 
+AllowUnsigned = Annotated[
+    bool, typer.Option("--allow-unsigned", help="Accept packages that nobody signed.")
+]
+AllowBaseMismatch = Annotated[
+    bool, typer.Option("--allow-base-mismatch", help="Accept another base of the same name.")
+]
+
 
 def install(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help=".expert files.")],
-    allow_unsigned: Annotated[
-        bool, typer.Option("--allow-unsigned", help="Accept files that nobody signed.")
-    ] = False,
-    allow_base_mismatch: Annotated[
-        bool, typer.Option("--allow-base-mismatch", help="Accept another base of the same name.")
-    ] = False,
+    allow_unsigned: AllowUnsigned = False,
+    allow_base_mismatch: AllowBaseMismatch = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Verify and install experts. All that are given count together, all or none.
@@ -52,11 +56,35 @@ def install(
             allow_base_mismatch=allow_base_mismatch,
             progress=report,
         )
-    warn(warning for item in installed for warning in item.warnings)
-    _say(catalogue)
-    signers = read_signers(home.trust)
-    document = {"installed": [_document(item, signers) for item in installed]}
-    emit(document, "\n".join(_line(item) for item in installed), as_json=as_json)
+    _tell(installed, catalogue, home, as_json=as_json)
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `expertctl export` made.")],
+    allow_unsigned: AllowUnsigned = False,
+    allow_base_mismatch: AllowBaseMismatch = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Verify and install a set of experts that was exported elsewhere, all or none.
+
+    Example: expertctl import mine.experts
+    """
+    settings = load_settings()
+    home = settings.home
+    catalogue, size = Catalogue(home.index), file.stat().st_size if file.is_file() else None
+    with progress("importing", size, as_json=as_json) as report:
+        installed = install_set(
+            file,
+            store=Store(home.store),
+            bases=BaseStore(home.bases),
+            trust=TrustStore(home.trust),
+            catalogue=catalogue,
+            index=_index(settings),
+            allow_unsigned=allow_unsigned,
+            allow_base_mismatch=allow_base_mismatch,
+            progress=report,
+        )
+    _tell(installed, catalogue, home, as_json=as_json)
 
 
 def remove(
@@ -116,6 +144,16 @@ def _file(text: str) -> Path:
 
 def _index(settings: Settings) -> RoutingIndex:
     return RoutingIndex(settings.home.root, open_encoder(settings.encoder))
+
+
+def _tell(
+    installed: Sequence[Installed], catalogue: Catalogue, home: Home, *, as_json: bool
+) -> None:
+    warn(warning for item in installed for warning in item.warnings)
+    _say(catalogue)
+    signers = read_signers(home.trust)
+    document = {"installed": [_document(item, signers) for item in installed]}
+    emit(document, "\n".join(_line(item) for item in installed), as_json=as_json)
 
 
 def _say(catalogue: Catalogue) -> None:

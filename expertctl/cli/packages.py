@@ -1,7 +1,5 @@
-"""Making packages and looking into them, from ``init`` to ``export``."""
+"""Making packages and looking into them, from ``init`` to ``unpack``."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -15,15 +13,15 @@ from expertctl.cli.package_view import (
     inspect_document,
     inspect_text,
 )
-from expertctl.digest import Progress
+from expertctl.cli.target import Target, read_target, reading
 from expertctl.durable import write_atomic
 from expertctl.errors import UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
 from expertctl.package.frame import FAST, LEVELS
-from expertctl.package.read import PackageContents, names_file, read_package
-from expertctl.package.spool import export_oci, sign_package
+from expertctl.package.read import names_file
+from expertctl.package.spool import sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
 from expertctl.reference import PackageName, Reference, Version
@@ -31,9 +29,7 @@ from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
-from expertctl.store.contents import export_stored, read_stored
-from expertctl.store.ref import StoredExpert
-from expertctl.store.store import Store, parse_wanted
+from expertctl.store.store import parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.publisher import Publisher
@@ -42,9 +38,6 @@ Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="The directory that PEFT saved the adapter to.")
 ]
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A .expert file.")]
-Target = Annotated[
-    str, typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert.")
-]
 Name = Annotated[
     str | None,
     typer.Option("--name", metavar="NS/NAME", help="The package's name; default local/DIR."),
@@ -146,7 +139,7 @@ def sign(
     Example: expertctl sign my.expert --key me
     """
     private = _private_key(load_settings(), key)
-    with _reading("signing", file, as_json=as_json) as report:
+    with reading("signing", file, as_json=as_json) as report:
         contents = sign_package(file, private, progress=report)
     document = {**contents_document(contents, file), "signer": private.public.key_id}
     emit(document, f"{file}: signed by {key} ({private.public.key_id})", as_json=as_json)
@@ -158,7 +151,7 @@ def verify(target: Target, as_json: JsonFlag = False) -> None:
     Example: expertctl verify my.expert
     """
     trust = TrustStore(load_settings().home.trust)
-    contents = _read(target, label="verifying", as_json=as_json)
+    contents = read_target(target, label="verifying", as_json=as_json)
     verified = verify_contents(contents, trust, expected=_expected(target))
     text = f"{target}: {contents.manifest.ref} verified, signed by {verified.signer}"
     document = {**contents_document(contents, target), "signer": verified.signer, "verified": True}
@@ -170,7 +163,7 @@ def inspect(target: Target, as_json: JsonFlag = False) -> None:
 
     Example: expertctl inspect my.expert --json
     """
-    contents = _read(target, label="reading", as_json=as_json)
+    contents = read_target(target, label="reading", as_json=as_json)
     note("not verified: this is what the file says about itself; see `expertctl verify`")
     emit(inspect_document(contents, target), inspect_text(contents), as_json=as_json)
 
@@ -184,7 +177,7 @@ def unpack(
 
     Example: expertctl unpack my.expert my-lora-copy
     """
-    with _reading("unpacking", file, as_json=as_json) as report:
+    with reading("unpacking", file, as_json=as_json) as report:
         contents = unpack_package(file, directory, progress=report)
     note("not verified: digests are right, the signature was not checked")
     count = len(contents.layout.layers)
@@ -192,57 +185,9 @@ def unpack(
     emit(document, f"wrote {count} files to {directory}", as_json=as_json)
 
 
-def export(
-    target: Target,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Where to write it.")
-    ] = None,
-    oci: Annotated[
-        bool, typer.Option("--oci", help="As an OCI archive, which registries' tools read.")
-    ] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write a package in a form that other tools read.
-
-    Example: expertctl export my.expert --oci -o my.tar
-    """
-    if not oci:
-        raise UsageError("no form was chosen", hint="add --oci for an OCI archive")
-    if names_file(target):
-        path = output or Path(target).parent / f"{Path(target).stem}.tar"
-        with _reading("exporting", Path(target), as_json=as_json) as report:
-            contents = export_oci(Path(target), path, progress=report)
-        ref, digest = contents.manifest.ref, contents.package_digest
-    else:
-        expert = _installed(target)
-        path = output or Path(f"{expert.package.name}-{expert.version}.tar")
-        with progress("exporting", expert.size, as_json=as_json) as report:
-            export_stored(_store(), expert, path, progress=report)
-        ref, digest = expert.ref, expert.package_digest
-    document = {"path": str(path), "ref": ref, "package_digest": str(digest), "format": "oci"}
-    emit(document, f"wrote {path}", as_json=as_json)
-
-
-def _read(target: str, *, label: str, as_json: bool) -> PackageContents:
-    if names_file(target):
-        with _reading(label, Path(target), as_json=as_json) as report:
-            return read_package(Path(target), progress=report)
-    expert = _installed(target)
-    with progress(label, expert.size, as_json=as_json) as report:
-        return read_stored(_store(), expert, progress=report)
-
-
 def _expected(target: str) -> Reference | None:
     wanted = None if names_file(target) else parse_wanted(target)
     return wanted if isinstance(wanted, Reference) else None
-
-
-def _installed(target: str) -> StoredExpert:
-    return _store().find(parse_wanted(target))
-
-
-def _store() -> Store:
-    return Store(load_settings().home.store)
 
 
 def _overrides(
@@ -298,13 +243,6 @@ def _say_built(built: building.Built) -> None:
         note(f"left out, because nothing names them: {', '.join(built.left_out)}")
     if built.signer is None:
         note("not signed; sign it with `expertctl sign FILE --key NAME`")
-
-
-@contextmanager
-def _reading(label: str, file: Path, *, as_json: bool) -> Iterator[Progress]:
-    total = file.stat().st_size if file.is_file() else None
-    with progress(label, total, as_json=as_json) as report:
-        yield report
 
 
 def _size_of(directory: Path) -> int | None:

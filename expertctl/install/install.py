@@ -1,11 +1,12 @@
-"""Installing packages from files: verified, checked against each other and the bases, published.
+"""Installing packages: verified, checked against each other and the bases, published.
 
+They come from files, or from one set that was exported elsewhere; the checks are the same.
 Everything given in one call counts together. Nothing is published before all of it has passed; then
 each is published after what it requires, so that being killed leaves no expert without its needs.
 When one cannot be published, those before it are taken back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from expertctl.install.requirements import (
     check_requirements,
     in_order,
 )
-from expertctl.package.read import PackageContents, read_package
+from expertctl.package.read import PackageContents, read_package, read_set
 from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
 from expertctl.reference import Reference
 from expertctl.routing.index import RoutingIndex
@@ -81,16 +82,76 @@ def install_files(
     if not paths:
         raise UsageError("nothing to install", hint="expertctl install FILE…")
     with ExitStack() as stack:
-        candidates = []
-        for path in paths:
-            staging = stack.enter_context(store.stage())
-            contents = read_package(path, sink=staging, progress=progress)
-            package = _vouched(contents, trust, allow_unsigned=allow_unsigned)
-            candidates.append(_Candidate(package, staging))
+        staged = _from_files(paths, store, stack, progress)
+        candidates = _vouched_for(staged, trust, allow_unsigned=allow_unsigned)
         fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
-        with store.transaction() as changes:
-            ordered = _checked(fitted, changes)
-            added = _publish_all(ordered, changes)
+        return _installed(fitted, store, catalogue, index)
+
+
+def install_set(
+    path: Path,
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+    progress: Progress = no_progress,
+) -> list[Installed]:
+    """Install what was exported together, all or none of it; checks are those of `install_files`.
+
+    Raises:
+        NotFoundError: when the file, or something that a package requires, is missing.
+        InvalidPackageError: when the file or a package in it is malformed.
+        TrustError: when nobody who is trusted vouches for one.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        DiskFullError: when there is no space left.
+        StoreError: when the store cannot be written.
+    """
+    with store.stage() as staging:
+        staged = _from_set(path, staging, progress)
+        candidates = _vouched_for(staged, trust, allow_unsigned=allow_unsigned)
+        fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
+        return _installed(fitted, store, catalogue, index)
+
+
+_Staged = tuple[PackageContents, Staging]
+
+
+def _from_files(
+    paths: Sequence[Path], store: Store, stack: ExitStack, progress: Progress
+) -> Iterator[_Staged]:
+    for path in paths:
+        staging = stack.enter_context(store.stage())
+        yield read_package(path, sink=staging, progress=progress), staging
+
+
+def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[_Staged]:
+    for number, contents in enumerate(read_set(path, sink=staging, progress=progress)):
+        digests = {file.digest for file in contents.layout.layers}
+        yield contents, staging.part(str(number), digests)
+
+
+def _vouched_for(
+    staged: Iterable[_Staged], trust: TrustStore, *, allow_unsigned: bool
+) -> list[_Candidate]:
+    return [
+        _Candidate(_vouched(contents, trust, allow_unsigned=allow_unsigned), staging)
+        for contents, staging in staged
+    ]
+
+
+def _installed(
+    candidates: Sequence[_Candidate],
+    store: Store,
+    catalogue: Catalogue | None,
+    index: RoutingIndex | None,
+) -> list[Installed]:
+    with store.transaction() as changes:
+        ordered = _checked(candidates, changes)
+        added = _publish_all(ordered, changes)
     manifests = [candidate.manifest for candidate in ordered]
     return [
         replace(item, warnings=(*item.warnings, *_remember(item.expert, m, catalogue, index)))

@@ -98,6 +98,34 @@ def in_order(new: Sequence[Claims]) -> list[Claims]:
     return ordered
 
 
+def with_requirements(
+    wanted: Sequence[StoredExpert], installed: Sequence[StoredExpert]
+) -> list[StoredExpert]:
+    """Return experts and all that they require, the newest that fits of each.
+
+    Raises:
+        MissingDependencyError: when something that one requires is not installed.
+    """
+    chosen = list(dict.fromkeys(wanted))
+    for expert in chosen:  # grows while it is walked
+        for needed in Claims.of(expert).requires:
+            if not any(Claims.of(other).fits(needed) for other in chosen):
+                chosen.append(_newest(needed, installed, of=expert))
+    return chosen
+
+
+def _newest(
+    needed: Reference, installed: Sequence[StoredExpert], *, of: StoredExpert
+) -> StoredExpert:
+    found = [expert for expert in installed if Claims.of(expert).fits(needed)]
+    if not found:
+        hint = f"install it first, or `expertctl remove {of.ref}`"
+        raise MissingDependencyError(
+            f"{of.ref} requires {needed}, which is not installed", hint=hint
+        )
+    return max(found, key=lambda expert: expert.version)
+
+
 def dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
     """Return the refs that would miss an expert: they require it, and nothing else there fits."""
     rest = [Claims.of(other) for other in installed if other != expert]

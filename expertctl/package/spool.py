@@ -18,7 +18,7 @@ from expertctl.digest import Digest, FileDigest, Progress, no_progress
 from expertctl.errors import UsageError
 from expertctl.package.layout import Blobs, Layout, layout_of
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.write import export_archive, write_package
+from expertctl.package.write import filling, write_package
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
@@ -52,27 +52,12 @@ def unpack(path: Path, directory: Path, *, progress: Progress = no_progress) -> 
         InvalidPackageError: when the package is malformed.
         DigestError: when bytes are not those of their digest.
     """
-    _refuse_filled(directory)
-    with spooling(path, beside=directory, progress=progress) as (contents, spool):
-        made = spool.folder / "files"
-        made.mkdir(mode=0o755)
+    with (
+        filling(directory) as made,
+        spooling(path, beside=directory, progress=progress) as (contents, spool),
+    ):
         for file in contents.layout.layers:
             _place(spool.folder / file.digest.hex, made / file.path)
-        if directory.exists():
-            directory.rmdir()
-        made.replace(directory)
-    return contents
-
-
-def export_oci(path: Path, output: Path, *, progress: Progress = no_progress) -> PackageContents:
-    """Write a package as an OCI archive: the very tar that the file holds.
-
-    Raises:
-        InvalidPackageError: when the package is malformed.
-        DigestError: when bytes are not those of their digest.
-    """
-    with spooling(path, beside=output, progress=progress) as (contents, spool):
-        export_archive(output, contents.layout, spool.blob)
     return contents
 
 
@@ -124,15 +109,6 @@ def spooling(
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
         spool = Spool(Path(name))
         yield read_package(path, sink=spool, progress=progress), spool
-
-
-def _refuse_filled(directory: Path) -> None:
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise UsageError(f"{directory} is not a directory", hint="name a new directory")
-    if directory.is_dir() and any(directory.iterdir()):
-        raise UsageError(f"{directory} is not empty", hint="name a new or empty directory")
-    if directory.is_dir() and directory.samefile(Path.cwd()):
-        raise UsageError(f"{directory} is the working directory", hint="name a new directory")
 
 
 def _place(blob: Path, target: Path) -> None:

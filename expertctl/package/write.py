@@ -1,7 +1,7 @@
 """Writing a package: the deterministic tar, plain for export or in a zstd frame as ``.expert``.
 
 Bytes are hashed again while they are written, so a file that changes under us is found out. A
-package appears under its name whole or not at all.
+package appears under its name whole or not at all, and so does a directory made of one.
 """
 
 import hashlib
@@ -134,3 +134,32 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def filling(directory: Path) -> Iterator[Path]:
+    """Give a new folder that becomes ``directory`` at the end, or is dropped.
+
+    Raises:
+        UsageError: when something is there already, or no directory is above it.
+    """
+    _refuse_filled(directory)
+    parent = directory.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{parent}: no such directory")
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
+        made = Path(name) / "files"
+        made.mkdir(mode=0o755)
+        yield made
+        if directory.exists():
+            directory.rmdir()
+        made.replace(directory)
+
+
+def _refuse_filled(directory: Path) -> None:
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise UsageError(f"{directory} is not a directory", hint="name a new directory")
+    if directory.is_dir() and any(directory.iterdir()):
+        raise UsageError(f"{directory} is not empty", hint="name a new or empty directory")
+    if directory.is_dir() and directory.samefile(Path.cwd()):
+        raise UsageError(f"{directory} is the working directory", hint="name a new directory")

@@ -1,17 +1,30 @@
-"""An installed expert as the package that it came in: read again, or written out again."""
+"""Packages as the store or a file has them, opened for reading: their layout and their bytes."""
 
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.errors import DigestError
 from expertctl.package.layout import Blobs, Layout, layout_of
-from expertctl.package.read import PackageContents, read_blobs
-from expertctl.package.write import export_archive
+from expertctl.package.read import PackageContents, names_file, read_blobs
+from expertctl.package.spool import spooling
 from expertctl.store.ref import StoredExpert
-from expertctl.store.store import Store
+from expertctl.store.store import Store, parse_wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A package whose bytes can be read; whoever reads them hashes them."""
+
+    ref: str
+    layout: Layout
+    blobs: Blobs
+    signer: str | None = None
+    """Whose signature was verified, when it is installed."""
 
 
 def read_stored(
@@ -24,30 +37,61 @@ def read_stored(
         StoreError: when one is missing.
     """
     with store.lease([expert]):
-        return read_blobs(_layout(expert), _blobs(store), what=expert.ref, progress=progress)
+        return read_blobs(
+            stored_layout(expert), stored_blobs(store), what=expert.ref, progress=progress
+        )
 
 
-def export_stored(
-    store: Store, expert: StoredExpert, output: Path, *, progress: Progress = no_progress
-) -> None:
-    """Write an expert as an OCI archive.
+@contextmanager
+def opened(
+    target: str, store: Store, *, beside: Path | None = None, progress: Progress = no_progress
+) -> Iterator[Opened]:
+    """Open a ``.expert`` file, unpacked for the while beside a place, or an installed expert.
 
     Raises:
-        DigestError: when a file was changed in the store.
-        StoreError: when one is missing.
+        NotFoundError: when there is no such file or expert.
+        InvalidPackageError: when the file is malformed.
+        DigestError: when its bytes are not those of their digest.
     """
+    if names_file(target):
+        place = beside or Path(tempfile.gettempdir()) / "package"
+        with spooling(Path(target), beside=place, progress=progress) as (contents, spool):
+            yield Opened(contents.manifest.ref, contents.layout, spool.blob)
+        return
+    expert = store.find(parse_wanted(target))
     with store.lease([expert]):
-        export_archive(output, _layout(expert), _blobs(store), progress=progress)
+        yield Opened(expert.ref, stored_layout(expert), stored_blobs(store), expert.signer)
 
 
-def _layout(expert: StoredExpert) -> Layout:
+@contextmanager
+def opened_all(
+    store: Store, experts: Sequence[StoredExpert]
+) -> Iterator[tuple[list[Layout], Blobs]]:
+    """Open several installed experts at once.
+
+    Raises:
+        NotFoundError: when one was removed meanwhile.
+        DigestError: when a record in the store is not that of a package.
+    """
+    with store.lease(experts):
+        yield [stored_layout(expert) for expert in experts], stored_blobs(store)
+
+
+def stored_layout(expert: StoredExpert) -> Layout:
+    """Return the layout of an installed expert, which its record must make.
+
+    Raises:
+        DigestError: when it does not.
+    """
     layout = layout_of(expert.files, expert.signature)
     if layout.package_digest != expert.package_digest:
         raise DigestError(f"{expert.ref}: its files do not make the package that was installed")
     return layout
 
 
-def _blobs(store: Store) -> Blobs:
+def stored_blobs(store: Store) -> Blobs:
+    """Return what opens the files of a store."""
+
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:
         with store.blob_path(digest).open("rb") as stream:

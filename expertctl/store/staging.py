@@ -1,13 +1,16 @@
 """What an install writes before anything is published: one folder, held by its process."""
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest
+from expertctl.digest import CHUNK, Digest
 from expertctl.durable import staged_file
 
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 BLOB_MODE = 0o444
 """Nothing may change a verified blob in place."""
 
@@ -29,7 +32,27 @@ class Staging:
         """Where a staged blob is."""
         return self.folder / digest.hex
 
+    def part(self, name: str, digests: Iterable[Digest]) -> "Staging":
+        """Return a staging inside this one with some of its blobs, which others may have too."""
+        part = Staging(self.folder / name)
+        part.folder.mkdir(mode=0o700)
+        for digest in digests:
+            _link(self.path(digest), part.path(digest))
+        return part
+
     @property
     def ref(self) -> Path:
         """Where a ref is written before it is published."""
         return self.folder / "ref"
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name; where the file system knows none, a copy."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        with source.open("rb") as stream, staged_file(target, mode=BLOB_MODE) as write:
+            while chunk := stream.read(CHUNK):
+                write(memoryview(chunk))

@@ -22,13 +22,16 @@ import sys, zstandard
 from pathlib import Path
 from expertctl.package import frame
 from expertctl.package.read import read_package
-from expertctl.package.spool import export_oci
+from expertctl.package.spool import spooling
+from expertctl.package.write import export_archive
 with open(sys.argv[1], "rb") as tar, open(sys.argv[2], "wb") as out:
     data = tar.read()
     with frame.compressing(out, content_size=len(data)) as writer:
         writer.write(data)
 contents = read_package(Path(sys.argv[2]))
-export_oci(Path(sys.argv[3]), Path(sys.argv[2] + ".tar"))
+tar = Path(sys.argv[2] + ".tar")
+with spooling(Path(sys.argv[3]), beside=tar) as (told, spool):
+    export_archive(tar, told.layout, spool.blob)
 print(zstandard.__version__, contents.content_digest, contents.package_digest)
 """
 

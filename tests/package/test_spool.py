@@ -1,21 +1,17 @@
-"""Unpack, export and re-sign: contained, whole or not at all, and equal to what was packed."""
+"""Unpack and re-sign: contained, whole or not at all, and equal to what was packed."""
 
-import io
-import json
 import os
 import shutil
 import stat
-import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from expertctl.digest import Digest, hash_file
+from expertctl.digest import hash_file
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError, UsageError
 from expertctl.package.read import read_package
-from expertctl.package.spool import export_oci, sign_package, unpack
+from expertctl.package.spool import sign_package, unpack
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PrivateKey
 from tests.package.forge import framed, repack, tar_of
@@ -103,7 +99,6 @@ def test_a_damaged_package_leaves_nothing(damaged: Path, tmp_path: Path, key: Pr
     before, data = names(tmp_path), damaged.read_bytes()
     for action in (
         lambda: unpack(damaged, tmp_path / "out"),
-        lambda: export_oci(damaged, tmp_path / "out.tar"),
         lambda: sign_package(damaged, key),
     ):
         with pytest.raises((DigestError, InvalidPackageError)):
@@ -121,27 +116,6 @@ def test_equal_files_are_both_unpacked(package: Path, tmp_path: Path) -> None:
     readme, licence = (tmp_path / "out" / name for name in ("README.md", "LICENSE"))
     readme.write_text("changed")
     assert licence.read_text() == "same"
-
-
-def test_the_export_is_the_very_tar_of_the_file(package: Path, tmp_path: Path) -> None:
-    export_oci(package, tmp_path / "out.tar")
-    assert (tmp_path / "out.tar").read_bytes() == tar_of(package)
-    assert names(tmp_path) == ["out.tar"]
-
-
-def test_the_export_is_an_oci_layout_for_any_reader(package: Path, tmp_path: Path) -> None:
-    contents = export_oci(package, tmp_path / "out.tar")
-    with tarfile.open(tmp_path / "out.tar", "r:") as tar:
-        blobs = {m.name: (tar.extractfile(m) or io.BytesIO()).read() for m in tar}
-    assert json.loads(blobs["oci-layout"]) == {"imageLayoutVersion": "1.0.0"}
-    (entry,) = json.loads(blobs["index.json"])["manifests"]
-    assert entry["digest"] == str(contents.package_digest)
-    for name, data in blobs.items():
-        if name.startswith("blobs/"):
-            assert name == f"blobs/sha256/{Digest.of(data).hex}"
-    manifest = json.loads(blobs[f"blobs/sha256/{contents.package_digest.hex}"])
-    for descriptor in (manifest["config"], *manifest["layers"]):
-        assert len(blobs[f"blobs/sha256/{descriptor['digest'][7:]}"]) == descriptor["size"]
 
 
 def test_a_new_signature_keeps_the_content(own: Path) -> None:
@@ -170,25 +144,3 @@ def test_a_folder_that_cannot_be_written_is_an_error(package: Path, tmp_path: Pa
     (tmp_path / "ro").mkdir(mode=0o555)
     with pytest.raises((OSError, ExpertError)):
         unpack(package, tmp_path / "ro" / "out")
-
-
-@pytest.mark.all
-def test_skopeo_reads_the_export(package: Path, tmp_path: Path) -> None:
-    skopeo = shutil.which("skopeo")
-    if skopeo is None:
-        pytest.skip("needs Debian's skopeo: apt-get install skopeo")
-    contents = export_oci(package, tmp_path / "out.tar")
-    policy = tmp_path / "policy.json"
-    policy.write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
-    subprocess.run(
-        [
-            skopeo, "--policy", str(policy), "copy",
-            f"oci-archive:{tmp_path / 'out.tar'}", f"dir:{tmp_path / 'out'}",
-        ],
-        check=True,
-        capture_output=True,
-    )  # fmt: skip
-    manifest = (tmp_path / "out" / "manifest.json").read_bytes()
-    assert Digest.of(manifest) == contents.package_digest
-    for file in contents.layout.layers:
-        assert hash_file(tmp_path / "out" / file.digest.hex) == (file.size, file.digest)

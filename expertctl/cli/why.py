@@ -1,0 +1,117 @@
+"""``expertctl why``: why an expert is installed, and what hangs on it."""
+
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, warn
+from expertctl.errors import NotFoundError
+from expertctl.install.why import Requirer, Vouching, Why
+from expertctl.install.why import why as explain
+from expertctl.settings import load_settings
+from expertctl.store.bases import BaseStore
+from expertctl.store.ref import LOCAL
+from expertctl.store.store import Store, parse_wanted
+from expertctl.trust.policy import TrustStore
+
+
+def why(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="An installed expert.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Tell why an expert is here: who requires it, who signed it, what would miss it.
+
+    Example: expertctl why acme/sql
+    """
+    home = load_settings().home
+    store = Store(home.store)
+    expert, now = store.find(parse_wanted(ref)), store.scan()
+    if expert not in now.experts:
+        raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
+    warn(damaged.warning for damaged in now.damaged)
+    found = explain(
+        expert,
+        installed=now.experts,
+        bases=BaseStore(home.bases).bases(),
+        trust=TrustStore(home.trust).read(),
+    )
+    emit(_document(found), _text(found), as_json=as_json)
+
+
+def _document(found: Why) -> dict[str, object]:
+    expert, base = found.expert, found.base
+    return {
+        "ref": expert.ref,
+        "content_digest": str(expert.content_digest),
+        "package_digest": str(expert.package_digest),
+        "registry": expert.registry,
+        "required_by": [_requirer_document(requirer) for requirer in found.required_by],
+        "breaks": list(found.breaks),
+        "signature": _vouching_document(found.vouching) if found.vouching else None,
+        "base": {"name": base.name, "revision": base.revision, "here": list(found.bases)},
+        "warnings": list(expert.warnings),
+    }
+
+
+def _requirer_document(requirer: Requirer) -> dict[str, object]:
+    chain = [{"ref": link.ref, "requires": link.wanted} for link in requirer.chain]
+    return {"ref": requirer.ref, "chain": chain}
+
+
+def _vouching_document(vouching: Vouching) -> dict[str, object]:
+    grant = vouching.grant
+    return {
+        "key_id": vouching.key_id,
+        "name": vouching.name,
+        "trusted": grant is not None and vouching.revoked is None,
+        "namespace": grant.namespace if grant else None,
+        "only_listed_content": grant is not None and grant.content_digests is not None,
+        "revoked": vouching.revoked,
+    }
+
+
+def _text(found: Why) -> str:
+    expert = found.expert
+    lines = [expert.ref, *_required_lines(found)]
+    lines.append(_source(expert.registry))
+    lines.append(_vouching_line(found.vouching, expert.package.namespace))
+    lines.append(_base_line(found))
+    if found.breaks:
+        lines.append(f"without it these will not run: {', '.join(found.breaks)}")
+    else:
+        lines.append("nothing stops running without it")
+    return "\n  ".join([*lines, *(f"warning: {warning}" for warning in expert.warnings)])
+
+
+def _required_lines(found: Why) -> list[str]:
+    """Read each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
+    chains = [
+        " → ".join([requirer.ref, *(link.wanted for link in requirer.chain)])
+        for requirer in found.required_by
+    ]
+    return [f"required by {chain}" for chain in chains] or ["nothing requires it"]
+
+
+def _source(registry: str) -> str:
+    return "it came from a file" if registry == LOCAL else f"it came from {registry}"
+
+
+def _vouching_line(vouching: Vouching | None, namespace: str) -> str:
+    if vouching is None:
+        return "nobody signed it: it was installed with --allow-unsigned"
+    key = f"{vouching.name or 'a key'} ({vouching.key_id})"
+    if vouching.revoked is not None:
+        return f"signed by {key}, which was revoked: {vouching.revoked or 'no reason given'}"
+    if vouching.grant is None:
+        return f"signed by {key}, which is not trusted for {namespace}/* any more"
+    limits = ", for listed contents only" if vouching.grant.content_digests is not None else ""
+    return f"signed by {key}, which is trusted for {namespace}/*{limits}"
+
+
+def _base_line(found: Why) -> str:
+    base = found.base
+    label = base.name + (f"@{base.revision[:12]}" if base.revision else "")
+    if not found.bases:
+        return f"made for the base {label}, which is not here"
+    others = [name for name in found.bases if name != base.name]
+    return f"made for the base {label}, which is here{f' as {others[0]}' if others else ''}"
