@@ -101,7 +101,7 @@ class ChatTemplate:
         return InvalidPackageError(
             f"{self.source.file}: chat template",
             [problem[:1000]],
-            hint="use a base whose chat template can be rendered",
+            hint="use a base and experts whose chat template can be rendered",
         )
 
 
@@ -109,11 +109,12 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
+    template: TemplateSource | None = None,
     variables: Mapping[str, JsonValue] | None = None,
     add_generation_prompt: bool = True,
     clock: Clock = datetime.now,
 ) -> Prompt:
-    """Return what the decoder reads for a conversation.
+    """Return what the decoder reads for a conversation; ``template`` is used for the base's own.
 
     Raises:
         UsageError: for several messages where the base has no chat template, and for control
@@ -122,14 +123,15 @@ def encode_chat(
         IncompatibleError: when the template refuses the conversation.
     """
     config = tokenizer.config
-    if config.template is None:
+    template = template or config.template
+    if template is None:
         return _without_template(tokenizer, messages)
     contents = [message.content for message in messages]
-    marks = tokenizer.marks_for(contents, template=config.template.text)
+    marks = tokenizer.marks_for(contents, template=template.text)
     if marks is not None:
         messages = [Message(m.role, tokenizer.mark(m.content, marks)) for m in messages]
     clock_uses: list[str] = []
-    text = ChatTemplate(config.template, clock=clock).render(
+    text = ChatTemplate(template, clock=clock).render(
         messages,
         special_tokens=config.special_tokens,
         variables=variables,

@@ -123,8 +123,15 @@ class MemoryFiles:
     buffers: Mapping[Digest, memoryview]
 
     def read(self, path: str) -> memoryview:
-        """Return one file of the package; its bytes may be moved, so it is read once only."""
+        """Return one file of the package and what follows it in memory.
+
+        Its bytes may be moved by the one who reads it, so tensors are read once only.
+        """
         return self.buffers[self.digests[path].digest]
+
+    def data(self, path: str) -> bytes:
+        """Return a copy of one small file."""
+        return bytes(self.read(path)[: self.digests[path].size])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ class LocalExpert:
 
     package: VerifiedPackage
     source: ExpertSource
+    files: MemoryFiles
 
 
 @contextmanager
@@ -152,15 +160,15 @@ def local_expert(
         contents = read_package(path, sink=sink, progress=progress)
         signed = contents.signature is not None
         package = verify_contents(contents, trust) if signed else accept_unsigned(contents)
-        source = _memory_source(contents, sink)
+        files = MemoryFiles({file.path: file for file in contents.files}, sink.buffers)
+        source = _memory_source(contents, files)
         stack.callback(tiers.forget, source.wanted.key)
-        yield LocalExpert(package, source)
+        yield LocalExpert(package, source, files)
 
 
-def _memory_source(contents: PackageContents, sink: MemorySink) -> ExpertSource:
+def _memory_source(contents: PackageContents, files: MemoryFiles) -> ExpertSource:
     """Offer a package that lies in memory already: loading it costs nothing more."""
-    digests = {file.path: file for file in contents.files}
-    adapter = load_adapter(contents.manifest, MemoryFiles(digests, sink.buffers))
+    adapter = load_adapter(contents.manifest, files)
     return ExpertSource(contents.manifest, contents.content_digest, 0, lambda: adapter)
 
 

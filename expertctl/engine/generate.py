@@ -6,12 +6,13 @@ counted as ours.
 
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
 
+from expertctl.digest import Progress, no_progress
 from expertctl.engine.decoder import Decoder, DecodeResult, Deltas, PrefillResult
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.sampling import Draws, sample
@@ -19,7 +20,18 @@ from expertctl.engine.stop import StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
 from expertctl.routing.plan import SamplingParams
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled"]
+Cancelled = Callable[[], bool]
+"""Asked between two steps whether the answer is still wanted."""
+
+
+def never() -> bool:
+    """Want the whole answer."""
+    return False
+
+
+class _CancelledError(Exception):
+    """The prompt need not be read any further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +59,11 @@ class NativeReading:
     decoder: Decoder
     cache: KVCache
     deltas: Deltas
+    progress: Progress = no_progress
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
-        """Read a prompt behind what is in the cache."""
-        return self.decoder.prefill(ids, self.cache, self.deltas)
+        """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
+        return self.decoder.prefill(ids, self.cache, self.deltas, progress=self.progress)
 
     def decode(self, token: int) -> DecodeResult:
         """Read one more token."""
@@ -85,24 +98,33 @@ def generate(
     params: SamplingParams,
     seed: int,
     max_tokens: int,
+    cancelled: Cancelled = never,
 ) -> Generator[str, None, Generated]:
-    """Yield pieces of text as they become certain; return the whole at the end."""
-    reading = NativeReading(model.decoder, cache, deltas)
+    """Yield pieces of text as they become certain; return the whole at the end.
+
+    ``ids`` are what is still to be read: ``cache`` may hold what stands before them.
+    """
+    reading = NativeReading(model.decoder, cache, deltas, _stopping(cancelled))
     writer = Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
-    return (yield from continued(reading, ids, writer))
+    return (yield from continued(reading, ids, writer, cancelled))
 
 
 def continued(
-    reading: Reading, ids: Sequence[int], writer: "Writer"
+    reading: Reading, ids: Sequence[int], writer: "Writer", cancelled: Cancelled = never
 ) -> Generator[str, None, Generated]:
     """Read a prompt and write what follows, with whatever model."""
     started = time.perf_counter()
-    prefilled = reading.prefill(ids)
+    try:
+        prefilled = reading.prefill(ids)
+    except _CancelledError:
+        return _unread(_since(started))
     piece, first_ms = writer.take(prefilled.logits), _since(started)
     decode_ms, steps = 0.0, 0
     while True:
         if piece:
             yield piece
+        if cancelled():
+            piece = writer.give_up()
         if writer.finish_reason is not None:
             break
         started = time.perf_counter()
@@ -116,6 +138,27 @@ def continued(
         first_token_ms=first_ms,
         decode_ms=decode_ms,
         decode_steps=steps,
+    )
+
+
+def _stopping(cancelled: Cancelled) -> Progress:
+    def check(_: int) -> None:
+        if cancelled():
+            raise _CancelledError
+
+    return check
+
+
+def _unread(ms: float) -> Generated:
+    """Return what came out of a prompt that was not read to its end."""
+    return Generated(
+        text="",
+        tokens=(),
+        finish_reason="cancelled",
+        prefill_ms=ms,
+        first_token_ms=ms,
+        decode_ms=0.0,
+        decode_steps=0,
     )
 
 
@@ -149,6 +192,12 @@ class Writer:
         elif len(self.tokens) >= self._max_tokens:
             self.finish_reason = "length"
             text += self._rest()
+        return self._kept(text)
+
+    def give_up(self) -> str:
+        """End the text where it is; return what was held back."""
+        text = self._rest()
+        self.finish_reason = "cancelled"
         return self._kept(text)
 
     def _rest(self) -> str:

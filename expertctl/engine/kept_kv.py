@@ -101,6 +101,12 @@ class KVSlot:
         if kept is not None and kept.cache_key == cache_key:
             self._tiers.forget(_PLACE)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is kept."""
+        kept = self._peek()
+        return 0 if kept is None else kept.cache.nbytes
+
     def check_integrity(self) -> None:
         """Assert that what is kept has a row for each of its tokens."""
         kept = self._peek()

@@ -1,7 +1,8 @@
 """Messages: those of a conversation, and the user's own of prompt, body and template.
 
-A message is put together, never rewritten. Without a template it is the prompt, a blank line, the body. A template holds ``{prompt}`` and
-``{body}`` at most once each; what is put in is not looked at again. Routing sees the prompt only.
+A message is put together, never rewritten. Without a template it is the prompt, a blank line, the
+body. A template holds ``{prompt}`` and ``{body}`` at most once each; what is put in is not looked
+at again. Routing sees the prompt only.
 """
 
 import re

@@ -37,6 +37,7 @@ class RunResult:
     timings_ms: Mapping[str, float]
     memory: MemoryUse
     experts_loaded: int
+    kv_reused_tokens: int
     threads: int
     warnings: tuple[str, ...]
 
@@ -60,7 +61,7 @@ class RunResult:
             "cache": {
                 "experts_hit": len(plan.experts) - self.experts_loaded,
                 "experts_loaded": self.experts_loaded,
-                "kv_reused_tokens": 0,
+                "kv_reused_tokens": self.kv_reused_tokens,
             },
             "threads": self.threads,
             "seed": plan.seed,

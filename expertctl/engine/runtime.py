@@ -16,10 +16,11 @@ import torch
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
-from expertctl.engine.chat_template import Message, Prompt, encode_chat
+from expertctl.engine.chat_template import Prompt, encode_chat
 from expertctl.engine.compose import CompiledPlan
 from expertctl.engine.context import FittedPrompt, fit_context
 from expertctl.engine.decoder import Deltas
+from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import (
     LocalExpert,
     Target,
@@ -27,16 +28,18 @@ from expertctl.engine.experts import (
     local_expert,
     stored_source,
 )
-from expertctl.engine.generate import Generated, generate
-from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.generate import Cancelled, Generated, generate, never
+from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
 from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase, open_base
 from expertctl.engine.memory import available
+from expertctl.engine.message import Message
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import MemoryUse, RunResult
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.routing.candidate import Installed
+from expertctl.routing.follow_up import plan_follow_up
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced
 from expertctl.store.catalogue import Catalogue
@@ -52,7 +55,7 @@ class _Ready:
     """All that a generation needs, in memory."""
 
     base: LoadedBase
-    cache: KVCache
+    kv: KVLoan
     deltas: Deltas
 
 
@@ -60,24 +63,32 @@ Files = dict[Path, LocalExpert]
 
 
 class Engine:
-    """The one owner of what is in memory: at most one base, and the tiers of experts."""
+    """The one owner of what is in memory: one base, the tiers of experts, the last turn's KV."""
 
     def __init__(
         self, planner: Planner, *, budget: int | None = None, progress: Progress = no_progress
     ) -> None:
-        """Begin with nothing loaded; ``progress`` counts bytes of experts and bases."""
+        """Begin with nothing loaded.
+
+        ``progress`` counts bytes of experts and bases; what it raises ends the run.
+        """
         self.budget = Budget(int(available() * MACHINE_SHARE) if budget is None else budget)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
         self._base = BaseSlot(self.tiers, device=CPU)
+        self._kv = KVSlot(self.tiers)
         self._planner, self._progress = planner, progress
 
-    def run(self, request: RunRequest) -> Generator[str, None, RunResult]:
+    def run(
+        self, request: RunRequest, *, cancelled: Cancelled = never
+    ) -> Generator[str, None, RunResult]:
         """Answer one prompt: yield pieces of text as they become certain, return the result.
+
+        An answer that is ``cancelled`` ends where it is. What it needed is not kept then.
 
         Raises:
             ExpertError: whatever is wrong with the request, the experts, the base or the budget.
         """
-        clock, text = _Clock(), request.message.text()
+        clock, messages = _Clock(), request.messages
         self.tiers.begin_request()
         loads = self.tiers.traffic[Tier.RAM].loads
         with ExitStack() as stack:
@@ -85,17 +96,18 @@ class Engine:
             planned = self._plan(request, files)
             clock.lap("route")
             base = self._open(planned, request)
-            prompt = _fitted(text, base, planned, truncate=request.truncate)
+            template = self._template(planned, files)
+            prompt = _fitted(messages, base, planned, template, truncate=request.truncate)
             count = choose_threads(base.weight_bytes)
             stack.enter_context(threads(count))
-            ready = self._ready(base, prompt, planned, files, stack)
+            ready = self._ready(base, prompt, planned, files, request.cache_key, stack)
             clock.lap("load")
             recording = self._recording(planned, files, stack)
-            generated = yield from _generate(ready, prompt, planned)
+            generated = yield from _generate(ready, prompt, planned, cancelled)
             memory = self._memory()
         unsaved = recording.result()
         told = (*planned.warnings, *_alone(planned, request), *_threads_differ(request, count))
-        told = (*told, *request.message.warnings)
+        told = (*told, *request.message.warnings, *template.warnings)
         return RunResult(
             job_id=uuid.uuid4().hex,
             planned=planned,
@@ -104,15 +116,31 @@ class Engine:
             timings_ms=clock.timings(generated),
             memory=memory,
             experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
+            kv_reused_tokens=ready.kv.reused,
             threads=count,
             warnings=(*told, *ready.base.warnings, *prompt.warnings, *unsaved),
         )
+
+    def plan(self, request: RunRequest) -> Planned:
+        """Return the plan that a request would have; nothing but its files is read.
+
+        Raises:
+            ExpertError: whatever is wrong with the request or the experts.
+        """
+        with ExitStack() as stack:
+            return self._plan(request, self._read_files(request, stack))
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what was kept for the next request of this key."""
+        self._kv.forget(cache_key)
 
     def check_integrity(self) -> None:
         """Assert what holds between runs."""
         self.tiers.check_integrity()
         self._base.check_integrity()
-        assert self.budget.held("kv") == self.budget.held("buffers") == 0
+        self._kv.check_integrity()
+        assert self.budget.held("kv") == self._kv.nbytes
+        assert self.budget.held("buffers") == 0
 
     def _read_files(self, request: RunRequest, stack: ExitStack) -> Files:
         trust = self._planner.trust
@@ -132,7 +160,20 @@ class Engine:
         routed = replace(request.route, force=force)
         if request.saved is not None:
             return self._planner.replay(request.saved.plan, routed, base=request.base)
+        if request.before is not None and not force:
+            return plan_follow_up(
+                self._planner, routed, request.before, base=request.base, files=offered
+            )
         return self._planner.plan(routed, base=request.base, files=offered)
+
+    def _template(self, planned: Planned, files: Files) -> TemplateChoice:
+        in_memory = {file.source.content_digest: file.files for file in files.values()}
+
+        def read(expert: Installed, path: str) -> bytes:
+            memory = in_memory.get(expert.digest)
+            return memory.data(path) if memory else self._planner.store.read(expert.stored, path)
+
+        return choose_template(planned, read)
 
     def _open(self, planned: Planned, request: RunRequest) -> OpenBase:
         bases, dtype = self._planner.bases, request.route.dtype
@@ -144,17 +185,18 @@ class Engine:
         prompt: FittedPrompt,
         planned: Planned,
         files: Files,
+        cache_key: str | None,
         stack: ExitStack,
     ) -> _Ready:
         """Bring everything into memory; what is certain to be needed is reserved first."""
-        tokens = len(prompt.ids) + prompt.max_tokens
+        tokens = prompt.capacity
         self._base.reserve(base)
-        self._hold("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens", stack)
+        kv = stack.enter_context(self._kv.borrow(_kv_wanted(base, prompt, planned, cache_key)))
         loaded = self._base.load(progress=self._progress)
         buffers = loaded.model.decoder.buffer_bytes(tokens) + sample_bytes(base.config.vocab_size)
         self._hold("buffers", buffers, f"the buffers of {tokens} tokens", stack)
         plan = self._compiled(base, planned, files, stack)
-        return _Ready(loaded, KVCache(base.config, tokens, device=CPU), plan.deltas)
+        return _Ready(loaded, kv, plan.deltas)
 
     def _hold(self, purpose: Purpose, size: int, what: str, stack: ExitStack) -> None:
         stack.enter_context(self.tiers.holding(Tier.DEVICE, purpose, size, what=what))
@@ -227,28 +269,56 @@ def _forced(expert: NamedExpert, files: Files) -> Forced:
     return Forced(files[expert.path].source.content_digest, expert.weight)
 
 
-def _fitted(text: str, base: OpenBase, planned: Planned, *, truncate: bool) -> FittedPrompt:
-    def encode(message: str) -> Prompt:
-        return encode_chat(base.tokenizer, [Message("user", message)])
+def _fitted(
+    messages: Sequence[Message],
+    base: OpenBase,
+    planned: Planned,
+    template: TemplateChoice,
+    *,
+    truncate: bool,
+) -> FittedPrompt:
+    def encode(messages: Sequence[Message]) -> Prompt:
+        return encode_chat(base.tokenizer, messages, template=template.source)
 
-    limit = planned.result.plan.params.max_tokens
-    positions = base.config.max_positions
-    return fit_context(text, encode, context=positions, max_tokens=limit, truncate=truncate)
+    return fit_context(
+        messages,
+        encode,
+        context=base.config.max_positions,
+        max_tokens=planned.result.plan.params.max_tokens,
+        truncate=truncate,
+    )
+
+
+def _kv_wanted(
+    base: OpenBase, prompt: FittedPrompt, planned: Planned, cache_key: str | None
+) -> KVWanted:
+    return KVWanted(
+        cache_key=cache_key,
+        identity=planned.result.plan.identity,
+        config=base.config,
+        ids=prompt.ids,
+        virtual=prompt.virtual,
+        capacity=prompt.capacity,
+    )
 
 
 def _generate(
-    ready: _Ready, prompt: FittedPrompt, planned: Planned
+    ready: _Ready, prompt: FittedPrompt, planned: Planned, cancelled: Cancelled
 ) -> Generator[str, None, Generated]:
     plan = planned.result.plan
-    return generate(
+    generated = yield from generate(
         ready.base.model,
-        prompt.ids,
-        cache=ready.cache,
+        prompt.ids[ready.kv.reused :],
+        cache=ready.kv.cache,
         deltas=ready.deltas,
         params=plan.params,
         seed=plan.seed,
         max_tokens=prompt.max_tokens,
+        cancelled=cancelled,
     )
+    if generated.finish_reason != "cancelled":
+        ready.kv.complete((*prompt.ids, *generated.tokens))
+    return generated
 
 
 def _threads_differ(request: RunRequest, count: int) -> tuple[str, ...]:

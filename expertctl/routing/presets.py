@@ -39,7 +39,7 @@ PRESETS: Mapping[str, SamplingParams] = {
     "code_generation": SamplingParams(temperature=0.4, max_tokens=8192, repetition_penalty=1.05),
     "default": SamplingParams(temperature=0.6, max_tokens=2048, repetition_penalty=1.1),
 }
-_UNAPPLIED = ("grammar", "chat_template")
+_UNAPPLIED = ("grammar",)
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 

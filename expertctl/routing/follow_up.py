@@ -1,0 +1,38 @@
+"""A further prompt of a conversation: routed anew, and where that finds nobody, the experts stay.
+
+"And now the other way round" says nothing that an expert could be chosen by, but it belongs to
+what was said before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from expertctl.routing.candidate import Installed
+from expertctl.routing.plan import Plan
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import Forced, RouteRequest
+
+KEPT = "kept from the turn before"
+
+
+def plan_follow_up(
+    planner: Planner,
+    request: RouteRequest,
+    before: Plan,
+    *,
+    base: str | None = None,
+    files: Sequence[Installed] = (),
+) -> Planned:
+    """Plan a prompt that follows one which was answered by the plan ``before``.
+
+    Raises:
+        ExpertError: as `Planner.plan` does, also when an expert of that plan is gone.
+    """
+    planned = planner.plan(request, base=base, files=files)
+    if planned.experts or request.base_alone or not before.experts:
+        return planned
+    force = tuple(Forced(expert.content_digest, expert.weight) for expert in before.experts)
+    kept = planner.plan(replace(request, force=force), base=base or before.base, files=files)
+    experts = tuple(replace(expert, reason=KEPT) for expert in kept.result.plan.experts)
+    plan = replace(kept.result.plan, experts=experts)
+    return replace(kept, result=replace(kept.result, plan=plan))
