@@ -53,12 +53,12 @@ def _soft_prompt(
     if tensor is None:
         problems.append(f"{_EMBEDDINGS} is missing")
         return []
-    width = config.width or tensor.shape[-1]
-    if tensor.shape != (config.tokens, width):
-        problems.append(
-            f"{_EMBEDDINGS}: {list(tensor.shape)}, the configuration says {[config.tokens, width]}"
-        )
-    return [SoftPrompt(_EMBEDDINGS, config.tokens, width)]
+    match tensor.shape:
+        case (config.tokens, width) if config.width in (None, width):
+            return [SoftPrompt(_EMBEDDINGS, config.tokens, width)]
+    stated = f"[{config.tokens}, {config.width or 'width'}]"
+    problems.append(f"{_EMBEDDINGS}: {list(tensor.shape)}, the configuration says {stated}")
+    return []
 
 
 def _dtype(table: TensorTable, problems: list[str]) -> Dtype:

@@ -1,19 +1,21 @@
-"""Pairing tensors with modules: every tensor means something, or it is refused by name."""
+"""The tensors of LoRA and DoRA: each means something for a module, or is refused by name."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
-from expertctl.package.adapter import AdapterSpec, Lora
+from expertctl.package.adapter import AdapterSpec, Dora, Lora
 from expertctl.package.adapter_config import parse_config
 from expertctl.package.adapter_spec import adapter_spec
-from expertctl.package.tensor_file import parse_header, read_table
+from expertctl.package.tensor_file import read_table
 from tests.factories import write_lora
-from tests.package.forge import table
+from tests.package import forge_adapter
+from tests.package.forge_adapter import spec_refused
 from tests.peft_layout import ALL_PROJECTIONS, lora_config
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -22,17 +24,8 @@ PAIR = {A: [4, 32], B: [32, 4]}
 
 
 def spec_of(shapes: dict[str, list[int]], dtype: str = "F32", **config: Any) -> AdapterSpec:
-    entries, at = {}, 0
-    for name, shape in shapes.items():
-        size = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1}[dtype]
-        for dimension in shape:
-            size *= dimension
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
-        at += size
-    data = table(entries, bytes(at))
     values = lora_config(Path("b"), rank=4, alpha=8, targets=ALL_PROJECTIONS, **config)
-    parsed = parse_config(json.dumps(values).encode(), what="c")
-    return adapter_spec(parsed, parse_header(data, file_size=len(data), what="w"), what="w")
+    return forge_adapter.spec_of(values, shapes, dtype=dtype)
 
 
 def refused(shapes: dict[str, list[int]], dtype: str = "F32", **config: Any) -> str:
@@ -153,3 +146,87 @@ def test_more_matching_than_any_adapter_needs_is_refused_before_it_is_done() -> 
 def test_many_problems_are_cut_short() -> None:
     shapes = {f"base_model.model.m{i}.x.lora_A.weight": [4, 4] for i in range(40)}
     assert "and 20 more" in refused(shapes)
+
+
+M = f"{STEM}.lora_magnitude_vector"
+TRIPLE = {**PAIR, M: [32]}
+
+
+def test_a_triple_becomes_one_part_of_a_dora() -> None:
+    spec = spec_of(TRIPLE, use_dora=True, use_rslora=True)
+    (part,) = spec.parts
+    assert part == Dora(MODULE, A, B, M, 4, 4.0, (4, 32), (32, 4))
+    assert (part.inputs, part.outputs) == (32, 32)
+    assert (spec.kind, spec.dtype, spec.rank, spec.tensors) == ("dora", "float32", 4, 3)
+
+
+def test_a_magnitude_may_be_named_as_the_module_that_holds_it() -> None:
+    (part,) = spec_of({**PAIR, f"{M}.weight": [32]}, use_dora=True).parts
+    assert isinstance(part, Dora)
+    assert part.magnitude == f"{M}.weight"
+
+
+def test_each_module_of_a_dora_has_its_rank_and_scale() -> None:
+    (part,) = spec_of(
+        {A: [2, 32], B: [32, 2], M: [32]},
+        use_dora=True,
+        rank_pattern={"q_proj": 2},
+        alpha_pattern={"q_proj": 3},
+    ).parts
+    assert isinstance(part, Dora)
+    assert (part.rank, part.scale) == (2, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (PAIR, f"{MODULE}: lora_magnitude_vector is missing, and use_dora demands it"),
+        ({M: [32]}, f"{MODULE}: lora_A and lora_B are missing"),
+        ({A: [4, 32], M: [32]}, "lora_B is missing"),
+        ({B: [32, 4], M: [32]}, "lora_A is missing"),
+        ({**PAIR, M: [31]}, "lora_magnitude_vector [31] for 32 outputs of lora_B"),
+        ({**PAIR, M: [32, 1]}, "lora_magnitude_vector [32, 1] for 32 outputs"),
+        ({**PAIR, M: [1, 32]}, "lora_magnitude_vector [1, 32] for 32 outputs"),
+        ({**PAIR, M: []}, "lora_magnitude_vector [] for 32 outputs"),
+        ({**TRIPLE, f"{M}.weight": [32]}, "its magnitude is there twice"),
+        ({**TRIPLE, f"{M}.default": [32]}, f"{M}.default: "),
+        ({**TRIPLE, f"{STEM}.ia3_l": [32, 1]}, "it belongs to IA³"),
+        ({A: [8, 32], B: [32, 8], M: [32]}, "rank 8 in lora_A"),
+    ],
+)
+def test_triples_that_do_not_fit_are_refused(shapes: dict[str, list[int]], message: str) -> None:
+    assert message in refused(shapes, use_dora=True)
+
+
+def test_a_plain_lora_has_no_magnitudes() -> None:
+    message = refused(TRIPLE)
+    assert M in message
+    assert "does not set use_dora" in message
+
+
+def test_a_magnitude_of_another_type_is_refused_as_peft_never_writes_one() -> None:
+    values = lora_config(Path("b"), rank=4, alpha=8, targets=ALL_PROJECTIONS, use_dora=True)
+    message = spec_refused(values, TRIPLE, dtype="BF16", dtypes={M: "F32"})
+    assert "tensors are BF16, F32; one of F32, F16, BF16 for all" in message
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([A, B, M, f"{M}.weight", f"{STEM}.ia3_l", "prompt_embeddings"]),
+        st.lists(st.sampled_from([1, 4, 32]), max_size=3),
+        min_size=1,
+    ),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_any_tensors_make_whole_parts_or_are_refused(
+    shapes: dict[str, list[int]], dora: bool
+) -> None:
+    try:
+        spec = spec_of(shapes, use_dora=dora)
+    except InvalidPackageError:
+        return
+    (part,) = spec.parts
+    assert isinstance(part, Dora if dora else Lora)
+    named = {part.a, part.b, part.magnitude} if isinstance(part, Dora) else {part.a, part.b}
+    assert named == set(shapes)
