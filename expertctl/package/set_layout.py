@@ -6,7 +6,7 @@ demands the same bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import InvalidPackageError, UsageError
@@ -107,7 +107,7 @@ def _entry(entry: JsonValue, what: str) -> tuple[str, Descriptor]:
             hint="a set is what `expertctl export` makes of several experts; one .expert file is "
             "installed with `expertctl install FILE`",
         )
-    return name, descriptor
+    return name, replace(descriptor, media_type=MANIFEST_TYPE)
 
 
 def _is_name(text: str) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 import zstandard
 
 from expertctl.digest import Digest, FileDigest
-from expertctl.package.archive import END, blob_name, header, members
+from expertctl.package.archive import END, AnyLayout, blob_name, header, members
 from expertctl.package.layout import CONFIG, OCI_LAYOUT, Layout, layout_of
+from expertctl.package.set_layout import SetLayout, set_layout_of
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.schema.strict_json import canonical
 
@@ -63,17 +64,32 @@ def files_of(tar: bytes) -> Files:
 
 def repack(files: Files) -> bytes:
     """A well-formed archive of other files, whatever they hold."""
+    return archive(layout_entries(layout_for(files), files))
+
+
+def layout_for(files: Files) -> Layout:
+    """The layout of files, signed when a signature is among them."""
     digests = [FileDigest(p, len(d), Digest.of(d)) for p, d in files.items()]
     signed = [f for f in digests if f.path == SIGNATURE_PATH]
-    layout = layout_of([f for f in digests if f not in signed], signed[0] if signed else None)
-    return archive(layout_entries(layout, files))
+    return layout_of([f for f in digests if f not in signed], signed[0] if signed else None)
 
 
-def layout_entries(layout: Layout, files: Files) -> list[Entry]:
-    """The members of a layout."""
-    blobs = {blob_name(Digest.of(d)): d for d in (*files.values(), CONFIG, layout.manifest)}
+def layout_entries(layout: AnyLayout, *files: Files) -> list[Entry]:
+    """The members of a layout, of one package or of several."""
+    contents = [data for package in files for data in package.values()]
+    blobs = {blob_name(Digest.of(d)): d for d in (*contents, CONFIG, *layout.manifests)}
     made = {"oci-layout": OCI_LAYOUT, "index.json": layout.index, **blobs}
     return [(m.name, made[m.name]) for m in members(layout)]
+
+
+def set_layout(packages: Mapping[str, Files]) -> SetLayout:
+    """The layout of a set, by the names in its index."""
+    return set_layout_of({name: layout_for(files) for name, files in packages.items()})
+
+
+def set_entries(packages: Mapping[str, Files]) -> list[Entry]:
+    """The members of a set."""
+    return layout_entries(set_layout(packages), *packages.values())
 
 
 def with_manifest(tar: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
