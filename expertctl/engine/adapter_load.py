@@ -17,11 +17,15 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.engine.chain import Step
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.lora import LoraTensors
 from expertctl.engine.memory import allocate
-from expertctl.errors import DigestError, IncompatibleError, InvalidPackageError, NotFoundError
-from expertctl.package.adapter import lora_spec
-from expertctl.package.adapter_config import parse_lora_config
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
+from expertctl.package.adapter_config import parse_config
+from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.tensor_file import (
     ADAPTER_LIMITS,
     LENGTH_BYTES,
@@ -34,6 +38,8 @@ from expertctl.schema.manifest import AdapterEntry, Manifest
 CHUNK = 4 << 20
 SLACK = 8
 """Spare bytes of a buffer, so that tensors can be moved to an address that fits their type."""
+_TENSORS: Mapping[type[Part], int] = {Lora: 2, Dora: 3, Ia3: 1, SoftPrompt: 1}
+"""Of how many tensors each kind of part is made."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -46,10 +52,14 @@ class Files(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """The weights of one expert in memory, each tensor a view into ``buffers``."""
+    """The weights of one expert in memory: what changes each module, and its soft prompts.
+
+    Steps stand in the order of the manifest's adapters; tensors are views into what was read.
+    """
 
     ref: str
-    modules: Mapping[str, LoraTensors]
+    modules: Mapping[str, tuple[Step, ...]]
+    soft_prompts: tuple[Tensor, ...]
     tensors: int
     nbytes: int
 
@@ -79,25 +89,23 @@ def adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
 
 
 def load_adapter(manifest: Manifest, files: Files) -> LoadedAdapter:
-    """Bring the weights of one expert into memory.
+    """Bring the weights of one expert into memory, its adapters in the manifest's order.
 
     Raises:
         DigestError: when bytes are not those that were verified at install.
         InvalidPackageError: when a file is malformed.
     """
     loaded = [_load_entry(manifest, entry, files) for entry in manifest.adapters]
-    modules: dict[str, LoraTensors] = {}
-    for part in loaded:
-        doubled = modules.keys() & part.modules.keys()
-        if doubled:
-            names = ", ".join(sorted(doubled)[:3])
-            raise InvalidPackageError(manifest.ref, [f"two adapters change {names}"])
-        modules |= part.modules
+    modules: dict[str, tuple[Step, ...]] = {}
+    for one in loaded:
+        for module, steps in one.modules.items():
+            modules[module] = (*modules.get(module, ()), *steps)
     return LoadedAdapter(
         ref=manifest.ref,
         modules=modules,
-        tensors=sum(part.tensors for part in loaded),
-        nbytes=sum(part.nbytes for part in loaded),
+        soft_prompts=tuple(prompt for one in loaded for prompt in one.soft_prompts),
+        tensors=sum(one.tensors for one in loaded),
+        nbytes=sum(one.nbytes for one in loaded),
     )
 
 
@@ -157,25 +165,45 @@ def _fill(stream: BinaryIO, target: memoryview) -> None:
 
 
 def _load_entry(manifest: Manifest, entry: AdapterEntry, files: Files) -> LoadedAdapter:
-    if entry.kind != "lora":
-        raise IncompatibleError(f"{manifest.ref}: adapters of kind {entry.kind} are not supported")
     what = f"{manifest.ref}: {entry.path}"
     config_bytes = files.read(entry.config)
-    config = parse_lora_config(bytes(config_bytes[:-SLACK]), what=f"{manifest.ref}: {entry.config}")
+    config = parse_config(bytes(config_bytes[:-SLACK]), what=f"{manifest.ref}: {entry.config}")
     buffer = files.read(entry.path)
     size = len(buffer) - SLACK
     table = _table(buffer, size, what)
-    spec = lora_spec(config, table, what=what)
+    spec = adapter_spec(config, table, what=what)
+    _check_promise(spec, entry, what)
     tensors = _views(buffer, size, table)
     modules = {
-        part.module: LoraTensors(tensors[part.a], tensors[part.b], part.scale)
+        part.module: (_step(part, tensors),)
         for part in spec.parts
+        if not isinstance(part, SoftPrompt)
     }
-    if 2 * len(modules) != len(table.tensors) or len(table.tensors) != entry.tensors:
-        raise InvalidPackageError(
-            what, [f"{2 * len(modules)} of {entry.tensors} promised tensors have a use"]
-        )
-    return LoadedAdapter(manifest.ref, modules, len(table.tensors), len(buffer))
+    prompts = [tensors[part.embeddings] for part in spec.parts if isinstance(part, SoftPrompt)]
+    return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer))
+
+
+def _check_promise(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
+    """Demand that every tensor has a use, and that the manifest says what is there."""
+    used = sum(_TENSORS[type(part)] for part in spec.parts)
+    problems = []
+    if spec.kind != entry.kind:
+        problems.append(f"it is of kind {spec.kind}, the manifest says {entry.kind}")
+    if not used == spec.tensors == entry.tensors:
+        problems.append(f"{used} of {entry.tensors} promised tensors have a use")
+    if problems:
+        raise InvalidPackageError(what, problems)
+
+
+def _step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> Step:
+    match part:
+        case Lora():
+            return LoraTensors(tensors[part.a], tensors[part.b], part.scale)
+        case Dora():
+            magnitude = tensors[part.magnitude].flatten()
+            return DoraTensors(tensors[part.a], tensors[part.b], magnitude, part.scale)
+        case Ia3():
+            return Ia3Tensors(tensors[part.vector].flatten(), part.on_input)
 
 
 def _table(buffer: memoryview, size: int, what: str) -> TensorTable:
@@ -186,7 +214,7 @@ def _table(buffer: memoryview, size: int, what: str) -> TensorTable:
 
 
 def _views(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tensor]:
-    """Return every tensor as a view; all have one type, as `lora_spec` checked."""
+    """Return every tensor as a view; all have one type, as `adapter_spec` checked."""
     shift = -table.data_offset % SLACK
     if shift:  # an odd header length: move everything, so that addresses are multiples of 8
         buffer[shift : shift + size] = buffer[:size]
@@ -196,6 +224,6 @@ def _views(buffer: memoryview, size: int, table: TensorTable) -> dict[str, Tenso
     data = whole[begin : begin + (size - table.data_offset)].view(dtype)
     width = dtype.itemsize
     return {
-        name: data.as_strided(t.shape, (t.shape[1], 1), data.storage_offset() + t.begin // width)
+        name: data[t.begin // width : t.end // width].view(t.shape)
         for name, t in table.tensors.items()
     }

@@ -1,181 +1,247 @@
 """A plan as the closed form of decision 10: per linear layer, whatever the chain of experts.
 
-``y = d * (W (u * x)) + B (A x) + e * b``. For a chain of LoRAs u, d and e are neutral, and A and B
-are the experts' blocks one below (beside) the other: rank concatenation is exact where adding A to
-A and B to B is not. Every factor is folded into its own block of B, in float32, once per plan.
+``y = d * (W (u * x)) + B (A x) + e * b``. A and B are the experts' blocks one below (beside) the
+other: rank concatenation is exact where adding A to A and B to B is not. Every factor is folded
+into its own block, in float32, once per plan. Soft prompts stand in plan order too.
 
 Blocks are kept in the dtype of the activations: widening a bfloat16 or float16 adapter once is
 exact, narrowing a folded one would not be. Where one expert alone changes a layer, has that dtype
-and needs no factor, its published tensors are used as they lie in memory, with no copy.
+and nothing multiplies it, its published tensors are used as they lie in memory, with no copy.
+Several B are written as rows, [rank, out]: one token then takes less than half the time.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.chain import Link
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.fit import check_fit
+from expertctl.engine.fold import Block, Folded, fold
 from expertctl.engine.linear import LinearDelta
-from expertctl.engine.lora import LoraTensors
 from expertctl.engine.memory import allocate
-from expertctl.engine.threads import threads
+from expertctl.engine.products import Products, products
+from expertctl.engine.threads import threads, usable_cores
 from expertctl.errors import IncompatibleError
-from expertctl.package.adapter import shortened
 
-Shapes = Mapping[str, tuple[int, int]]
+Gains = Mapping[str, tuple[Tensor, ...]]
+"""What the DoRA steps of one expert have on one base: per module, one ``c`` [out] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a plan is compiled for: the base's layers, a token's width, activations, device."""
+
+    shapes: Mapping[str, tuple[int, int]]
+    width: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """One expert of a chain and its weight in the plan."""
+    """One expert of a chain, its weight in the plan, and its gains if it has DoRA."""
 
     adapter: LoadedAdapter
     weight: float = 1.0
+    gains: Gains = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """What a plan changes in each linear layer; ``nbytes`` were allocated for it."""
+    """What a plan changes in each linear layer and puts before the first token.
+
+    ``soft_prompt`` is float32 [virtual tokens, hidden]; ``nbytes`` were allocated for all.
+    """
 
     deltas: Mapping[str, LinearDelta]
+    soft_prompt: Tensor | None
     nbytes: int
 
 
-BASE_ALONE = CompiledPlan({}, 0)
+BASE_ALONE = CompiledPlan({}, None, 0)
+
+_TOGETHER = 16
+"""Layers whose factors are multiplied by one call."""
+_WORTH_THREADS = 8 << 20
+"""A plan of so many bytes is compiled before other threads have woken up."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """One expert's part in one layer, with all that multiplies it."""
+class Composition:
+    """A chain that fits, folded layer by layer; what it costs is known before it is compiled."""
 
-    lora: LoraTensors
-    factor: float
+    layers: Mapping[str, Folded]
+    soft_prompts: tuple[Tensor, ...]
+    form: Form
 
+    @property
+    def nbytes(self) -> int:
+        """What `compile` will allocate."""
+        numbers = sum(_elements(folded, self.form) for folded in self.layers.values())
+        virtual = sum(prompt.numel() for prompt in self.soft_prompts)
+        return numbers * self.form.dtype.itemsize + virtual * torch.float32.itemsize
 
-def check_fit(adapter: LoadedAdapter, shapes: Shapes) -> None:
-    """Demand that every tensor of an adapter has its place in the base.
+    @property
+    def uses_in_place(self) -> bool:
+        """Whether the compiled plan will refer to memory of its experts."""
+        return any(any(_shared(folded, self.form)) for folded in self.layers.values())
 
-    Raises:
-        IncompatibleError: with every module that does not fit, or when there is none at all.
-    """
-    problems = [] if adapter.modules else ["it changes no module at all"]
-    for module, lora in adapter.modules.items():
-        wanted, found = shapes.get(module), (lora.b.shape[0], lora.a.shape[1])
-        if wanted is None:
-            problems.append(f"{module}: the base has no such linear layer")
-        elif wanted != found:
-            made = f"{found[0]} x {found[1]}"
-            problems.append(f"{module}: made for {made}, the base has {wanted[0]} x {wanted[1]}")
-    if problems:
-        raise IncompatibleError(f"{adapter.ref} does not fit the base: {_lines(problems)}")
-
-
-def compiled_bytes(chain: Sequence[Weighted], *, dtype: torch.dtype, device: torch.device) -> int:
-    """Return what `compile_plan` will allocate."""
-    elements = 0
-    for blocks in _blocks(chain).values():
-        share_a, share_b = _shared(blocks, dtype, device)
-        elements += sum(
-            (0 if share_a else block.lora.a.numel()) + (0 if share_b else block.lora.b.numel())
-            for block in blocks
-        )
-    return elements * dtype.itemsize
+    def compile(self) -> CompiledPlan:
+        """Multiply every block by its factors and put it in its place."""
+        size = self.nbytes
+        workers = usable_cores() if size >= _WORTH_THREADS else 1
+        prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
+        joined = torch.cat(prompts) if prompts else None
+        return CompiledPlan(_deltas(self.layers, self.form, workers), joined, size)
 
 
-def uses_in_place(chain: Sequence[Weighted], *, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether a compiled plan will refer to memory of its experts."""
-    return any(_shared(blocks, dtype, device)[0] for blocks in _blocks(chain).values())
-
-
-def compile_plan(
-    chain: Sequence[Weighted], shapes: Shapes, *, dtype: torch.dtype, device: torch.device
-) -> CompiledPlan:
-    """Compile an ordered chain of weighted experts; weight 0 equals leaving the expert out.
+def compose(experts: Sequence[Weighted], form: Form) -> Composition:
+    """Fold an ordered chain of weighted experts; weight 0 equals leaving the expert out.
 
     Raises:
-        IncompatibleError: when a tensor of any expert has no place in the base.
+        IncompatibleError: when a tensor of any expert has no place in the base, or a soft prompt
+            has a weight.
     """
-    for link in chain:
-        check_fit(link.adapter, shapes)
-    size = compiled_bytes(chain, dtype=dtype, device=device)
-    arena = _Arena(size // dtype.itemsize, dtype, device)
-    with threads(1):  # hundreds of small copies: waking others up would take longer than each
-        deltas = {module: _delta(blocks, arena) for module, blocks in _blocks(chain).items()}
-    return CompiledPlan(deltas, size)
+    for expert in experts:
+        check_fit(expert.adapter, form.shapes, width=form.width)
+    there = [expert for expert in experts if expert.weight != 0.0]
+    for expert in there:
+        _check_soft_prompts(expert)
+    prompts = [prompt for expert in there for prompt in expert.adapter.soft_prompts]
+    return Composition(_layers(there), tuple(prompts), form)
+
+
+def _deltas(layers: Mapping[str, Folded], form: Form, workers: int) -> dict[str, LinearDelta]:
+    """Compile group after group; each copy is small, so torch's own threads stay out of it."""
+    names = list(layers)
+    groups = [names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)]
+    size = sum(_elements(folded, form) for folded in layers.values())
+    arena = _Arena(_empty(size, form), form)
+    shares = [
+        (names, arena.share(sum(_elements(layers[name], form) for name in names)))
+        for names in groups
+    ]
+    with threads(1), ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
+        done = pool.map(lambda each: _group([layers[n] for n in each[0]], each[1]), shares)
+        return dict(zip(names, chain.from_iterable(done), strict=True))
+
+
+@torch.inference_mode()
+def _group(layers: Sequence[Folded], arena: "_Arena") -> list[LinearDelta]:
+    """Compile some layers; they are few, so that what is multiplied stays in the caches."""
+    pairs = zip(layers, products(layers), strict=True)
+    return [_delta(folded, factors, arena) for folded, factors in pairs]
 
 
 class _Arena:
-    """One allocation that all tensors of a compiled plan are cut from."""
+    """Memory that the tensors of a compiled plan are cut from."""
 
-    def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._data = _empty(elements, dtype, device)
-        self._taken = 0
+    def __init__(self, data: Tensor, form: Form) -> None:
+        self.form = form
+        self._data, self._taken = data, 0
 
-    def take(self, rows: int, columns: int) -> Tensor:
-        begin, self._taken = self._taken, self._taken + rows * columns
-        return self._data.as_strided((rows, columns), (columns, 1), begin)
+    def take(self, *shape: int) -> Tensor:
+        begin = self._taken
+        self._taken += torch.Size(shape).numel()
+        return self._data[begin : self._taken].view(shape)
 
-
-def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu" or elements == 0:
-        return torch.empty(elements, dtype=dtype, device=device)
-    block = allocate(elements * dtype.itemsize)
-    return torch.frombuffer(block, dtype=torch.uint8).view(dtype)
+    def share(self, elements: int) -> "_Arena":
+        return _Arena(self.take(elements), self.form)
 
 
-def _blocks(chain: Iterable[Weighted]) -> dict[str, list[_Block]]:
-    """Every layer's blocks, in plan order."""
-    blocks: dict[str, list[_Block]] = {}
-    for link in chain:
-        if link.weight == 0.0:
-            continue
-        for module, lora in link.adapter.modules.items():
-            blocks.setdefault(module, []).append(_Block(lora, link.weight * lora.scale))
-    return blocks
+def _empty(elements: int, form: Form) -> Tensor:
+    if form.device.type != "cpu" or elements == 0:
+        return torch.empty(elements, dtype=form.dtype, device=form.device)
+    block = allocate(elements * form.dtype.itemsize)
+    return torch.frombuffer(block, dtype=torch.uint8).view(form.dtype)
 
 
-def _shared(
-    blocks: Sequence[_Block], dtype: torch.dtype, device: torch.device
-) -> tuple[bool, bool]:
+def _layers(experts: Sequence[Weighted]) -> dict[str, Folded]:
+    """Return every layer that the plan changes, folded."""
+    links: dict[str, list[Link]] = {}
+    for expert in experts:
+        for module, steps in expert.adapter.modules.items():
+            gains = iter(expert.gains.get(module, ()))
+            links.setdefault(module, []).extend(
+                Link(step, expert.weight, next(gains) if isinstance(step, DoraTensors) else None)
+                for step in steps
+            )
+    return {module: fold(steps) for module, steps in links.items()}
+
+
+def _shared(folded: Folded, form: Form) -> tuple[bool, bool]:
     """Whether A, and whether B, can be the published tensor itself."""
-    lora = blocks[0].lora
-    alone = len(blocks) == 1 and lora.a.dtype == dtype and lora.a.device == device
-    return alone, alone and blocks[0].factor == 1.0
+    if len(folded.blocks) != 1:
+        return False, False
+    [block] = folded.blocks
+    fits = block.step.a.dtype == form.dtype and block.step.a.device == form.device
+    return fits and block.keeps_a, fits and block.keeps_b
 
 
-def _delta(blocks: Sequence[_Block], arena: _Arena) -> LinearDelta:
-    share_a, share_b = _shared(blocks, arena.dtype, arena.device)
-    first = blocks[0].lora
+def _elements(folded: Folded, form: Form) -> int:
+    """Return how many numbers `_delta` takes from its arena."""
+    share_a, share_b = _shared(folded, form)
+    a = 0 if share_a else sum(block.step.a.numel() for block in folded.blocks)
+    b = 0 if share_b else sum(block.step.b.numel() for block in folded.blocks)
+    return a + b + folded.scale_elements
+
+
+def _delta(folded: Folded, factors: Products, arena: _Arena) -> LinearDelta:
+    share_a, share_b = _shared(folded, arena.form)
+    first = folded.blocks[0].step if folded.blocks else None
     return LinearDelta(
-        a=first.a if share_a else _stacked_a(blocks, arena),
-        b=first.b if share_b else _stacked_b(blocks, arena),
+        a=first.a if first and share_a else _stacked_a(folded.blocks, factors, arena),
+        b=first.b if first and share_b else _stacked_b(folded.blocks, factors, arena),
+        input_scale=_kept(factors.inputs, arena),
+        output_scale=_kept(factors.outputs, arena),
+        bias_scale=_kept(factors.bias, arena),
     )
 
 
-def _stacked_a(blocks: Sequence[_Block], arena: _Arena) -> Tensor:
-    """Return A, [sum of ranks, in]."""
-    rank = sum(block.lora.rank for block in blocks)
-    a = arena.take(rank, blocks[0].lora.a.shape[1])
-    row = 0
-    for block in blocks:
-        a[row : row + block.lora.rank].copy_(block.lora.a)
-        row += block.lora.rank
+def _stacked_a(blocks: Sequence[Block], factors: Products, arena: _Arena) -> Tensor | None:
+    """Return A, [sum of ranks, in], each block times the input factors after it."""
+    if not blocks:
+        return None
+    ranks = [block.step.rank for block in blocks]
+    a = arena.take(sum(ranks), blocks[0].step.a.shape[1])
+    parts = a.split_with_sizes(ranks)
+    torch._foreach_copy_(parts, [block.step.a for block in blocks])
+    for part, block in zip(parts, blocks, strict=True):
+        if (scale := factors.a_scale(block)) is not None:
+            part.mul_(scale)
     return a
 
 
-def _stacked_b(blocks: Sequence[_Block], arena: _Arena) -> Tensor:
-    """Return B, [out, sum of ranks], each block times its factor."""
-    rank = sum(block.lora.rank for block in blocks)
-    b = arena.take(blocks[0].lora.b.shape[0], rank)
-    column = 0
-    for block in blocks:
-        part = b[:, column : column + block.lora.rank]
-        part.copy_(block.lora.b).mul_(block.factor)  # widened before it is multiplied
-        column += block.lora.rank
-    return b
+def _stacked_b(blocks: Sequence[Block], factors: Products, arena: _Arena) -> Tensor | None:
+    """Return B, [out, sum of ranks], each block times all that multiplies it."""
+    if not blocks:
+        return None
+    ranks, out = [block.step.rank for block in blocks], len(blocks[0].step.b)
+    rows = arena.take(out, *ranks).T if len(blocks) == 1 else arena.take(sum(ranks), out)
+    parts = rows.split_with_sizes(ranks)
+    torch._foreach_copy_(parts, [block.step.b.T for block in blocks])
+    torch._foreach_mul_(parts, [block.factor for block in blocks])
+    for part, block in zip(parts, blocks, strict=True):
+        for scale in factors.b_scales(block):
+            part.mul_(scale)
+    return rows.T
 
 
-def _lines(problems: Sequence[str]) -> str:
-    return "; ".join(shortened(list(problems)))
+def _kept(running: Sequence[Tensor], arena: _Arena) -> Tensor | None:
+    """Return the product of all factors as part of the plan; None when there is none."""
+    return arena.take(len(running[-1])).copy_(running[-1]) if running else None
+
+
+def _check_soft_prompts(expert: Weighted) -> None:
+    if expert.adapter.soft_prompts and expert.weight != 1.0:
+        raise IncompatibleError(
+            f"{expert.adapter.ref} has a soft prompt, which cannot have the weight "
+            f"{expert.weight:g}",
+            hint="a soft prompt is there or it is not: give it weight 1, or 0 to leave it out",
+        )

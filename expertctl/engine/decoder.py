@@ -92,6 +92,7 @@ class Decoder:
         self.config = config
         self.device = weights.device
         self.modules = frozenset(config.linear_shapes())
+        self._weights = weights
         self._embedding = weights.tensors[EMBEDDING]
         self._norm = weights.tensors["model.norm.weight"]
         self._head = _Linear("lm_head", weights.head(), None)
@@ -105,28 +106,35 @@ class Decoder:
         cache: KVCache,
         deltas: Deltas = NO_DELTAS,
         *,
+        soft_prompt: Tensor | None = None,
         chunk: int = PREFILL_CHUNK,
         progress: Progress = no_progress,
     ) -> PrefillResult:
         """Read a prompt, ``chunk`` tokens at a time; ``progress`` counts them and may raise.
 
+        The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
+        of a cache and count like tokens.
+
         Raises:
             UsageError: for a prompt without tokens.
             BudgetError: when the cache is too small; nothing was read then.
-            IncompatibleError: for a token or a delta that this base does not have.
+            IncompatibleError: for a token, a delta or a soft prompt that does not fit this base.
         """
         begin, started = cache.length, time.perf_counter()
         tokens = self._checked(ids, deltas)
-        cache.require(len(tokens))
-        hidden = self._embedding[:0]
+        before = self._checked_soft(soft_prompt, cache)
+        read = len(before) + len(tokens)
+        cache.require(read)
+        hidden = before
         try:
-            for part in torch.split(tokens, chunk):
+            for start in range(0, read, chunk):
+                part = self._embedded(before, tokens, start, start + chunk)
                 hidden = self._forward(part, cache, deltas)
                 progress(len(part))
         except BaseException:
             cache.rewind(begin)
             raise
-        return PrefillResult(self._logits(hidden, deltas), len(tokens), self._ms_since(started))
+        return PrefillResult(self._logits(hidden, deltas), read, self._ms_since(started))
 
     @torch.inference_mode()
     def decode(self, token: int, cache: KVCache, deltas: Deltas = NO_DELTAS) -> DecodeResult:
@@ -139,18 +147,19 @@ class Decoder:
         position, started = cache.length, time.perf_counter()
         tokens = self._checked([token], deltas)
         cache.require(1)
-        logits = self._logits(self._forward(tokens, cache, deltas), deltas)
+        hidden = self._forward(self._embedding[tokens].float(), cache, deltas)
+        logits = self._logits(hidden, deltas)
         return DecodeResult(logits, position, self._ms_since(started))
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer, by its module name."""
+        if module == self._head.module:
+            return self._head.weight
+        return self._weights.tensors[f"{module}.weight"]
 
     def buffer_bytes(self, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
         """Return how many bytes a pass needs besides weights and cache, at most about."""
-        config, rows = self.config, min(chunk, capacity)
-        heads = (config.heads + 2 * config.kv_heads) * config.head_dim
-        per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
-        kinds = len({w for w in config.windows if w} | {None})
-        masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
-        rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
-        return masks + _FLOAT_BYTES * (rows * per_token + rotations + 2 * config.vocab_size)
+        return pass_bytes(self.config, capacity, chunk=chunk)
 
     def _checked(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
         if not deltas.keys() <= self.modules:
@@ -170,14 +179,33 @@ class Decoder:
             )
         return tokens
 
-    def _forward(self, tokens: Tensor, cache: KVCache, deltas: Deltas) -> Tensor:
-        """Run all layers over one part of a text: [tokens] -> [tokens, hidden]."""
-        step = self._step(cache.length, len(tokens))
-        x = self._embedding[tokens].float()
+    def _checked_soft(self, soft_prompt: Tensor | None, cache: KVCache) -> Tensor:
+        """Return the rows before the first token, [virtual tokens, hidden], often none."""
+        width = self.config.hidden_size
+        if soft_prompt is None:
+            return torch.empty(0, width, device=self.device)
+        assert cache.length == 0, "a soft prompt stands before the first token"
+        if soft_prompt.shape[1] != width:
+            raise IncompatibleError(
+                f"a soft prompt is {soft_prompt.shape[1]} wide, tokens of the base are {width}",
+                hint="the expert was made for another base",
+            )
+        return soft_prompt
+
+    def _embedded(self, before: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
+        """Return some rows of [soft prompt, embedded tokens]: [end - start, hidden], float32."""
+        virtual = len(before)
+        part = self._embedding[tokens[max(start - virtual, 0) : max(end - virtual, 0)]].float()
+        return part if start >= virtual else torch.cat((before[start:end], part))
+
+    def _forward(self, x: Tensor, cache: KVCache, deltas: Deltas) -> Tensor:
+        """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden]."""
+        tokens = len(x)
+        step = self._step(cache.length, tokens)
         for number, layer in enumerate(self._layers):
             x = x + self._attention(x, layer, number, step, cache, deltas)
             x = x + self._mlp(x, layer, deltas)
-        cache.advance(len(tokens))
+        cache.advance(tokens)
         return x
 
     def _attention(
@@ -223,6 +251,17 @@ class Decoder:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return (time.perf_counter() - started) * 1e3
+
+
+def pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
+    """Return how many bytes a pass needs besides weights and cache, at most about."""
+    rows = min(chunk, capacity)
+    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
+    kinds = len({w for w in config.windows if w} | {None})
+    masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
+    rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
+    return masks + _FLOAT_BYTES * (rows * per_token + rotations + 2 * config.vocab_size)
 
 
 def _layer_of(config: ModelConfig, weights: BaseWeights, number: int) -> _Layer:

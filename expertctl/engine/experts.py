@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-import torch
-
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
 from expertctl.engine.adapter_load import (
     SLACK,
@@ -23,12 +21,13 @@ from expertctl.engine.adapter_load import (
 from expertctl.engine.compose import (
     BASE_ALONE,
     CompiledPlan,
-    Shapes,
+    Form,
+    Gains,
     Weighted,
-    compile_plan,
-    compiled_bytes,
-    uses_in_place,
+    compose,
 )
+from expertctl.engine.fit import check_fit
+from expertctl.engine.gains import GainSource, gains_scratch, has_dora
 from expertctl.engine.memory import allocate
 from expertctl.engine.tiers import Key, Tier, Tiers, Wanted
 from expertctl.package.read import PackageContents, read_package
@@ -61,11 +60,10 @@ class ExpertSource:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a plan is compiled for: the base's layers, the activations, the device."""
+    """What a plan is compiled for: the base's form, and where the gains of DoRA come from."""
 
-    shapes: Shapes
-    dtype: torch.dtype
-    device: torch.device
+    form: Form
+    gains: GainSource
 
 
 def stored_source(
@@ -209,24 +207,44 @@ def _compile(
     pins: ExitStack,
 ) -> CompiledPlan:
     """Compile with the experts pinned; only the plan stays so. Here end all other references."""
-    with tiers.pin([source.wanted for source, _ in chain]) as adapters:
-        wanted = _wanted_plan(key, chain, adapters, target)
+    with ExitStack() as others:
+        adapters = others.enter_context(tiers.pin([source.wanted for source, _ in chain]))
+        links = [
+            Weighted(adapter, weight, _gains(tiers, source, adapter, weight, target, others))
+            for adapter, (source, weight) in zip(adapters, chain, strict=True)
+        ]
+        wanted = _wanted_plan(key, links, [source.wanted.key for source, _ in chain], target.form)
         [plan] = pins.enter_context(tiers.pin([wanted]))
     return plan
 
 
-def _wanted_plan(
-    key: Key,
-    chain: Sequence[tuple[ExpertSource, float]],
-    adapters: Sequence[LoadedAdapter],
+def _gains(
+    tiers: Tiers,
+    source: ExpertSource,
+    adapter: LoadedAdapter,
+    weight: float,
     target: Target,
+    pins: ExitStack,
+) -> Gains:
+    """Borrow what one expert's DoRA needs on this base, computing it if nobody has yet."""
+    if weight == 0.0 or not has_dora(adapter):
+        return {}
+    check_fit(adapter, target.form.shapes, width=target.form.width)
+    wanted = target.gains.wanted(adapter, source.content_digest)
+    scratch = 0 if tiers.holds(wanted.key) else gains_scratch(adapter)
+    with tiers.holding(Tier.DEVICE, "buffers", scratch, what=wanted.what):
+        [found] = pins.enter_context(tiers.pin([wanted]))
+    return found
+
+
+def _wanted_plan(
+    key: Key, links: Sequence[Weighted], experts: Sequence[Key], form: Form
 ) -> Wanted[CompiledPlan]:
-    links = [Weighted(a, weight) for a, (_, weight) in zip(adapters, chain, strict=True)]
-    in_place = uses_in_place(links, dtype=target.dtype, device=target.device)
+    composition = compose(links, form)
     return Wanted(
         key=key,
-        nbytes=compiled_bytes(links, dtype=target.dtype, device=target.device),
-        what=f"the plan of {', '.join(source.manifest.ref for source, _ in chain)}",
-        load=lambda: compile_plan(links, target.shapes, dtype=target.dtype, device=target.device),
-        uses=tuple(source.wanted.key for source, _ in chain) if in_place else (),
+        nbytes=composition.nbytes,
+        what=f"the plan of {', '.join(link.adapter.ref for link in links)}",
+        load=composition.compile,
+        uses=tuple(experts) if composition.uses_in_place else (),
     )

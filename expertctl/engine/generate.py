@@ -59,11 +59,15 @@ class NativeReading:
     decoder: Decoder
     cache: KVCache
     deltas: Deltas
+    soft_prompt: Tensor | None = None
     progress: Progress = no_progress
 
     def prefill(self, ids: Sequence[int]) -> PrefillResult:
         """Read a prompt behind what is in the cache; ``progress`` counts tokens and may raise."""
-        return self.decoder.prefill(ids, self.cache, self.deltas, progress=self.progress)
+        first = self.soft_prompt if self.cache.length == 0 else None
+        return self.decoder.prefill(
+            ids, self.cache, self.deltas, soft_prompt=first, progress=self.progress
+        )
 
     def decode(self, token: int) -> DecodeResult:
         """Read one more token."""
@@ -98,13 +102,15 @@ def generate(
     params: SamplingParams,
     seed: int,
     max_tokens: int,
+    soft_prompt: Tensor | None = None,
     cancelled: Cancelled = never,
 ) -> Generator[str, None, Generated]:
     """Yield pieces of text as they become certain; return the whole at the end.
 
-    ``ids`` are what is still to be read: ``cache`` may hold what stands before them.
+    ``ids`` are what is still to be read: ``cache`` may hold what stands before them, which then
+    begins with the ``soft_prompt``.
     """
-    reading = NativeReading(model.decoder, cache, deltas, _stopping(cancelled))
+    reading = NativeReading(model.decoder, cache, deltas, soft_prompt, _stopping(cancelled))
     writer = Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
     return (yield from continued(reading, ids, writer, cancelled))
 

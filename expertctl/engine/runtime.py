@@ -17,9 +17,8 @@ import torch
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
 from expertctl.engine.chat_template import Prompt, encode_chat
-from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.compose import CompiledPlan, Form
 from expertctl.engine.context import FittedPrompt, fit_context
-from expertctl.engine.decoder import Deltas
 from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import (
     LocalExpert,
@@ -28,6 +27,7 @@ from expertctl.engine.experts import (
     local_expert,
     stored_source,
 )
+from expertctl.engine.gains import GainSource
 from expertctl.engine.generate import Cancelled, Generated, generate, never
 from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
 from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase, open_base
@@ -43,6 +43,7 @@ from expertctl.routing.follow_up import plan_follow_up
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.derived import Derived
 from expertctl.store.transaction import expert_of
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ class _Ready:
 
     base: LoadedBase
     kv: KVLoan
-    deltas: Deltas
+    plan: CompiledPlan
 
 
 Files = dict[Path, LocalExpert]
@@ -76,6 +77,7 @@ class Engine:
         self.tiers = Tiers(ram=self.budget, device=self.budget)
         self._base = BaseSlot(self.tiers, device=CPU)
         self._kv = KVSlot(self.tiers)
+        self._derived = Derived(planner.store.paths.derived)
         self._planner, self._progress = planner, progress
 
     def run(
@@ -105,7 +107,7 @@ class Engine:
             recording = self._recording(planned, files, stack)
             generated = yield from _generate(ready, prompt, planned, cancelled)
             memory = self._memory()
-        unsaved = recording.result()
+        unsaved = (*recording.result(), *self._derived.take_notes())
         told = (*planned.warnings, *_alone(planned, request), *_threads_differ(request, count))
         told = (*told, *request.message.warnings, *template.warnings)
         return RunResult(
@@ -195,14 +197,14 @@ class Engine:
         loaded = self._base.load(progress=self._progress)
         buffers = loaded.model.decoder.buffer_bytes(tokens) + sample_bytes(base.config.vocab_size)
         self._hold("buffers", buffers, f"the buffers of {tokens} tokens", stack)
-        plan = self._compiled(base, planned, files, stack)
-        return _Ready(loaded, kv, plan.deltas)
+        plan = self._compiled(_target(base, loaded, self._derived), planned, files, stack)
+        return _Ready(loaded, kv, plan)
 
     def _hold(self, purpose: Purpose, size: int, what: str, stack: ExitStack) -> None:
         stack.enter_context(self.tiers.holding(Tier.DEVICE, purpose, size, what=what))
 
     def _compiled(
-        self, base: OpenBase, planned: Planned, files: Files, stack: ExitStack
+        self, target: Target, planned: Planned, files: Files, stack: ExitStack
     ) -> CompiledPlan:
         plan, store = planned.result.plan, self._planner.store
         from_files = {file.source.content_digest: file.source for file in files.values()}
@@ -212,7 +214,6 @@ class Engine:
             for expert in planned.experts
         ]
         chain = [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
-        target = Target(base.config.linear_shapes(), torch.float32, CPU)
         with store.lease(e.stored for e in planned.experts if e.digest not in from_files):
             return stack.enter_context(
                 compiled(self.tiers, chain, identity=plan.identity, target=target)
@@ -263,6 +264,19 @@ def _record(catalogue: Catalogue, digests: Sequence[Digest]) -> tuple[str, ...]:
     return tuple(catalogue.notes[known:])
 
 
+def _target(base: OpenBase, loaded: LoadedBase, derived: Derived) -> Target:
+    config, identity = base.config, base.stored.identity
+    content = Digest.of(f"{identity.arch} {identity.weights} {base.dtype}".encode())
+    form = Form(config.linear_shapes(), config.hidden_size, torch.float32, CPU)
+    return Target(form, GainSource(content, loaded.model.decoder.matrix, derived))
+
+
+def _virtual_tokens(planned: Planned) -> int:
+    """Count the rows of soft prompts; an expert of weight 0 is left out."""
+    pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
+    return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)
+
+
 def _forced(expert: NamedExpert, files: Files) -> Forced:
     if isinstance(expert, Forced):
         return expert
@@ -286,6 +300,7 @@ def _fitted(
         context=base.config.max_positions,
         max_tokens=planned.result.plan.params.max_tokens,
         truncate=truncate,
+        virtual=_virtual_tokens(planned),
     )
 
 
@@ -310,7 +325,8 @@ def _generate(
         ready.base.model,
         prompt.ids[ready.kv.reused :],
         cache=ready.kv.cache,
-        deltas=ready.deltas,
+        deltas=ready.plan.deltas,
+        soft_prompt=ready.plan.soft_prompt,
         params=plan.params,
         seed=plan.seed,
         max_tokens=prompt.max_tokens,

@@ -6,6 +6,7 @@
     store/refs/<registry>/<namespace>/<name>/<version> the commit of one installed expert
     store/staging/<token>/                             what one install is writing now
     store/leases/<token>/                              blobs that one process is using now
+    store/derived/<content digest>/                    what was computed from one package
     store/lock                                         held by whoever changes refs or blobs
 """
 
@@ -45,6 +46,11 @@ class StorePaths:
     def leases(self) -> Path:
         """One folder per process that uses blobs."""
         return self.root / "leases"
+
+    @property
+    def derived(self) -> Path:
+        """One folder per package from which something was computed."""
+        return self.root / "derived"
 
     @property
     def lock(self) -> Path:

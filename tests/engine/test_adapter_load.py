@@ -4,29 +4,34 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from expertctl.digest import FileDigest, hash_file
 from expertctl.engine.adapter_load import (
     CHUNK,
     SLACK,
-    StoredFiles,
+    LoadedAdapter,
     adapter_bytes,
     load_adapter,
     read_verified,
 )
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.ia3 import Ia3Tensors
+from expertctl.engine.lora import LoraTensors
 from expertctl.errors import (
     DigestError,
-    IncompatibleError,
     InvalidPackageError,
     NotFoundError,
 )
+from expertctl.schema.manifest import AdapterEntry, AdapterKind, BaseRequirement, Manifest
 from tests.engine.adapter_files import CONFIG, WEIGHTS, files_of, load, manifest_of
-from tests.factories import write_base, write_lora
+from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
 
 @pytest.fixture
@@ -44,10 +49,11 @@ def test_tensors_are_those_of_the_safetensors_library(
     dtype: str, tmp_path: Path, base: Path
 ) -> None:
     directory = write_lora(tmp_path / dtype, base, dtype=dtype)
-    adapter = load_adapter(manifest_of(directory, dtype=dtype), files_of(directory))
+    adapter = load(directory)
     expected = safetensors.torch.load_file(directory / WEIGHTS)
     assert adapter.tensors == len(expected) == 2 * len(adapter.modules) == 28
-    for module, tensors in adapter.modules.items():
+    for module, [tensors] in adapter.modules.items():
+        assert isinstance(tensors, LoraTensors)
         for half, tensor in (("A", tensors.a), ("B", tensors.b)):
             name = f"base_model.model.{module}.lora_{half}.weight"
             assert tensor.dtype == getattr(torch, dtype)
@@ -56,31 +62,53 @@ def test_tensors_are_those_of_the_safetensors_library(
 
 
 def test_all_tensors_lie_in_the_one_buffer_that_was_counted(lora: Path) -> None:
-    adapter = load(lora)
-    storages = {
-        t.untyped_storage().data_ptr() for m in adapter.modules.values() for t in (m.a, m.b)
-    }
-    [tensor, *_] = [m.a for m in adapter.modules.values()]
-    assert len(storages) == 1
+    adapter = load_adapter(manifest_of(lora), files_of(lora))
+    storages = {t.untyped_storage().data_ptr(): t for t in tensors_of(adapter)}
+    [tensor] = storages.values()
     assert tensor.untyped_storage().nbytes() == adapter.nbytes
     sizes = {name: file.size for name, (_, file) in files_of(lora).paths.items()}
     assert adapter.nbytes == adapter_bytes(manifest_of(lora), sizes)
 
 
+def tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
+    found = list(adapter.soft_prompts)
+    for steps in adapter.modules.values():
+        for step in steps:
+            match step:
+                case Ia3Tensors():
+                    found.append(step.vector)
+                case DoraTensors():
+                    found += [step.a, step.b, step.magnitude]
+                case LoraTensors():
+                    found += [step.a, step.b]
+    return found
+
+
+KINDS = {
+    "lora": write_lora,
+    "dora": write_dora,
+    "ia3": write_ia3,
+    "soft_prompt": write_soft_prompt,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extra", range(1, 8))
-def test_a_header_of_any_length_gives_the_same_tensors(extra: int, lora: Path) -> None:
-    expected = {module: (t.a.clone(), t.b.clone()) for module, t in load(lora).modules.items()}
-    path = lora / WEIGHTS
+def test_a_header_of_any_length_gives_the_same_tensors(
+    kind: str, extra: int, tmp_path: Path, base: Path
+) -> None:
+    directory = KINDS[kind](tmp_path / kind, base)
+    expected = [tensor.clone() for tensor in tensors_of(load(directory))]
+    path = directory / WEIGHTS
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = data[8 : 8 + length].rstrip(b" ")
     header += b" " * ((extra - len(header)) % 8)
     path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     assert len(header) % 8 == extra
-    found = load(lora).modules
-    for module, (a, b) in expected.items():
-        assert torch.equal(found[module].a, a)
-        assert torch.equal(found[module].b, b)
+    found = tensors_of(load(directory))
+    assert len(found) == len(expected) > 0
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
@@ -142,11 +170,11 @@ def test_a_missing_file_is_named_with_the_way_out(lora: Path) -> None:
 
 def test_a_file_that_changes_after_reading_changes_nothing(lora: Path) -> None:
     adapter = load(lora)
-    before = {module: t.a.clone() for module, t in adapter.modules.items()}
+    before = [tensor.clone() for tensor in tensors_of(adapter)]
     size = (lora / WEIGHTS).stat().st_size
     with (lora / WEIGHTS).open("r+b") as stream:
         stream.write(b"\xff" * size)
-    assert all(torch.equal(adapter.modules[m].a, a) for m, a in before.items())
+    assert all(torch.equal(*pair) for pair in zip(tensors_of(adapter), before, strict=True))
 
 
 def test_fewer_tensors_than_the_manifest_promises_are_refused(lora: Path) -> None:
@@ -157,35 +185,69 @@ def test_fewer_tensors_than_the_manifest_promises_are_refused(lora: Path) -> Non
         load_adapter(more, files_of(lora))
 
 
-def test_a_kind_without_an_implementation_is_refused_by_name(lora: Path) -> None:
-    with pytest.raises(IncompatibleError, match="kind ia3"):
-        load_adapter(manifest_of(lora, kind="ia3"), files_of(lora))
-
-
-def test_two_adapters_on_one_module_are_refused(lora: Path) -> None:
-    manifest, files = manifest_of(lora), files_of(lora)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_manifest_that_promises_another_kind_is_refused(
+    kind: str, tmp_path: Path, base: Path
+) -> None:
+    directory = KINDS[kind](tmp_path / kind, base)
+    manifest = manifest_of(directory)
     [entry] = manifest.adapters
-    again = replace(entry, path="second.safetensors")
-    paths = {**files.paths, "second.safetensors": files.paths[WEIGHTS]}
-    both = replace(manifest, adapters=(entry, again))
-    with pytest.raises(InvalidPackageError, match=r"two adapters change model\.layers\.0"):
-        load_adapter(both, StoredFiles(files.ref, paths))
+    other: AdapterKind = "ia3" if kind != "ia3" else "lora"
+    wrong = replace(manifest, adapters=(replace(entry, kind=other),))
+    with pytest.raises(InvalidPackageError, match=f"kind {kind}, the manifest says {other}"):
+        load_adapter(wrong, files_of(directory))
 
 
-def test_two_adapters_on_different_modules_are_one_expert(tmp_path: Path, base: Path) -> None:
-    one = write_lora(tmp_path / "one", base, targets=("q_proj",))
-    two = write_lora(tmp_path / "two", base, targets=("v_proj",))
-    [first], [second] = manifest_of(one).adapters, manifest_of(two).adapters
-    second = replace(second, path="v.safetensors", config="v.json")
-    paths = {
-        **files_of(one).paths,
-        "v.safetensors": files_of(two).paths[WEIGHTS],
-        "v.json": files_of(two).paths[CONFIG],
-    }
-    manifest = replace(manifest_of(one), adapters=(first, second))
-    adapter = load_adapter(manifest, StoredFiles("acme/one@1.0.0", paths))
-    assert {module.rpartition(".")[2] for module in adapter.modules} == {"q_proj", "v_proj"}
-    assert adapter.tensors == 8
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_without_a_meaning_is_refused(kind: str, tmp_path: Path, base: Path) -> None:
+    directory = KINDS[kind](tmp_path / kind, base)
+    tensors = safetensors.torch.load_file(directory / WEIGHTS)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.stray"
+    safetensors.torch.save_file({**tensors, name: torch.zeros(1, 1)}, directory / WEIGHTS)
+    with pytest.raises(InvalidPackageError, match=r"q_proj\.stray"):
+        load_adapter(manifest_like(directory, len(tensors) + 1, kind), files_of(directory))
+
+
+def manifest_like(directory: Path, tensors: int, kind: str) -> Manifest:
+    entry = AdapterEntry(cast(AdapterKind, kind), WEIGHTS, CONFIG, "float32", tensors)
+    base = BaseRequirement(name="tiny", arch="", tokenizer="")
+    return Manifest(1, f"acme/{directory.name}", "1.0.0", "", "MIT", base, (entry,))
+
+
+def test_dora_ia3_and_soft_prompts_have_the_values_of_their_files(
+    tmp_path: Path, base: Path
+) -> None:
+    paths = [KINDS[kind](tmp_path / kind, base) for kind in ("dora", "ia3", "soft_prompt")]
+    adapter = load(*paths)
+    stored = [safetensors.torch.load_file(path / WEIGHTS) for path in paths]
+    q, down = "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"
+    dora, on_output = adapter.modules[q]
+    assert isinstance(dora, DoraTensors)
+    assert isinstance(on_output, Ia3Tensors)
+    magnitude = stored[0][f"base_model.model.{q}.lora_magnitude_vector"]
+    assert torch.equal(dora.magnitude, magnitude.flatten())
+    assert torch.equal(on_output.vector, stored[1][f"base_model.model.{q}.ia3_l"][:, 0])
+    assert not on_output.on_input
+    on_input = adapter.modules[down][1]
+    assert isinstance(on_input, Ia3Tensors)
+    assert on_input.on_input
+    assert torch.equal(on_input.vector, stored[1][f"base_model.model.{down}.ia3_l"][0])
+    [prompt] = adapter.soft_prompts
+    assert torch.equal(prompt, stored[2]["prompt_embeddings"])
+    assert adapter.tensors == sum(len(tensors) for tensors in stored)
+
+
+def test_several_adapters_on_one_module_are_steps_in_their_order(
+    tmp_path: Path, base: Path
+) -> None:
+    one = write_lora(tmp_path / "one", base, targets=("q_proj",), rank=3)
+    two = write_lora(tmp_path / "two", base, targets=("v_proj", "q_proj"), rank=5)
+    for paths, ranks in (((one, two), [3, 5]), ((two, one), [5, 3])):
+        adapter = load(*paths)
+        steps = adapter.modules["model.layers.1.self_attn.q_proj"]
+        assert [step.a.shape[0] for step in steps if isinstance(step, LoraTensors)] == ranks
+        assert len(adapter.modules["model.layers.1.self_attn.v_proj"]) == 1
+        assert adapter.tensors == 4 + 8
 
 
 def test_scales_follow_rslora_and_the_patterns(tmp_path: Path, base: Path) -> None:
@@ -198,7 +260,8 @@ def test_scales_follow_rslora_and_the_patterns(tmp_path: Path, base: Path) -> No
         rank_pattern={"q_proj": 16},
         alpha_pattern={"layers.1.mlp.up_proj": 5},
     )
-    modules = load(directory).modules
+    steps = load(directory).modules
+    modules = {m: step for m, [step] in steps.items() if isinstance(step, LoraTensors)}
     assert json.loads((directory / CONFIG).read_text())["use_rslora"] is True
     assert modules["model.layers.0.self_attn.q_proj"].scale == 8 / 4
     assert modules["model.layers.0.self_attn.q_proj"].rank == 16

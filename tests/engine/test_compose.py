@@ -1,120 +1,132 @@
 """The closed form equals the plain formula for any chain, and copies only what it must."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.compose import (
-    CompiledPlan,
-    Weighted,
-    check_fit,
-    compile_plan,
-    compiled_bytes,
-)
+from expertctl.engine.chain import Link, Step
+from expertctl.engine.compose import CompiledPlan, Form, Weighted, compose
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.linear import linear
-from expertctl.engine.lora import LoraTensors, apply_loras
+from expertctl.engine.lora import LoraTensors
 from expertctl.errors import IncompatibleError
 from tests.engine.adapter_files import linear_shapes, load
+from tests.engine.chains import MODULE, Layer, adapter, cases
 from tests.factories import write_base, write_lora
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
-CPU, MODULE = torch.device("cpu"), "model.layers.0.self_attn.q_proj"
+CASES: dict[str, Any] = VECTORS["plan_closed_form"]
+CPU = torch.device("cpu")
 
 
-def adapter(tensors: LoraTensors, *, ref: str = "acme/x@1.0.0") -> LoadedAdapter:
-    return LoadedAdapter(ref, {MODULE: tensors}, 2, 0)
+def t(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
-def compiled(chain: list[Weighted], shape: tuple[int, int]) -> CompiledPlan:
-    return compile_plan(chain, {MODULE: shape}, dtype=torch.float32, device=CPU)
+def a_form(shape: tuple[int, int], width: int = 4) -> Form:
+    return Form({MODULE: shape}, width, torch.float32, CPU)
 
 
-def applied(chain: list[Weighted], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out, inputs = weight.shape
-    return linear(x, weight, bias, compiled(chain, (out, inputs)).deltas.get(MODULE))
+def compiled(chain: Sequence[Weighted], shape: tuple[int, int]) -> CompiledPlan:
+    return compose(chain, a_form(shape)).compile()
 
 
-@st.composite
-def chains(draw: st.DrawFn) -> tuple[list[Weighted], Tensor, Tensor, Tensor | None]:
-    """A random layer, its input, and up to five LoRAs of any rank, dtype and weight on it."""
-    out, inputs, seed = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(st.integers(0, 999))
-    generator = torch.Generator().manual_seed(seed)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    chain = []
-    for _ in range(draw(st.integers(0, 5))):
-        rank, dtype = draw(st.integers(1, 6)), draw(st.sampled_from(["32", "b16", "16"]))
-        kind = {"32": torch.float32, "b16": torch.bfloat16, "16": torch.float16}[dtype]
-        scale = draw(st.floats(0.125, 8))
-        any_weight = st.floats(-2, 2, allow_subnormal=False)
-        weight = draw(st.one_of(st.sampled_from([0.0, 1.0, -1.0]), any_weight))
-        tensors = LoraTensors(rand(rank, inputs).to(kind), rand(out, rank).to(kind), scale)
-        chain.append(Weighted(adapter(tensors), weight))
-    bias = rand(out) if draw(st.booleans()) else None
-    return chain, rand(3, inputs), rand(out, inputs), bias
+def applied(layer: Layer, links: Sequence[Link]) -> Tensor:
+    plan = compose([layer.weighted(link) for link in links], layer.form).compile()
+    return linear(layer.x, layer.weight, layer.bias, plan.deltas.get(MODULE))
 
 
-@given(chains())
-@settings(max_examples=300, deadline=None)
-def test_any_weighted_chain_equals_the_plain_formula(
-    case: tuple[list[Weighted], Tensor, Tensor, Tensor | None],
+def lora_of(case: dict[str, Any], key: str = "lora") -> LoraTensors:
+    return LoraTensors(t(case[key]["A"]), t(case[key]["B"]), case[key]["scale"])
+
+
+def layer_of(case: dict[str, Any]) -> Layer:
+    return Layer(t(case["W"]), None, t([case["x"]]))
+
+
+def a_lora(rank: int = 2) -> LoraTensors:
+    return LoraTensors(torch.randn(rank, 3), torch.randn(4, rank), 1.0)
+
+
+def a_dora() -> DoraTensors:
+    return DoraTensors(torch.randn(2, 3), torch.randn(4, 2), torch.rand(4), 1.0)
+
+
+@given(cases())
+@settings(max_examples=500, deadline=None)
+def test_any_chain_equals_the_plain_formulas_expert_by_expert(
+    case: tuple[Layer, list[Link]],
 ) -> None:
-    chain, x, weight, bias = case
-    loras = [(link.adapter.modules[MODULE], link.weight) for link in chain]
-    exact = apply_loras(x.double(), weight.double(), None if bias is None else bias.double(), loras)
-    size = max(1.0, float(exact.abs().max()))
-    assert torch.allclose(applied(chain, x, weight, bias).double(), exact, atol=1e-5 * size)
+    layer, links = case
+    exact = layer.exact(links)
+    on_the_way = [layer.exact(links[:n]) for n in range(len(links))]
+    size = max(1.0, *(float(y.abs().max()) for y in [exact, *on_the_way]))
+    assert float((applied(layer, links).double() - exact).abs().max()) <= 1e-5 * size
 
 
-@given(chains())
-@settings(max_examples=100, deadline=None)
-def test_a_plan_costs_exactly_what_was_announced(
-    case: tuple[list[Weighted], Tensor, Tensor, Tensor | None],
-) -> None:
-    chain, _, weight, _ = case
-    plan = compiled(chain, (weight.shape[0], weight.shape[1]))
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_a_plan_costs_exactly_what_was_announced(case: tuple[Layer, list[Link]]) -> None:
+    layer, links = case
+    chain = [layer.weighted(link) for link in links]
+    composition = compose(chain, layer.form)
+    announced, plan = composition.nbytes, composition.compile()
     published = {
-        t.data_ptr() for c in chain for m in c.adapter.modules.values() for t in (m.a, m.b)
+        tensor.untyped_storage().data_ptr()
+        for link in links
+        if not isinstance(link.step, Ia3Tensors)
+        for tensor in (link.step.a, link.step.b)
     }
-    tensors = [t for delta in plan.deltas.values() for t in delta.tensors]
-    made = {t.untyped_storage().data_ptr(): t for t in tensors if t.data_ptr() not in published}
-    assert sum(t.untyped_storage().nbytes() for t in made.values()) == plan.nbytes
-    assert plan.nbytes == compiled_bytes(chain, dtype=torch.float32, device=CPU)
+    tensors = [tensor for delta in plan.deltas.values() for tensor in delta.tensors]
+    storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors)}
+    made = [s for address, s in storages.items() if address not in published]
+    assert sum(storage.nbytes() for storage in made) == plan.nbytes == announced
+    assert composition.uses_in_place == (len(made) < len(storages))
 
 
-def test_the_lora_of_the_published_case() -> None:
-    case: dict[str, Any] = VECTORS["plan_closed_form"]["order_matters_case"]
-    lora = case["lora"]
-    tensors = LoraTensors(torch.tensor(lora["A"]).float(), torch.tensor(lora["B"]).float(), 1.0)
-    weight, x = torch.tensor(case["W"]).float(), torch.tensor([case["x"]]).float()
-    y = applied([Weighted(adapter(tensors))], x, weight, None)
-    ia3 = torch.tensor(case["ia3"])
-    assert (y[0] * ia3).tolist() == case["lora_then_ia3"] == [8, 6]
+@given(cases())
+@settings(max_examples=100, deadline=None)
+def test_weight_zero_equals_leaving_out_bit_by_bit(case: tuple[Layer, list[Link]]) -> None:
+    layer, links = case
+    without = [link for link in links if link.weight != 0.0]
+    assert torch.equal(applied(layer, links), applied(layer, without))
 
 
-def test_the_two_loras_of_the_published_case_add_up() -> None:
-    case: dict[str, Any] = VECTORS["plan_closed_form"]["lora_ia3in_lora_case"]
-    weight, x = torch.tensor(case["W"]).float(), torch.tensor([case["x"]]).float()
-    chain = [
-        Weighted(
-            adapter(LoraTensors(torch.tensor(c["A"]).float(), torch.tensor(c["B"]).float(), 1))
-        )
-        for c in (case["lora1"], case["lora2"])
-    ]
-    assert applied(chain, x, weight, None).tolist() == [[1 + 3, 2 + 3]]
+def test_the_order_of_lora_and_ia3_matters_as_published() -> None:
+    case = CASES["order_matters_case"]
+    lora, ia3 = Link(lora_of(case)), Link(Ia3Tensors(t(case["ia3"]), on_input=False))
+    layer = layer_of(case)
+    assert applied(layer, [lora, ia3]).tolist() == [case["lora_then_ia3"]] == [[8, 6]]
+    assert applied(layer, [ia3, lora]).tolist() == [case["ia3_then_lora"]] == [[5, 6]]
+    assert layer.exact([lora, ia3]).tolist() == [case["lora_then_ia3"]]
+    assert layer.exact([ia3, lora]).tolist() == [case["ia3_then_lora"]]
 
 
-def test_one_expert_with_nothing_to_fold_is_used_in_place() -> None:
-    tensors = LoraTensors(torch.randn(2, 3), torch.randn(4, 2), 1.0)
+def test_ia3_at_half_weight_is_the_published_case() -> None:
+    case = CASES["ia3_half_case"]
+    links = [Link(Ia3Tensors(t(case["ia3"]), on_input=False), case["w"])]
+    assert applied(layer_of(case), links).tolist() == [case["y"]]
+    assert layer_of(case).exact(links).tolist() == [case["y"]]
+
+
+def test_an_input_factor_reaches_only_what_stands_before_it_as_published() -> None:
+    case = CASES["lora_ia3in_lora_case"]
+    ia3 = Ia3Tensors(t(case["ia3_input"]), on_input=True)
+    links = [Link(lora_of(case, "lora1")), Link(ia3), Link(lora_of(case, "lora2"))]
+    assert applied(layer_of(case), links).tolist() == [case["y"]]
+    assert layer_of(case).exact(links).tolist() == [case["y"]]
+
+
+def test_one_lora_with_nothing_to_fold_is_used_in_place() -> None:
+    tensors = a_lora()
     plan = compiled([Weighted(adapter(tensors))], (4, 3))
     assert plan.nbytes == 0
     assert plan.deltas[MODULE].a is tensors.a
@@ -133,13 +145,25 @@ def test_a_factor_is_folded_into_b_and_a_stays_in_place() -> None:
     assert plan.nbytes == 4 * 2 * 4
 
 
-def test_a_bfloat16_factor_is_folded_in_float32() -> None:
-    tensors = LoraTensors(torch.randn(2, 3).bfloat16(), torch.randn(4, 2).bfloat16(), 1 / 3)
-    delta = compiled([Weighted(adapter(tensors))], (4, 3)).deltas[MODULE]
+def test_an_input_factor_is_folded_into_a_and_b_stays_in_place() -> None:
+    tensors, ia3 = a_lora(), Ia3Tensors(torch.randn(3), on_input=True)
+    plan = compiled([Weighted(adapter(tensors)), Weighted(adapter(ia3))], (4, 3))
+    delta = plan.deltas[MODULE]
+    assert delta.b is tensors.b
     assert delta.a is not None
-    assert delta.b is not None
-    assert torch.equal(delta.a, tensors.a.float())
-    assert torch.equal(delta.b, tensors.b.float() * (1 / 3))
+    assert torch.equal(delta.a, tensors.a * ia3.vector)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_narrow_factor_is_folded_in_float32(narrow: torch.dtype) -> None:
+    tensors = LoraTensors(torch.randn(2, 3).to(narrow), torch.randn(4, 2).to(narrow), 1 / 3)
+    ia3 = Ia3Tensors(torch.randn(4).to(narrow), on_input=False)
+    for steps, scale in (([tensors], torch.ones(4)), ([tensors, ia3], ia3.vector.float())):
+        delta = compiled([Weighted(adapter(*steps))], (4, 3)).deltas[MODULE]
+        assert delta.a is not None
+        assert delta.b is not None
+        assert torch.equal(delta.a, tensors.a.float())
+        assert torch.equal(delta.b, tensors.b.float() * (1 / 3) * scale[:, None])
 
 
 def test_ranks_are_concatenated_in_plan_order() -> None:
@@ -152,37 +176,88 @@ def test_ranks_are_concatenated_in_plan_order() -> None:
     assert delta.b.tolist() == [[1, 1, 3], [1, 1, 3]]
 
 
-def test_weight_zero_equals_leaving_the_expert_out() -> None:
-    tensors = LoraTensors(torch.full((2, 3), float("nan")), torch.randn(4, 2), 1.0)
-    plan = compiled([Weighted(adapter(tensors), 0.0)], (4, 3))
-    assert (plan.deltas, plan.nbytes) == ({}, 0)
+def test_the_adapters_of_one_package_are_steps_in_their_order() -> None:
+    case = CASES["order_matters_case"]
+    lora, ia3 = lora_of(case), Ia3Tensors(t(case["ia3"]), on_input=False)
+    both: dict[str, tuple[Step, ...]] = {"lora_then_ia3": (lora, ia3), "ia3_then_lora": (ia3, lora)}
+    for name, steps in both.items():
+        delta = compiled([Weighted(adapter(*steps))], (2, 2)).deltas[MODULE]
+        assert linear(t([case["x"]]), t(case["W"]), None, delta).tolist() == [case[name]]
+
+
+def test_several_dora_steps_of_one_package_have_each_its_own_gains() -> None:
+    layer = Layer(torch.randn(4, 3), torch.randn(4), torch.randn(2, 3))
+    one, two = a_dora(), a_dora()
+    found = [layer.weighted(Link(step)).gains[MODULE][0] for step in (one, two)]
+    chain = [Weighted(adapter(one, two), 0.7, {MODULE: tuple(found)})]
+    delta = compose(chain, layer.form).compile().deltas[MODULE]
+    exact = layer.exact([Link(one, 0.7), Link(two, 0.7)])
+    got = linear(layer.x, layer.weight, layer.bias, delta)
+    torch.testing.assert_close(got.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        LoraTensors(torch.full((2, 3), float("nan")), torch.randn(4, 2), 1.0),
+        DoraTensors(torch.full((2, 3), float("inf")), torch.randn(4, 2), torch.ones(4), 1.0),
+        Ia3Tensors(torch.full((3,), float("nan")), on_input=True),
+        Ia3Tensors(torch.full((4,), float("inf")), on_input=False),
+    ],
+    ids=["lora", "dora", "ia3 on the input", "ia3 on the output"],
+)
+def test_a_layer_that_nothing_changes_needs_no_delta(step: Step) -> None:
+    plan = compiled([Weighted(adapter(step), 0.0)], (4, 3))
+    assert (plan.deltas, plan.soft_prompt, plan.nbytes) == ({}, None, 0)
+
+
+def test_a_large_plan_is_the_same_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [(f"model.layers.{n}.mlp.up_proj", a_lora(n % 5 + 1)) for n in range(50)]
+    ia3 = Ia3Tensors(torch.randn(4), on_input=False)
+    chain = [
+        Weighted(LoadedAdapter("acme/x@1", {m: (step,) for m, step in layers}, (), 100, 0), 0.5),
+        Weighted(LoadedAdapter("acme/y@1", {m: (ia3, a_lora()) for m, _ in layers}, (), 150, 0)),
+    ]
+    form = Form({m: (4, 3) for m, _ in layers}, 4, torch.float32, CPU)
+    alone = compose(chain, form).compile()
+    monkeypatch.setattr("expertctl.engine.compose._WORTH_THREADS", 1)
+    monkeypatch.setattr("expertctl.engine.compose.usable_cores", lambda: 3)
+    together = compose(chain, form).compile()
+    assert list(together.deltas) == list(alone.deltas) == [m for m, _ in layers]
+    for module, delta in alone.deltas.items():
+        other = together.deltas[module].tensors
+        assert all(torch.equal(*pair) for pair in zip(delta.tensors, other, strict=True))
+
+
+def prompt_of(tensor: Tensor, ref: str = "acme/style@1.0.0") -> LoadedAdapter:
+    return LoadedAdapter(ref, {}, (tensor,), 1, 0)
+
+
+def test_soft_prompts_stand_in_plan_order_in_float32() -> None:
+    one, two = torch.randn(2, 4).bfloat16(), torch.randn(3, 4)
+    chain = [Weighted(prompt_of(one)), Weighted(prompt_of(torch.randn(9, 4)), 0.0)]
+    composition = compose([*chain, Weighted(prompt_of(two))], a_form((1, 1)))
+    plan = composition.compile()
+    assert plan.soft_prompt is not None
+    assert plan.soft_prompt.dtype == torch.float32
+    assert torch.equal(plan.soft_prompt, torch.cat((one.float(), two)))
+    assert plan.nbytes == composition.nbytes == plan.soft_prompt.untyped_storage().nbytes()
+    assert plan.deltas == {}
+
+
+@pytest.mark.parametrize("weight", [0.5, -1.0, 2.0])
+def test_a_soft_prompt_has_no_weight(weight: float) -> None:
+    chain = [Weighted(prompt_of(torch.randn(2, 4)), weight)]
+    with pytest.raises(IncompatibleError, match=f"cannot have the weight {weight:g}") as caught:
+        compose(chain, a_form((1, 1)))
+    assert "acme/style@1.0.0" in caught.value.message
+    assert "weight 1" in caught.value.hint
 
 
 def test_an_expert_that_fits_a_real_base_changes_every_module_it_has(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     lora = load(write_lora(tmp_path / "lora", base))
-    plan = compile_plan([Weighted(lora)], linear_shapes(base), dtype=torch.float32, device=CPU)
+    form = Form(linear_shapes(base), 32, torch.float32, CPU)
+    plan = compose([Weighted(lora)], form).compile()
     assert set(plan.deltas) == set(lora.modules)
     assert len(plan.deltas) == 14
-
-
-def test_a_tensor_without_a_module_is_an_error_never_the_base_in_disguise(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    deeper = write_base(tmp_path / "deeper", layers=3)
-    lora = load(write_lora(tmp_path / "lora", deeper))
-    with pytest.raises(IncompatibleError, match=r"layers\.2\..*the base has no such") as caught:
-        compile_plan([Weighted(lora)], linear_shapes(base), dtype=torch.float32, device=CPU)
-    assert "acme/lora@1.0.0 does not fit the base" in caught.value.message
-
-
-def test_a_tensor_of_another_shape_is_an_error_that_gives_both(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    wider = write_base(tmp_path / "wider", intermediate=64)
-    lora = load(write_lora(tmp_path / "lora", wider))
-    with pytest.raises(IncompatibleError, match="made for 64 x 32, the base has 48 x 32"):
-        check_fit(lora, linear_shapes(base))
-
-
-def test_an_expert_that_changes_nothing_is_an_error() -> None:
-    with pytest.raises(IncompatibleError, match="changes no module at all"):
-        check_fit(LoadedAdapter("acme/none@1.0.0", {}, 0, 0), {MODULE: (1, 1)})

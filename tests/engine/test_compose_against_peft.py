@@ -1,5 +1,6 @@
-"""Whole models with LoRAs: our decoder and compiled plans against transformers and PEFT."""
+"""Whole models with experts: our decoder and compiled plans against transformers and PEFT."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,26 @@ import peft
 import pytest
 import torch
 
-from expertctl.engine.adapter_load import load_adapter
-from expertctl.engine.compose import CompiledPlan, Weighted, compile_plan
+from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.compose import CompiledPlan, Form, Weighted, compose
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.dora import gains as dora_gains
 from expertctl.engine.kv_cache import KVCache
-from tests.engine.adapter_files import files_of, manifest_of
+from tests.engine.adapter_files import load
 from tests.engine.conftest import CLASSES, MakeOracle, Oracle, assert_same_logits
-from tests.factories import write_lora
+from tests.factories import (
+    ALL_PROJECTIONS,
+    write_dora,
+    write_ia3,
+    write_lora,
+    write_soft_prompt,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
 CPU = torch.device("cpu")
-VARIANTS: dict[str, dict[str, Any]] = {
+LORAS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank 1, alpha 1": {"rank": 1, "alpha": 1},
     "rslora": {"use_rslora": True, "rank": 8, "alpha": 5},
@@ -33,42 +43,208 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "rank": 3},
     "float16": {"dtype": "float16", "rank": 3},
 }
+IA3S: dict[str, dict[str, Any]] = {
+    "PEFT's own choice": {},
+    "attention only": {"targets": ("q_proj", "v_proj", "o_proj"), "feedforward": ()},
+    "feed-forward only": {
+        "targets": ("up_proj", "down_proj"),
+        "feedforward": ("up_proj", "down_proj"),
+    },
+    "every layer": {"targets": ALL_PROJECTIONS, "feedforward": ("down_proj", "q_proj")},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{arch: (arch, {}) for arch in CLASSES},
+    "llama with biases": ("llama", {"attention_bias": True}),
+    "qwen3 with biases, tied": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2, no groups": ("qwen2", {"num_key_value_heads": 4}),
+}
+"""Bases: qwen2 has biases of its own, all have two heads for a group of four."""
 
 
-def plan_of(decoder: Any, *experts: tuple[Path, float]) -> CompiledPlan:
-    chain = [
-        Weighted(load_adapter(manifest_of(directory), files_of(directory)), weight)
-        for directory, weight in experts
-    ]
-    shapes = decoder.config.linear_shapes()
-    return compile_plan(chain, shapes, dtype=torch.float32, device=CPU)
+def plan_of(decoder: Decoder, *experts: tuple[Path, float]) -> CompiledPlan:
+    chain = [weighted(decoder, load(directory), weight) for directory, weight in experts]
+    config = decoder.config
+    return compose(
+        chain, Form(config.linear_shapes(), config.hidden_size, torch.float32, CPU)
+    ).compile()
+
+
+def weighted(decoder: Decoder, adapter: LoadedAdapter, weight: float) -> Weighted:
+    gains = {
+        module: tuple(
+            dora_gains(decoder.matrix(module), step, what=module)
+            for step in steps
+            if isinstance(step, DoraTensors)
+        )
+        for module, steps in adapter.modules.items()
+    }
+    return Weighted(adapter, weight, gains)
 
 
 def ours(oracle: Oracle, *experts: tuple[Path, float]) -> torch.Tensor:
     """Scores after the prompt and after each decoded token."""
     decoder = oracle.decoder()
-    deltas = plan_of(decoder, *experts).deltas
-    cache = KVCache(decoder.config, len(IDS) + 3)
-    rows = [decoder.prefill(IDS[:7], cache, deltas).logits]
-    rows += [decoder.decode(token, cache, deltas).logits for token in IDS[7:]]
+    plan = plan_of(decoder, *experts)
+    cache = KVCache(decoder.config, len(IDS) + 20)
+    first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
+    rows = [first.logits, *(decoder.decode(i, cache, plan.deltas).logits for i in IDS[7:])]
     return torch.stack(rows)
 
 
 def theirs(model: Any) -> torch.Tensor:
     with torch.inference_mode():
-        logits: torch.Tensor = model(torch.tensor([IDS]), use_cache=False).logits[0, 6:]
+        logits: torch.Tensor = model(torch.tensor([IDS]), use_cache=False).logits[0, 6 - len(IDS) :]
     return logits
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("arch", CLASSES)
-def test_one_lora_equals_peft(arch: str, variant: str, oracle: MakeOracle, tmp_path: Path) -> None:
-    model = oracle(arch)
-    lora = write_lora(tmp_path / "lora", model.directory, **VARIANTS[variant])
+def adapted(model: Oracle, directory: Path) -> Any:
+    return peft.PeftModel.from_pretrained(model.model, str(directory)).eval()
+
+
+def assert_equals_peft(model: Oracle, directory: Path) -> None:
     base = theirs(model.model)
-    expected = theirs(peft.PeftModel.from_pretrained(model.model, str(lora)))
-    assert float((expected - base).abs().max()) > 0.01, "the LoRA must change something"
-    assert_same_logits(ours(model, (lora, 1.0)), expected)
+    expected = theirs(adapted(model, directory))
+    assert float((expected - base).abs().max()) > 0.01, "the expert must change something"
+    assert_same_logits(ours(model, (directory, 1.0)), expected)
+
+
+@pytest.mark.parametrize("variant", LORAS)
+@pytest.mark.parametrize("base", SHAPES)
+def test_one_lora_equals_peft(base: str, variant: str, oracle: MakeOracle, tmp_path: Path) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    assert_equals_peft(model, write_lora(tmp_path / "x", model.directory, **LORAS[variant]))
+
+
+@pytest.mark.parametrize("variant", LORAS)
+@pytest.mark.parametrize("base", SHAPES)
+def test_one_dora_equals_peft(base: str, variant: str, oracle: MakeOracle, tmp_path: Path) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    assert_equals_peft(model, write_dora(tmp_path / "x", model.directory, **LORAS[variant]))
+
+
+@pytest.mark.parametrize("variant", IA3S)
+@pytest.mark.parametrize("base", SHAPES)
+def test_one_ia3_equals_peft(base: str, variant: str, oracle: MakeOracle, tmp_path: Path) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    assert_equals_peft(model, write_ia3(tmp_path / "x", model.directory, **IA3S[variant]))
+
+
+PROMPTS = {
+    "prompt tuning": lambda n: peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=n),
+    "P-tuning, MLP": lambda n: peft.PromptEncoderConfig(
+        "CAUSAL_LM", num_virtual_tokens=n, encoder_hidden_size=16
+    ),
+    "P-tuning, LSTM": lambda n: peft.PromptEncoderConfig(
+        "CAUSAL_LM",
+        num_virtual_tokens=n,
+        encoder_reparameterization_type="LSTM",
+        encoder_hidden_size=16,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+@pytest.mark.parametrize("base", SHAPES)
+def test_a_soft_prompt_saved_by_peft_itself_equals_it(
+    base: str, kind: str, oracle: MakeOracle, tmp_path: Path
+) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    plain = theirs(model.model)
+    torch.manual_seed(3)
+    config_of = PROMPTS[kind]
+    prompted = peft.get_peft_model(model.model, config_of(6)).eval()
+    prompted.save_pretrained(tmp_path / "prompt")
+    expected = theirs(prompted)
+    assert float((expected - plain).abs().max()) > 0.01, "the prompt must change something"
+    assert_same_logits(ours(model, (tmp_path / "prompt", 1.0)), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
+    dtype: str, oracle: MakeOracle, tmp_path: Path
+) -> None:
+    model = oracle("qwen3")
+    one = write_soft_prompt(tmp_path / "one", model.directory, tokens=3, dtype=dtype)
+    two = write_soft_prompt(tmp_path / "two", model.directory, tokens=2, seed=1, kind="P_TUNING")
+    for order in ((one, two), (two, one)):
+        expected = embedded(model.model, *order)
+        assert_same_logits(ours(model, *((path, 1.0) for path in order)), expected)
+    assert torch.equal(ours(model, (one, 1.0), (two, 0.0)), ours(model, (one, 1.0)))
+
+
+def embedded(model: Any, *prompts: Path) -> torch.Tensor:
+    """What transformers answers to the embeddings themselves."""
+    rows = [load(path).soft_prompts[0].float() for path in prompts]
+    with torch.inference_mode():
+        tokens = model.get_input_embeddings()(torch.tensor(IDS))
+        together = torch.cat((*rows, tokens))[None]
+        logits: torch.Tensor = model(inputs_embeds=together, use_cache=False).logits[0]
+    return logits[6 - len(IDS) :]
+
+
+@pytest.mark.parametrize("write", [write_lora, write_dora, write_ia3])
+def test_a_soft_prompt_beside_another_kind_equals_the_embeddings_into_peft(
+    write: Callable[..., Path], oracle: MakeOracle, tmp_path: Path
+) -> None:
+    """PEFT refuses the two together, so its adapted model is given the embeddings."""
+    model = oracle("qwen2")
+    other = write(tmp_path / "other", model.directory)
+    prompt = write_soft_prompt(tmp_path / "prompt", model.directory)
+    expected = embedded(adapted(model, other).base_model.model, prompt)
+    assert_same_logits(ours(model, (prompt, 1.0), (other, 1.0)), expected)
+    assert_same_logits(ours(model, (other, 1.0), (prompt, 1.0)), expected)
+
+
+def active_together(model: Oracle, *directories: Path) -> torch.Tensor:
+    """What PEFT answers with several adapters of one type at once."""
+    names = [str(n) for n in range(len(directories))]
+    wrapped = peft.PeftModel.from_pretrained(
+        model.model, str(directories[0]), adapter_name=names[0]
+    )
+    for name, directory in zip(names[1:], directories[1:], strict=True):
+        wrapped.load_adapter(str(directory), adapter_name=name)
+    wrapped.base_model.set_adapter(names)
+    return theirs(wrapped.eval())
+
+
+@pytest.mark.parametrize("base", SHAPES)
+def test_loras_that_peft_runs_together_equal_it(
+    base: str, oracle: MakeOracle, tmp_path: Path
+) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    some = [
+        write_lora(tmp_path / str(n), model.directory, seed=n, rank=n + 1, alpha=3)
+        for n in range(3)
+    ]
+    expected = active_together(model, *some)
+    assert_same_logits(ours(model, *((path, 1.0) for path in some)), expected)
+
+
+@pytest.mark.parametrize("base", SHAPES)
+def test_ia3s_that_peft_runs_together_equal_it(
+    base: str, oracle: MakeOracle, tmp_path: Path
+) -> None:
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    some = [write_ia3(tmp_path / str(n), model.directory, seed=n) for n in range(3)]
+    expected = active_together(model, *some)
+    assert_same_logits(ours(model, *((path, 1.0) for path in some)), expected)
+
+
+def test_a_lora_before_a_dora_equals_the_two_in_peft(oracle: MakeOracle, tmp_path: Path) -> None:
+    """PEFT's DoRA scales all that stands before it; ours leaves the bias alone, and so does it."""
+    model = oracle("llama")
+    lora = write_lora(tmp_path / "lora", model.directory, seed=1)
+    dora = write_dora(tmp_path / "dora", model.directory, seed=2)
+    expected = active_together(model, lora, dora)
+    assert_same_logits(ours(model, (lora, 1.0), (dora, 1.0)), expected)
 
 
 def test_fan_in_fan_out_changes_nothing_on_linear_layers(
@@ -78,8 +254,8 @@ def test_fan_in_fan_out_changes_nothing_on_linear_layers(
     model = oracle("llama")
     lora = write_lora(tmp_path / "lora", model.directory, fan_in_fan_out=True)
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
-        adapted = peft.PeftModel.from_pretrained(model.model, str(lora))
-    assert_same_logits(ours(model, (lora, 1.0)), theirs(adapted))
+        wrapped = adapted(model, lora)
+    assert_same_logits(ours(model, (lora, 1.0)), theirs(wrapped))
 
 
 def test_weighted_loras_equal_the_concatenation_of_peft(oracle: MakeOracle, tmp_path: Path) -> None:
@@ -88,11 +264,11 @@ def test_weighted_loras_equal_the_concatenation_of_peft(oracle: MakeOracle, tmp_
     two = write_lora(
         tmp_path / "two", model.directory, rank=4, targets=("q_proj", "up_proj"), seed=2
     )
-    adapted = peft.PeftModel.from_pretrained(model.model, str(one), adapter_name="one")
-    adapted.load_adapter(str(two), adapter_name="two")
-    adapted.add_weighted_adapter(["one", "two"], [0.7, 1.5], "both", combination_type="cat")
-    adapted.set_adapter("both")
-    expected = theirs(adapted)
+    wrapped = peft.PeftModel.from_pretrained(model.model, str(one), adapter_name="one")
+    wrapped.load_adapter(str(two), adapter_name="two")
+    wrapped.add_weighted_adapter(["one", "two"], [0.7, 1.5], "both", combination_type="cat")
+    wrapped.set_adapter("both")
+    expected = theirs(wrapped)
     assert_same_logits(ours(model, (one, 0.7), (two, 1.5)), expected)
     assert_same_logits(ours(model, (two, 1.5), (one, 0.7)), expected)
 

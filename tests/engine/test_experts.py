@@ -3,25 +3,32 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from expertctl.digest import Digest, FileDigest
-from expertctl.engine.adapter_load import StoredFiles, adapter_bytes, load_adapter
+from expertctl.engine.adapter_load import StoredFiles, load_adapter
+from expertctl.engine.base_weights import load_base
 from expertctl.engine.budget import Budget
-from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder import Decoder
 from expertctl.engine.experts import ExpertSource, Target, compiled, local_expert
+from expertctl.engine.gains import GainSource
+from expertctl.engine.lora import LoraTensors
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError, DigestError, IncompatibleError, RevokedError, TrustError
 from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.model_config import read_config
+from expertctl.store.derived import Derived
 from expertctl.trust.keys import PrivateKey
 from expertctl.trust.policy import TrustStore
-from tests.engine.adapter_files import files_of, linear_shapes, manifest_of
+from tests.engine.adapter_files import files_of, linear_shapes, manifest_of, source_of
 from tests.factories import make_package, write_base, write_lora
 
-PLAN = Digest.of(b"plan")
+PLAN, BASE = Digest.of(b"plan"), Digest.of(b"base")
 Source = Callable[..., ExpertSource]
 
 
@@ -36,20 +43,21 @@ def facts(base: Path) -> BaseFacts:
 
 
 @pytest.fixture
-def target(base: Path) -> Target:
-    return Target(linear_shapes(base), torch.float32, torch.device("cpu"))
+def target(base: Path, tmp_path: Path) -> Target:
+    decoder = decoder_of(base)
+    form = Form(linear_shapes(base), 32, torch.float32, torch.device("cpu"))
+    return Target(form, GainSource(BASE, decoder.matrix, Derived(tmp_path / "derived")))
+
+
+def decoder_of(base: Path) -> Decoder:
+    config = read_config(base)
+    return Decoder(config, load_base(base, config))
 
 
 @pytest.fixture
 def source(tmp_path: Path, base: Path) -> Source:
     def make(name: str = "lora", **options: object) -> ExpertSource:
-        directory = write_lora(tmp_path / name, base, **options)  # type: ignore[arg-type]  # its own options
-        manifest = manifest_of(directory)
-        files = files_of(directory)
-        sizes = {path: file.size for path, (_, file) in files.paths.items()}
-        digest = Digest.of(name.encode())
-        cost = adapter_bytes(manifest, sizes)
-        return ExpertSource(manifest, digest, cost, lambda: load_adapter(manifest, files))
+        return source_of(write_lora(tmp_path / name, base, **options))  # type: ignore[arg-type]  # its own options
 
     return make
 
@@ -66,7 +74,7 @@ def tiers(budget: Budget) -> Tiers:
 
 def test_no_expert_means_no_delta(tiers: Tiers, target: Target) -> None:
     with compiled(tiers, [], identity=PLAN, target=target) as plan:
-        assert plan == CompiledPlan({}, 0)
+        assert plan == CompiledPlan({}, None, 0)
 
 
 def test_a_plan_is_compiled_once_and_found_again(
@@ -102,7 +110,8 @@ def test_experts_that_were_concatenated_may_go_and_their_memory_is_free(
     def watched(expert: ExpertSource) -> ExpertSource:
         def load():  # type: ignore[no-untyped-def]  # as ExpertSource.load
             adapter = expert.load()
-            storage = next(iter(adapter.modules.values())).a.untyped_storage()
+            [lora] = next(iter(adapter.modules.values()))
+            storage = lora.a.untyped_storage()
             buffers.append(weakref.ref(storage))
             return adapter
 
@@ -138,7 +147,7 @@ def test_an_expert_of_another_base_is_refused_and_no_plan_stays(
     tiers: Tiers, target: Target, source: Source
 ) -> None:
     one = source()
-    other = Target({"lm_head": (1, 1)}, target.dtype, target.device)
+    other = replace(target, form=replace(target.form, shapes={"lm_head": (1, 1)}))
     with pytest.raises(IncompatibleError, match="no such linear layer"):  # noqa: SIM117 - one thing raises
         with compiled(tiers, [(one, 1.0)], identity=PLAN, target=other):
             pass
@@ -172,7 +181,8 @@ def test_an_unsigned_file_is_used_from_memory_as_it_was_hashed(
         assert local.package.signer is None
         with compiled(tiers, [(local.source, 1.0)], identity=PLAN, target=target) as plan:
             assert budget.used == held + plan.nbytes
-            for module, lora in expected.modules.items():
+            for module, [lora] in expected.modules.items():
+                assert isinstance(lora, LoraTensors)
                 a = plan.deltas[module].a
                 assert a is not None
                 assert torch.equal(a, lora.a)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from expertctl.engine.lora import LoraTensors, apply_loras, lora_delta, merged_weight
+from expertctl.engine.chain import Link, apply_chain
+from expertctl.engine.lora import LoraTensors, lora_delta, merged_weight
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "runtime.json").read_text())
 ARITHMETIC = [case for case in VECTORS["lora"] if "rank" in case]
@@ -20,31 +21,18 @@ def test_a_lora_adds_what_the_published_vectors_say(case: dict[str, Any]) -> Non
     lora = LoraTensors(torch.ones(rank, 2), torch.ones(1, rank), case["alpha"] / rank)
     weight = torch.zeros(1, 2)
     assert merged_weight(weight, lora).tolist() == [[case["delta_each"]] * 2]
-    assert apply_loras(torch.eye(2), weight, None, [(lora, 1.0)]).tolist() == [
+    assert apply_chain(torch.eye(2), weight, None, [Link(lora)]).tolist() == [
         [case["delta_each"]],
         [case["delta_each"]],
     ]
     assert lora_delta(torch.tensor([[1.0, -1.0]]), lora).tolist() == [[0.0]]
 
 
-def test_without_loras_the_layer_is_the_base() -> None:
-    assert VECTORS["lora"][2] == {"tensors": "none", "W": "unchanged"}
-    weight, bias, x = torch.randn(3, 2), torch.randn(3), torch.randn(4, 2)
-    expected = x @ weight.T + bias
-    assert torch.allclose(apply_loras(x, weight, bias, []), expected, atol=1e-6)
-
-
-def test_weight_zero_leaves_an_expert_out_even_when_it_is_infinite() -> None:
-    bad = LoraTensors(torch.full((1, 2), float("inf")), torch.ones(3, 1), 1.0)
-    weight, x = torch.randn(3, 2), torch.randn(4, 2)
-    assert torch.equal(apply_loras(x, weight, None, [(bad, 0.0)]), x @ weight.T)
-
-
 def test_weights_multiply_and_experts_add_up() -> None:
     one = LoraTensors(torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0], [0.0]]), 2.0)
     two = LoraTensors(torch.tensor([[1.0, -1.0]]), torch.tensor([[0.0], [1.0]]), 0.5)
     x = torch.tensor([[1.0, 2.0]])
-    y = apply_loras(x, torch.eye(2), None, [(one, 0.5), (two, 2.0)])
+    y = apply_chain(x, torch.eye(2), None, [Link(one, 0.5), Link(two, 2.0)])
     assert y.tolist() == [[1 + 0.5 * 2 * 3, 2 + 2 * 0.5 * -1]]
 
 

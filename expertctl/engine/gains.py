@@ -1,0 +1,94 @@
+"""DoRA's gains on one base: computed at first use, then resident, and kept on the disk.
+
+They belong to (package, base, dtype of the base): another base gets others. Their bytes are part of
+the budget like an expert's, and so is the scratch memory while they are computed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Digest
+from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.compose import Gains
+from expertctl.engine.dora import DoraTensors, gains, scratch_bytes
+from expertctl.engine.tiers import Tier, Wanted
+from expertctl.routing.plan import NUMERIC_VERSION
+from expertctl.store.derived import Derived
+
+_FLOAT_BYTES = 4
+_Place = tuple[str, DoraTensors]
+
+
+@dataclass(frozen=True, slots=True)
+class GainSource:
+    """What gains are computed from and kept in: one base in memory, by content and dtype."""
+
+    base: Digest
+    matrix: Callable[[str], Tensor]
+    """The weights [out, in] of a linear layer by its module name."""
+    derived: Derived
+
+    def wanted(self, adapter: LoadedAdapter, package: Digest) -> Wanted[Gains]:
+        """The request for one expert's gains in memory."""
+        key = Digest.of(f"dora gains {NUMERIC_VERSION} {package} {self.base}".encode())
+        return Wanted(
+            key=(Tier.RAM, key),
+            nbytes=gains_bytes(adapter),
+            what=f"the gains of {adapter.ref}",
+            load=lambda: self._load(adapter, package, key),
+        )
+
+    def _load(self, adapter: LoadedAdapter, package: Digest, key: Digest) -> Gains:
+        sizes = _sizes(adapter)
+        kept = self.derived.read(package, key, size=_FLOAT_BYTES * sum(sizes))
+        if kept is not None:
+            values = torch.frombuffer(bytearray(kept), dtype=torch.float32)
+            return _by_module(adapter, values.split_with_sizes(sizes))
+        values = torch.empty(sum(sizes))
+        for (module, dora), part in zip(
+            _places(adapter), values.split_with_sizes(sizes), strict=True
+        ):
+            what = f"{adapter.ref}: {module}"
+            part.copy_(gains(self.matrix(module), dora, what=what))
+        self.derived.write(package, key, values.numpy().tobytes())
+        return _by_module(adapter, values.split_with_sizes(sizes))
+
+
+def has_dora(adapter: LoadedAdapter) -> bool:
+    """Tell whether an expert needs gains."""
+    return any(True for _ in _places(adapter))
+
+
+def gains_bytes(adapter: LoadedAdapter) -> int:
+    """Return what the gains of one expert take."""
+    return _FLOAT_BYTES * sum(_sizes(adapter))
+
+
+def outlined_gains(adapter: LoadedAdapter) -> Gains:
+    """Return gains of the right shapes that were never computed."""
+    sizes = _sizes(adapter)
+    return _by_module(adapter, torch.empty(sum(sizes)).split_with_sizes(sizes))
+
+
+def gains_scratch(adapter: LoadedAdapter) -> int:
+    """Return what computing the gains of one expert needs besides them, at most."""
+    return max((scratch_bytes(dora) for _, dora in _places(adapter)), default=0)
+
+
+def _places(adapter: LoadedAdapter) -> Iterator[_Place]:
+    for module, steps in adapter.modules.items():
+        yield from ((module, step) for step in steps if isinstance(step, DoraTensors))
+
+
+def _sizes(adapter: LoadedAdapter) -> list[int]:
+    return [len(dora.b) for _, dora in _places(adapter)]
+
+
+def _by_module(adapter: LoadedAdapter, parts: tuple[Tensor, ...]) -> Gains:
+    found: dict[str, tuple[Tensor, ...]] = {}
+    for (module, _), part in zip(_places(adapter), parts, strict=True):
+        found[module] = (*found.get(module, ()), part)
+    return found
