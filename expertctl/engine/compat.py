@@ -7,9 +7,9 @@ entered into the budget before anything is loaded, and given back when the text 
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,19 @@ from torch import Tensor
 
 from expertctl.engine.compat_adapter import attach, float_bytes
 from expertctl.engine.compat_base import CompatBase, load_model
+from expertctl.engine.context import FittedPrompt
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.experts import ExpertSource
+from expertctl.engine.generate import Cancelled, Generated, Writer, continued
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import IncompatibleError, UsageError
+from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
 
-SLOW = "the text was made by transformers and PEFT: slow, and with one expert at most"
-ESTIMATE = "the memory under --engine transformers is an estimate"
+SLOW = "transformers and PEFT made the text: slowly, and with one expert at most"
+ESTIMATE = "what memory they took is an estimate"
 
 
 class TransformersReading:
@@ -101,6 +104,30 @@ class TransformersReading:
                 hint="the tokenizer belongs to another base",
             )
         return torch.tensor([list(ids)])
+
+
+@dataclass(frozen=True, slots=True)
+class CompatReady:
+    """All that a generation through transformers needs, in memory."""
+
+    base: CompatBase
+    reading: TransformersReading
+    reused: int = 0
+    """Nothing is kept from one request to the next."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of the engine and the base."""
+        return (SLOW, ESTIMATE, *self.base.warnings)
+
+    def generate(
+        self, prompt: FittedPrompt, plan: Plan, cancelled: Cancelled
+    ) -> Generator[str, None, Generated]:
+        """Yield pieces of text as they become certain; return the whole at the end."""
+        writer = Writer(
+            self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
+        )
+        return (yield from continued(self.reading, prompt.ids, writer, cancelled))
 
 
 @contextmanager

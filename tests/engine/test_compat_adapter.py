@@ -1,0 +1,237 @@
+"""Experts on models of transformers: what PEFT computes, from bytes that PEFT never saw."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.compat import TransformersReading
+from expertctl.engine.compat_adapter import attach, float_bytes
+from expertctl.engine.compat_base import load_model, open_compat
+from expertctl.engine.lora import LoraTensors
+from expertctl.errors import DigestError, ExpertError, IncompatibleError, InvalidPackageError
+from expertctl.store.bases import BaseStore
+from tests.engine.adapter_files import files_of, load
+from tests.engine.foreign_models import KINDS, ForeignModel, copy_of, write_model
+
+FOREIGN = ("gpt2", "gpt_neox", "opt", "gemma", "bloom")
+IDS = list(b"Hello, you there")
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForeignModel]:
+    folder = tmp_path_factory.mktemp("foreign")
+    square = {"opt": {"word_embed_proj_dim": 32}}
+    return {arch: write_model(folder, arch, **square.get(arch, {})) for arch in FOREIGN}
+
+
+@pytest.fixture(scope="session")
+def gpt2(models: dict[str, ForeignModel]) -> ForeignModel:
+    return models["gpt2"]
+
+
+def fresh(model: ForeignModel, folder: Path) -> Any:
+    bases = BaseStore(folder / "bases")
+    base = open_compat(bases, bases.add(model.directory), dtype="float32", rehash=False)
+    return load_model(base)
+
+
+def scores(loaded: Any, prompt: torch.Tensor | None = None) -> torch.Tensor:
+    return TransformersReading(loaded, soft_prompt=prompt).prefill(IDS).logits
+
+
+def theirs(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([IDS])).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", FOREIGN)
+def test_an_expert_computes_what_it_computes_in_peft(
+    arch: str, kind: str, models: dict[str, ForeignModel], tmp_path: Path
+) -> None:
+    model = models[arch]
+    loaded = fresh(model, tmp_path)
+    alone = scores(loaded)
+    prompt = attach(loaded, load(model.adapter(kind)), weight=1.0)
+    assert (prompt is None) == ("tuning" not in kind)
+    expected = theirs(model.adapted(kind))
+    assert float((scores(loaded, prompt) - expected).abs().max()) <= TOLERANCE
+    assert float((alone - expected).abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["lora", "patterns", "ia3"])
+def test_a_weight_is_that_of_the_plain_formula(
+    kind: str, gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    adapted = gpt2.adapted(kind)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.5)
+            elif "ia3_l" in name:
+                parameter.copy_(1 + 0.5 * (parameter - 1))
+    loaded = fresh(gpt2, tmp_path)
+    attach(loaded, load(gpt2.adapter(kind)), weight=0.5)
+    assert float((scores(loaded) - theirs(adapted)).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weight_0_leaves_an_expert_out(kind: str, gpt2: ForeignModel, tmp_path: Path) -> None:
+    loaded = fresh(gpt2, tmp_path)
+    before = scores(loaded)
+    assert attach(loaded, load(gpt2.adapter(kind)), weight=0.0) is None
+    assert torch.equal(scores(loaded), before)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("dora", "DoRA"), ("p_tuning", "soft prompt")])
+def test_a_weight_that_peft_cannot_give_is_refused(
+    kind: str, words: str, gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    with pytest.raises(IncompatibleError, match=words):
+        attach(fresh(gpt2, tmp_path), load(gpt2.adapter(kind)), weight=0.5)
+
+
+def test_adapters_of_a_package_that_peft_cannot_run_together_are_refused(
+    gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    both = load(gpt2.adapter("lora"), gpt2.adapter("ia3"))
+    twice = load(gpt2.adapter("lora"), gpt2.adapter("patterns"))
+    for adapter in (both, twice):
+        with pytest.raises(IncompatibleError, match="several adapters"):
+            attach(fresh(gpt2, tmp_path), adapter, weight=1.0)
+
+
+def test_a_soft_prompt_beside_a_lora_is_run(gpt2: ForeignModel, tmp_path: Path) -> None:
+    both = load(gpt2.adapter("lora"), gpt2.adapter("prompt_tuning"))
+    loaded = fresh(gpt2, tmp_path)
+    prompt = attach(loaded, both, weight=1.0)
+    lora = gpt2.adapted("lora").base_model.model
+    with torch.inference_mode():
+        words = lora.get_input_embeddings()(torch.tensor([IDS]))
+        joined = torch.cat([both.soft_prompts[0][None], words], dim=1)
+        expected = lora(inputs_embeds=joined).logits[0, -1]
+    assert float((scores(loaded, prompt) - expected).abs().max()) <= TOLERANCE
+
+
+def test_the_cost_is_every_number_in_float32(gpt2: ForeignModel, tmp_path: Path) -> None:
+    adapter = load(gpt2.adapter("lora"))
+    loaded = fresh(gpt2, tmp_path)
+    before = sum(parameter.nbytes for parameter in loaded.parameters())
+    attach(loaded, adapter, weight=1.0)
+    after = sum(parameter.nbytes for parameter in loaded.parameters())
+    assert float_bytes(adapter) == after - before > 0
+
+
+def renamed(adapter: LoadedAdapter, old: str, new: str) -> LoadedAdapter:
+    modules = {name.replace(old, new): steps for name, steps in adapter.modules.items()}
+    return replace(adapter, modules=modules)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("h.0.attn.c_attn", "h.7.attn.c_attn"),  # nothing of that name
+        ("h.0.attn.c_attn", "h.0.attn.nothing"),
+        ("transformer.h.0.attn.c_attn", "h.0.attn.c_attn"),  # an end of a name is not the name
+        ("h.0.attn.c_attn", "h.0.ln_1"),  # there, but no linear layer
+        ("h.0.attn.c_attn", "h.0"),  # a whole block
+        ("h.0.attn.c_attn", "h.0.attn.c_proj"),  # linear, of another shape
+        ("transformer.h.0.attn.c_attn", "transformer.wte"),  # an embedding
+    ],
+)
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_a_tensor_that_has_no_place_is_an_error(
+    kind: str, old: str, new: str, gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    adapter = renamed(load(gpt2.adapter(kind)), old, new)
+    with pytest.raises(IncompatibleError, match="does not fit the base"):
+        attach(fresh(gpt2, tmp_path), adapter, weight=1.0)
+
+
+def test_an_expert_that_changes_nothing_is_an_error(gpt2: ForeignModel, tmp_path: Path) -> None:
+    nothing = replace(load(gpt2.adapter("lora")), modules={}, soft_prompts=())
+    with pytest.raises(IncompatibleError, match="changes no module at all"):
+        attach(fresh(gpt2, tmp_path), nothing, weight=1.0)
+
+
+def test_a_soft_prompt_of_another_width_is_an_error(gpt2: ForeignModel, tmp_path: Path) -> None:
+    adapter = load(gpt2.adapter("prompt_tuning"))
+    wide = replace(adapter, soft_prompts=(torch.zeros(5, 33),))
+    with pytest.raises(IncompatibleError, match="33 wide, tokens of the base are 32"):
+        attach(fresh(gpt2, tmp_path), wide, weight=1.0)
+
+
+def test_a_module_name_is_never_a_pattern(gpt2: ForeignModel, tmp_path: Path) -> None:
+    """A rank of its own makes a name a key of PEFT's patterns, which it runs as expressions."""
+    a, b = torch.ones(3, 32), torch.ones(96, 3)
+    adapter = load(gpt2.adapter("lora"))
+    evil = {"transformer.h.0.attn.c_attn|(.*)": (LoraTensors(a, b, 1.0),)}
+    with pytest.raises(IncompatibleError, match="no such layer"):
+        attach(fresh(gpt2, tmp_path), replace(adapter, modules=evil), weight=1.0)
+
+
+def test_bytes_that_changed_are_refused_before_they_are_read(
+    gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    folder = copy_of(gpt2.adapter("lora"), tmp_path / "copy")
+    files = files_of(folder)
+    weights = folder / "adapter_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(DigestError):
+        files.read("adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"auto_mapping": {"parent_library": "os", "base_model_class": "system"}},
+        {"megatron_config": {"x": 1}},
+        {"target_modules": "(a+)+$"},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_configuration_is_read_by_our_allow_list_and_never_by_peft(
+    change: dict[str, Any], gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    folder = copy_of(gpt2.adapter("lora"), tmp_path / "copy")
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    if "target_modules" in change:  # a pattern is not run: the tensors decide
+        assert load(folder).modules.keys() == load(gpt2.adapter("lora")).modules.keys()
+        return
+    with pytest.raises(InvalidPackageError, match=next(iter(change))):
+        load(folder)
+
+
+def test_a_soft_prompt_that_names_a_tokenizer_loads_none(
+    gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    folder = copy_of(gpt2.adapter("prompt_tuning"), tmp_path / "copy")
+    path = folder / "adapter_config.json"
+    named = {"tokenizer_name_or_path": "somebody/tokenizer", "prompt_tuning_init": "TEXT"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **named}))
+    try:
+        adapter = load(folder)
+    except ExpertError:
+        return  # refused by name is as good
+    prompt = attach(fresh(gpt2, tmp_path), adapter, weight=1.0)
+    assert prompt is not None
+    assert np.isfinite(prompt.numpy()).all()
+
+
+def test_peft_does_not_warn_of_what_is_meant(gpt2: ForeignModel, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attach(fresh(gpt2, tmp_path), load(gpt2.adapter("dora")), weight=1.0)
