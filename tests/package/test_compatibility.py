@@ -1,5 +1,6 @@
 """Whether an expert fits a base: the rule of each digest, and the shapes of modules."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
+from expertctl.package.adapter import AdapterSpec
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
+from expertctl.package.draft import read_adapter
 from expertctl.package.model_config import read_config
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
-from tests.factories import write_base
+from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
 OTHER = Digest.of(b"other")
 
@@ -91,6 +94,63 @@ def test_tensors_are_held_to_the_layers_of_the_base(
     problems = check_tensors(spec, read_config(shallow).linear_shapes())
     assert len(problems) == 7
     assert all("no such linear layer" in problem for problem in problems)
+
+
+Factory = Callable[..., Path]
+Shapes = dict[str, tuple[int, int]]
+
+
+def spec_of(files: Path) -> AdapterSpec:
+    return read_adapter(
+        files, weights="adapter_model.safetensors", config="adapter_config.json"
+    ).spec
+
+
+@pytest.fixture
+def shapes(base_dir: Path) -> Shapes:
+    return dict(read_config(base_dir).linear_shapes())
+
+
+@pytest.mark.parametrize("write", [write_lora, write_dora, write_ia3, write_soft_prompt])
+def test_every_kind_fits_the_base_that_it_was_made_for(
+    write: Factory, base_dir: Path, shapes: Shapes, tmp_path: Path
+) -> None:
+    assert check_tensors(spec_of(write(tmp_path / "x", base_dir)), shapes) == []
+
+
+def test_a_dora_is_held_to_the_layers_of_the_base(
+    base_dir: Path, shapes: Shapes, tmp_path: Path
+) -> None:
+    spec = spec_of(write_dora(tmp_path / "x", base_dir, targets=("k_proj",)))
+    module = "model.layers.1.self_attn.k_proj"
+    shapes[module] = (8, 32)
+    assert check_tensors(spec, shapes) == [f"{module}: made for 16 x 32, the base has 8 x 32"]
+    del shapes[module]
+    assert check_tensors(spec, shapes) == [f"{module}: the base has no such linear layer"]
+
+
+def test_factors_are_as_many_as_the_side_that_they_scale(
+    base_dir: Path, shapes: Shapes, tmp_path: Path
+) -> None:
+    spec = spec_of(write_ia3(tmp_path / "x", base_dir))
+    value, down = "model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj"
+    shapes |= {value: (16, 99), down: (99, 48)}
+    assert check_tensors(spec, shapes) == []
+    shapes |= {value: (17, 32), down: (32, 47)}
+    assert check_tensors(spec, shapes) == [
+        f"{down}: made for 48 inputs, the base has 47 inputs",
+        f"{value}: made for 16 outputs, the base has 17 outputs",
+    ]
+    del shapes[down]
+    assert f"{down}: the base has no such linear layer" in check_tensors(spec, shapes)
+
+
+def test_a_soft_prompt_is_as_wide_as_the_tokens_of_the_base(base_dir: Path, tmp_path: Path) -> None:
+    spec = spec_of(write_soft_prompt(tmp_path / "x", base_dir))
+    wider = write_base(tmp_path / "wider", hidden=64, head_dim=8)
+    (problem,) = check_tensors(spec, read_config(wider).linear_shapes())
+    assert problem == "prompt_embeddings: 32 wide, the base's tokens are 64"
+    assert len(check_tensors(spec, {})) == 1
 
 
 def test_no_module_at_all_is_a_problem_and_never_silence(package: Path) -> None:

@@ -90,6 +90,28 @@ def test_what_is_missing_of_the_base_is_filled_in(lora: Path, facts: BaseFacts) 
     assert base["arch"] == str(facts.identity.arch)
 
 
+@pytest.mark.parametrize("entries", [[None], [5], [{}], ["x"], [{"path": 1, "config": 2}]])
+def test_entries_that_are_none_stay_for_the_schema_to_refuse(
+    lora: Path, facts: BaseFacts, entries: Any
+) -> None:
+    assert completed(lora, {"adapters": entries}, facts)["adapters"] == entries
+
+
+@pytest.mark.parametrize("entries", [{"path": "x"}, "adapter_model.safetensors", 1, False])
+def test_adapters_that_are_no_list_stay_for_the_schema_to_refuse(
+    lora: Path, facts: BaseFacts, entries: Any
+) -> None:
+    assert completed(lora, {"adapters": entries}, facts)["adapters"] == entries
+
+
+def test_the_base_of_several_adapters_is_what_the_first_says(lora: Path) -> None:
+    (lora / "adapter_config.json").rename(lora / "1.json")
+    entry = {"path": "adapter_model.safetensors", "config": "1.json"}
+    for entries, known in (([entry], True), ([{**entry, "config": "../x"}], False), ([], False)):
+        (lora / "expert.json").write_text(json.dumps({"adapters": entries}))
+        assert (base_label(lora) is not None) == known
+
+
 def test_adapters_that_are_stated_stay(lora: Path, facts: BaseFacts) -> None:
     assert completed(lora, {"adapters": []}, facts)["adapters"] == []
 

@@ -302,7 +302,7 @@ def test_a_file_that_is_named_and_missing_is_refused(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rank", 5), ("dtype", "float16"), ("tensors", 27), ("kind", "dora"), ("kind", "ia3")],
+    [("rank", 5), ("dtype", "float16"), ("tensors", 27), ("kind", "dora")],
 )
 def test_a_manifest_that_says_something_else_than_the_tensors_is_refused(
     key: str, value: object, plain: bytes, tmp_path: Path

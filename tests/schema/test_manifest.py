@@ -122,6 +122,64 @@ def test_a_lora_without_a_rank_is_refused(document: JsonObject) -> None:
     assert '"rank" is a required property' in refused(document)
 
 
+SIZES: dict[str, dict[str, int]] = {
+    "lora": {"rank": 8},
+    "dora": {"rank": 4},
+    "ia3": {},
+    "soft_prompt": {"tokens": 20},
+}
+
+
+def entry(number: int, kind: str, **changes: Any) -> Any:
+    """An adapter's entry, right unless changed."""
+    names = {"path": f"{number}.safetensors", "config": f"{number}.json"}
+    return {"kind": kind, **names, "dtype": "float32", "tensors": 1, **SIZES[kind], **changes}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said", "tokens"),
+    [
+        (["lora"], "lora", 0),
+        (["soft_prompt"], "soft_prompt", 20),
+        (["lora", "soft_prompt"], "lora+soft_prompt", 20),
+        (["ia3", "lora", "ia3", "dora"], "ia3+lora+dora", 0),
+        (["soft_prompt", "lora", "soft_prompt"], "soft_prompt+lora", 40),
+    ],
+)
+def test_a_package_is_of_the_kinds_of_its_adapters(
+    document: JsonObject, kinds: list[str], said: str, tokens: int
+) -> None:
+    document["adapters"] = [entry(number, kind) for number, kind in enumerate(kinds)]
+    manifest = parse_manifest(json.dumps(document).encode())
+    assert (manifest.kind, manifest.virtual_tokens) == (said, tokens)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("field", ["rank", "tokens"])
+def test_each_kind_states_its_size_and_no_other(
+    document: JsonObject, kind: str, field: str
+) -> None:
+    wanted = field in SIZES[kind]
+    document["adapters"] = [entry(0, kind, **{field: None if wanted else 4})]
+    assert f"adapters/0/{field}" in refused(document)
+    document["adapters"] = [entry(0, kind, **{field: 0})]
+    assert f"adapters/0/{field}" in refused(document)
+    if not wanted:
+        document["adapters"] = [entry(0, kind, **{field: None})]
+        assert parse_manifest(json.dumps(document).encode()).kind == kind
+
+
+@pytest.mark.parametrize("tokens", [16385, 2.5, "20", True])
+def test_a_number_of_virtual_tokens_is_bounded(document: JsonObject, tokens: Any) -> None:
+    document["adapters"] = [entry(0, "soft_prompt", tokens=tokens)]
+    assert "adapters/0/tokens" in refused(document)
+
+
+def test_more_than_eight_adapters_are_refused(document: JsonObject) -> None:
+    document["adapters"] = [entry(number, "ia3") for number in range(9)]
+    assert "adapters:" in refused(document)
+
+
 def test_no_part_of_a_hostile_document_makes_a_huge_message(document: JsonObject) -> None:
     document["evaluation"] = [{"k" * 100_000: 0}]
     document["k" * 100_000] = 0
