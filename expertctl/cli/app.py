@@ -30,6 +30,7 @@ COMMANDS: dict[str, str] = {
     "sign": "packages:sign",
     "verify": "packages:verify",
     "inspect": "packages:inspect",
+    "eval": "evaluating:evaluate",
     "unpack": "packages:unpack",
     "diff": "diffing:diff",
     "export": "exporting:export",
@@ -47,6 +48,7 @@ COMMANDS: dict[str, str] = {
     "base": "bases:app",
     "route": "run:route",
     "run": "run:run",
+    "chat": "chat:chat",
 }
 """Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""
 

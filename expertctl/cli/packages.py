@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.evaluating import MetricOption, measured
 from expertctl.cli.output import JsonFlag, emit, note, progress, warn
 from expertctl.cli.package_view import (
     built_document,
@@ -19,6 +20,7 @@ from expertctl.errors import UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
+from expertctl.package.evaluation_data import read_data
 from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.read import names_file
 from expertctl.package.spool import sign_package
@@ -110,6 +112,15 @@ def build(
             help="zstd level: -1 is quickest to verify, 3 makes smaller files; no digest changes.",
         ),
     ] = FAST,
+    evaluate: Annotated[
+        Path | None,
+        typer.Option("--eval", metavar="DATA", help="Measure it first; expert.json will say it."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", metavar="NAME", help="What --eval measures; default DATA's name."),
+    ] = None,
+    metric: MetricOption = "exact_match",
     as_json: JsonFlag = False,
 ) -> None:
     """Check an adapter directory and pack it. All problems come at once.
@@ -119,10 +130,15 @@ def build(
     overrides = _overrides(name, version, description, license_)
     settings = load_settings()
     key = _private_key(settings, sign) if sign else None
+    if task is not None and evaluate is None:
+        raise UsageError("--task names what --eval measures", hint="add --eval DATA")
+    samples = read_data(evaluate, metric=metric) if evaluate is not None else None
     facts = _base_facts(directory, base, as_json=as_json)
     with progress("checking", _size_of(directory), as_json=as_json) as report:
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
+    if samples is not None:
+        plan = measured(plan, samples, task=task, output=target, as_json=as_json)
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
         built = building.build(plan, target, key=key, level=level, progress=report)
     _say_built(built)

@@ -1,0 +1,327 @@
+"""``eval`` and ``build --eval`` from the outside; their oracle is in tests/engine."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.schema.manifest import parse_manifest
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_base, write_lora
+
+__all__ = ["expertctl"]
+
+PROMPTS = ("1 + 8", "2 + 7", "3 + 6", "4 + 5")
+WRONG = "This is wrong."
+EPOCH = "1700000000"
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder with a base, a LoRA, its signed and installed package, and what they answer."""
+
+    folder: Path
+    lora: Path
+    package: Path
+    base_answers: Sequence[str]
+    expert_answers: Sequence[str]
+
+    def data(self, answers: Sequence[str], name: str = "sums.jsonl") -> Path:
+        path = self.folder / name
+        rows = [{"prompt": p, "answer": a} for p, a in zip(PROMPTS, answers, strict=True)]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return path
+
+    @property
+    def half(self) -> Path:
+        """The base is right once, the expert on three prompts."""
+        return self.data([*self.expert_answers[:3], self.base_answers[3]])
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    base = write_base(tmp_path / "my-base", tie=False, seed=2)
+    lora = write_lora(tmp_path / "my-lora", base, scale=0.4)
+    draft = {"name": "acme/sums", "license": "MIT", "decoding": {"max_tokens": 5}}
+    (lora / "expert.json").write_text(json.dumps(draft))
+    package = tmp_path / "sums.expert"
+    expertctl("base", "add", base)
+    expertctl("keys", "new", "me", "--namespace", "acme")
+    expertctl("build", lora, "-o", package, "--base", "my-base", "--sign", "me")
+    expertctl("install", package)
+
+    def ask(prompt: str, *words: str) -> str:
+        said = expertctl("run", prompt, "--greedy", "--max-tokens", "5", "--json", *words)
+        return str(said.document["text"])
+
+    alone = [ask(prompt, "--no-experts") for prompt in PROMPTS]
+    forced = [ask(prompt, "--expert", "acme/sums") for prompt in PROMPTS]
+    return Workshop(tmp_path, lora, package, alone, forced)
+
+
+def test_the_document_holds_every_figure(workshop: Workshop, expertctl: Commands) -> None:
+    data = workshop.half
+    document = expertctl("eval", "acme/sums", "--data", data, "--json").document
+    figures = {key: document[key] for key in ("n", "base", "expert", "passed", "min_gain")}
+    assert figures == {"n": 4, "base": 0.25, "expert": 0.75, "passed": True, "min_gain": None}
+    assert document["ref"] == "acme/sums@0.1.0"
+    assert document["dataset_sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
+    assert (document["max_tokens"], document["base_model"]) == (5, "my-base")
+    base, expert = document["scores"]
+    assert (base["name"], base["experts"], base["right"]) == ("base", [], 1)
+    assert expert["experts"][0]["content_digest"].startswith("sha256:")
+    assert (round(expert["low"], 4), round(expert["high"], 4)) == (0.3006, 0.9544)
+    (gain,) = document["gains"]
+    assert (gain["gain"], gain["gained"], gain["lost"], gain["p"]) == (0.5, 3, 1, 0.625)
+    assert document["wrong"] == [
+        {
+            "line": 4,
+            "id": None,
+            "prompt": PROMPTS[3],
+            "wanted": workshop.base_answers[3],
+            "got": workshop.expert_answers[3],
+        }
+    ]
+
+
+def test_a_person_sees_the_figures_and_the_wrong_answers(
+    workshop: Workshop, expertctl: Commands
+) -> None:
+    said = expertctl("eval", workshop.package, "--data", workshop.half)
+    for part in (
+        "n = 4, exact_match, base my-base, at most 5 tokens",
+        "right  share  95 % interval",
+        "acme/sums@0.1.0  3      0.750  0.301 to 0.954",
+        "acme/sums@0.1.0 over base: gain +0.500, 95 % interval ",
+        "wrong answers of acme/sums@0.1.0, 1 of 1:\n  line 4\n",
+    ):
+        assert part in said.out
+    assert "answers were cut at 5 tokens" in said.err
+    assert "wrong answers" not in expertctl(
+        "eval", "acme/sums", "--data", workshop.half, "--show", "0"
+    ).out  # fmt: skip
+
+
+@pytest.mark.parametrize(("demanded", "code"), [("0.5", 0), ("0.51", 1), ("-1", 0), ("1", 1)])
+def test_a_gain_can_be_demanded(
+    demanded: str, code: int, workshop: Workshop, expertctl: Commands
+) -> None:
+    words = ("eval", "acme/sums", "--data", workshop.half, "--min-gain", demanded)
+    said = expertctl(*words, code=code)
+    assert ("error: " in said.err) == bool(code)
+    if code:
+        assert "a gain of +0.500 over base, at least " in said.err
+        assert "(0.750 against 0.250, n = 4)" in said.err
+    assert expertctl(*words, "--json", code=code).document["passed"] is not bool(code)
+
+
+def test_a_chain_is_judged_against_its_best_part(workshop: Workshop, expertctl: Commands) -> None:
+    other = write_lora(workshop.folder / "other", workshop.folder / "my-base", seed=9, scale=0.4)
+    package = workshop.folder / "other.expert"
+    named = ("--name", "acme/other", "--base", "my-base", "--license", "MIT")
+    expertctl("build", other, "-o", package, *named)
+    data = workshop.data(workshop.expert_answers)
+    words = ("eval", "acme/sums", "--data", data, "--compose", f"{package}:0.5", "--json")
+    document = expertctl(*words, "--min-gain", "-0.1", code=1).document
+    chain = "acme/sums@0.1.0 + acme/other@0.1.0:0.5"
+    names = ["base", "acme/sums@0.1.0", "acme/other@0.1.0", chain]
+    assert [score["name"] for score in document["scores"]] == names
+    assert document["gains"][1]["name"] == chain
+    assert document["gains"][1]["over"] == "acme/sums@0.1.0"
+    assert document["gains"][1]["gain"] == -1.0
+    assert document["wrong"][0]["line"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["acme/nobody"], 3, "acme/nobody is not installed"),
+        (["./nowhere.expert"], 3, "nowhere.expert: no such file"),
+        (["acme/sums:0.5"], 2, "at weight 1"),
+        (["acme/sums", "--compose", "acme/nobody"], 3, "acme/nobody is not installed"),
+        (["acme/sums", "--compose", "acme/sums"], 2, "named twice"),
+        (["acme/sums", "--metric", "bleu"], 2, "bleu"),
+        (["acme/sums", "--min-gain", "nan"], 2, "min-gain"),
+        (["acme/sums", "--min-gain", "2"], 2, "min-gain"),
+        (["acme/sums", "--max-tokens", "0"], 2, "max-tokens"),
+        (["acme/sums", "--show", "-1"], 2, "show"),
+        (["acme/sums", "--base", "nobody"], 3, "no base is called"),
+        (["acme/sums", "--memory-budget", "10kB"], 7, "budget"),
+        (["acme/sums", "--metric", "json"], 8, "line 1: answer: not strict JSON"),
+        (["acme/sums", "--plot", "x.jpg"], 2, "no picture ends so"),
+        (["acme/sums", "--plot", "nowhere/x.svg"], 2, "nowhere: no such directory"),
+        (["acme/sums", "--data", "nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
+        (["acme/sums", "--data", "."], 8, "not a regular file"),
+        (["acme/sums", "--data", __file__], 8, "problems"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_bad_input_is_a_clear_error(
+    words: list[str],
+    code: int,
+    said: str,
+    workshop: Workshop,
+    expertctl: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = workshop.half
+    monkeypatch.chdir(workshop.folder)
+    outcome = expertctl("eval", "--data", data, *words, code=code)
+    assert outcome.out == ""
+    assert said in outcome.err
+    assert outcome.err.startswith("error: ")
+
+
+def test_a_picture_is_drawn(workshop: Workshop, expertctl: Commands) -> None:
+    data = workshop.half
+    for name, start in (("scores.PNG", b"\x89PNG\r\n"), ("scores.svg", b"<?xml")):
+        path = workshop.folder / name
+        expertctl("eval", "acme/sums", "--data", data, "--plot", path)
+        assert path.read_bytes().startswith(start)
+
+
+def test_without_matplotlib_the_extra_is_named_before_anything_is_answered(
+    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    picture = workshop.folder / "scores.svg"
+    said = expertctl("eval", "x/y", "--data", "nowhere", "--plot", picture, code=3)
+    assert said.err.startswith("error: drawing needs matplotlib")
+    assert "hint: pip install 'expertctl[plot]'" in said.err
+
+
+@pytest.mark.parametrize("words", [["eval", "acme/sums", "--data"], ["build", "my-lora", "--eval"]])
+def test_without_torch_the_way_out_is_named(
+    words: list[str], workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from expertctl.cli.app import run\n"
+        f"sys.exit(run({[*words, str(workshop.half)]!r}))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(workshop.folder)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "error: running a model needs torch" in result.stderr
+
+
+Build = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def build(workshop: Workshop, expertctl: Commands) -> Build:
+    """Build with an evaluation; return the document, and what the package says of itself."""
+
+    def call(name: str, *words: object) -> dict[str, Any]:
+        path = workshop.folder / name
+        options = ("-o", path, "--base", "my-base", *words)
+        document = expertctl("build", workshop.lora, *options, "--json").document
+        inspected = expertctl("inspect", path, "--json").document
+        assert inspected["content_digest"] == document["content_digest"]
+        return {**document, **inspected}
+
+    return call
+
+
+def test_a_build_holds_what_was_measured_and_verifies(
+    workshop: Workshop, expertctl: Commands, build: Build
+) -> None:
+    before = datetime.now(UTC).date().isoformat()
+    data, sources = workshop.half, set(workshop.folder.iterdir())
+    document = build("measured.expert", "--eval", data, "--sign", "me")
+    (entry,) = document["manifest"]["evaluation"]
+    assert before <= entry.pop("date") <= datetime.now(UTC).date().isoformat()
+    assert entry == {
+        "task": "sums",
+        "dataset_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "n": 4,
+        "metric": "exact_match",
+        "base": 0.25,
+        "expert": 0.75,
+    }
+    expertctl("verify", workshop.folder / "measured.expert")
+    plain = build("plain.expert")
+    changed = {f["path"] for f in document["files"] if f not in plain["files"]}
+    assert changed == {"expert.json"}
+    made = {path.name for path in set(workshop.folder.iterdir()) - sources}
+    assert made == {"measured.expert", "plain.expert"}
+    assert "evaluation" not in (workshop.lora / "expert.json").read_text()
+
+
+def test_a_build_of_one_source_date_is_the_same_every_day(
+    workshop: Workshop, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", EPOCH)
+    words = ("--eval", workshop.half, "--sign", "me")
+    first, second = (build(f"{name}.expert", *words) for name in ("one", "two"))
+    for digest in ("content_digest", "package_digest"):
+        assert first[digest] == second[digest]
+    assert first["manifest"]["evaluation"][0]["date"] == "2023-11-14"
+    files = [workshop.folder / f"{name}.expert" for name in ("one", "two")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_an_entry_of_the_same_data_and_metric_is_replaced(
+    workshop: Workshop, expertctl: Commands, build: Build
+) -> None:
+    first = build("one.expert", "--eval", workshop.half, "--task", "adding")
+    expertctl("unpack", workshop.folder / "one.expert", workshop.folder / "again")
+    files = workshop.folder / "again" / "expert.json"
+    assert parse_manifest(files.read_bytes()).evaluation[0].task == "adding"
+    (workshop.lora / "expert.json").write_bytes(files.read_bytes())
+    other = workshop.data([WRONG] * 4, "other.jsonl")
+    contains = build("two.expert", "--eval", workshop.half, "--metric", "contains")
+    assert len(contains["manifest"]["evaluation"]) == 2
+    again = build("three.expert", "--eval", workshop.half)["manifest"]["evaluation"]
+    assert [entry["task"] for entry in again] == ["sums"]
+    more = build("four.expert", "--eval", other)["manifest"]["evaluation"]
+    assert [entry["expert"] for entry in more] == [0.75, 0.0]
+    assert first["manifest"]["evaluation"][0] == more[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--task", "x"], 2, "--task"),
+        (["--eval", "nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
+        (["--eval", "sums.jsonl", "--task", "x\ny"], 8, "evaluation/0/task"),
+        (["--eval", "sums.jsonl", "-o", "nowhere/x.expert"], 2, "nowhere: no such directory"),
+        (["--eval", "sums.jsonl", "--base", "elsewhere"], 4, "was made for"),
+    ],
+)
+def test_a_build_that_cannot_be_measured_leaves_nothing(
+    words: list[str],
+    code: int,
+    said: str,
+    workshop: Workshop,
+    expertctl: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert workshop.half.exists()
+    write_base(workshop.folder / "elsewhere", layers=2, seed=7)
+    monkeypatch.chdir(workshop.folder)
+    before = sorted(workshop.folder.iterdir())
+    outcome = expertctl("build", "my-lora", *words, code=code)
+    assert said in outcome.err
+    assert sorted(workshop.folder.iterdir()) == before
+
+
+def test_a_moment_that_is_none_is_refused(
+    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "yesterday")
+    words = ("--base", "my-base", "--eval", workshop.half)
+    said = expertctl("build", workshop.lora, *words, code=2)
+    assert "SOURCE_DATE_EPOCH is 'yesterday'" in said.err
