@@ -34,5 +34,9 @@ def plan_follow_up(
     force = tuple(Forced(expert.content_digest, expert.weight) for expert in before.experts)
     kept = planner.plan(replace(request, force=force), base=base or before.base, files=files)
     experts = tuple(replace(expert, reason=KEPT) for expert in kept.result.plan.experts)
-    plan = replace(kept.result.plan, experts=experts)
-    return replace(kept, result=replace(kept.result, plan=plan))
+    result = replace(
+        kept.result,
+        plan=replace(kept.result.plan, experts=experts),
+        candidates=tuple(candidate.accepted(KEPT) for candidate in kept.result.candidates),
+    )
+    return replace(kept, result=result)

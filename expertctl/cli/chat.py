@@ -1,0 +1,356 @@
+"""``expertctl chat``: a conversation at a terminal, or with the lines of a script.
+
+The answers go to stdout, all else to stderr. What goes wrong in a turn is said, and the chat goes
+on; a script learns of it by the exit code. With ``--json`` all turns are one document at the end.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
+from expertctl.cli.exit_codes import OK, exit_code
+from expertctl.cli.opening import open_engine, open_planner
+from expertctl.cli.output import JsonFlag, fail, note, print_json, progress, warn, write_piece
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Body,
+    Device,
+    Dtype,
+    Exclude,
+    Expert,
+    Greedy,
+    MaxExperts,
+    MaxTokens,
+    MemoryBudget,
+    MinP,
+    Mismatch,
+    NoExperts,
+    Repetition,
+    Seed,
+    Stats,
+    Stop,
+    Temperature,
+    Template,
+    TopK,
+    TopP,
+    Truncate,
+    VerifyBase,
+    body_of,
+    budget_of,
+    check_device,
+)
+from expertctl.durable import write_atomic
+from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from expertctl.digest import Progress
+    from expertctl.engine.conversation import Conversation, Turn
+    from expertctl.engine.request import RunRequest
+    from expertctl.routing.planner import Planner
+
+LEAVE_HINT = "press Ctrl-C again to leave, or /help"
+
+
+def chat(
+    expert: Expert = None,
+    exclude: Exclude = None,
+    max_experts: MaxExperts = 10,
+    no_experts: NoExperts = False,
+    base: Base = None,
+    body: Body = None,
+    template: Template = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Repetition = None,
+    max_tokens: MaxTokens = None,
+    stop: Stop = None,
+    seed: Seed = None,
+    greedy: Greedy = False,
+    truncate: Truncate = False,
+    device: Device = None,
+    memory_budget: MemoryBudget = None,
+    dtype: Dtype = "float32",
+    adapter_dtype: AdapterDtype = "published",
+    verify_base: VerifyBase = False,
+    allow_base_mismatch: Mismatch = False,
+    as_json: JsonFlag = False,
+    stats: Stats = False,
+) -> None:
+    r"""Talk with the experts that suit each message, or with named ones; /help says more.
+
+    Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
+    """
+    from expertctl.engine.message import UserMessage
+    from expertctl.engine.request import RunRequest, parse_expert
+    from expertctl.routing.presets import SamplingWishes
+    from expertctl.routing.request import RouteRequest, check_request, parse_target
+
+    settings = load_settings()
+    check_device(device or settings.device)
+    if body == "-":
+        raise UsageError("a body cannot come from stdin: that is where the messages come from")
+    message = UserMessage(prompt="?", body=body_of(body, "?"), template=template)
+    message.text()
+    pattern = RunRequest(
+        message=message,
+        route=RouteRequest(
+            prompt=message.prompt,
+            exclude=tuple(parse_target(text) for text in exclude or ()),
+            max_experts=max_experts,
+            base_alone=no_experts,
+            seed=seed,
+            wishes=SamplingWishes(
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                max_tokens=max_tokens,
+                stop=tuple(stop) if stop else None,
+                greedy=greedy,
+            ),
+            dtype=dtype,
+            adapter_dtype=adapter_dtype,
+            memory_budget=budget_of(memory_budget, settings),
+            allow_base_mismatch=allow_base_mismatch,
+        ),
+        base=base,
+        truncate=truncate,
+        verify_base=verify_base,
+    )
+    check_request(pattern.route)
+    named = [parse_expert(text) for text in expert or ()]
+    if named and no_experts:
+        raise UsageError("experts are forced and forbidden at once")
+    session = _open(pattern, settings, as_json=as_json, stats=stats)
+    if named:
+        session.conversation.use(named)
+    raise typer.Exit(session.run(line_reader()))
+
+
+def _open(pattern: "RunRequest", settings: Settings, *, as_json: bool, stats: bool) -> "_Session":
+    planner, loading = open_planner(settings, as_json=as_json), _Loading()
+    engine = open_engine(planner, budget=pattern.route.memory_budget, progress=loading)
+    from expertctl.engine.conversation import Conversation
+
+    conversation = Conversation(engine, pattern)
+    return _Session(conversation, planner, loading, as_json=as_json, stats=stats)
+
+
+class _StoppedError(Exception):
+    """The user stopped an answer while something was read for it."""
+
+
+class _Loading:
+    """Shows what is read for an answer, and ends that when the answer is not wanted any more."""
+
+    def __init__(self) -> None:
+        self.report: Progress | None = None
+        self.unwanted: Callable[[], bool] = lambda: False
+
+    def __call__(self, count: int) -> None:
+        if self.unwanted():
+            raise _StoppedError
+        if self.report is not None:
+            self.report(count)
+
+
+class _Session:
+    """One chat: what was said, and what went wrong first."""
+
+    def __init__(
+        self,
+        conversation: "Conversation",
+        planner: "Planner",
+        loading: _Loading,
+        *,
+        as_json: bool,
+        stats: bool,
+    ) -> None:
+        self.conversation, self._planner, self._loading = conversation, planner, loading
+        self._as_json, self._stats = as_json, stats
+        self._interactive = sys.stdin.isatty()
+        self._code = OK
+        self._documents: list[dict[str, object]] = []
+        self._warned: set[str] = set()
+
+    def run(self, read_line: ReadLine) -> int:
+        """Answer until the end of the input; return the exit code."""
+        if self._interactive:
+            note("/help shows what else can be said, /exit leaves")
+        while (said := self._next(read_line)) is not None and said.text.strip() != "/exit":
+            if said.text.strip():
+                self._handle(said)
+        if self._as_json:
+            print_json({"turns": self._documents})
+        return OK if self._interactive else self._code
+
+    def _next(self, read_line: ReadLine) -> Said | None:
+        """Return what is said next; Ctrl-C twice in a row is the end, where there is a prompt."""
+        for hint in (LEAVE_HINT, ""):
+            try:
+                return next_said(read_line)
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                note(f"\n{hint}".rstrip())
+            except ExpertError as error:
+                self._refuse("", error)
+                return None if not self._interactive else Said("")
+        return None
+
+    def _handle(self, said: Said) -> None:
+        try:
+            if said.is_command:
+                self._command(said.text.split())
+            else:
+                self._answer(said.text)
+        except ExpertError as error:
+            self._refuse(said.text, error)
+
+    def _refuse(self, text: str, error: ExpertError) -> None:
+        fail(error, as_json=False)
+        self._code = self._code or exit_code(error)
+        fields = {"code": error.code, "message": error.message, "hint": error.hint}
+        self._documents.append({"prompt": text, "error": fields})
+
+    def _answer(self, prompt: str) -> None:
+        with _stoppable(self._interactive) as unwanted:
+            self._loading.unwanted = unwanted
+            try:
+                turn = self._stream(prompt, unwanted)
+            except _StoppedError:
+                note("  [interrupted before the first word]")
+                return
+        self._show(turn)
+        self._documents.append({"prompt": prompt, **turn.result.to_json()})
+
+    def _stream(self, prompt: str, unwanted: Callable[[], bool]) -> "Turn":
+        """Print the answer as it comes; a bar shows what is read before its first piece."""
+        pieces = self.conversation.say(prompt, cancelled=unwanted)
+        try:
+            with progress("reading", None, as_json=self._as_json) as self._loading.report:
+                piece = next(pieces)
+            while True:
+                if not self._as_json:
+                    write_piece(piece)
+                piece = next(pieces)
+        except StopIteration as end:
+            turn: Turn = end.value
+            return turn
+        finally:
+            self._loading.report = None
+
+    def _show(self, turn: "Turn") -> None:
+        from expertctl.cli.chat_view import turn_line
+        from expertctl.cli.run_view import statistics
+
+        text = turn.result.generated.text
+        if text and not text.endswith("\n") and not self._as_json:
+            write_piece("\n")
+        new = [w for w in dict.fromkeys(turn.result.warnings) if w not in self._warned]
+        self._warned.update(new)
+        warn(new)
+        note(turn_line(turn))
+        if self._stats:
+            note(statistics(turn.result))
+
+    def _command(self, words: list[str]) -> None:
+        commands: dict[str, Callable[[list[str]], None]] = {
+            "/help": self._help,
+            "/experts": self._experts,
+            "/plan": self._plan,
+            "/reset": self._reset,
+        }
+        name, *rest = words
+        if name not in commands:
+            raise UsageError(
+                f"{name[:40]} is no command",
+                hint='/help names them; a message that begins with / goes between """ and """',
+            )
+        commands[name](rest)
+
+    def _help(self, rest: list[str]) -> None:
+        from expertctl.cli.chat_view import HELP
+
+        _want_none(rest)
+        note(HELP)
+
+    def _experts(self, rest: list[str]) -> None:
+        from expertctl.cli.chat_view import experts_text, who
+        from expertctl.engine.request import parse_expert
+
+        if rest == ["auto"]:
+            self.conversation.route_freely()
+            note("each message chooses its experts from now on")
+        elif rest:
+            plan = self.conversation.use([parse_expert(text) for text in rest])
+            note(f"from now on: {who(plan)}")
+        else:
+            note(experts_text(self.conversation, self._planner))
+
+    def _plan(self, rest: list[str]) -> None:
+        from expertctl.cli.run_view import routing_text
+
+        _want_none(rest[1:])
+        if not self.conversation.turns:
+            raise NotFoundError("there is no plan yet", hint="say something first")
+        turn = self.conversation.turns[-1]
+        if rest:
+            _save(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
+            note(f"saved {rest[0]}")
+        else:
+            note(routing_text(turn.result.planned.result))
+
+    def _reset(self, rest: list[str]) -> None:
+        _want_none(rest)
+        self.conversation.reset()
+        note("forgotten; the next message begins anew")
+
+
+def _want_none(rest: list[str]) -> None:
+    if rest:
+        raise UsageError(f"{' '.join(rest)[:80]!r} is too much here", hint="see /help")
+
+
+def _save(path: Path, document: dict[str, object]) -> None:
+    text = json.dumps(document, ensure_ascii=False, indent=2)
+    try:
+        write_atomic(path, text.encode() + b"\n")
+    except OSError as error:
+        raise NotFoundError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _stoppable(interactive: bool) -> Iterator[Callable[[], bool]]:
+    """Yield what tells whether Ctrl-C was pressed once; pressed again, it ends the program.
+
+    The engine is asked to end at a place where nothing is left half done.
+    """
+    pressed = False
+
+    def remember(_number: int, _frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    if not interactive:
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

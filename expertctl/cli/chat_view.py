@@ -1,0 +1,74 @@
+"""What a chat shows: the line below an answer, the experts, the help."""
+
+from typing import TYPE_CHECKING
+
+from expertctl.cli.output import table
+
+if TYPE_CHECKING:
+    from expertctl.engine.conversation import Conversation, Turn
+    from expertctl.routing.plan import Plan
+    from expertctl.routing.planner import Planner
+
+HELP = '''\
+/experts              the installed experts that fit the base; * marks those that answer
+/experts REF[:W] ...  let these answer from now on
+/experts auto         choose them by each message again
+/plan                 who answered the last message, and why
+/plan FILE            save that plan, for `expertctl run --plan FILE`
+/reset                forget what was said
+/exit                 leave, as the end of the input (Ctrl-D) does
+A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.
+Ctrl-C stops an answer. What was written of it stays in the conversation.'''
+
+
+def turn_line(turn: "Turn") -> str:
+    """Return a turn in one line: who answered, how much was read and written, how fast."""
+    result, generated = turn.result, turn.result.generated
+    ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
+    parts = [
+        who(turn.plan) + (", kept from the turn before" if turn.kept_experts else ""),
+        f"{result.prompt_tokens} tokens read{_reused(turn)}",
+        f"{len(generated.tokens)} written{ends[generated.finish_reason]}",
+    ]
+    if generated.decode_steps:
+        parts.append(f"{generated.tokens_per_s:.0f} tokens/s")
+    return f"  [{'; '.join(parts)}]"
+
+
+def who(plan: "Plan") -> str:
+    """Return the experts of a plan, with weights that are not 1."""
+    named = (e.ref if e.weight == 1.0 else f"{e.ref} x {e.weight:g}" for e in plan.experts)
+    return " + ".join(named) or f"{plan.base} alone"
+
+
+def experts_text(conversation: "Conversation", planner: "Planner") -> str:
+    """Return the installed experts that fit the base of a conversation."""
+    from expertctl.routing.candidate import misfit
+
+    name = conversation.base
+    base = planner.bases.find(name) if name else planner.bases.default()
+    if base is None:
+        return "no base model is known"
+    installed = planner.inventory().experts
+    fitting = [e for e in installed if not misfit(e, base.identity, allow_mismatch=False)]
+    rows = [
+        [
+            "*" if expert.digest in conversation.in_use else "",
+            expert.stored.ref,
+            expert.manifest.kind,
+            expert.manifest.description,
+        ]
+        for expert in fitting
+    ]
+    others = len(installed) - len(fitting)
+    lines = [table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"]
+    lines += [f"{others} more, made for other bases than {base.name}"] if others else []
+    return "\n".join(lines)
+
+
+def _reused(turn: "Turn") -> str:
+    """Say how much of it was known, and why nothing was where something could be expected."""
+    if turn.replanned:
+        return " (all again: the experts changed)"
+    reused = turn.result.kv_reused_tokens
+    return f" ({reused} of them kept from before)" if reused else ""

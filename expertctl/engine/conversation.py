@@ -1,0 +1,136 @@
+"""`Conversation`: the turns with one engine, and who answers the next one.
+
+Each message is routed anew unless experts are named; where routing finds nobody for it, the experts
+of the turn before stay. What was computed for the turns so far is kept by the engine as long as the
+plan stays the same. An answer that was stopped is part of the conversation as far as it went.
+"""
+
+import uuid
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from expertctl.digest import Digest
+from expertctl.engine.generate import Cancelled, never
+from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.request import NamedExpert, RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.routing.follow_up import KEPT
+from expertctl.routing.plan import Plan
+
+_ANY_PROMPT = "?"
+"""Experts that are named do not depend on the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A message of the user, and what it came to."""
+
+    message: UserMessage
+    result: RunResult
+    replanned: bool
+    """Whether another plan answered than in the turn before, so that nothing could be reused."""
+
+    @property
+    def plan(self) -> Plan:
+        """Who answered."""
+        return self.result.planned.result.plan
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the answer was stopped before its end."""
+        return self.result.generated.finish_reason == "cancelled"
+
+    @property
+    def kept_experts(self) -> bool:
+        """Whether the experts are there only because they answered the turn before."""
+        return any(expert.reason == KEPT for expert in self.plan.experts)
+
+    def messages(self) -> Iterator[Message]:
+        """What the next turns read of it; nothing, where the answer was stopped before a word."""
+        answer = self.result.generated.text
+        if answer or not self.interrupted:
+            yield Message("user", self.message.text())
+            yield Message("assistant", answer)
+
+
+class Conversation:
+    """The owner of its turns; several of them may share an engine."""
+
+    def __init__(self, engine: Engine, pattern: RunRequest) -> None:
+        """Begin without a turn. Each one is asked as in ``pattern``, with a prompt of its own.
+
+        The template of the pattern's message is applied to every prompt. Its body goes to every
+        prompt that a template joins it with; without a template it follows the first one.
+        """
+        self.turns: list[Turn] = []
+        self._engine, self._pattern = engine, pattern
+        self._key = uuid.uuid4().hex
+        self._before: Plan | None = None
+        self._named: tuple[Digest, ...] = ()
+
+    @property
+    def in_use(self) -> tuple[Digest, ...]:
+        """Who answers: the experts that were named, else those of the last turn."""
+        last = self._before.experts if self._before else ()
+        return self._named or tuple(expert.content_digest for expert in last)
+
+    @property
+    def base(self) -> str | None:
+        """The base of the last turn, else the one that was asked for, if any."""
+        return self.turns[-1].plan.base if self.turns else self._pattern.base
+
+    def say(self, prompt: str, *, cancelled: Cancelled = never) -> Generator[str, None, Turn]:
+        """Answer a prompt: yield pieces of text as they become certain, return the turn.
+
+        A turn that fails, or that is given up from outside, leaves the conversation as it was.
+
+        Raises:
+            ExpertError: as `Engine.run` does.
+        """
+        history = tuple(message for turn in self.turns for message in turn.messages())
+        message = self._message(prompt, first=not history)
+        request = replace(
+            self._asked(prompt), message=message, history=history, before=self._before
+        )
+        result = yield from self._engine.run(request, cancelled=cancelled)
+        plan = result.planned.result.plan
+        replanned = bool(self.turns) and self.turns[-1].plan.identity != plan.identity
+        self.turns.append(Turn(message, result, replanned))
+        self._before = plan
+        return self.turns[-1]
+
+    def use(self, experts: Sequence[NamedExpert]) -> Plan:
+        """Let these experts answer from now on; return the plan that they make.
+
+        Raises:
+            ExpertError: when they cannot; whoever answered before goes on then.
+        """
+        route = replace(self._pattern.route, base_alone=False)
+        pattern = replace(self._pattern, route=route, experts=tuple(experts))
+        asked = replace(pattern.route, prompt=_ANY_PROMPT)
+        plan = self._engine.plan(replace(pattern, route=asked)).result.plan
+        self._pattern = pattern
+        self._named = tuple(expert.content_digest for expert in plan.experts)
+        return plan
+
+    def route_freely(self) -> None:
+        """Choose the experts by each message from now on; those of the last turn do not stay."""
+        route = replace(self._pattern.route, base_alone=False)
+        self._pattern = replace(self._pattern, route=route, experts=())
+        self._named, self._before = (), None
+
+    def reset(self) -> None:
+        """Forget all turns, and what was kept of them."""
+        self._engine.forget(self._key)
+        self.turns.clear()
+        self._before = None
+
+    def _asked(self, prompt: str) -> RunRequest:
+        route = replace(self._pattern.route, prompt=prompt)
+        return replace(self._pattern, route=route, cache_key=self._key)
+
+    def _message(self, prompt: str, *, first: bool) -> UserMessage:
+        given = self._pattern.message
+        body = given.body if first or given.template is not None else None
+        return UserMessage(prompt=prompt, body=body, template=given.template)
