@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.transcripts import Step, matches, run, steps_of
-from tests.factories import write_base, write_lora
+from tests.factories import write_base, write_lora, write_soft_prompt
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -18,11 +18,12 @@ RUNNABLE = [page for page in PAGES if steps_of(page)]
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """A folder as the pages assume it: the checkout's examples, a base and a LoRA of one's own."""
+    """A folder as the pages assume it: the checkout's examples, a base and adapters for it."""
     folder = tmp_path / "work"
     folder.mkdir()
     write_base(folder / "my-base")
     write_lora(folder / "my-lora", folder / "my-base")
+    write_soft_prompt(folder / "my-prompt", folder / "my-base")
     (folder / "examples").symlink_to(ROOT / "examples")
     return folder
 

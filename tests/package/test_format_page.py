@@ -4,7 +4,10 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 from expertctl.package import layout
+from expertctl.package.adapter import KIND_NAMES
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
 from expertctl.package.frame import (
     MANY_BLOCKS,
@@ -14,10 +17,12 @@ from expertctl.package.frame import (
     SMALL_BLOCK,
 )
 from expertctl.package.model_config import ModelConfig
+from expertctl.package.numbers import EXTREME
 from expertctl.package.rope_config import Llama3Scaling, RopeConfig, YarnScaling
 from expertctl.package.tensor_file import ADAPTER_LIMITS
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
+TYPES = ("LORA", "IA3", "PROMPT_TUNING", "P_TUNING")
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "format.md").read_text(encoding="utf-8")
 
@@ -67,13 +72,19 @@ def test_every_key_of_the_manifest_is_on_the_page() -> None:
             assert f"`{inner}`" in PAGE
 
 
-def test_every_field_that_is_refused_or_supported_is_on_the_page() -> None:
+@pytest.mark.parametrize("name", ["lora", "ia3", "prompt"])
+def test_every_field_that_is_refused_or_supported_is_on_the_page(name: str) -> None:
     harmless = {
-        "peft_type", "peft_version", "inference_mode", "lora_dropout", "qalora_group_size",
-        "eva_config", "revision",
+        "peft_version", "inference_mode", "lora_dropout", "qalora_group_size", "eva_config",
+        "revision", "init_ia3_weights",
     }  # fmt: skip
-    named = {field for field in schema("adapter-config-lora") if f"`{field}`" in PAGE}
-    assert set(schema("adapter-config-lora")) - harmless <= named
+    fields_of = set(schema(f"adapter-config-{name}"))
+    assert fields_of - harmless <= {field for field in fields_of if f"`{field}`" in PAGE}
+
+
+def test_every_type_and_kind_of_adapter_is_on_the_page() -> None:
+    assert [name for name in (*TYPES, *KIND_NAMES) if f"`{name}`" not in PAGE] == []
+    assert f"a number above {EXTREME:g}" in PAGE.replace("\n", " ")
 
 
 def test_every_field_that_a_decoder_reads_is_on_the_page() -> None:
