@@ -14,7 +14,7 @@ from expertctl.cli.package_view import (
     inspect_document,
     inspect_text,
 )
-from expertctl.cli.target import Target, read_target, reading
+from expertctl.cli.target import Target, read_target, reading, the_store
 from expertctl.durable import write_atomic
 from expertctl.errors import UsageError
 from expertctl.package import build as building
@@ -22,6 +22,7 @@ from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
 from expertctl.package.evaluation_data import read_data
 from expertctl.package.frame import FAST, LEVELS
+from expertctl.package.numbers import doubts
 from expertctl.package.read import names_file
 from expertctl.package.spool import sign_package
 from expertctl.package.spool import unpack as unpack_package
@@ -31,6 +32,7 @@ from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
+from expertctl.store.contents import opened
 from expertctl.store.store import parse_wanted
 from expertctl.trust.keys import KeyRing, PrivateKey
 from expertctl.trust.policy import TrustStore
@@ -180,8 +182,12 @@ def inspect(target: Target, as_json: JsonFlag = False) -> None:
     Example: expertctl inspect my.expert --json
     """
     contents = read_target(target, label="reading", as_json=as_json)
+    with opened(target, the_store()) as package:
+        warnings = doubts(contents, package.blobs)
     note("not verified: this is what the file says about itself; see `expertctl verify`")
-    emit(inspect_document(contents, target), inspect_text(contents), as_json=as_json)
+    warn(warnings)
+    document = {**inspect_document(contents, target), "warnings": warnings}
+    emit(document, inspect_text(contents), as_json=as_json)
 
 
 def unpack(

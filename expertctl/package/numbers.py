@@ -12,7 +12,9 @@ import numpy as np
 
 from expertctl.digest import CHUNK, Progress, no_progress
 from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt, shortened
-from expertctl.package.tensor_file import TensorInfo, TensorTable
+from expertctl.package.layout import Blobs
+from expertctl.package.read import PackageContents
+from expertctl.package.tensor_file import TensorInfo, TensorTable, read_header
 
 EXTREME = 1000.0
 """A change beyond it is worth a warning: the weights of trained bases are below 10, so are LoRA's
@@ -52,6 +54,22 @@ def extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
             if reach > EXTREME
         ]
     )
+
+
+def doubts(contents: PackageContents, blobs: Blobs) -> list[str]:
+    """Return what is odd about the numbers in a package, whoever built it.
+
+    Raises:
+        InvalidPackageError: when the bytes are not those that ``contents`` came from.
+    """
+    files = {file.path: file for file in contents.files}
+    said = []
+    for entry, spec in zip(contents.manifest.adapters, contents.adapters, strict=True):
+        file = files[entry.path]
+        with blobs(file.digest) as stream:
+            found = peaks(stream, read_header(stream, file_size=file.size, what=file.path))
+        said += [f"{file.path}: {doubt}" for doubt in not_finite(found) or extremes(spec, found)]
+    return said
 
 
 def _reach(part: Part, found: Mapping[str, float]) -> float:
