@@ -3,6 +3,7 @@
 Torch is imported inside the functions, when everything that can be wrong without it was looked at.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -92,6 +93,7 @@ def evaluate(
     short = shortfall(found, min_gain)
     emit(document(found, show=show, min_gain=min_gain), text(found, show=show), as_json=as_json)
     if short:
+        sys.stdout.flush()  # the figures stand above what is said of them
         note(f"error: {short}\n\nhint: --show N shows more of the wrong answers")
         raise typer.Exit(FAILURE)
 

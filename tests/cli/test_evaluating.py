@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from expertctl.schema.manifest import parse_manifest
+from expertctl.schema.validation import problems_of
 from tests.cli.commands import Commands, expertctl
 from tests.factories import write_base, write_lora
 
@@ -70,6 +71,7 @@ def workshop(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatc
 def test_the_document_holds_every_figure(workshop: Workshop, expertctl: Commands) -> None:
     data = workshop.half
     document = expertctl("eval", "acme/sums", "--data", data, "--json").document
+    assert problems_of(document, "eval") == []
     figures = {key: document[key] for key in ("n", "base", "expert", "passed", "min_gain")}
     assert figures == {"n": 4, "base": 0.25, "expert": 0.75, "passed": True, "min_gain": None}
     assert document["ref"] == "acme/sums@0.1.0"
@@ -131,6 +133,7 @@ def test_a_chain_is_judged_against_its_best_part(workshop: Workshop, expertctl: 
     data = workshop.data(workshop.expert_answers)
     words = ("eval", "acme/sums", "--data", data, "--compose", f"{package}:0.5", "--json")
     document = expertctl(*words, "--min-gain", "-0.1", code=1).document
+    assert problems_of(document, "eval") == []
     chain = "acme/sums@0.1.0 + acme/other@0.1.0:0.5"
     names = ["base", "acme/sums@0.1.0", "acme/other@0.1.0", chain]
     assert [score["name"] for score in document["scores"]] == names
