@@ -85,7 +85,9 @@ experts = st.builds(
     ref=refs,
     content_digest=hexes,
     package_digest=hexes,
-    kind=st.sampled_from(["lora", "dora", "ia3", "soft_prompt"]),
+    kind=st.sampled_from(
+        ["lora", "dora", "ia3", "soft_prompt", "lora+ia3", "soft_prompt+lora+dora+ia3"]
+    ),
     score=st.floats(-1, 1).map(lambda score: round(score, 4)),
     weight=st.floats(-10, 10),
     reason=st.text(max_size=50),

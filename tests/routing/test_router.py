@@ -285,6 +285,17 @@ def test_ten_experts_can_require_one_another_and_eleven_cannot(router: Router) -
             router(*chain(length), force=forced)
 
 
+def test_an_expert_of_several_adapters_is_of_all_their_kinds(router: Router) -> None:
+    both = (
+        AdapterEntry("soft_prompt", "p.safetensors", "p.json", "float32", 1, tokens=4),
+        AdapterEntry("lora", "adapter.safetensors", "l.json", "float32", 2, 4),
+    )
+    expert = sql()
+    expert = replace(expert, manifest=replace(expert.manifest, adapters=both))
+    result = router(expert, force=(parse_forced("acme/sql"),))
+    assert [planned.kind for planned in result.plan.experts] == ["soft_prompt+lora"]
+
+
 def soft(name: str, tokens: int) -> Installed:
     """An expert for the prompt, with a soft prompt."""
     plain = sorting(name)
