@@ -129,10 +129,11 @@ def continued(
     while True:
         if piece:
             yield piece
-        if cancelled():
-            piece = writer.give_up()
         if writer.finish_reason is not None:
             break
+        if cancelled():
+            piece = writer.give_up()
+            continue
         started = time.perf_counter()
         piece = writer.take(reading.decode(writer.tokens[-1]).logits)
         decode_ms, steps = decode_ms + _since(started), steps + 1

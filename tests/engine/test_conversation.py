@@ -1,0 +1,310 @@
+"""Conversations: every turn equals reading all of it anew, whoever answers, however it ends.
+
+The oracle of a turn is the same conversation said to an engine that has kept nothing.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+
+from expertctl.engine.conversation import Conversation, Turn
+from expertctl.engine.message import UserMessage
+from expertctl.engine.request import NamedExpert, RunRequest
+from expertctl.engine.runtime import Engine
+from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
+from expertctl.reference import Reference
+from expertctl.routing.follow_up import KEPT
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import Forced, RouteRequest
+from tests.engine.market import Market, market
+from tests.engine.test_runtime import planner
+from tests.factories import write_base
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house", "market"]
+
+WISHES = SamplingWishes(greedy=True, max_tokens=6)
+SORTING = {"description": "Sorts numbers in ascending order."}
+SORT, OTHER = "Sort these numbers in ascending order: 3, 1, 2", "Guten Morgen"
+
+
+@pytest.fixture(autouse=True)
+def known(house: House, market: Market) -> None:
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+
+
+@pytest.fixture
+def engine(house: House) -> Engine:
+    return Engine(planner(house), budget=8 << 20)
+
+
+def named(*names: str) -> list[NamedExpert]:
+    return [Forced(Reference.parse(f"acme/{name}")) for name in names]
+
+
+def pattern(**options: Any) -> RunRequest:
+    message = UserMessage(prompt="?", **options.pop("message", {}))
+    route = {"prompt": "?", "seed": 0, "wishes": WISHES, **options.pop("route", {})}
+    return RunRequest(message=message, route=RouteRequest(**route), **options)
+
+
+def talk(engine: Engine, **options: Any) -> Conversation:
+    return Conversation(engine, pattern(**options))
+
+
+def say(conversation: Conversation, prompt: str, **options: Any) -> Turn:
+    pieces, stream = [], conversation.say(prompt, **options)
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            turn = end.value
+            break
+    assert isinstance(turn, Turn)
+    assert "".join(pieces) == turn.result.generated.text
+    conversation._engine.check_integrity()
+    return turn
+
+
+def reused(turn: Turn) -> int:
+    return turn.result.kv_reused_tokens
+
+
+def after(steps: int) -> Callable[[], bool]:
+    """Want an answer no more from the n-th time on that it is asked."""
+    asked = count()
+    return lambda: next(asked) >= steps
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("window", [None, 7])
+def test_every_turn_answers_as_if_all_had_been_read_anew(
+    house: House, market: Market, tmp_path: Any, soft: bool, window: int | None
+) -> None:
+    """Grouped heads, with and without a sliding window, with virtual tokens before the first."""
+    base_dir = write_base(tmp_path / "other", arch="mistral", tie=False, sliding_window=window)
+    house.bases.add(base_dir)
+    adapters = [("soft_prompt", {"tokens": 5, "seed": 3})] if soft else None
+    shop = replace(market, folder=tmp_path / "packages", base_dir=base_dir, base=None)
+    house.install(shop.package("acme/one", adapters=adapters))
+    kept = talk(Engine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+    for number, prompt in enumerate((SORT, "And now?", "Once more")):
+        turn = say(kept, prompt)
+        fresh = talk(Engine(planner(house), budget=8 << 20), experts=tuple(named("one")))
+        fresh.turns = kept.turns[:number]
+        oracle = say(fresh, prompt)
+        assert turn.result.generated.tokens == oracle.result.generated.tokens
+        assert turn.result.prompt_tokens == oracle.result.prompt_tokens
+        assert reused(oracle) == 0
+        before = kept.turns[number - 1].result.prompt_tokens if number else 0
+        assert before <= reused(turn) < turn.result.prompt_tokens
+
+
+def test_virtual_tokens_take_their_part_of_context_and_cache(
+    engine: Engine, house: House, market: Market
+) -> None:
+    prompts = [("soft_prompt", {"tokens": 9, "seed": 3})]
+    house.install(market.package("acme/soft", adapters=prompts))
+    turn = say(talk(engine, experts=tuple(named("soft"))), "x")
+    per_token = 2 * 2 * 2 * 8 * 4
+    rows = 9 + turn.result.prompt_tokens + 6
+    assert turn.result.memory.held["kv"] == rows * per_token
+    with pytest.raises(UsageError, match="and 9 virtual tokens of its experts"):
+        say(talk(engine, experts=tuple(named("soft"))), "x" * 490)
+    say(talk(engine), "x" * 490)
+
+
+def test_what_is_kept_stays_within_the_budget_and_counts_as_kv(engine: Engine) -> None:
+    conversation = talk(engine, base="market-base")
+    turn = say(conversation, SORT)
+    assert engine.budget.held("kv") == turn.result.memory.held["kv"] > 0
+    conversation.reset()
+    assert engine.budget.held("kv") == 0
+    assert reused(say(conversation, SORT)) == 0
+
+
+def test_short_memory_costs_what_is_kept_and_never_a_refusal(
+    house: House, market: Market, engine: Engine
+) -> None:
+    first = say(talk(engine), SORT).result.memory
+    needed = sum(first.held.values())
+    small = Engine(planner(house), budget=needed + first.held["kv"] // 2)
+    say(talk(small), SORT)
+    turn = say(talk(small), SORT)
+    assert reused(turn) == 0
+    assert turn.result.memory.peak <= small.budget.limit
+    with pytest.raises(BudgetError):
+        say(talk(Engine(planner(house), budget=needed - 1)), SORT)
+
+
+def test_two_conversations_on_one_engine_never_mix(engine: Engine) -> None:
+    one, two = talk(engine), talk(engine)
+    for prompt in ("aaaa", "bbbb"):
+        for conversation in (one, two):
+            turn = say(conversation, prompt)
+            assert reused(turn) == 0
+            assert turn.message.prompt == prompt
+    assert [t.result.generated.tokens for t in one.turns] == [
+        t.result.generated.tokens for t in two.turns
+    ]
+
+
+def test_another_expert_is_another_plan_that_reads_all_again(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package("acme/one", seed=1), market.package("acme/two", seed=2))
+    conversation = talk(engine, experts=tuple(named("one")))
+    assert not say(conversation, "x").replanned
+    kept = say(conversation, "y")
+    assert reused(kept) > 0
+    assert [e.ref for e in conversation.use(named("two")).experts] == ["acme/two@1.0.0"]
+    changed = say(conversation, "z")
+    assert (changed.replanned, reused(changed)) == (True, 0)
+    assert not say(conversation, "z").replanned
+    assert changed.plan.experts[0].ref == "acme/two@1.0.0"
+
+
+def test_another_dtype_is_another_plan(engine: Engine) -> None:
+    plain = pattern()
+    rounded = replace(plain, route=replace(plain.route, dtype="bf16"))
+    conversation = Conversation(engine, plain)
+    say(conversation, "x")
+    conversation._pattern = rounded
+    turn = say(conversation, "y")
+    assert (turn.replanned, reused(turn)) == (True, 0)
+
+
+def test_experts_that_cannot_answer_are_refused_and_the_others_stay(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package("acme/one"))
+    conversation = talk(engine, experts=tuple(named("one")))
+    say(conversation, "x")
+    with pytest.raises(NotFoundError):
+        conversation.use(named("nobody"))
+    assert say(conversation, "y").plan.experts[0].ref == "acme/one@1.0.0"
+
+
+def test_a_follow_up_without_an_expert_of_its_own_keeps_those_before(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package("acme/sorting", **SORTING))
+    conversation = talk(engine)
+    assert say(conversation, OTHER).plan.experts == ()
+    first = say(conversation, SORT)
+    assert (first.kept_experts, first.plan.experts[0].ref) == (False, "acme/sorting@1.0.0")
+    second = say(conversation, OTHER)
+    assert second.kept_experts
+    assert [(e.ref, e.reason) for e in second.plan.experts] == [("acme/sorting@1.0.0", KEPT)]
+    assert second.result.planned.result.candidates[0].reason == KEPT
+    assert reused(second) > 0
+    assert say(conversation, OTHER).kept_experts
+    conversation.route_freely()
+    assert say(conversation, OTHER).plan.experts == ()
+    say(conversation, SORT)
+    conversation.reset()
+    assert say(conversation, OTHER).plan.experts == ()
+
+
+def test_naming_experts_ends_a_conversation_of_the_base_alone(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package("acme/sorting", **SORTING))
+    conversation = talk(engine, route={"base_alone": True})
+    assert say(conversation, SORT).plan.experts == ()
+    conversation.use(named("sorting"))
+    assert conversation.in_use == tuple(
+        e.content_digest for e in say(conversation, OTHER).plan.experts
+    )
+    assert len(conversation.in_use) == 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_stopped_answer_stays_as_far_as_it_went_and_keeps_no_rows(
+    engine: Engine, steps: int
+) -> None:
+    conversation = talk(engine)
+    say(conversation, "x")
+    turn = say(conversation, "tell me", cancelled=after(steps))
+    assert turn.interrupted
+    assert len(turn.result.generated.tokens) == steps
+    assert engine.budget.held("kv") == 0
+    told = [m.content for m in turn.messages()]
+    assert told == (["tell me", turn.result.generated.text] if turn.result.generated.text else [])
+    following = say(conversation, "go on")
+    assert reused(following) == 0
+    assert following.result.prompt_tokens > 0
+
+
+def test_a_stopped_answer_is_a_beginning_of_the_whole_one(engine: Engine) -> None:
+    whole = say(talk(engine), SORT).result.generated
+    part = say(talk(engine), SORT, cancelled=after(4)).result.generated
+    assert whole.tokens[: len(part.tokens)] == part.tokens
+    assert 0 < len(part.tokens) < len(whole.tokens)
+
+
+def test_a_turn_that_is_given_up_or_fails_leaves_the_conversation_as_it_was(
+    engine: Engine, house: House, market: Market
+) -> None:
+    conversation = talk(engine)
+    say(conversation, "x")
+    stream = conversation.say("y")
+    next(stream)
+    stream.close()
+    engine.check_integrity()
+    assert engine.budget.held("kv") == 0
+    with pytest.raises(UsageError):
+        say(conversation, " ")
+    with pytest.raises(UsageError, match="the conversation has"):
+        say(conversation, "x" * 500)
+    assert [turn.message.prompt for turn in conversation.turns] == ["x"]
+    assert say(conversation, "y").result.prompt_tokens > 0
+
+
+def test_the_oldest_turns_are_left_out_only_when_asked(engine: Engine) -> None:
+    prompts = ["a" * 150, "b" * 150, "c" * 150]
+    strict, cut = talk(engine), talk(engine, truncate=True)
+    for prompt in prompts[:2]:
+        say(strict, prompt)
+        say(cut, prompt)
+    with pytest.raises(UsageError, match="the conversation has") as caught:
+        say(strict, prompts[2])
+    assert "oldest turns" in caught.value.hint
+    turn = say(cut, prompts[2])
+    assert any("the oldest turn of 2 did not fit" in w for w in turn.result.warnings)
+    assert len(cut.turns) == 3
+
+
+def test_a_body_follows_the_first_message_and_a_template_every_one(engine: Engine) -> None:
+    def texts(**message: Any) -> list[str]:
+        conversation = talk(engine, message=message)
+        return [say(conversation, prompt).message.text() for prompt in ("x", "y")]
+
+    assert texts(body="B") == ["x\n\nB", "y"]
+    assert texts(template="<{prompt}>") == ["<x>", "<y>"]
+    assert texts(template="{body}: {prompt}", body="B") == ["B: x", "B: y"]
+
+
+def test_every_conversation_is_another_key(engine: Engine) -> None:
+    say(talk(engine), "x")
+    assert reused(say(talk(engine), "x")) == 0
+
+
+def test_a_base_without_a_chat_template_takes_one_message(
+    house: House, tmp_path: Any, engine: Engine
+) -> None:
+    directory = write_base(tmp_path / "plain")
+    config = directory / "tokenizer_config.json"
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "chat_template": None}), encoding="utf-8"
+    )
+    house.bases.add(directory)
+    conversation = talk(engine, base="plain")
+    say(conversation, "x")
+    with pytest.raises(ExpertError, match="no chat template"):
+        say(conversation, "y")
