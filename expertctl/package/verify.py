@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.digest import Progress, no_progress
-from expertctl.errors import TrustError, UnsignedError
+from expertctl.errors import SignatureError, TrustError, UnsignedError
 from expertctl.package.archive_reader import DISCARD, BlobSink
 from expertctl.package.read import PackageContents, read_package
 from expertctl.reference import Reference
 from expertctl.trust.bundle import read_bundle, verify_bundle
+from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
 
 
@@ -59,12 +60,19 @@ def verify_contents(
             f"{manifest.ref} is not signed",
             hint="ask its publisher for a signed one, or sign it with `expertctl sign FILE`",
         )
-    bundle = read_bundle(contents.signature)
-    key = trust.authorise(
-        bundle.key_id, package=manifest.package, content_digest=contents.content_digest
-    )
-    verify_bundle(bundle, contents.files, key)
+    try:
+        key = _verify_signature(contents, contents.signature, trust)
+    except SignatureError as error:  # of several packages, say which
+        raise SignatureError(f"{manifest.ref}: {error.message}", hint=error.hint) from error
     return VerifiedPackage(contents, key.key_id)
+
+
+def _verify_signature(contents: PackageContents, signature: bytes, trust: TrustStore) -> PublicKey:
+    bundle = read_bundle(signature)
+    package, digest = contents.manifest.package, contents.content_digest
+    key = trust.authorise(bundle.key_id, package=package, content_digest=digest)
+    verify_bundle(bundle, contents.files, key)
+    return key
 
 
 def accept_unsigned(contents: PackageContents) -> VerifiedPackage:

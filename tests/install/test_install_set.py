@@ -1,0 +1,204 @@
+"""Sets that were exported elsewhere: the checks of ordinary installs, all or nothing."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expertctl.errors import (
+    BaseMismatchError,
+    ConflictError,
+    DigestError,
+    InvalidPackageError,
+    MissingDependencyError,
+    RevokedError,
+    SignatureError,
+    TrustError,
+    UnsignedError,
+)
+from expertctl.install.install import Installed, install_set
+from expertctl.package.base_model import read_base
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.lexical import LexicalEncoder
+from tests.factories import write_base
+from tests.package.forge import archive, files_of, framed, set_entries, tar_of
+from tests.store.shop import BASE_NAME, House, Shop, a_key
+
+Make = Callable[..., Path]
+
+
+def name_of(package: Path) -> str:
+    from expertctl.package.read import read_package
+
+    return read_package(package).manifest.ref.replace("@", ":")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Packs packages into a set, whatever they are."""
+
+    def pack(*packages: Path) -> Path:
+        files = {name_of(package): files_of(tar_of(package)) for package in packages}
+        return framed(archive(set_entries(files)), tmp_path / "x.experts")
+
+    return pack
+
+
+def import_set(house: House, path: Path, **options: Any) -> list[Installed]:
+    return install_set(path, store=house.store, bases=house.bases, trust=house.trust, **options)
+
+
+def refuses(house: House, error: type[Exception], match: str, path: Path, **options: object) -> str:
+    """Demand a refusal that leaves no trace; return its hint."""
+    before = house.files()
+    with pytest.raises(error, match=match) as raised:
+        import_set(house, path, **options)
+    assert house.files() == before
+    assert not list(house.store.paths.staging.iterdir())
+    return str(getattr(raised.value, "hint", ""))
+
+
+@pytest.fixture
+def house(house: House, shop: Shop) -> House:
+    """A house with one expert, so that there is something to lose."""
+    house.install(shop.package("acme/first", seed=7))
+    return house
+
+
+@pytest.fixture
+def chain(shop: Shop) -> Sequence[Path]:
+    """Three experts that require each other."""
+    return (
+        shop.package("acme/low", seed=1),
+        shop.package("acme/middle", composition={"requires": ["acme/low@^1"]}, seed=2),
+        shop.package("acme/top", composition={"requires": ["acme/middle"]}, seed=3),
+    )
+
+
+def test_a_set_is_installed_in_order_and_indexed(
+    house: House, make: Make, chain: Sequence[Path]
+) -> None:
+    index = RoutingIndex(house.root, LexicalEncoder())
+    done = import_set(house, make(*chain), catalogue=house.catalogue, index=index)
+    refs = ["acme/low@1.0.0", "acme/middle@1.0.0", "acme/top@1.0.0"]
+    assert [(item.expert.ref, item.outcome) for item in done] == [(r, "installed") for r in refs]
+    assert house.catalogue.refs() == refs
+    assert {item.expert.signer for item in done} == {a_key("acme").public.key_id}
+    house.check()
+
+
+def test_a_set_leaves_the_store_as_installing_its_files_does(
+    house: House, make: Make, chain: Sequence[Path]
+) -> None:
+    house.install(*chain)
+    expected = house.files()
+    for expert in house.store.experts():
+        if expert.package.name != "first":
+            house.store.remove(expert)
+    import_set(house, make(*chain))
+    assert house.files() == expected
+
+
+def test_installing_a_set_again_changes_nothing(
+    house: House, make: Make, chain: Sequence[Path]
+) -> None:
+    path = make(*chain)
+    import_set(house, path)
+    before = house.files()
+    assert {item.outcome for item in import_set(house, path)} == {"already installed"}
+    assert house.files() == before
+
+
+def test_a_plain_archive_is_installed_too(house: House, make: Make, chain: Sequence[Path]) -> None:
+    path = make(*chain)
+    path.write_bytes(tar_of(path))
+    assert len(import_set(house, path)) == 3
+    house.check()
+
+
+def test_experts_that_share_all_their_weights_are_each_complete(
+    house: House, make: Make, shop: Shop
+) -> None:
+    twins = [shop.package(f"acme/twin{number}", seed=5) for number in range(3)]
+    done = import_set(house, make(*twins))
+    assert len({max(item.expert.files, key=lambda f: f.size).digest for item in done}) == 1
+    house.check()
+
+
+def test_what_a_set_requires_may_be_there_already(
+    house: House, make: Make, chain: Sequence[Path]
+) -> None:
+    path = make(*chain[1:])
+    hint = refuses(house, MissingDependencyError, r"requires acme/low@\^1", path)
+    assert "acme/low@^1" in hint
+    house.install(chain[0])
+    assert len(import_set(house, path)) == 2
+
+
+def test_one_bad_signature_refuses_all(
+    house: House, make: Make, shop: Shop, chain: Sequence[Path], tmp_path: Path
+) -> None:
+    refuses(house, TrustError, "not trusted", make(*chain, shop.package("acme/x", key="eve")))
+    files = {name_of(package): files_of(tar_of(package)) for package in chain}
+    swapped = dict(zip(files, [f["model.sig"] for f in files.values()][::-1], strict=True))
+    forged = {name: {**f, "model.sig": swapped[name]} for name, f in files.items()}
+    path = framed(archive(set_entries(forged)), tmp_path / "forged.experts")
+    refuses(house, SignatureError, r"acme/low@1\.0\.0: model\.sig does not fit", path)
+
+
+def test_a_revoked_key_refuses_all(house: House, make: Make, chain: Sequence[Path]) -> None:
+    house.trust.revoke(a_key("acme").public.key_id, "lost")
+    refuses(house, RevokedError, "revoked", make(*chain))
+
+
+def test_unsigned_packages_need_leave(house: House, make: Make, shop: Shop) -> None:
+    path = make(shop.package("acme/signed"), shop.package("acme/unsigned", key=None))
+    hint = refuses(house, UnsignedError, "is not signed", path)
+    assert "--allow-unsigned" in hint
+    done = import_set(house, path, allow_unsigned=True)
+    assert [item.expert.signer is None for item in done] == [False, True]
+    assert any("nobody vouches" in warning for warning in done[1].warnings)
+
+
+def test_a_strange_base_needs_leave(house: House, make: Make, shop: Shop, tmp_path: Path) -> None:
+    house.bases.add(shop.base_dir, name=BASE_NAME)
+    other = write_base(tmp_path / BASE_NAME, layers=1, hidden=16, heads=2, kv_heads=1, seed=9)
+    path = make(shop.package("acme/strange", base_dir=other, base=read_base(other)))
+    refuses(house, BaseMismatchError, "the weights differ", path)
+    (done,) = import_set(house, path, allow_base_mismatch=True)
+    assert done.expert.mismatched
+
+
+def test_a_conflict_refuses_all(house: House, make: Make, shop: Shop) -> None:
+    hater = shop.package("acme/hater", composition={"conflicts": ["acme/first"]})
+    refuses(house, ConflictError, "conflicts with", make(hater, shop.package("acme/other")))
+    changed = make(shop.package("acme/first", seed=8), shop.package("acme/other"))
+    refuses(house, ConflictError, "already installed with other content", changed)
+
+
+SLOW = settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@given(at=st.integers(0, 10**6), flip=st.integers(0, 255))
+@SLOW
+def test_a_set_that_was_tampered_with_or_cut_changes_nothing(
+    at: int, flip: int, house: House, make: Make, shop: Shop, tmp_path: Path
+) -> None:
+    path = make(shop.package("acme/a", seed=1), shop.package("acme/b", seed=2))
+    data = bytearray(tar_of(path))
+    at %= len(data)
+    if flip:
+        data[at] ^= flip
+    else:
+        del data[at:]
+    path.write_bytes(data)
+    before = house.files()
+    with pytest.raises((InvalidPackageError, DigestError, TrustError)):
+        import_set(house, path)
+    assert house.files() == before
+    assert not list(house.store.paths.staging.iterdir())
