@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import DiskFullError, StoreError
+from expertctl.install.install import install_set
 from expertctl.store.store import Store
+from tests.package.forge import archive, files_of, framed, set_entries, tar_of
 from tests.store.faults import Fault, Run, Step, run
 from tests.store.shop import House, Shop
 
@@ -91,16 +93,20 @@ def template(fast: Path, shop: Shop) -> House:
 
 
 @pytest.fixture
-def actions(shop: Shop) -> dict[str, Action]:
+def actions(shop: Shop, fast: Path) -> dict[str, Action]:
     fresh = [shop.package("acme/new", seed=1)]
     chain = [
         shop.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
         shop.package("acme/root", seed=3),
     ]
     signed = shop.package("acme/signed-anew", key="other")
+    names = ["acme/leaf:1.0.0", "acme/root:1.0.0"]
+    files = {name: files_of(tar_of(path)) for name, path in zip(names, chain, strict=True)}
+    together = framed(archive(set_entries(files)), fast / "two.experts")
     return {
         "install": lambda h: h.install(*fresh, catalogue=h.catalogue, index=h.index),
         "install two": lambda house: house.install(*chain),
+        "import two": lambda h: install_set(together, store=h.store, bases=h.bases, trust=h.trust),
         "re-sign": lambda house: house.install(signed),
         "remove": remove_old,
     }
@@ -119,7 +125,7 @@ def states_of(sweep: Sweep) -> list[dict[str, bytes]]:
     return [sweep.before, sweep.after, *([root] if root != sweep.after else [])]
 
 
-NAMES = ["install", "install two", "re-sign", "remove"]
+NAMES = ["install", "install two", "import two", "re-sign", "remove"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,11 +175,12 @@ def test_an_input_output_error_at_any_step_changes_nothing(
         assert_whole(house, sweep, states_of(sweep))
 
 
+@pytest.mark.parametrize("name", ["install two", "import two"])
 @pytest.mark.parametrize("fault", ["full", "error"])
 def test_of_experts_that_are_given_together_all_are_installed_or_none(
-    fault: Fault, template: House, actions: dict[str, Action], fast: Path
+    fault: Fault, name: str, template: House, actions: dict[str, Action], fast: Path
 ) -> None:
-    sweep = Sweep(template, actions["install two"], fast / "copy")
+    sweep = Sweep(template, actions[name], fast / "copy")
     for step, _ in sweep.steps():
         house, ended = sweep.at(step, fault)
         assert ended.is_whole_or(DiskFullError, StoreError), ended.trace
