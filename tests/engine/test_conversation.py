@@ -16,6 +16,7 @@ from expertctl.engine.message import UserMessage
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.runtime import Engine
 from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
+from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.follow_up import KEPT
 from expertctl.routing.presets import SamplingWishes
@@ -28,7 +29,7 @@ from tests.store.shop import House, fast, house
 __all__ = ["fast", "house", "market"]
 
 WISHES = SamplingWishes(greedy=True, max_tokens=6)
-SORTING = {"description": "Sorts numbers in ascending order."}
+SORTING: dict[str, Any] = {"description": "Sorts numbers in ascending order."}
 SORT, OTHER = "Sort these numbers in ascending order: 3, 1, 2", "Guten Morgen"
 
 
@@ -90,7 +91,9 @@ def test_every_turn_answers_as_if_all_had_been_read_anew(
     base_dir = write_base(tmp_path / "other", arch="mistral", tie=False, sliding_window=window)
     house.bases.add(base_dir)
     adapters = [("soft_prompt", {"tokens": 5, "seed": 3})] if soft else None
-    shop = replace(market, folder=tmp_path / "packages", base_dir=base_dir, base=None)
+    shop = replace(
+        market, folder=tmp_path / "packages", base_dir=base_dir, base=read_base(base_dir)
+    )
     house.install(shop.package("acme/one", adapters=adapters))
     kept = talk(Engine(planner(house), budget=8 << 20), experts=tuple(named("one")))
     for number, prompt in enumerate((SORT, "And now?", "Once more")):
