@@ -34,11 +34,13 @@ class Ia3Config:
     def on_input(self, module: str) -> bool | None:
         """Tell whether a module's inputs are scaled; ``None`` where its tensor must show it.
 
-        PEFT takes any ending of a module's name here, not only a dotted one.
+        PEFT takes any ending of a module's name here, not only a dotted one. A stranger chose both
+        names, so it is the endings that are looked up, however many names there are.
         """
-        if self.feedforward_modules is None:
+        names = self.feedforward_modules
+        if names is None:
             return None
-        return module.endswith(tuple(self.feedforward_modules))
+        return any(module[start:] in names for start in range(len(module)))
 
 
 def ia3_config_of(document: JsonObject) -> Ia3Config:

@@ -1,5 +1,6 @@
 """The tensors of IA³: each is a vector for one side of one module, or it is refused by name."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_a_tensor_that_means_nothing_is_refused_by_name(name: str, message: str)
 )
 def test_a_module_that_is_no_target_is_refused(changes: dict[str, Any]) -> None:
     assert f"{K}: the configuration does not target" in spec_refused(written(**changes), BOTH)
+
+
+def test_many_modules_and_many_names_are_matched_at_once() -> None:
+    modules = [f"m{i}.x{i % 7}" for i in range(20_000)]
+    shapes: Shapes = {f"base_model.model.{module}.ia3_l": [4, 1] for module in modules}
+    names = [f"layer.y{i}" for i in range(9_000)]
+    targets = [*names, *(f"x{i}" for i in range(7))]
+    began = time.process_time()
+    spec = spec_of(shapes, target_modules=targets, feedforward_modules=names)
+    assert len(spec.parts) == 20_000
+    assert time.process_time() - began < 10
 
 
 @given(
