@@ -1,0 +1,293 @@
+"""``chat`` from the outside: scripted by a pipe, and at a terminal."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.schema.validation import problems_of
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
+from tests.factories import write_base, write_lora
+
+__all__ = ["expertctl", "workshop"]
+
+OTHER = "Guten Morgen"
+
+
+def turns(expertctl: Expertctl, *words: Any, said: str, code: int = 0) -> list[dict[str, Any]]:
+    outcome = expertctl("chat", *words, "--json", *QUIET, stdin=said.encode())
+    assert outcome.code == code, outcome.err
+    assert outcome.out.count("\n") == 1
+    found: list[dict[str, Any]] = outcome.document["turns"]
+    for turn in found:
+        run = {key: value for key, value in turn.items() if key != "prompt"}
+        assert "error" in run or problems_of(run, "run") == []
+    return found
+
+
+def test_each_line_is_a_turn_and_answers_alone_go_to_stdout(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    documents = turns(expertctl, said=f"{PROMPT}\n\n{OTHER}\n")
+    outcome = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n/plan\n/help\n".encode())
+    assert (outcome.code, outcome.out) == (
+        0,
+        "".join(turn["text"].rstrip("\n") + "\n" for turn in documents),
+    )
+    assert [turn["prompt"] for turn in documents] == [PROMPT, OTHER]
+    alone = expertctl("run", PROMPT, "--json", *QUIET).document
+    assert documents[0]["text"] == alone["text"]
+    assert "> " not in outcome.err
+
+
+def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    first, second = turns(expertctl, said=f"{PROMPT}\n{OTHER}\n")
+    assert first["cache"]["kv_reused_tokens"] == 0
+    assert second["cache"]["kv_reused_tokens"] >= first["tokens"]["prompt"]
+    assert second["tokens"]["prompt"] > second["cache"]["kv_reused_tokens"]
+    [expert] = second["plan"]["experts"]
+    assert expert["reason"] == "kept from the turn before"
+    told = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n".encode()).err
+    assert "kept from the turn before; " in told
+    assert f"({second['cache']['kv_reused_tokens']} of them kept from before)" in told
+
+
+def test_experts_are_changed_within_a_chat_and_that_is_said(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    script = f"{OTHER}\n/experts acme/sorting:0.5\n{OTHER}\n/experts auto\n/reset\n{OTHER}\n"
+    found = turns(expertctl, said=script)
+    assert [[e["weight"] for e in turn["plan"]["experts"]] for turn in found] == [[], [0.5], []]
+    assert [turn["cache"]["kv_reused_tokens"] for turn in found] == [0, 0, 0]
+    assert found[0]["tokens"] == found[2]["tokens"]
+    told = expertctl("chat", *QUIET, stdin=script.encode()).err
+    assert "from now on: acme/sorting@1.2.0 x 0.5" in told
+    assert "(all again: the experts changed)" in told
+
+
+def test_experts_are_listed_with_those_that_answer_marked(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = f"/experts\n{PROMPT}\n/experts\n"
+    lines = expertctl("chat", *QUIET, stdin=said.encode()).err.splitlines()
+    marks = [line.split()[:2] for line in lines if "acme/sorting@1.2.0  lora" in line]
+    assert marks == [["acme/sorting@1.2.0", "lora"], ["*", "acme/sorting@1.2.0"]]
+
+
+def test_a_plan_is_shown_and_saved_and_answers_again(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    saved = workshop.folder / "plan.json"
+    script = f"/plan\n{PROMPT}\n/plan\n/plan {saved}\n/plan {workshop.folder}/no/where\n"
+    outcome = expertctl("chat", *QUIET, stdin=script.encode())
+    assert outcome.code == 3
+    assert "there is no plan yet" in outcome.err
+    assert "acme/sorting@1.2.0: best of 1, score" in outcome.err
+    assert "where cannot be written: No such file or directory" in outcome.err
+    again = expertctl("run", PROMPT, "--plan", saved)
+    assert again.code == 0, again.err
+    assert again.out == outcome.out
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("/nonsense", 2, "/nonsense is no command"),
+        ("/experts nobody/there", 3, "nobody/there is not installed"),
+        ("/experts acme/sorting:heavy", 2, "is not a weight"),
+        ("/experts ./missing.expert", 3, "missing.expert"),
+        ("/reset now", 2, "'now' is too much here"),
+        ("y" * 600, 2, "the base reads 512"),
+    ],
+)
+def test_what_goes_wrong_is_said_and_the_chat_goes_on(
+    line: str, code: int, said: str, workshop: Workshop, expertctl: Expertctl
+) -> None:
+    failed, answered = turns(expertctl, said=f"{line}\n{PROMPT}\n", code=code)
+    assert said in failed["error"]["message"]
+    assert answered["text"]
+    outcome = expertctl("chat", *QUIET, stdin=f"{line}\n{PROMPT}\n".encode())
+    assert outcome.code == code
+    assert f"error: {failed['error']['message']}" in outcome.err
+    assert outcome.out.strip() == answered["text"].strip()
+
+
+def test_blocks_and_commands_in_them_are_messages(workshop: Workshop, expertctl: Expertctl) -> None:
+    script = '"""\nfirst\n\n/exit\n"""\none\\\ntwo\n/exit\nnever\n'
+    assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [
+        "first\n\n/exit",
+        "one\ntwo",
+    ]
+
+
+def test_input_that_ends_too_early_or_is_no_text_is_refused(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    assert expertctl("chat", *QUIET, stdin=b'"""\nno end').code == 2
+    outcome = expertctl("chat", "--json", *QUIET, stdin=b"\xff\n")
+    assert (outcome.code, outcome.document["turns"][0]["error"]["code"]) == (8, "invalid_package")
+
+
+def test_options_hold_for_every_turn(workshop: Workshop, expertctl: Expertctl) -> None:
+    body = workshop.folder / "body.txt"
+    body.write_text("41, 7, 23")
+    script = "one\ntwo\n"
+    lengths = [
+        [turn["tokens"]["prompt"] for turn in turns(expertctl, *words, said=script)]
+        for words in (
+            ("--no-experts",),
+            ("--no-experts", "--template", "<{prompt}>"),
+            ("--no-experts", "--body", body),
+        )
+    ]
+    assert lengths[1][0] - lengths[0][0] == 2
+    assert lengths[2][0] - lengths[0][0] == len("\n\n41, 7, 23")
+    forced = turns(expertctl, "--expert", "acme/sorting", "--seed", "5", said=script)
+    assert [(len(turn["plan"]["experts"]), turn["seed"]) for turn in forced] == [(1, 5), (1, 5)]
+    for words, code in (
+        (("--template", "{body}"), 2),
+        (("--template", "{prompt}{prompt}"), 2),
+        (("--body", "-"), 2),
+        (("--expert", "nobody/there"), 3),
+        (("--expert", "acme/sorting", "--no-experts"), 2),
+        (("--max-tokens", "0"), 2),
+        (("--memory-budget", "1MB"), 7),
+    ):
+        outcome = expertctl("chat", *words, stdin=b"x\n")
+        assert outcome.code == code, (words, outcome.err)
+        assert outcome.out == ""
+
+
+def test_truncate_leaves_the_oldest_turns_out_and_says_so(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    script = "".join(f"{letter * 150}\n" for letter in "abcd")
+    cut = turns(expertctl, "--truncate", said=script)
+    assert len(cut) == 4
+    assert any("did not fit into the context" in warning for warning in cut[-1]["warnings"])
+    strict = turns(expertctl, said=script, code=2)
+    assert "--truncate" in strict[-1]["error"]["hint"]
+
+
+def test_a_warning_is_said_once_and_stays_in_the_documents(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    lora = write_lora(workshop.folder / "other-lora", workshop.base, seed=7, scale=0.4)
+    path = workshop.folder / "other.expert"
+    built = expertctl("build", lora, "-o", path, "--base", "my-base", "--name", "acme/other",
+                      "--description", "x", "--license", "MIT")  # fmt: skip
+    assert built.code == 0, built.err
+    outcome = expertctl("chat", "--expert", path, *QUIET, stdin=b"x\ny\n")
+    assert outcome.err.count("is unsigned") == 1
+    for turn in turns(expertctl, "--expert", path, said="x\ny\n"):
+        assert any("is unsigned" in warning for warning in turn["warnings"])
+
+
+def test_stats_show_every_figure_of_a_turn(workshop: Workshop, expertctl: Expertctl) -> None:
+    err = expertctl("chat", "--stats", *QUIET, stdin=b"x\n").err
+    assert "kv_reused_tokens 0" in err
+    assert "plan sha256:" in err
+
+
+class Terminal:
+    """A chat at a terminal of its own, in another process."""
+
+    def __init__(self, *words: str) -> None:
+        self._master, child = pty.openpty()
+        program = "import sys; from expertctl.cli.app import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program, "chat", *words],
+            stdin=child,
+            stdout=child,
+            stderr=child,
+            env={**os.environ, "EXPERT_ENCODER": "lexical", "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        os.close(child)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def wait_for(self, text: str, *, limit_s: float = 60) -> str:
+        """Read until this text comes; return what came before it since the last time."""
+        end = time.monotonic() + limit_s
+        while text not in self.seen:
+            ready, _, _ = select.select([self._master], [], [], max(0, end - time.monotonic()))
+            assert ready, f"{text!r} did not come: {self.seen!r}"
+            try:
+                self.seen += os.read(self._master, 1 << 16).decode(errors="replace")
+            except OSError as error:
+                raise AssertionError(f"ended before {text!r}: {self.seen!r}") from error
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+@pytest.fixture
+def talkative(tmp_path: Path, expertctl: Expertctl) -> None:
+    """A base without an end token, so that its answers are as long as they may be."""
+    base = write_base(tmp_path / "talk", tie=False, seed=3, max_position_embeddings=50_000)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
+    config = base / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": None}))
+    assert expertctl("base", "add", base).code == 0
+
+
+@pytest.fixture
+def terminal(talkative: None) -> Iterator[Terminal]:
+    terminal = Terminal("--greedy", "--max-tokens", "40000")
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_ends_an_answer_and_twice_at_the_prompt_the_chat(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("tell me\n")
+    terminal.wait_for("tell me")
+    terminal.wait_for("\ufffd")
+    terminal.interrupt()
+    line = terminal.wait_for("> ")
+    assert "(interrupted)" in line
+    terminal.type("/plan\n")
+    assert "the base answers alone" in terminal.wait_for("> ")
+    terminal.interrupt()
+    terminal.wait_for("press Ctrl-C again to leave")
+    terminal.wait_for("> ")
+    terminal.interrupt()
+    assert terminal.process.wait(30) == 0
+
+
+def test_lines_are_edited_recalled_and_continued(terminal: Terminal) -> None:
+    terminal.wait_for("/help shows what else can be said")
+    terminal.wait_for("> ")
+    terminal.type("/hexx\x7f\x7flp\n")
+    assert "/experts auto" in terminal.wait_for("> ")
+    terminal.type("/nothing\n")
+    terminal.wait_for("is no command")
+    terminal.wait_for("> ")
+    terminal.type("/exi\\\n")
+    terminal.wait_for(". ")
+    terminal.interrupt()
+    terminal.wait_for("press Ctrl-C again")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0

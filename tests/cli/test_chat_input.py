@@ -1,0 +1,114 @@
+"""Lines, blocks and commands: what belongs together is one message, whatever it holds."""
+
+import io
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.cli.chat_input import FURTHER, PROMPT, QUOTES, Said, line_reader, next_said
+from expertctl.errors import InvalidPackageError, UsageError
+
+
+class Typing:
+    """Somebody who types these lines, and the prompts that were shown."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self.lines, self.prompts = list(lines), list[str]()
+
+    def __call__(self, prompt: str) -> str | None:
+        self.prompts.append(prompt)
+        return self.lines.pop(0) if self.lines else None
+
+
+def said(*lines: str) -> list[Said]:
+    typing, found = Typing(lines), []
+    while (one := next_said(typing)) is not None:
+        found.append(one)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("lines", "messages"),
+    [
+        (["one", "two"], ["one", "two"]),
+        (["one\\", "two"], ["one\ntwo"]),
+        (["one\\", "two\\", "", "three"], ["one\ntwo\n", "three"]),
+        (["one\\"], ["one"]),
+        ([QUOTES, "one", "", "two", QUOTES, "three"], ["one\n\ntwo", "three"]),
+        ([f"{QUOTES}one", f"two{QUOTES}"], ["one\ntwo"]),
+        ([f"{QUOTES}one{QUOTES}"], ["one"]),
+        ([f"  {QUOTES}one{QUOTES}  "], ["one"]),
+        ([QUOTES, "  indented", "one\\", "/exit", QUOTES], ["  indented\none\\\n/exit"]),
+        ([QUOTES, QUOTES], [""]),
+        (["a pasted\ntext"], ["a pasted\ntext"]),
+        (["/etc/hosts\nis a file"], ["/etc/hosts\nis a file"]),
+        ([f"{QUOTES}/plan{QUOTES}"], ["/plan"]),
+        (["", "  "], ["", "  "]),
+    ],
+)
+def test_what_is_typed_becomes_messages(lines: list[str], messages: list[str]) -> None:
+    assert said(*lines) == [Said(message) for message in messages]
+
+
+@pytest.mark.parametrize("line", ["/plan", "  /experts a/b:0.5", "/"])
+def test_a_single_line_with_a_slash_is_a_command(line: str) -> None:
+    assert said(line) == [Said(line, is_command=True)]
+
+
+def test_further_lines_are_asked_for_with_another_prompt() -> None:
+    typing = Typing(["one\\", "two", QUOTES, QUOTES])
+    next_said(typing)
+    next_said(typing)
+    assert typing.prompts == [PROMPT, FURTHER, PROMPT, FURTHER]
+
+
+def test_an_input_that_ends_within_a_block_is_refused() -> None:
+    with pytest.raises(UsageError, match="ends within a block"):
+        said(QUOTES, "one")
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=20)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_a_block_holds_any_lines_but_its_end(lines: list[str]) -> None:
+    if any(line.rstrip().endswith(QUOTES) for line in lines):
+        return
+    assert said(QUOTES, *lines, QUOTES) == [Said("\n".join(lines).strip("\n"))]
+
+
+PLAIN = TEXT.filter(lambda line: not line.endswith("\\") and not line.lstrip().startswith(QUOTES))
+
+
+@given(st.lists(PLAIN, max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_plain_lines_are_messages_as_they_are(lines: list[str]) -> None:
+    assert [one.text for one in said(*lines)] == lines
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> list[str | None]:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    read = line_reader()
+    return [read(PROMPT) for _ in range(3)]
+
+
+def test_lines_of_a_pipe_end_as_on_any_system(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert piped(monkeypatch, "Grüße\r\nzwei".encode()) == ["Grüße", "zwei", None]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [(b"\xff\n", InvalidPackageError), (b"x" * 2_000_005, UsageError)],
+)
+def test_a_pipe_that_is_no_text_or_too_long_is_refused(
+    data: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(error):
+        piped(monkeypatch, data)
