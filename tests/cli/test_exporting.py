@@ -1,0 +1,175 @@
+"""``export`` and ``import`` as a person types them."""
+
+from pathlib import Path
+
+import pytest
+
+from expertctl.package.read import read_package
+from tests.cli.commands import Commands, expertctl
+from tests.package.forge import tar_of
+from tests.store.shop import House, Shop, fast, house, shop
+
+__all__ = ["expertctl", "fast", "house", "shop"]
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture(autouse=True)
+def experts(house: House, shop: Shop, work: Path) -> None:
+    house.install(
+        shop.package("acme/low", seed=1),
+        shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
+    )
+
+
+def names(work: Path) -> list[str]:
+    return sorted(path.name for path in work.iterdir())
+
+
+def test_one_expert_is_written_as_the_file_it_came_in(
+    expertctl: Commands, house: House, shop: Shop, work: Path
+) -> None:
+    original = shop.package("acme/low", seed=1)
+    assert expertctl("export", "acme/low", "--json").document == {
+        "path": "low-1.0.0.expert",
+        "ref": "acme/low@1.0.0",
+        "package_digest": str(read_package(original).package_digest),
+        "format": "expert",
+    }
+    assert (work / "low-1.0.0.expert").read_bytes() == original.read_bytes()
+    assert expertctl("export", "low-1.0.0.expert", "-o", "copy.expert").out == "wrote copy.expert\n"
+    assert (work / "copy.expert").read_bytes() == original.read_bytes()
+
+
+def test_a_directory_for_peft_is_named_after_the_expert_or_the_file(
+    expertctl: Commands, house: House, work: Path
+) -> None:
+    document = expertctl("export", "acme/low", "--peft", "--json").document
+    assert (document["path"], document["adapters"]) == ("low-1.0.0", ["low-1.0.0"])
+    assert document["format"] == "peft"
+    assert names(work / "low-1.0.0") == ["adapter_config.json", "adapter_model.safetensors"]
+    said = expertctl("export", "acme/low", "--peft", code=2)
+    assert "low-1.0.0 is not empty" in said.err
+    expertctl("export", "acme/low", "-o", "x.expert")
+    assert expertctl("export", "x.expert", "--peft").out == "wrote x\n"
+
+
+def test_a_set_goes_from_one_home_to_another(
+    expertctl: Commands,
+    house: House,
+    work: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    document = expertctl("export", "acme/top", "-o", "mine.experts", "--json").document
+    low, top = house.store.experts()
+    assert document == {
+        "path": "mine.experts",
+        "packages": [
+            {"ref": "acme/low@1.0.0", "package_digest": str(low.package_digest)},
+            {"ref": "acme/top@1.0.0", "package_digest": str(top.package_digest)},
+        ],
+        "format": "set",
+    }
+    monkeypatch.setenv("EXPERT_HOME", str(tmp_path / "other-home"))
+    said = expertctl("import", "mine.experts", code=5)
+    assert "expertctl trust add" in said.err
+    other = House(tmp_path / "other-home").trusting("acme")
+    installed = expertctl("import", "mine.experts", "--json").document["installed"]
+    assert [(item["ref"], item["outcome"]) for item in installed] == [
+        ("acme/low@1.0.0", "installed"),
+        ("acme/top@1.0.0", "installed"),
+    ]
+    assert [e.package_digest for e in other.store.experts()] == [
+        low.package_digest,
+        top.package_digest,
+    ]
+    assert other.catalogue.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
+    assert expertctl("import", "mine.experts").out.startswith("already installed: acme/low@1.0.0")
+    other.check()
+
+
+def test_several_experts_become_a_set_and_with_oci_its_tar(
+    expertctl: Commands, house: House, work: Path
+) -> None:
+    said = expertctl("export", "acme/top", "acme/low", "-o", "mine.experts")
+    assert said.out == "wrote mine.experts\n  acme/low@1.0.0\n  acme/top@1.0.0\n"
+    assert expertctl("export", "acme/top", "acme/low", "--oci", "-o", "mine.tar")
+    assert (work / "mine.tar").read_bytes() == tar_of(work / "mine.experts")
+    assert expertctl("import", "mine.tar").out.startswith("already installed")
+
+
+def test_unsigned_experts_travel_with_leave(
+    expertctl: Commands, house: House, shop: Shop, work: Path
+) -> None:
+    house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
+    expertctl("export", "acme/unsigned", "-o", "x.experts")
+    house.store.remove(next(e for e in house.store.experts() if e.signer is None))
+    said = expertctl("import", "x.experts", code=5)
+    assert "--allow-unsigned" in said.err
+    said = expertctl("import", "x.experts", "--allow-unsigned")
+    assert "warning: acme/unsigned@1.0.0 is not signed" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["export", "acme/low", "--oci", "--peft"], 2, "choose one of them"),
+        (["export", "acme/low", "acme/top"], 2, "-o FILE.experts"),
+        (["export", "acme/low", "acme/top", "-o", "x.expert"], 2, "name it x.experts"),
+        (["export", "acme/low", "acme/top", "--peft", "-o", "x"], 2, "one by one"),
+        (["export", "acme/none"], 3, "acme/none is not installed"),
+        (["export", "acme/none", "acme/low", "-o", "x.experts"], 3, "acme/none is not installed"),
+        (["export", "file.expert"], 2, "is a file already"),
+        (["export", "file.expert", "acme/low", "-o", "x.experts"], 2, "is a file"),
+        (["export", "acme/low", "-o", "none/x.expert"], 3, "none: no such directory"),
+        (["export", "acme/low", "-o", "folder"], 2, "is a directory"),
+        (["export"], 2, "Missing argument"),
+        (["import", "none.experts"], 3, "no such file"),
+        (["import", "file.expert"], 8, "expertctl install FILE"),
+        (["import", "folder"], 8, "not a regular file"),
+        (["import"], 2, "Missing argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_what_cannot_be_done_is_said_and_nothing_is_written(
+    words: list[str],
+    code: int,
+    told: str,
+    expertctl: Commands,
+    house: House,
+    shop: Shop,
+    work: Path,
+) -> None:
+    (work / "file.expert").write_bytes(shop.package("acme/low", seed=1).read_bytes())
+    (work / "folder").mkdir()
+    before = house.files()
+    assert told in expertctl(*words, code=code).err
+    assert names(work) == ["file.expert", "folder"]
+    assert house.files() == before
+
+
+@pytest.mark.parametrize("change", ["cut", "flipped", "appended"])
+def test_a_set_that_was_tampered_with_leaves_the_store_alone(
+    change: str, expertctl: Commands, house: House, work: Path
+) -> None:
+    expertctl("export", "acme/top", "-o", "mine.experts")
+    data = bytearray((work / "mine.experts").read_bytes())
+    if change == "cut":
+        del data[len(data) // 2 :]
+    elif change == "flipped":
+        data[len(data) // 2] ^= 0x55
+    else:
+        data += b"more"
+    (work / "mine.experts").write_bytes(data)
+    for expert in house.store.experts():
+        house.store.remove(expert)
+    said = expertctl("import", "mine.experts", "--json", code=5 if change == "flipped" else 8)
+    assert set(said.document) == {"error"}
+    assert house.refs() == []
+    house.check()

@@ -1,0 +1,89 @@
+"""``why`` as a person types it."""
+
+import pytest
+
+from tests.cli.commands import Commands, expertctl
+from tests.store.shop import BASE_NAME, House, Shop, a_key, fast, house, shop
+
+__all__ = ["expertctl", "fast", "house", "shop"]
+
+
+@pytest.fixture(autouse=True)
+def experts(house: House, shop: Shop) -> None:
+    house.install(
+        shop.package("acme/low", seed=1),
+        shop.package("acme/top", composition={"requires": ["acme/low@^1"]}, seed=3),
+    )
+
+
+def test_all_that_is_known_is_said(expertctl: Commands, house: House, shop: Shop) -> None:
+    key = a_key("acme").public.key_id
+    assert expertctl("why", "acme/low").out.splitlines() == [
+        "acme/low@1.0.0",
+        "  required by acme/top@1.0.0 → acme/low@^1",
+        "  it came from a file",
+        f"  signed by acme ({key}), which is trusted for acme/*",
+        f"  made for the base {BASE_NAME}, which is not here",
+        "  without it these will not run: acme/top@1.0.0",
+    ]
+    house.bases.add(shop.base_dir, name=BASE_NAME)
+    house.trust.revoke(key, "lost")
+    assert expertctl("why", "acme/top").out.splitlines() == [
+        "acme/top@1.0.0",
+        "  nothing requires it",
+        "  it came from a file",
+        f"  signed by acme ({key}), which was revoked: lost",
+        f"  made for the base {BASE_NAME}, which is here",
+        "  nothing stops running without it",
+    ]
+
+
+def test_the_document_has_the_chains(expertctl: Commands, house: House) -> None:
+    (low, _) = house.store.experts()
+    assert expertctl("why", str(low.content_digest), "--json").document == {
+        "ref": "acme/low@1.0.0",
+        "content_digest": str(low.content_digest),
+        "package_digest": str(low.package_digest),
+        "registry": "local",
+        "required_by": [
+            {
+                "ref": "acme/top@1.0.0",
+                "chain": [{"ref": "acme/top@1.0.0", "requires": "acme/low@^1"}],
+            }
+        ],
+        "breaks": ["acme/top@1.0.0"],
+        "signature": {
+            "key_id": a_key("acme").public.key_id,
+            "name": "acme",
+            "trusted": True,
+            "namespace": "acme",
+            "only_listed_content": False,
+            "revoked": None,
+        },
+        "base": {"name": BASE_NAME, "revision": None, "here": []},
+        "warnings": [],
+    }
+
+
+def test_a_key_that_is_trusted_no_more_and_no_signature_at_all(
+    expertctl: Commands, house: House, shop: Shop
+) -> None:
+    house.trust.remove(a_key("acme").public.key_id)
+    assert "which is not trusted for acme/* any more" in expertctl("why", "acme/low").out
+    house.install(shop.package("acme/unsigned", key=None), allow_unsigned=True)
+    said = expertctl("why", "acme/unsigned")
+    assert "nobody signed it: it was installed with --allow-unsigned" in said.out
+    assert expertctl("why", "acme/unsigned", "--json").document["signature"] is None
+
+
+def test_what_is_not_installed_is_not_found(expertctl: Commands, house: House) -> None:
+    assert "did you mean acme/low" in expertctl("why", "acme/lov", code=3).err
+    expertctl("why", "Not A Reference", code=2)
+
+
+def test_a_damaged_record_is_warned_of(expertctl: Commands, house: House) -> None:
+    (top,) = (path for path in house.store.paths.refs.rglob("*") if "top" in path.parts[-2:-1])
+    next(iter([top] if top.is_file() else top.iterdir())).write_text("{}")
+    said = expertctl("why", "acme/low")
+    assert "warning: the record of acme/top@1.0.0 is damaged" in said.err
+    assert "nothing requires it" in said.out
