@@ -40,7 +40,7 @@ def open_engine(planner: "Planner", *, budget: int | None, progress: "Progress")
         from expertctl.engine.runtime import Engine
     except ModuleNotFoundError as error:
         raise without_engine(error) from error
-    return Engine(planner, budget=budget, progress=progress)
+    return Engine(planner, budget=budget, progress=progress, tell=note)
 
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:

@@ -41,6 +41,7 @@ from expertctl.cli.run_options import (
     body_of,
     budget_of,
     check_device,
+    saved_plan,
     text_of,
 )
 from expertctl.settings import Settings, load_settings
@@ -116,7 +117,8 @@ def run(
     max_experts: MaxExperts = 10,
     no_experts: NoExperts = False,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Answer as a saved plan says.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Answer as a saved plan says; - is stdin."),
     ] = None,
     base: Base = None,
     body: Body = None,
@@ -150,11 +152,9 @@ def run(
     """
     from expertctl.engine.message import UserMessage
     from expertctl.engine.request import RunRequest, parse_expert
-    from expertctl.routing.plan_file import read_plan
     from expertctl.routing.presets import SamplingWishes
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
-    del on_budget  # there is one way so far
     settings = load_settings()
     check_device(device or settings.device)
     message = UserMessage(
@@ -186,9 +186,10 @@ def run(
             allow_base_mismatch=allow_base_mismatch,
         ),
         base=base,
-        saved=read_plan(plan) if plan else None,
+        saved=saved_plan(plan, prompt, body),
         truncate=truncate,
         verify_base=verify_base,
+        on_budget=on_budget,
     )
     check_request(request.route)
     result = _run(request, settings, stream=stream and not as_json, as_json=as_json)

@@ -2,12 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
 from expertctl.settings import DEVICES, Settings, parse_size
+
+if TYPE_CHECKING:
+    from expertctl.routing.plan_file import SavedPlan
 
 _MAX_TEXT_BYTES = 4 * 500_001
 """More than the longest prompt can have in UTF-8."""
@@ -64,7 +67,10 @@ VerifyBase = Annotated[
     bool, typer.Option("--verify-base", help="Hash every byte of the base again.")
 ]
 OnBudget = Annotated[
-    Literal["refuse"], typer.Option("--on-budget", help="What to do when it does not fit.")
+    Literal["refuse", "fewer", "queue"],
+    typer.Option(
+        "--on-budget", help="When it does not fit: refuse, drop experts, or wait for other runs."
+    ),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
 
@@ -81,6 +87,17 @@ def body_of(source: str | None, prompt: str) -> str | None:
             return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
     except OSError as error:
         raise NotFoundError(f"body {path}: {error.strerror or error}") from error
+
+
+def saved_plan(source: Path | None, prompt: str, body: str | None) -> "SavedPlan | None":
+    """Return the plan of ``--plan``: of a file, or for ``-`` of stdin."""
+    from expertctl.routing.plan_file import MAX_PLAN_BYTES, parse_plan, read_plan
+
+    if source is None or str(source) != "-":
+        return None if source is None else read_plan(source)
+    if "-" in {prompt, body}:
+        raise UsageError("the plan and another text cannot both come from stdin")
+    return parse_plan(sys.stdin.buffer.read(MAX_PLAN_BYTES + 1), what="the plan on stdin")
 
 
 def text_of(argument: str, what: str) -> str:

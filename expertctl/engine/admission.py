@@ -23,9 +23,16 @@ from expertctl.engine.budget import mebibytes
 from expertctl.errors import StoreError
 from expertctl.store.lock import claim, claimed_folders, exclusive, is_held
 
+Tell = Callable[[str], None]
+"""Gets a sentence for a person."""
+
 PAUSE_SECONDS = 0.1
 _NAME = re.compile(r"[0-9]{12}-[0-9a-f]+")
 _SEAT = re.compile(r"(?P<size>[0-9]{1,18}) (?P<state>in|waits)")
+
+
+def tell_nobody(_: str) -> None:
+    """Keep it to oneself."""
 
 
 def _pause() -> None:
@@ -75,7 +82,7 @@ class Admission:
             yield seat
 
     @contextmanager
-    def queue(self, size: int, *, limit: int, tell: Callable[[str], None]) -> Iterator[Seat]:
+    def queue(self, size: int, *, limit: int, tell: Tell) -> Iterator[Seat]:
         """Take a seat when the bytes fit into the limit beside the others, waiting for that.
 
         ``tell`` gets a sentence on what is waited for, or why that is impossible. The caller has
@@ -99,7 +106,7 @@ class Admission:
             stack.enter_context(made.pop_all())
         return own
 
-    def _wait(self, own: Path, size: int, limit: int, tell: Callable[[str], None]) -> bool:
+    def _wait(self, own: Path, size: int, limit: int, tell: Tell) -> bool:
         """Return when the run is in; tell once what it waits for, and whether it did."""
         told = False
         while why := self._admit(own, size, limit):

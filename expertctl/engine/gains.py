@@ -19,6 +19,8 @@ from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.store.derived import Derived
 
 _FLOAT_BYTES = 4
+_COPIES = 2
+"""Their bytes on the way to the disk or from there."""
 _Place = tuple[str, DoraTensors]
 
 
@@ -39,6 +41,7 @@ class GainSource:
             nbytes=gains_bytes(adapter),
             what=f"the gains of {adapter.ref}",
             load=lambda: self._load(adapter, package, key),
+            traffic=False,
         )
 
     def _load(self, adapter: LoadedAdapter, package: Digest, key: Digest) -> Gains:
@@ -74,8 +77,9 @@ def outlined_gains(adapter: LoadedAdapter) -> Gains:
 
 
 def gains_scratch(adapter: LoadedAdapter) -> int:
-    """Return what computing the gains of one expert needs besides them, at most."""
-    return max((scratch_bytes(dora) for _, dora in _places(adapter)), default=0)
+    """Return what bringing the gains of one expert into memory needs besides them, at most."""
+    computing = max((scratch_bytes(dora) for _, dora in _places(adapter)), default=0)
+    return computing + _COPIES * gains_bytes(adapter)
 
 
 def _places(adapter: LoadedAdapter) -> Iterator[_Place]:

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from expertctl.engine.message import Message, UserMessage
 from expertctl.package.read import names_file
@@ -24,6 +25,8 @@ class FileExpert:
 
 
 NamedExpert = Forced | FileExpert
+OnBudget = Literal["refuse", "fewer", "queue"]
+"""What is done when a plan does not fit: refuse it, drop experts, or wait for other runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,7 @@ class RunRequest:
     history: tuple[Message, ...] = ()
     before: Plan | None = None
     cache_key: str | None = None
+    on_budget: OnBudget = "refuse"
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from expertctl.engine.budget import Purpose
 from expertctl.engine.generate import Generated
+from expertctl.routing.fewer import Dropped
 from expertctl.routing.planner import Planned
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
@@ -32,6 +33,7 @@ class RunResult:
 
     job_id: str
     planned: Planned
+    dropped: tuple[Dropped, ...]
     generated: Generated
     prompt_tokens: int
     timings_ms: Mapping[str, float]
@@ -43,6 +45,7 @@ class RunResult:
 
     def to_json(self) -> JsonObject:
         """Return the document."""
+        dropped = list[JsonValue](one.to_json() for one in self.dropped)
         plan, warnings = self.planned.result.plan, list[JsonValue](self.warnings)
         notes = list[JsonValue](self.planned.result.notes)
         return {
@@ -50,6 +53,7 @@ class RunResult:
             "text": self.generated.text,
             "finish_reason": self.generated.finish_reason,
             "plan": plan.to_json(),
+            "dropped": dropped,
             "tokens": {
                 "prompt": self.prompt_tokens,
                 "generated": len(self.generated.tokens),

@@ -6,45 +6,44 @@ know becomes a warning, and the result is the document of ``run --json``.
 
 import time
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from expertctl.digest import Digest, Progress, no_progress
+from expertctl.engine.admission import Admission, Seat, Tell, tell_nobody
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
-from expertctl.engine.chat_template import Prompt, encode_chat
-from expertctl.engine.compose import CompiledPlan, Form
-from expertctl.engine.context import FittedPrompt, fit_context
-from expertctl.engine.expert_template import TemplateChoice, choose_template
-from expertctl.engine.experts import (
-    LocalExpert,
-    Target,
-    compiled,
-    local_expert,
-    stored_source,
-)
+from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.experts import Target, compiled, local_expert, stored_source
 from expertctl.engine.gains import GainSource
 from expertctl.engine.generate import Cancelled, Generated, generate, never
 from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
-from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase, open_base
+from expertctl.engine.loaded_base import BaseSlot, LoadedBase
 from expertctl.engine.memory import available
-from expertctl.engine.message import Message
-from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.outline import local_outline
+from expertctl.engine.preparation import (
+    Files,
+    Prepared,
+    certain_needs,
+    check_fits,
+    needs,
+    paths_of,
+    plan_request,
+    prepare,
+    prepare_fewer,
+)
+from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import MemoryUse, RunResult
-from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
-from expertctl.routing.candidate import Installed
-from expertctl.routing.follow_up import plan_follow_up
+from expertctl.errors import DigestError
 from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.request import Forced
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.derived import Derived
-from expertctl.store.transaction import expert_of
 
 CPU = torch.device("cpu")
 MACHINE_SHARE = 0.8
@@ -60,24 +59,28 @@ class _Ready:
     plan: CompiledPlan
 
 
-Files = dict[Path, LocalExpert]
-
-
 class Engine:
     """The one owner of what is in memory: one base, the tiers of experts, the last turn's KV."""
 
     def __init__(
-        self, planner: Planner, *, budget: int | None = None, progress: Progress = no_progress
+        self,
+        planner: Planner,
+        *,
+        budget: int | None = None,
+        progress: Progress = no_progress,
+        tell: Tell = tell_nobody,
     ) -> None:
         """Begin with nothing loaded.
 
-        ``progress`` counts bytes of experts and bases; what it raises ends the run.
+        ``progress`` counts bytes of experts and bases; what it raises ends the run. ``tell`` gets
+        what a person should know while a run is queued.
         """
         self.budget = Budget(int(available() * MACHINE_SHARE) if budget is None else budget)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
         self._base = BaseSlot(self.tiers, device=CPU)
         self._kv = KVSlot(self.tiers)
         self._derived = Derived(planner.store.paths.derived)
+        self._admission, self._tell = Admission(planner.store.paths.running), tell
         self._planner, self._progress = planner, progress
 
     def run(
@@ -90,37 +93,43 @@ class Engine:
         Raises:
             ExpertError: whatever is wrong with the request, the experts, the base or the budget.
         """
-        clock, messages = _Clock(), request.messages
+        clock = _Clock()
         self.tiers.begin_request()
         loads = self.tiers.traffic[Tier.RAM].loads
         with ExitStack() as stack:
-            files = self._read_files(request, stack)
-            planned = self._plan(request, files)
+            files = self._files(request, stack)
+            planned = plan_request(self._planner, request, files)
             clock.lap("route")
-            base = self._open(planned, request)
-            template = self._template(planned, files)
-            prompt = _fitted(messages, base, planned, template, truncate=request.truncate)
-            count = choose_threads(base.weight_bytes)
+            prepared = self._prepared(request, planned, files)
+            planned = prepared.planned
+            seat = stack.enter_context(self._seat(request, prepared, files))
+            if seat.queued:
+                clock.lap("queue")
+            files = self._in_memory(request, planned, files, stack)
+            count = choose_threads(prepared.base.weight_bytes)
             stack.enter_context(threads(count))
-            ready = self._ready(base, prompt, planned, files, request.cache_key, stack)
+            ready = self._ready(prepared, files, request.cache_key, stack)
+            seat.resize(self.budget.used)
             clock.lap("load")
             recording = self._recording(planned, files, stack)
-            generated = yield from _generate(ready, prompt, planned, cancelled)
+            generated = yield from _generate(ready, prepared, cancelled)
             memory = self._memory()
         unsaved = (*recording.result(), *self._derived.take_notes())
-        told = (*planned.warnings, *_alone(planned, request), *_threads_differ(request, count))
-        told = (*told, *request.message.warnings, *template.warnings)
+        told = (*planned.warnings, *(one.warning for one in prepared.dropped))
+        told = (*told, *_alone(planned, request), *_threads_differ(request, count))
+        told = (*told, *request.message.warnings, *prepared.template.warnings)
         return RunResult(
             job_id=uuid.uuid4().hex,
             planned=planned,
+            dropped=prepared.dropped,
             generated=generated,
-            prompt_tokens=len(prompt.ids),
+            prompt_tokens=len(prepared.prompt.ids),
             timings_ms=clock.timings(generated),
             memory=memory,
             experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
             kv_reused_tokens=ready.kv.reused,
             threads=count,
-            warnings=(*told, *ready.base.warnings, *prompt.warnings, *unsaved),
+            warnings=(*told, *ready.base.warnings, *prepared.prompt.warnings, *unsaved),
         )
 
     def plan(self, request: RunRequest) -> Planned:
@@ -129,8 +138,7 @@ class Engine:
         Raises:
             ExpertError: whatever is wrong with the request or the experts.
         """
-        with ExitStack() as stack:
-            return self._plan(request, self._read_files(request, stack))
+        return plan_request(self._planner, request, self._outlines(request))
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request of this key."""
@@ -144,61 +152,66 @@ class Engine:
         assert self.budget.held("kv") == self._kv.nbytes
         assert self.budget.held("buffers") == 0
 
-    def _read_files(self, request: RunRequest, stack: ExitStack) -> Files:
+    def _files(self, request: RunRequest, stack: ExitStack) -> Files:
+        """Read the files that a request names, or outlines where loading may have to wait."""
+        if request.on_budget == "refuse":
+            return self._read(paths_of(request), stack)
+        return self._outlines(request)
+
+    def _outlines(self, request: RunRequest) -> Files:
         trust = self._planner.trust
-        paths = dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert))
+        return {path: local_outline(path, trust=trust) for path in paths_of(request)}
+
+    def _read(self, paths: Iterable[Path], stack: ExitStack) -> Files:
+        trust, progress = self._planner.trust, self._progress
         return {
             path: stack.enter_context(
-                local_expert(path, trust=trust, tiers=self.tiers, progress=self._progress)
+                local_expert(path, trust=trust, tiers=self.tiers, progress=progress)
             )
             for path in paths
         }
 
-    def _plan(self, request: RunRequest, files: Files) -> Planned:
-        force = tuple(_forced(expert, files) for expert in request.experts)
-        offered = [
-            Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
-        ]
-        routed = replace(request.route, force=force)
-        if request.saved is not None:
-            return self._planner.replay(request.saved.plan, routed, base=request.base)
-        if request.before is not None and not force:
-            return plan_follow_up(
-                self._planner, routed, request.before, base=request.base, files=offered
-            )
-        return self._planner.plan(routed, base=request.base, files=offered)
+    def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
+        if request.on_budget == "fewer":
+            limit = self.budget.limit
+            return prepare_fewer(self._planner, request, planned, files, limit=limit)
+        return prepare(self._planner, request, planned, files)
 
-    def _template(self, planned: Planned, files: Files) -> TemplateChoice:
-        in_memory = {file.source.content_digest: file.files for file in files.values()}
+    def _seat(
+        self, request: RunRequest, prepared: Prepared, files: Files
+    ) -> AbstractContextManager[Seat]:
+        """Take a place among the runs of this home, waiting for it when that is asked for."""
+        if request.on_budget != "queue":
+            return self._admission.seat(sum(need.size for need in certain_needs(prepared)))
+        limit = self.budget.limit
+        size = check_fits(needs(self._planner, prepared, files), limit)
+        return self._admission.queue(size, limit=limit, tell=self._tell)
 
-        def read(expert: Installed, path: str) -> bytes:
-            memory = in_memory.get(expert.digest)
-            return memory.data(path) if memory else self._planner.store.read(expert.stored, path)
-
-        return choose_template(planned, read)
-
-    def _open(self, planned: Planned, request: RunRequest) -> OpenBase:
-        bases, dtype = self._planner.bases, request.route.dtype
-        return open_base(bases, planned.base, dtype=dtype, rehash=request.verify_base)
+    def _in_memory(
+        self, request: RunRequest, planned: Planned, files: Files, stack: ExitStack
+    ) -> Files:
+        """Bring the files of which there are outlines into memory, as far as they are needed."""
+        if request.on_budget == "refuse":
+            return files
+        used = {expert.digest for expert in planned.experts}
+        digests = {path: file.source.content_digest for path, file in files.items()}
+        now = self._read([path for path, digest in digests.items() if digest in used], stack)
+        for path, file in now.items():
+            if file.source.content_digest != digests[path]:
+                raise DigestError(f"{path} changed while it was read", hint="run it again")
+        return now
 
     def _ready(
-        self,
-        base: OpenBase,
-        prompt: FittedPrompt,
-        planned: Planned,
-        files: Files,
-        cache_key: str | None,
-        stack: ExitStack,
+        self, prepared: Prepared, files: Files, cache_key: str | None, stack: ExitStack
     ) -> _Ready:
         """Bring everything into memory; what is certain to be needed is reserved first."""
-        tokens = prompt.capacity
-        self._base.reserve(base)
-        kv = stack.enter_context(self._kv.borrow(_kv_wanted(base, prompt, planned, cache_key)))
+        tokens = prepared.prompt.capacity
+        self._base.reserve(prepared.base)
+        kv = stack.enter_context(self._kv.borrow(_kv_wanted(prepared, cache_key)))
+        self._hold("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens", stack)
         loaded = self._base.load(progress=self._progress)
-        buffers = loaded.model.decoder.buffer_bytes(tokens) + sample_bytes(base.config.vocab_size)
-        self._hold("buffers", buffers, f"the buffers of {tokens} tokens", stack)
-        plan = self._compiled(_target(base, loaded, self._derived), planned, files, stack)
-        return _Ready(loaded, kv, plan)
+        target = _target(prepared, loaded, self._derived)
+        return _Ready(loaded, kv, self._compiled(target, prepared.planned, files, stack))
 
     def _hold(self, purpose: Purpose, size: int, what: str, stack: ExitStack) -> None:
         stack.enter_context(self.tiers.holding(Tier.DEVICE, purpose, size, what=what))
@@ -264,53 +277,19 @@ def _record(catalogue: Catalogue, digests: Sequence[Digest]) -> tuple[str, ...]:
     return tuple(catalogue.notes[known:])
 
 
-def _target(base: OpenBase, loaded: LoadedBase, derived: Derived) -> Target:
-    config, identity = base.config, base.stored.identity
+def _target(prepared: Prepared, loaded: LoadedBase, derived: Derived) -> Target:
+    base = prepared.base
+    identity = base.stored.identity
     content = Digest.of(f"{identity.arch} {identity.weights} {base.dtype}".encode())
-    form = Form(config.linear_shapes(), config.hidden_size, torch.float32, CPU)
-    return Target(form, GainSource(content, loaded.model.decoder.matrix, derived))
+    return Target(prepared.form, GainSource(content, loaded.model.decoder.matrix, derived))
 
 
-def _virtual_tokens(planned: Planned) -> int:
-    """Count the rows of soft prompts; an expert of weight 0 is left out."""
-    pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
-    return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)
-
-
-def _forced(expert: NamedExpert, files: Files) -> Forced:
-    if isinstance(expert, Forced):
-        return expert
-    return Forced(files[expert.path].source.content_digest, expert.weight)
-
-
-def _fitted(
-    messages: Sequence[Message],
-    base: OpenBase,
-    planned: Planned,
-    template: TemplateChoice,
-    *,
-    truncate: bool,
-) -> FittedPrompt:
-    def encode(messages: Sequence[Message]) -> Prompt:
-        return encode_chat(base.tokenizer, messages, template=template.source)
-
-    return fit_context(
-        messages,
-        encode,
-        context=base.config.max_positions,
-        max_tokens=planned.result.plan.params.max_tokens,
-        truncate=truncate,
-        virtual=_virtual_tokens(planned),
-    )
-
-
-def _kv_wanted(
-    base: OpenBase, prompt: FittedPrompt, planned: Planned, cache_key: str | None
-) -> KVWanted:
+def _kv_wanted(prepared: Prepared, cache_key: str | None) -> KVWanted:
+    prompt = prepared.prompt
     return KVWanted(
         cache_key=cache_key,
-        identity=planned.result.plan.identity,
-        config=base.config,
+        identity=prepared.planned.result.plan.identity,
+        config=prepared.base.config,
         ids=prompt.ids,
         virtual=prompt.virtual,
         capacity=prompt.capacity,
@@ -318,9 +297,9 @@ def _kv_wanted(
 
 
 def _generate(
-    ready: _Ready, prompt: FittedPrompt, planned: Planned, cancelled: Cancelled
+    ready: _Ready, prepared: Prepared, cancelled: Cancelled
 ) -> Generator[str, None, Generated]:
-    plan = planned.result.plan
+    plan, prompt = prepared.planned.result.plan, prepared.prompt
     generated = yield from generate(
         ready.base.model,
         prompt.ids[ready.kv.reused :],

@@ -7,6 +7,7 @@
     store/staging/<token>/                             what one install is writing now
     store/leases/<token>/                              blobs that one process is using now
     store/derived/<content digest>/                    what was computed from one package
+    store/running/<number>-<token>/                    what one run takes of the memory
     store/lock                                         held by whoever changes refs or blobs
 """
 
@@ -51,6 +52,11 @@ class StorePaths:
     def derived(self) -> Path:
         """One folder per package from which something was computed."""
         return self.root / "derived"
+
+    @property
+    def running(self) -> Path:
+        """One folder per run that uses a base."""
+        return self.root / "running"
 
     @property
     def lock(self) -> Path:

@@ -1,0 +1,223 @@
+"""From a request to its plan, its tokens and what they cost: all that precedes loading.
+
+A request may ask for fewer experts where not all fit into memory, or to be queued behind other
+runs. Both are decided here, from the outlines of the experts, before a weight is read.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from expertctl.engine.budget import Budget, Purpose
+from expertctl.engine.chat_template import Prompt, encode_chat
+from expertctl.engine.compose import Form
+from expertctl.engine.context import FittedPrompt, fit_context
+from expertctl.engine.decoder import pass_bytes
+from expertctl.engine.expert_template import TemplateChoice, choose_template
+from expertctl.engine.experts import ExpertSource, LocalExpert
+from expertctl.engine.loaded_base import OpenBase, open_base
+from expertctl.engine.message import Message
+from expertctl.engine.outline import compiling_bytes, stored_outline
+from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.sampling import sample_bytes
+from expertctl.errors import BudgetError, InvalidPackageError, UsageError
+from expertctl.routing.candidate import Installed
+from expertctl.routing.fewer import Dropped, without_least
+from expertctl.routing.follow_up import plan_follow_up
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import Forced
+from expertctl.store.transaction import expert_of
+
+Files = Mapping[Path, LocalExpert]
+"""The experts that a request names by their files, or outlines of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that may be loaded: what answers it, on which base, and what is to be read."""
+
+    planned: Planned
+    base: OpenBase
+    template: TemplateChoice
+    prompt: FittedPrompt
+    dropped: tuple[Dropped, ...] = ()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a pass needs besides weights and cache."""
+        config = self.base.config
+        return pass_bytes(config, self.prompt.capacity) + sample_bytes(config.vocab_size)
+
+    @property
+    def form(self) -> Form:
+        """What its plan is compiled for."""
+        config = self.base.config
+        cpu = torch.device("cpu")
+        return Form(config.linear_shapes(), config.hidden_size, torch.float32, cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that a run takes."""
+
+    purpose: Purpose
+    size: int
+    what: str
+
+
+def paths_of(request: RunRequest) -> list[Path]:
+    """Return the files that a request names, each once."""
+    return list(dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert)))
+
+
+def plan_request(planner: Planner, request: RunRequest, files: Files) -> Planned:
+    """Plan a request.
+
+    Raises:
+        ExpertError: whatever is wrong with the request or the experts.
+    """
+    force = tuple(_forced(expert, files) for expert in request.experts)
+    offered = [
+        Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
+    ]
+    routed = replace(request.route, force=force)
+    if request.saved is not None:
+        if request.on_budget == "fewer":
+            raise UsageError(
+                "a saved plan is repeated with all its experts, never with fewer",
+                hint="leave out --on-budget fewer, or --plan",
+            )
+        return planner.replay(request.saved.plan, routed, base=request.base)
+    if request.before is not None and not force:
+        return plan_follow_up(planner, routed, request.before, base=request.base, files=offered)
+    return planner.plan(routed, base=request.base, files=offered)
+
+
+def prepare(planner: Planner, request: RunRequest, planned: Planned, files: Files) -> Prepared:
+    """Open the base of a plan and fit the conversation into its context.
+
+    Raises:
+        BaseMismatchError: when the base is not what was added.
+        UsageError: when the conversation does not fit.
+    """
+    dtype = request.route.dtype
+    base = open_base(planner.bases, planned.base, dtype=dtype, rehash=request.verify_base)
+    template = choose_template(planned, _reader(planner, files))
+    prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
+    return Prepared(planned, base, template, prompt)
+
+
+def prepare_fewer(
+    planner: Planner, request: RunRequest, planned: Planned, files: Files, *, limit: int
+) -> Prepared:
+    """Prepare a plan without the experts that do not fit; raises as `prepare` does."""
+    dropped: tuple[Dropped, ...] = ()
+    while True:
+        prepared = replace(prepare(planner, request, planned, files), dropped=dropped)
+        try:
+            check_fits(needs(planner, prepared, files), limit)
+        except BudgetError as error:
+            why = error.message
+        else:
+            return prepared
+        if not planned.experts:
+            return prepared  # the base alone is too much: loading it is refused in the usual words
+        planned, gone = without_least(planned, request.route, why=why)
+        dropped += gone
+
+
+def certain_needs(prepared: Prepared) -> list[Need]:
+    """Return what a run takes for certain, whatever its experts are."""
+    base, tokens = prepared.base, prepared.prompt.capacity
+    return [
+        Need("base", base.weight_bytes, f"the base {base.stored.name}"),
+        Need("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
+        Need("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens"),
+    ]
+
+
+def needs(planner: Planner, prepared: Prepared, files: Files) -> list[Need]:
+    """Return all that a run takes at most, to the byte.
+
+    Raises:
+        IncompatibleError: when an expert does not fit the base.
+    """
+    experts, outlines = prepared.planned.result.plan.experts, _outlines(planner, prepared, files)
+    chain = [(o, expert.weight) for o, expert in zip(outlines, experts, strict=True)]
+    try:
+        compiling = compiling_bytes(chain, prepared.form)
+    except (InvalidPackageError, OSError):
+        compiling = 0  # a file is damaged or gone: loading it, by its digest, says so
+    names = ", ".join(expert.ref for expert in experts)
+    return [
+        *certain_needs(prepared),
+        *(Need("experts", source.nbytes, source.manifest.ref) for source in outlines),
+        Need("experts", compiling, f"the plan of {names}"),
+    ]
+
+
+def check_fits(wanted: Iterable[Need], limit: int) -> int:
+    """Return the sum of what is needed, which fits into a limit.
+
+    Raises:
+        BudgetError: naming the first thing that does not.
+    """
+    ledger = Budget(limit)
+    for need in wanted:
+        ledger.reserve(need.purpose, need.size, what=need.what)
+    return ledger.used
+
+
+def _outlines(planner: Planner, prepared: Prepared, files: Files) -> list[ExpertSource]:
+    from_files = {file.source.content_digest: file.source for file in files.values()}
+    return [
+        from_files.get(expert.digest)
+        or stored_outline(planner.store, expert.stored, expert.manifest)
+        for expert in prepared.planned.experts
+    ]
+
+
+def _forced(expert: NamedExpert, files: Files) -> Forced:
+    if isinstance(expert, Forced):
+        return expert
+    return Forced(files[expert.path].source.content_digest, expert.weight)
+
+
+def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]:
+    """Read small files of experts, from memory or from the store."""
+    in_memory = {file.source.content_digest: file.files for file in files.values()}
+
+    def read(expert: Installed, path: str) -> bytes:
+        memory = in_memory.get(expert.digest)
+        return memory.data(path) if memory else planner.store.read(expert.stored, path)
+
+    return read
+
+
+def _fitted(
+    messages: Sequence[Message],
+    base: OpenBase,
+    planned: Planned,
+    template: TemplateChoice,
+    *,
+    truncate: bool,
+) -> FittedPrompt:
+    def encode(messages: Sequence[Message]) -> Prompt:
+        return encode_chat(base.tokenizer, messages, template=template.source)
+
+    return fit_context(
+        messages,
+        encode,
+        context=base.config.max_positions,
+        max_tokens=planned.result.plan.params.max_tokens,
+        truncate=truncate,
+        virtual=_virtual_tokens(planned),
+    )
+
+
+def _virtual_tokens(planned: Planned) -> int:
+    """Count the rows of soft prompts; an expert of weight 0 is left out."""
+    pairs = zip(planned.experts, planned.result.plan.experts, strict=True)
+    return sum(e.manifest.virtual_tokens for e, told in pairs if told.weight != 0.0)
