@@ -241,7 +241,6 @@ def _kept(running: Sequence[Tensor], arena: _Arena) -> Tensor | None:
 def _check_soft_prompts(expert: Weighted) -> None:
     if expert.adapter.soft_prompts and expert.weight != 1.0:
         raise IncompatibleError(
-            f"{expert.adapter.ref} has a soft prompt, which cannot have the weight "
-            f"{expert.weight:g}",
-            hint="a soft prompt is there or it is not: give it weight 1, or 0 to leave it out",
+            f"{expert.adapter.ref} has a soft prompt, which has no weight but 1",
+            hint="name it without a weight, or with 0 to leave it out",
         )

@@ -37,7 +37,8 @@ Key = tuple[Tier, Digest]
 class Wanted(Generic[Resident]):
     """Something that a request needs: how to get it, and what it will cost exactly.
 
-    ``uses`` are entries whose memory it refers to; they stay as long as it does.
+    ``uses`` are entries whose memory it refers to; they stay as long as it does. What only follows
+    from other entries is no ``traffic``.
     """
 
     key: Key
@@ -45,6 +46,7 @@ class Wanted(Generic[Resident]):
     what: str
     load: Callable[[], Resident]
     uses: tuple[Key, ...] = ()
+    traffic: bool = True
 
 
 @dataclass(slots=True)
@@ -179,7 +181,7 @@ class Tiers:
 
     def _hold(self, wanted: Sequence[Wanted[Resident]]) -> None:
         """Pin what is there, load the rest and pin that too; all or nothing."""
-        present = [item.key for item in wanted if item.key in self._entries]
+        present = {item.key: item for item in wanted if item.key in self._entries}
         absent = {item.key: item for item in wanted if item.key not in self._entries}
         self._pin(present)
         try:
@@ -188,10 +190,10 @@ class Tiers:
             self._unpin(present)
             raise
         self._pin(absent)
-        for key in dict.fromkeys(present):
-            self.traffic[key[0]].hits += 1
-        for key in absent:
-            self.traffic[key[0]].loads += 1
+        for item in present.values():
+            self.traffic[item.key[0]].hits += item.traffic
+        for item in absent.values():
+            self.traffic[item.key[0]].loads += item.traffic
 
     def _pin(self, keys: Iterable[Key]) -> None:
         for key in dict.fromkeys(keys):

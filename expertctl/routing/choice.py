@@ -162,10 +162,10 @@ def _pulled(expert: Installed, dependant: Installed) -> Choice:
 def _check_weights(choices: Sequence[Choice]) -> None:
     """Refuse a weight that an expert cannot have, and 0 for what another one requires."""
     for choice in choices:
-        if choice.weight != 1.0 and choice.expert.manifest.virtual_tokens:
+        if choice.weight not in (0.0, 1.0) and choice.expert.manifest.virtual_tokens:
             raise IncompatibleError(
                 f"{choice.expert.ref} has a soft prompt, which has no weight but 1",
-                hint="name it without a weight, or leave it out",
+                hint="name it without a weight, or with 0 to leave it out",
             )
     idle = [choice.expert for choice in choices if choice.weight == 0.0]
     for choice in choices:

@@ -10,6 +10,7 @@ cannot be written is left unwritten, with a note. `gc` removes those of packages
 
 import hashlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from expertctl.digest import Digest
@@ -48,6 +49,12 @@ class Derived:
                 f"{path} cannot be written ({error.strerror}): computed again next time"
             )
 
+    def folders_without(self, packages: Collection[Digest]) -> list[Path]:
+        """Return the folders of all other packages, sorted."""
+        known = {package.hex for package in packages}
+        folders = self.root.iterdir() if self.root.is_dir() else []
+        return sorted(path for path in folders if path.is_dir() and path.name not in known)
+
     def take_notes(self) -> tuple[str, ...]:
         """Return what could not be written since the last call, for a person to know."""
         notes, self._notes = tuple(self._notes), []
@@ -56,6 +63,11 @@ class Derived:
     def path(self, package: Digest, key: Digest) -> Path:
         """Where the data of a package under a key is, if it is there."""
         return self.root / package.hex / key.hex
+
+
+def folder_size(folder: Path) -> int:
+    """Return the bytes of the files in a folder."""
+    return sum(path.lstat().st_size for path in folder.glob("*"))
 
 
 def _seal(package: Digest, key: Digest, data: bytes) -> bytes:

@@ -18,6 +18,7 @@ from expertctl.durable import make_folders, publish, remove_tree, staged_file, s
 from expertctl.errors import ConflictError, InvalidPackageError, StoreError
 from expertctl.package.verify import VerifiedPackage
 from expertctl.schema.manifest import BaseRequirement
+from expertctl.store.derived import Derived, folder_size
 from expertctl.store.disk import disk_errors
 from expertctl.store.lease import leased_blobs
 from expertctl.store.lock import claimed_folders, exclusive, is_held
@@ -120,17 +121,18 @@ class Transaction:
                 folder.rmdir()
 
     def collect(self, *, age: float = STAGING_AGE) -> Freed:
-        """Remove blobs that nothing needs, and folders that killed processes left.
+        """Remove blobs that nothing needs, and folders of killed processes or gone packages.
 
         Raises:
             StoreError: when a ref is damaged: its blobs cannot be told from garbage.
         """
         garbage = garbage_of(self._paths, age=age)
-        self.sweep(age=age)
         for path in self._paths.blobs.glob(".*.tmp"):
             path.unlink()
         for digest in garbage.blobs:
             self._paths.blob(digest).unlink(missing_ok=True)
+        for folder in garbage.folders:
+            remove_tree(folder)
         return garbage
 
     def sweep(self, *, age: float = STAGING_AGE) -> None:
@@ -182,7 +184,9 @@ def garbage_of(paths: StorePaths, *, age: float = STAGING_AGE) -> Freed:
     needed = _referenced(now) | leased_blobs(paths)
     blobs = [digest for digest in stored_blobs(paths) if digest not in needed]
     size = sum(file_size(paths.blob(digest)) or 0 for digest in blobs)
-    return Freed(tuple(blobs), tuple(abandoned(paths, age=age)), size)
+    orphans = Derived(paths.derived).folders_without({e.content_digest for e in now.experts})
+    size += sum(folder_size(folder) for folder in orphans)
+    return Freed(tuple(blobs), (*abandoned(paths, age=age), *orphans), size)
 
 
 def stored_blobs(paths: StorePaths) -> list[Digest]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -84,7 +85,7 @@ def tensors_of(adapter: LoadedAdapter) -> list[Tensor]:
     return found
 
 
-KINDS = {
+KINDS: dict[str, Callable[..., Path]] = {
     "lora": write_lora,
     "dora": write_dora,
     "ia3": write_ia3,

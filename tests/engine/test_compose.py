@@ -248,10 +248,10 @@ def test_soft_prompts_stand_in_plan_order_in_float32() -> None:
 @pytest.mark.parametrize("weight", [0.5, -1.0, 2.0])
 def test_a_soft_prompt_has_no_weight(weight: float) -> None:
     chain = [Weighted(prompt_of(torch.randn(2, 4)), weight)]
-    with pytest.raises(IncompatibleError, match=f"cannot have the weight {weight:g}") as caught:
+    with pytest.raises(IncompatibleError, match="no weight but 1") as caught:
         compose(chain, a_form((1, 1)))
     assert "acme/style@1.0.0" in caught.value.message
-    assert "weight 1" in caught.value.hint
+    assert "leave it out" in caught.value.hint
 
 
 def test_an_expert_that_fits_a_real_base_changes_every_module_it_has(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from expertctl.engine.kv_cache import KVCache
 from tests.engine.adapter_files import load
 from tests.engine.conftest import CLASSES, MakeOracle, Oracle, assert_same_logits
 from tests.factories import (
-    ALL_PROJECTIONS,
     write_dora,
     write_ia3,
     write_lora,
     write_soft_prompt,
 )
+from tests.peft_layout import ALL_PROJECTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
@@ -131,10 +131,11 @@ def test_one_dora_equals_peft(base: str, variant: str, oracle: MakeOracle, tmp_p
 def test_one_ia3_equals_peft(base: str, variant: str, oracle: MakeOracle, tmp_path: Path) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **config)
-    assert_equals_peft(model, write_ia3(tmp_path / "x", model.directory, **IA3S[variant]))
+    ia3 = write_ia3(tmp_path / "x", model.directory, scale=0.1, **IA3S[variant])
+    assert_equals_peft(model, ia3)
 
 
-PROMPTS = {
+PROMPTS: dict[str, Callable[[int], Any]] = {
     "prompt tuning": lambda n: peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=n),
     "P-tuning, MLP": lambda n: peft.PromptEncoderConfig(
         "CAUSAL_LM", num_virtual_tokens=n, encoder_hidden_size=16
@@ -158,8 +159,9 @@ def test_a_soft_prompt_saved_by_peft_itself_equals_it(
     plain = theirs(model.model)
     torch.manual_seed(3)
     config_of = PROMPTS[kind]
-    prompted = peft.get_peft_model(model.model, config_of(6)).eval()
-    prompted.save_pretrained(tmp_path / "prompt")
+    prompted: Any = peft.get_peft_model(model.model, config_of(6))
+    prompted.eval()
+    prompted.save_pretrained(str(tmp_path / "prompt"))
     expected = theirs(prompted)
     assert float((expected - plain).abs().max()) > 0.01, "the prompt must change something"
     assert_same_logits(ours(model, (tmp_path / "prompt", 1.0)), expected)
@@ -204,7 +206,7 @@ def test_a_soft_prompt_beside_another_kind_equals_the_embeddings_into_peft(
 def active_together(model: Oracle, *directories: Path) -> torch.Tensor:
     """What PEFT answers with several adapters of one type at once."""
     names = [str(n) for n in range(len(directories))]
-    wrapped = peft.PeftModel.from_pretrained(
+    wrapped: Any = peft.PeftModel.from_pretrained(
         model.model, str(directories[0]), adapter_name=names[0]
     )
     for name, directory in zip(names[1:], directories[1:], strict=True):
@@ -233,7 +235,7 @@ def test_ia3s_that_peft_runs_together_equal_it(
 ) -> None:
     arch, config = SHAPES[base]
     model = oracle(arch, **config)
-    some = [write_ia3(tmp_path / str(n), model.directory, seed=n) for n in range(3)]
+    some = [write_ia3(tmp_path / str(n), model.directory, scale=0.1, seed=n) for n in range(3)]
     expected = active_together(model, *some)
     assert_same_logits(ours(model, *((path, 1.0) for path in some)), expected)
 

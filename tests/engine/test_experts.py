@@ -111,6 +111,7 @@ def test_experts_that_were_concatenated_may_go_and_their_memory_is_free(
         def load():  # type: ignore[no-untyped-def]  # as ExpertSource.load
             adapter = expert.load()
             [lora] = next(iter(adapter.modules.values()))
+            assert isinstance(lora, LoraTensors)
             storage = lora.a.untyped_storage()
             buffers.append(weakref.ref(storage))
             return adapter

@@ -1,5 +1,6 @@
 """Every tensor has its place in the base, or the expert is refused with all that does not fit."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.engine.adapter_files import linear_shapes, load
 from tests.engine.chains import MODULE, adapter
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
-WRITERS = {"lora": write_lora, "dora": write_dora, "ia3": write_ia3}
+WRITERS: dict[str, Callable[..., Path]] = {"lora": write_lora, "dora": write_dora, "ia3": write_ia3}
 
 
 def test_adapters_of_every_kind_fit_the_base_that_they_were_made_for(tmp_path: Path) -> None:

@@ -303,10 +303,12 @@ def soft(name: str, tokens: int) -> Installed:
     return replace(plain, manifest=replace(plain.manifest, adapters=(entry,)))
 
 
-@pytest.mark.parametrize("weight", ["0", "0.5", "-1", "2"])
-def test_a_soft_prompt_has_no_weight_but_one(router: Router, weight: str) -> None:
+@pytest.mark.parametrize("weight", ["0.5", "-1", "2"])
+def test_a_soft_prompt_has_no_weight_but_one_and_none(router: Router, weight: str) -> None:
     expert = soft("acme/soft", 8)
-    assert refs(router(expert, force=(parse_forced("acme/soft:1"),))) == ["acme/soft@1.0.0"]
+    for allowed in ("1", "0"):
+        plan = router(expert, force=(parse_forced(f"acme/soft:{allowed}"),))
+        assert refs(plan) == ["acme/soft@1.0.0"]
     with pytest.raises(IncompatibleError, match=r"acme/soft@1\.0\.0 has a soft prompt"):
         router(expert, force=(parse_forced(f"acme/soft:{weight}"),))
 

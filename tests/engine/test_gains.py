@@ -1,0 +1,238 @@
+"""Gains of DoRA are computed once for a package on a base, paid for, and checked when read."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertctl.digest import Digest
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.budget import Budget
+from expertctl.engine.compose import Form, Gains
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.dora import DoraTensors, plain_gains
+from expertctl.engine.experts import ExpertSource, Target, compiled
+from expertctl.engine.gains import GainSource, gains_bytes, gains_scratch, has_dora
+from expertctl.engine.tiers import Tiers
+from expertctl.errors import BudgetError, IncompatibleError
+from expertctl.package.model_config import read_config
+from expertctl.store.derived import Derived
+from tests.engine.adapter_files import load, source_of
+from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
+
+PLAN, BASE, PACKAGE = (Digest.of(text) for text in (b"plan", b"base", b"package"))
+MODULES = 14
+"""Seven projections of two layers."""
+
+
+class Counting:
+    """The matrices of a base, and how often they were asked for."""
+
+    def __init__(self, base: Path, dtype: torch.dtype = torch.float32) -> None:
+        config = read_config(base)
+        self.decoder = Decoder(config, load_base(base, config, dtype=dtype))
+        self.form = Form(config.linear_shapes(), config.hidden_size, torch.float32, CPU)
+        self.asked = 0
+
+    def matrix(self, module: str) -> torch.Tensor:
+        self.asked += 1
+        return self.decoder.matrix(module)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_base(tmp_path / "base")
+
+
+@pytest.fixture
+def counting(base: Path) -> Counting:
+    return Counting(base)
+
+
+@pytest.fixture
+def derived(tmp_path: Path) -> Derived:
+    return Derived(tmp_path / "derived")
+
+
+@pytest.fixture
+def target(counting: Counting, derived: Derived) -> Target:
+    return Target(counting.form, GainSource(BASE, counting.matrix, derived))
+
+
+@pytest.fixture
+def dora(tmp_path: Path, base: Path) -> ExpertSource:
+    return source_of(write_dora(tmp_path / "dora", base, rank=3))
+
+
+@pytest.fixture
+def budget() -> Budget:
+    return Budget(1 << 20)
+
+
+@pytest.fixture
+def tiers(budget: Budget) -> Tiers:
+    return Tiers(ram=budget, device=budget)
+
+
+def use(tiers: Tiers, target: Target, *chain: tuple[ExpertSource, float]) -> Digest:
+    """Compile a chain under its own identity."""
+    identity = Digest.of(repr([(s.manifest.name, w) for s, w in chain]).encode())
+    with compiled(tiers, chain, identity=identity, target=target):
+        tiers.check_integrity()
+    return identity
+
+
+def equal(one: Gains, two: Gains) -> bool:
+    return one.keys() == two.keys() and all(
+        len(one[m]) == len(two[m]) and all(map(torch.equal, one[m], two[m])) for m in one
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gains_are_those_of_the_weights_that_are_used(
+    dtype: torch.dtype, base: Path, derived: Derived, dora: ExpertSource
+) -> None:
+    counting, adapter = Counting(base, dtype), dora.load()
+    found = GainSource(BASE, counting.matrix, derived).wanted(adapter, PACKAGE).load()
+    assert len(found) == MODULES
+    for module, [gain] in found.items():
+        [step] = adapter.modules[module]
+        assert isinstance(step, DoraTensors)
+        used = counting.decoder.matrix(module)
+        assert used.dtype == dtype
+        torch.testing.assert_close(gain, plain_gains(used, step))
+
+
+def test_gains_are_resident_and_paid_for_after_first_use(
+    tiers: Tiers,
+    target: Target,
+    dora: ExpertSource,
+    budget: Budget,
+    counting: Counting,
+) -> None:
+    adapter = dora.load()
+    with compiled(tiers, [(dora, 1.0)], identity=PLAN, target=target) as plan:
+        assert budget.held("experts") == dora.nbytes + gains_bytes(adapter) + plan.nbytes
+        assert budget.held("buffers") == 0
+    assert counting.asked == MODULES
+    assert tiers.holds(target.gains.wanted(adapter, dora.content_digest).key)
+    use(tiers, target, (dora, 0.5))
+    assert counting.asked == MODULES
+    outputs = [out for out, _ in target.form.shapes.values()][:MODULES]
+    assert gains_bytes(adapter) == 4 * sum(outputs)
+
+
+def test_scratch_memory_is_part_of_the_budget(target: Target, dora: ExpertSource) -> None:
+    adapter = dora.load()
+    enough = dora.nbytes + gains_bytes(adapter) + gains_scratch(adapter)
+    small = Budget(enough - gains_bytes(adapter) - 1)
+    with pytest.raises(BudgetError, match="the gains of acme/dora"):
+        use(Tiers(ram=small, device=small), target, (dora, 1.0))
+    assert small.held("buffers") == 0
+
+
+def test_the_next_process_reads_what_this_one_computed(
+    tiers: Tiers, target: Target, dora: ExpertSource, derived: Derived, base: Path
+) -> None:
+    use(tiers, target, (dora, 1.0))
+    [path] = derived.root.rglob("*/*")
+    assert path.parent.name == dora.content_digest.hex
+    again = Counting(base)
+    source = GainSource(BASE, again.matrix, Derived(derived.root))
+    wanted = source.wanted(dora.load(), dora.content_digest)
+    here = target.gains.wanted(dora.load(), dora.content_digest)
+    assert wanted.key == here.key
+    assert equal(wanted.load(), here.load())
+    assert again.asked == 0
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", bytes(4096)])
+def test_a_damaged_file_is_computed_again_and_replaced(
+    tiers: Tiers, target: Target, dora: ExpertSource, derived: Derived, base: Path, damage: bytes
+) -> None:
+    use(tiers, target, (dora, 1.0))
+    [path] = derived.root.rglob("*/*")
+    good = path.read_bytes()
+    path.write_bytes(damage)
+    again = Counting(base)
+    source = GainSource(BASE, again.matrix, derived)
+    source.wanted(dora.load(), dora.content_digest).load()
+    assert again.asked == MODULES
+    assert path.read_bytes() == good
+
+
+def test_another_base_gets_other_gains(
+    tiers: Tiers, target: Target, dora: ExpertSource, tmp_path: Path, derived: Derived
+) -> None:
+    use(tiers, target, (dora, 1.0))
+    other = Counting(write_base(tmp_path / "other", seed=5))
+    source = GainSource(Digest.of(b"other"), other.matrix, derived)
+    adapter = dora.load()
+    theirs = source.wanted(adapter, dora.content_digest)
+    ours = target.gains.wanted(adapter, dora.content_digest)
+    assert theirs.key != ours.key
+    assert not tiers.holds(theirs.key)
+    assert not equal(theirs.load(), ours.load())
+    assert other.asked == MODULES
+    assert len(list(derived.root.rglob("*/*"))) == 2
+
+
+def test_a_place_that_cannot_be_written_costs_time_and_a_note_only(
+    counting: Counting, tiers: Tiers, dora: ExpertSource, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    derived = Derived(tmp_path / "file" / "derived")
+    target = Target(counting.form, GainSource(BASE, counting.matrix, derived))
+    use(tiers, target, (dora, 1.0))
+    [note] = derived.take_notes()
+    assert "cannot be written" in note
+
+
+def test_an_expert_that_does_not_fit_is_refused_before_anything_is_computed(
+    tiers: Tiers, target: Target, counting: Counting, tmp_path: Path, budget: Budget
+) -> None:
+    deeper = write_base(tmp_path / "deeper", layers=3)
+    wrong = source_of(write_dora(tmp_path / "wrong", deeper))
+    with pytest.raises(IncompatibleError, match="the base has no such linear layer"):
+        use(tiers, target, (wrong, 1.0))
+    assert counting.asked == 0
+    assert budget.held("buffers") == 0
+
+
+def test_a_row_without_direction_names_the_expert_and_the_layer(
+    tiers: Tiers, target: Target, counting: Counting, dora: ExpertSource, derived: Derived
+) -> None:
+    adapter = dora.load()
+    module = "model.layers.1.mlp.up_proj"
+    [step] = adapter.modules[module]
+    assert isinstance(step, DoraTensors)
+    with torch.inference_mode():
+        counting.decoder.matrix(module)[5] = 0
+    step.b[5] = 0
+    broken = replace(dora, load=lambda: adapter)
+    with pytest.raises(IncompatibleError, match=rf"acme/dora@1\.0\.0: {module}: row 5"):
+        use(tiers, target, (broken, 1.0))
+    assert not derived.root.exists()
+
+
+@pytest.mark.parametrize("write", [write_lora, write_ia3, write_soft_prompt])
+def test_other_kinds_need_none(
+    write: Callable[..., Path], tiers: Tiers, target: Target, counting: Counting, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "other", tmp_path / "base")
+    assert not has_dora(load(path))
+    assert gains_bytes(load(path)) == gains_scratch(load(path)) == 0
+    use(tiers, target, (source_of(path), 1.0))
+    assert counting.asked == 0
+
+
+def test_weight_zero_computes_nothing(
+    tiers: Tiers, target: Target, counting: Counting, dora: ExpertSource
+) -> None:
+    use(tiers, target, (dora, 0.0))
+    assert counting.asked == 0

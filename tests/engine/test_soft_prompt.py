@@ -1,0 +1,73 @@
+"""Rows before the first token: positions from 0, counted in the cache, once per text."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertctl.engine.kv_cache import KVCache
+from expertctl.errors import BudgetError, IncompatibleError
+from tests.engine.conftest import Oracle, assert_same_logits
+
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
+VIRTUAL = 5
+
+
+@pytest.fixture(scope="module")
+def rows() -> Tensor:
+    return torch.randn(VIRTUAL, 32, generator=torch.Generator().manual_seed(1)) * 0.2
+
+
+def expected(oracle: Oracle, rows: Tensor) -> Tensor:
+    """Scores after each token, of transformers reading the embeddings in one pass."""
+    with torch.inference_mode():
+        tokens = oracle.model.get_input_embeddings()(torch.tensor(IDS))
+        together = torch.cat((rows, tokens))[None]
+        logits: Tensor = oracle.model(inputs_embeds=together, use_cache=False).logits[0, VIRTUAL:]
+    return logits
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 5, 6, 7, 100])
+def test_a_soft_prompt_equals_its_embeddings_however_it_is_cut(
+    shared_oracle: Oracle, rows: Tensor, chunk: int
+) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 40)
+    seen: list[int] = []
+    first = decoder.prefill(IDS[:7], cache, soft_prompt=rows, chunk=chunk, progress=seen.append)
+    assert cache.length == first.tokens == sum(seen) == VIRTUAL + 7
+    assert max(seen) <= chunk
+    logits = [first.logits, *(decoder.decode(token, cache).logits for token in IDS[7:])]
+    assert_same_logits(torch.stack(logits), expected(shared_oracle, rows)[6:])
+
+
+def test_the_next_turn_reads_behind_it(shared_oracle: Oracle, rows: Tensor) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 40)
+    decoder.prefill(IDS[:4], cache, soft_prompt=rows)
+    last = decoder.prefill(IDS[4:], cache)
+    assert_same_logits(last.logits[None], expected(shared_oracle, rows)[-1:])
+    cache.rewind(VIRTUAL + 4)
+    again = decoder.prefill(IDS[4:], cache)
+    assert torch.equal(again.logits, last.logits)
+
+
+def test_a_second_one_is_a_bug_of_ours(shared_oracle: Oracle, rows: Tensor) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, 40)
+    decoder.prefill(IDS, cache)
+    with pytest.raises(AssertionError, match="before the first token"):
+        decoder.prefill(IDS, cache, soft_prompt=rows)
+
+
+def test_its_rows_need_room_like_tokens(shared_oracle: Oracle, rows: Tensor) -> None:
+    decoder = shared_oracle.decoder()
+    cache = KVCache(decoder.config, len(IDS) + VIRTUAL - 1)
+    with pytest.raises(BudgetError, match=f"{len(IDS) + VIRTUAL} more tokens do not fit"):
+        decoder.prefill(IDS, cache, soft_prompt=rows)
+    assert cache.length == 0
+
+
+def test_one_of_another_width_is_refused(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    with pytest.raises(IncompatibleError, match="33 wide, tokens of the base are 32"):
+        decoder.prefill(IDS, KVCache(decoder.config, 40), soft_prompt=torch.zeros(2, 33))
