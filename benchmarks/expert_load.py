@@ -17,13 +17,16 @@ import torch
 
 from benchmarks.harness import Row, Run, absent, compare, main, timed
 from benchmarks.inputs import HIDDEN, INTERMEDIATE, KEYS, LAYERS, QUERIES, shapes, write_lora
-from expertctl.digest import FileDigest, hash_file
+from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.engine.adapter_load import StoredFiles, adapter_bytes, load_adapter
 from expertctl.engine.budget import Budget
+from expertctl.engine.compose import Form
 from expertctl.engine.experts import ExpertSource, Target, compiled
+from expertctl.engine.gains import GainSource
 from expertctl.engine.tiers import Tiers
 from expertctl.package.tensor_file import read_table
 from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
+from expertctl.store.derived import Derived
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 INSTALL = "pip install 'expertctl[dev]'"
@@ -117,14 +120,17 @@ def _source(directory: Path) -> ExpertSource:
 
 
 def _target() -> Target:
-    return Target(shapes(), torch.float32, torch.device("cpu"))
+    """The base's form; no expert here has DoRA, so nothing of the base is asked for."""
+    form = Form(shapes(), HIDDEN, torch.float32, torch.device("cpu"))
+    gains = GainSource(Digest.of(b"base"), lambda _: torch.empty(0), Derived(Path()))
+    return Target(form, gains)
 
 
 def _use(tiers: Tiers, source: ExpertSource, target: Target) -> None:
     tiers.begin_request()
     chain = [(source, 1.0)]
     with compiled(tiers, chain, identity=source.content_digest, target=target) as plan:
-        assert len(plan.deltas) == len(target.shapes)
+        assert len(plan.deltas) == len(target.form.shapes)
 
 
 def _cold(directory: Path) -> Run:

@@ -1,0 +1,158 @@
+"""What a mixed chain of ten experts costs to decode beside ten LoRAs, and to compile at all.
+
+Ten different bf16 rank-16 experts on all seven projections of a float32 base in the shape of
+Qwen3-0.6B, random weights; the vocabulary is small, since no expert touches it. IA³ scales every
+projection too, which is more than PEFT's own choice. All experts and gains are in memory before.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import Row, Run, compare, main, timed
+from benchmarks.inputs import HIDDEN, INTERMEDIATE, KEYS, LAYERS, QUERIES, RANK, shapes
+from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.chain import Step
+from expertctl.engine.compose import CompiledPlan, Form, Weighted, compose
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.dora import DoraTensors
+from expertctl.engine.ia3 import Ia3Tensors
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.lora import LoraTensors
+from expertctl.engine.memory import allocate
+from expertctl.package.model_config import ModelConfig, read_config
+
+HEAD_DIM, VOCAB = 128, 1024
+PROMPT, TOKENS = 16, 4
+"""Tokens that are read before, and steps of decoding that are measured at a time."""
+WEIGHT = 0.8
+CPU = torch.device("cpu")
+FORM = Form(shapes(), HIDDEN, torch.float32, CPU)
+Make = Callable[[str], Step]
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Compile both plans, then decode with them in turn."""
+    torch.manual_seed(0)
+    loras = [_expert(_lora) for _ in range(10)]
+    mixed = [_expert(make) for make in (*(_lora, _ia3, _dora) * 3, _lora)]
+    with torch.inference_mode():
+        return [
+            _compiling("ten LoRAs", loras, rounds),
+            _compiling("LoRA, IA³ and DoRA, ten together", mixed, rounds),
+            _decoding(mixed, loras, rounds),
+        ]
+
+
+def _compiling(case: str, chain: Sequence[Weighted], rounds: int) -> Row:
+    source = torch.zeros(compose(chain, FORM).nbytes, dtype=torch.uint8)
+
+    def copy() -> None:
+        torch.frombuffer(allocate(len(source)), dtype=torch.uint8).copy_(source)
+
+    return compare(
+        f"compile {case}, {len(source) / 1e6:.0f} MB",
+        timed(lambda: compose(chain, FORM).compile()),
+        timed(copy),
+        rival="a copy of the plan's bytes into new memory",
+        rounds=rounds,
+        target="<= 3",
+    )
+
+
+def _decoding(mixed: Sequence[Weighted], loras: Sequence[Weighted], rounds: int) -> Row:
+    decoder = _decoder()
+    return compare(
+        f"decode {TOKENS} tokens, LoRA, IA³ and DoRA, ten together",
+        _steps(decoder, compose(mixed, FORM).compile()),
+        _steps(decoder, compose(loras, FORM).compile()),
+        rival="ten LoRAs",
+        rounds=rounds,
+        target="<= 1.05",
+    )
+
+
+def _steps(decoder: Decoder, plan: CompiledPlan) -> Run:
+    cache = KVCache(decoder.config, PROMPT + TOKENS)
+    decoder.prefill(range(PROMPT), cache, plan.deltas)
+
+    def decode() -> None:
+        for token in range(TOKENS):
+            decoder.decode(token, cache, plan.deltas)
+
+    def run() -> float:
+        cache.rewind(PROMPT)
+        return timed(decode)()
+
+    return run
+
+
+def _decoder() -> Decoder:
+    config = _config()
+    tensors = {name: _random(*shape) for name, shape in config.tensor_shapes().items()}
+    return Decoder(config, BaseWeights(tensors, torch.float32, CPU))
+
+
+def _config() -> ModelConfig:
+    values = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": QUERIES // HEAD_DIM,
+        "num_key_value_heads": KEYS // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values))
+        return read_config(Path(folder))
+
+
+def _expert(make: Make) -> Weighted:
+    """One expert of one kind on every layer; gains that are close to one, as those of training."""
+    modules = {module: (make(module),) for module in FORM.shapes}
+    adapter = LoadedAdapter(f"bench/{make.__name__}@1.0.0", modules, (), 0, 0)
+    return Weighted(adapter, WEIGHT, dict(_gains(adapter)))
+
+
+def _gains(adapter: LoadedAdapter) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
+    for module, [step] in adapter.modules.items():
+        if isinstance(step, DoraTensors):
+            yield module, (1 + _random(len(step.b)),)
+
+
+def _lora(module: str) -> LoraTensors:
+    out, into = FORM.shapes[module]
+    return LoraTensors(_random(RANK, into).bfloat16(), _random(out, RANK).bfloat16(), 2.0)
+
+
+def _dora(module: str) -> DoraTensors:
+    lora = _lora(module)
+    return DoraTensors(lora.a, lora.b, 1 + _random(len(lora.b)).bfloat16(), lora.scale)
+
+
+def _ia3(module: str) -> Ia3Tensors:
+    out, into = FORM.shapes[module]
+    on_input = module.endswith("down_proj")
+    return Ia3Tensors((1 + _random(into if on_input else out)).bfloat16(), on_input)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape) * 0.02
+
+
+if __name__ == "__main__":
+    main("compose", measure, rounds=9)
