@@ -5,9 +5,10 @@ as the tokens agree; at least one token is always read, for its scores. While it
 taken out, and put back only when that generation completed: one that failed, was stopped or was
 given up leaves nothing. Another plan under the same key is a miss, which ends the entry.
 
-The bytes of what is kept count as ``kv``. They are given up before a request is refused, or an
-expert evicted, for want of memory. Soft prompts stand before the first token; they are the same
-under one identity, so they are part of what is reused.
+A cache is lent with exactly the room that is asked for. The bytes of what is kept count as ``kv``;
+they are given up before a request is refused, or an expert evicted, for want of memory. Soft
+prompts stand before the first token; they are the same under one identity, so they are part of what
+is reused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -124,7 +125,7 @@ class KVSlot:
             return None
         common = min(_common(kept.ids, wanted.ids), len(wanted.ids) - 1)
         kept.cache.rewind(wanted.virtual + common)
-        if common and kept.cache.capacity >= wanted.capacity:
+        if common and kept.cache.capacity == wanted.capacity:
             return KVLoan(kept.cache, reused=common)
         try:
             return self._moved(kept.cache, wanted, common) if common else None
@@ -141,13 +142,13 @@ class KVSlot:
         return None
 
     def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan | None:
-        """Copy the rows that agree into a larger cache, if both fit for that moment."""
+        """Copy the rows that agree into a cache of the size asked for, if both fit for a moment."""
         try:
-            larger = self._empty(wanted)
+            moved = self._empty(wanted)
         except BudgetError:
             return None
-        larger.copy_from(cache)
-        return KVLoan(larger, reused=common)
+        moved.copy_from(cache)
+        return KVLoan(moved, reused=common)
 
     def _empty(self, wanted: KVWanted) -> KVCache:
         self._tiers.reserve(Tier.DEVICE, "kv", wanted.nbytes, what=wanted.what)

@@ -185,6 +185,15 @@ def test_a_longer_text_moves_into_a_larger_cache_and_scores_the_same(desk: Desk)
     assert_same_logits(rows, Desk(desk.decoder).turn(longer, [23])[1])
 
 
+def test_a_shorter_text_holds_no_more_than_it_asks_for(desk: Desk) -> None:
+    desk.turn(FIRST, ANSWER, room=50)
+    shorter = [*FIRST, 9]
+    reused, rows = desk.turn(shorter, room=2)
+    assert reused == len(FIRST)
+    assert desk.budget.used == (len(shorter) + 2) * ROW
+    assert_same_logits(rows, Desk(desk.decoder).turn(shorter)[1])
+
+
 def test_where_both_caches_do_not_fit_the_text_is_read_again(shared_oracle: Oracle) -> None:
     desk = Desk(shared_oracle.decoder(), tokens=30)
     desk.turn(FIRST, room=0)
@@ -252,7 +261,7 @@ class Chats(RuleBasedStateMachine):
         mark = {PLAN: 100, OTHER_PLAN: 200}[plan] + {"a": 10, "b": 20, None: 30}[key]
         with self.slot.borrow(wanted) as loan:
             assert 0 <= loan.reused < len(ids)
-            assert loan.cache.capacity >= capacity
+            assert loan.cache.capacity == capacity
             assert self.rows(loan) == [mark + token for token in ids[: loan.reused]]
             for token in (*ids[loan.reused :], *answer):
                 row = torch.full((2, 1, 4), float(mark + token))
