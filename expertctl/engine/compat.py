@@ -21,7 +21,6 @@ from expertctl.engine.context import FittedPrompt
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.experts import ExpertSource
 from expertctl.engine.generate import Cancelled, Generated, Writer, continued
-from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.routing.plan import Plan
@@ -141,7 +140,7 @@ def compat_reading(
         DigestError: when bytes of the expert are not those that were verified.
         IncompatibleError: when the expert does not fit the base.
     """
-    buffers = base.buffer_bytes(tokens) + sample_bytes(base.vocab_size)
+    buffers = base.buffer_bytes(tokens)
     name = f"the base {base.stored.name}"
     with (
         tiers.holding(Tier.DEVICE, "base", base.weight_bytes, what=name),

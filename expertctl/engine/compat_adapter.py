@@ -136,7 +136,7 @@ def _inject(model: Any, ref: str, parts: Sequence[_Part], steps: Mapping[str, St
     with _quietly():
         try:
             inject_adapter_in_model(_config(parts, steps), model, NAME, low_cpu_mem_usage=True)
-            loaded = set_peft_model_state_dict(model, state, NAME, low_cpu_mem_usage=True)
+            loaded: Any = set_peft_model_state_dict(model, state, NAME, low_cpu_mem_usage=True)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             raise IncompatibleError(
                 f"{ref} does not fit the base: {str(error)[:1000]}",

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from expertctl.engine.loaded_base import dtype_of
+from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter import shortened
@@ -82,7 +83,8 @@ class CompatBase:
         """About what loading and a pass over so many tokens need besides."""
         config = self.config.get_text_config()
         wide = 16 * int(config.hidden_size) + int(config.num_attention_heads) * tokens
-        return self.weight_bytes // _MARGIN + tokens * wide * _FLOAT_BYTES
+        passing = tokens * wide * _FLOAT_BYTES + sample_bytes(self.vocab_size)
+        return self.weight_bytes // _MARGIN + passing
 
 
 def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool) -> CompatBase:
@@ -203,9 +205,10 @@ def _offline() -> Iterator[None]:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is first imported
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
-        from transformers.utils import logging
+        import transformers
     except ModuleNotFoundError as error:
         raise missing(error) from error
+    logging: Any = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with warnings.catch_warnings():

@@ -9,8 +9,9 @@ import torch
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.base_weights import load_base
-from expertctl.engine.decoder import Decoder
+from expertctl.engine.decoder import Decoder, pass_bytes
 from expertctl.engine.generate import Model
+from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
@@ -41,9 +42,18 @@ class OpenBase:
             total += elements * (self.dtype.itemsize if len(shape) == 2 else _FLOAT_BYTES)
         return total
 
+    @property
+    def context(self) -> int:
+        """How many tokens it reads, with the answer."""
+        return self.config.max_positions
+
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
         return self.config.kv_bytes(tokens, itemsize=_FLOAT_BYTES)
+
+    def buffer_bytes(self, tokens: int) -> int:
+        """What a pass over so many tokens needs besides weights and cache."""
+        return pass_bytes(self.config, tokens) + sample_bytes(self.config.vocab_size)
 
     def is_same(self, other: "OpenBase") -> bool:
         """Tell whether the weights of another base are these, in the same dtype."""

@@ -12,22 +12,22 @@ import torch
 
 from expertctl.engine.budget import Budget, Purpose
 from expertctl.engine.chat_template import Prompt, encode_chat
+from expertctl.engine.compat import plan_one
+from expertctl.engine.compat_base import CompatBase, open_compat
 from expertctl.engine.compose import Form
 from expertctl.engine.context import FittedPrompt, fit_context
-from expertctl.engine.decoder import pass_bytes
 from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import ExpertSource, LocalExpert
 from expertctl.engine.loaded_base import OpenBase, open_base
 from expertctl.engine.message import Message
 from expertctl.engine.outline import compiling_bytes, stored_outline
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
-from expertctl.engine.sampling import sample_bytes
 from expertctl.errors import BudgetError, InvalidPackageError, UsageError
 from expertctl.routing.candidate import Installed
 from expertctl.routing.fewer import Dropped, without_least
 from expertctl.routing.follow_up import plan_follow_up
 from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.request import Forced
+from expertctl.routing.request import Forced, RouteRequest
 from expertctl.store.transaction import expert_of
 
 Files = Mapping[Path, LocalExpert]
@@ -39,7 +39,7 @@ class Prepared:
     """A request that may be loaded: what answers it, on which base, and what is to be read."""
 
     planned: Planned
-    base: OpenBase
+    base: OpenBase | CompatBase
     template: TemplateChoice
     prompt: FittedPrompt
     dropped: tuple[Dropped, ...] = ()
@@ -47,12 +47,12 @@ class Prepared:
     @property
     def buffer_bytes(self) -> int:
         """What a pass needs besides weights and cache."""
-        config = self.base.config
-        return pass_bytes(config, self.prompt.capacity) + sample_bytes(config.vocab_size)
+        return self.base.buffer_bytes(self.prompt.capacity)
 
     @property
     def form(self) -> Form:
-        """What its plan is compiled for."""
+        """What its plan is compiled for by our own engine."""
+        assert isinstance(self.base, OpenBase), "transformers compiles no plan"
         config = self.base.config
         cpu = torch.device("cpu")
         return Form(config.linear_shapes(), config.hidden_size, torch.float32, cpu)
@@ -83,6 +83,20 @@ def plan_request(planner: Planner, request: RunRequest, files: Files) -> Planned
         Installed(expert_of(file.package, ()), file.source.manifest) for file in files.values()
     ]
     routed = replace(request.route, force=force)
+    if routed.engine == "native":
+        return _planned(planner, request, routed, offered)
+    if request.on_budget != "refuse":
+        raise UsageError(
+            f"--engine transformers does not know --on-budget {request.on_budget}",
+            hint="leave out --on-budget",
+        )
+    chosen = bool(force) or request.saved is not None
+    return plan_one(lambda one: _planned(planner, request, one, offered), routed, chosen=chosen)
+
+
+def _planned(
+    planner: Planner, request: RunRequest, routed: RouteRequest, offered: Sequence[Installed]
+) -> Planned:
     if request.saved is not None:
         if request.on_budget == "fewer":
             raise UsageError(
@@ -90,7 +104,7 @@ def plan_request(planner: Planner, request: RunRequest, files: Files) -> Planned
                 hint="leave out --on-budget fewer, or --plan",
             )
         return planner.replay(request.saved.plan, routed, base=request.base)
-    if request.before is not None and not force:
+    if request.before is not None and not routed.force:
         return plan_follow_up(planner, routed, request.before, base=request.base, files=offered)
     return planner.plan(routed, base=request.base, files=offered)
 
@@ -102,8 +116,9 @@ def prepare(planner: Planner, request: RunRequest, planned: Planned, files: File
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    dtype = request.route.dtype
-    base = open_base(planner.bases, planned.base, dtype=dtype, rehash=request.verify_base)
+    route = request.route
+    open_one = open_base if route.engine == "native" else open_compat
+    base = open_one(planner.bases, planned.base, dtype=route.dtype, rehash=request.verify_base)
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
     return Prepared(planned, base, template, prompt)
@@ -198,7 +213,7 @@ def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]
 
 def _fitted(
     messages: Sequence[Message],
-    base: OpenBase,
+    base: OpenBase | CompatBase,
     planned: Planned,
     template: TemplateChoice,
     *,
@@ -210,7 +225,7 @@ def _fitted(
     return fit_context(
         messages,
         encode,
-        context=base.config.max_positions,
+        context=base.context,
         max_tokens=planned.result.plan.params.max_tokens,
         truncate=truncate,
         virtual=_virtual_tokens(planned),

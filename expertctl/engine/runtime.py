@@ -6,9 +6,9 @@ know becomes a warning, and the result is the document of ``run --json``.
 
 import time
 import uuid
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +17,15 @@ import torch
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.admission import Admission, Seat, Tell, tell_nobody
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
+from expertctl.engine.compat import CompatReady, compat_reading
+from expertctl.engine.compat_base import CompatBase
 from expertctl.engine.compose import CompiledPlan
-from expertctl.engine.experts import Target, compiled, local_expert, stored_source
+from expertctl.engine.context import FittedPrompt
+from expertctl.engine.experts import ExpertSource, Target, compiled, local_expert, stored_source
 from expertctl.engine.gains import GainSource
 from expertctl.engine.generate import Cancelled, Generated, generate, never
 from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
-from expertctl.engine.loaded_base import BaseSlot, LoadedBase
+from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase
 from expertctl.engine.memory import available
 from expertctl.engine.outline import local_outline
 from expertctl.engine.preparation import (
@@ -41,6 +44,7 @@ from expertctl.engine.run_result import MemoryUse, RunResult
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import DigestError
+from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned, Planner
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.derived import Derived
@@ -57,6 +61,35 @@ class _Ready:
     base: LoadedBase
     kv: KVLoan
     plan: CompiledPlan
+
+    @property
+    def reused(self) -> int:
+        """How many tokens of the prompt were read before."""
+        return self.kv.reused
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of the base."""
+        return self.base.warnings
+
+    def generate(
+        self, prompt: FittedPrompt, plan: Plan, cancelled: Cancelled
+    ) -> Generator[str, None, Generated]:
+        """Yield pieces of text as they become certain; return the whole at the end."""
+        generated = yield from generate(
+            self.base.model,
+            prompt.ids[self.kv.reused :],
+            cache=self.kv.cache,
+            deltas=self.plan.deltas,
+            soft_prompt=self.plan.soft_prompt,
+            params=plan.params,
+            seed=plan.seed,
+            max_tokens=prompt.max_tokens,
+            cancelled=cancelled,
+        )
+        if generated.finish_reason != "cancelled":
+            self.kv.complete((*prompt.ids, *generated.tokens))
+        return generated
 
 
 class Engine:
@@ -112,7 +145,8 @@ class Engine:
             seat.resize(self.budget.used)
             clock.lap("load")
             recording = self._recording(planned, files, stack)
-            generated = yield from _generate(ready, prepared, cancelled)
+            plan = planned.result.plan
+            generated = yield from ready.generate(prepared.prompt, plan, cancelled)
             memory = self._memory()
         unsaved = (*recording.result(), *self._derived.take_notes())
         told = (*planned.warnings, *(one.warning for one in prepared.dropped))
@@ -127,9 +161,9 @@ class Engine:
             timings_ms=clock.timings(generated),
             memory=memory,
             experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
-            kv_reused_tokens=ready.kv.reused,
+            kv_reused_tokens=ready.reused,
             threads=count,
-            warnings=(*told, *ready.base.warnings, *prepared.prompt.warnings, *unsaved),
+            warnings=(*told, *ready.warnings, *prepared.prompt.warnings, *unsaved),
         )
 
     def plan(self, request: RunRequest) -> Planned:
@@ -203,11 +237,13 @@ class Engine:
 
     def _ready(
         self, prepared: Prepared, files: Files, cache_key: str | None, stack: ExitStack
-    ) -> _Ready:
+    ) -> _Ready | CompatReady:
         """Bring everything into memory; what is certain to be needed is reserved first."""
-        tokens = prepared.prompt.capacity
-        self._base.reserve(prepared.base)
-        kv = stack.enter_context(self._kv.borrow(_kv_wanted(prepared, cache_key)))
+        tokens, base = prepared.prompt.capacity, prepared.base
+        if isinstance(base, CompatBase):
+            return self._through_transformers(base, prepared, files, stack)
+        self._base.reserve(base)
+        kv = stack.enter_context(self._kv.borrow(_kv_wanted(base, prepared, cache_key)))
         self._hold("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens", stack)
         loaded = self._base.load(progress=self._progress)
         target = _target(prepared, loaded, self._derived)
@@ -219,6 +255,26 @@ class Engine:
     def _compiled(
         self, target: Target, planned: Planned, files: Files, stack: ExitStack
     ) -> CompiledPlan:
+        identity = planned.result.plan.identity
+        with self._chain(planned, files) as chain:
+            return stack.enter_context(
+                compiled(self.tiers, chain, identity=identity, target=target)
+            )
+
+    def _through_transformers(
+        self, base: CompatBase, prepared: Prepared, files: Files, stack: ExitStack
+    ) -> CompatReady:
+        """Let go of the base of our own engine, then bring this one and its expert, if any."""
+        self._base.drop()
+        tokens = prepared.prompt.capacity
+        with self._chain(prepared.planned, files) as chain:
+            expert = chain[0] if chain else None
+            borrowed = compat_reading(base, expert, tokens=tokens, tiers=self.tiers)
+            return CompatReady(base, stack.enter_context(borrowed))
+
+    @contextmanager
+    def _chain(self, planned: Planned, files: Files) -> Iterator[list[tuple[ExpertSource, float]]]:
+        """Offer the experts of a plan with their weights; what is installed stays meanwhile."""
         plan, store = planned.result.plan, self._planner.store
         from_files = {file.source.content_digest: file.source for file in files.values()}
         sources = [
@@ -226,11 +282,8 @@ class Engine:
             or stored_source(store, expert.stored, expert.manifest, progress=self._progress)
             for expert in planned.experts
         ]
-        chain = [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
         with store.lease(e.stored for e in planned.experts if e.digest not in from_files):
-            return stack.enter_context(
-                compiled(self.tiers, chain, identity=plan.identity, target=target)
-            )
+            yield [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
 
     def _recording(
         self, planned: Planned, files: Files, stack: ExitStack
@@ -284,36 +337,16 @@ def _target(prepared: Prepared, loaded: LoadedBase, derived: Derived) -> Target:
     return Target(prepared.form, GainSource(content, loaded.model.decoder.matrix, derived))
 
 
-def _kv_wanted(prepared: Prepared, cache_key: str | None) -> KVWanted:
+def _kv_wanted(base: OpenBase, prepared: Prepared, cache_key: str | None) -> KVWanted:
     prompt = prepared.prompt
     return KVWanted(
         cache_key=cache_key,
         identity=prepared.planned.result.plan.identity,
-        config=prepared.base.config,
+        config=base.config,
         ids=prompt.ids,
         virtual=prompt.virtual,
         capacity=prompt.capacity,
     )
-
-
-def _generate(
-    ready: _Ready, prepared: Prepared, cancelled: Cancelled
-) -> Generator[str, None, Generated]:
-    plan, prompt = prepared.planned.result.plan, prepared.prompt
-    generated = yield from generate(
-        ready.base.model,
-        prompt.ids[ready.kv.reused :],
-        cache=ready.kv.cache,
-        deltas=ready.plan.deltas,
-        soft_prompt=ready.plan.soft_prompt,
-        params=plan.params,
-        seed=plan.seed,
-        max_tokens=prompt.max_tokens,
-        cancelled=cancelled,
-    )
-    if generated.finish_reason != "cancelled":
-        ready.kv.complete((*prompt.ids, *generated.tokens))
-    return generated
 
 
 def _threads_differ(request: RunRequest, count: int) -> tuple[str, ...]:
