@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +21,6 @@ from expertctl.cli.output import JsonFlag, fail, note, print_json, progress, war
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
-    Body,
     Device,
     Dtype,
     Exclude,
@@ -41,7 +40,6 @@ from expertctl.cli.run_options import (
     Template,
     TopK,
     TopP,
-    Truncate,
     VerifyBase,
     body_of,
     budget_of,
@@ -66,7 +64,9 @@ def chat(
     max_experts: MaxExperts = 10,
     no_experts: NoExperts = False,
     base: Base = None,
-    body: Body = None,
+    body: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Text that follows the first message.")
+    ] = None,
     template: Template = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -77,7 +77,9 @@ def chat(
     stop: Stop = None,
     seed: Seed = None,
     greedy: Greedy = False,
-    truncate: Truncate = False,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Leave out the oldest turns that do not fit.")
+    ] = False,
     device: Device = None,
     memory_budget: MemoryBudget = None,
     dtype: Dtype = "float32",
@@ -87,7 +89,7 @@ def chat(
     as_json: JsonFlag = False,
     stats: Stats = False,
 ) -> None:
-    r"""Talk with the experts that suit each message, or with named ones; /help says more.
+    r"""Talk with experts in several turns; /help in it says more.
 
     Example: printf 'Put 41, 17, 23 in ascending order\nAnd 9, 8, 7\n' | expertctl chat
     """
