@@ -32,6 +32,7 @@ from expertctl.cli.run_options import (
     MinP,
     Mismatch,
     NoExperts,
+    OnBudget,
     Repetition,
     Seed,
     Stats,
@@ -82,6 +83,7 @@ def chat(
     ] = False,
     device: Device = None,
     memory_budget: MemoryBudget = None,
+    on_budget: OnBudget = "refuse",
     dtype: Dtype = "float32",
     adapter_dtype: AdapterDtype = "published",
     verify_base: VerifyBase = False,
@@ -130,6 +132,7 @@ def chat(
         base=base,
         truncate=truncate,
         verify_base=verify_base,
+        on_budget=on_budget,
     )
     check_request(pattern.route)
     named = [parse_expert(text) for text in expert or ()]

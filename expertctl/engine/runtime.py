@@ -163,7 +163,7 @@ class Engine:
             experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
             kv_reused_tokens=ready.reused,
             threads=count,
-            warnings=(*told, *ready.warnings, *prepared.prompt.warnings, *unsaved),
+            warnings=(*told, *ready.warnings, *_of_the_context(prepared, generated), *unsaved),
         )
 
     def plan(self, request: RunRequest) -> Planned:
@@ -355,6 +355,15 @@ def _threads_differ(request: RunRequest, count: int) -> tuple[str, ...]:
         return ()
     told = f"the plan was saved by a run with {saved} threads, this one has {count}"
     return (f"{told}: the last bits of the numbers may differ",)
+
+
+def _of_the_context(prepared: Prepared, generated: Generated) -> tuple[str, ...]:
+    """What of the prompt was not read, and whether the answer ended for want of room."""
+    prompt, wanted = prepared.prompt, prepared.planned.result.plan.params.max_tokens
+    if generated.finish_reason != "length" or prompt.max_tokens == wanted:
+        return prompt.warnings
+    full = f"the answer ended where the context of {prompt.capacity} tokens is full"
+    return (*prompt.warnings, full)
 
 
 def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:

@@ -230,8 +230,12 @@ def test_a_prompt_beyond_the_context_is_refused_or_cut_as_asked(engine: Engine) 
 
 
 def test_max_tokens_end_at_the_context(engine: Engine) -> None:
-    result = run(engine, request(prompt="x" * 480))
-    assert result.prompt_tokens + len(result.generated.tokens) <= 512
+    long = request(prompt="x" * 480)
+    wishes = replace(WISHES, max_tokens=100)
+    result = run(engine, replace(long, route=replace(long.route, wishes=wishes)))
+    assert result.prompt_tokens + len(result.generated.tokens) == 512
+    assert "the answer ended where the context of 512 tokens is full" in result.warnings
+    assert not any("is full" in w for w in run(engine, long).warnings)
 
 
 def test_another_base_takes_the_place_of_the_first(
