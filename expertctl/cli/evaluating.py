@@ -126,7 +126,7 @@ def measured(
         )
     warn((*data.warnings, *cut_off(found)))
     entry = _entry(named, data, base=found.base.share, expert=found.expert.share, date=date)
-    note(f"{named}: {entry.expert:g}, base alone {entry.base:g}, n = {entry.n}")
+    note(f"measured {named}: {entry.expert:g} right, base alone {entry.base:g}, n = {entry.n}")
     return with_evaluation(plan, entry)
 
 
