@@ -16,6 +16,7 @@ from expertctl.package.build import build, plan_build
 from expertctl.package.draft import Overrides
 from expertctl.package.peft_export import export_peft
 from expertctl.package.spool import spooling
+from expertctl.schema.manifest import AdapterKind
 from tests.factories import make_package, write_dora, write_ia3, write_lora, write_soft_prompt
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -42,8 +43,8 @@ def one_thread() -> None:
 
 def logits(base_dir: Path, adapter: Path) -> Any:
     """What stock PEFT makes of a directory, on a base loaded afresh."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(base_dir)
-    model = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(base_dir)
+    model = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
     with torch.inference_mode():
         return model(IDS, use_cache=False).logits
 
@@ -83,7 +84,7 @@ def test_the_bytes_are_those_of_the_publisher(
 def test_of_several_adapters_each_gets_a_directory_in_order(
     tmp_path: Path, base_dir: Path, facts: BaseFacts
 ) -> None:
-    kinds = ("soft_prompt", "lora", "ia3")
+    kinds: tuple[AdapterKind, ...] = ("soft_prompt", "lora", "ia3")
     package = make_package(
         tmp_path, base_dir=base_dir, base=facts, adapters=[(kind, {}) for kind in kinds]
     )
