@@ -43,6 +43,10 @@ Dtype = Annotated[Literal["float32", "bf16"], typer.Option(help="How base weight
 AdapterDtype = Annotated[
     Literal["published"], typer.Option("--adapter-dtype", help="How adapters are held.")
 ]
+EngineOption = Annotated[
+    Literal["native", "transformers"],
+    typer.Option("--engine", help="transformers: any base, one expert, slow; needs [compat]."),
+]
 Mismatch = Annotated[
     bool, typer.Option("--allow-base-mismatch", help="Accept experts made for another base.")
 ]

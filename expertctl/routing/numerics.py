@@ -65,7 +65,7 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
     if base.foreign and engine == "native":
         raise IncompatibleError(
             f"expertctl's own decoder does not run the base {base.name}",
-            hint="use --engine transformers: slow, with one expert at most",
+            hint="`expertctl run --engine transformers` does, slowly and with one expert at most",
         )
 
 
