@@ -7,6 +7,7 @@ what was said before.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from expertctl.errors import NotFoundError
 from expertctl.routing.candidate import Installed
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned, Planner
@@ -31,6 +32,7 @@ def plan_follow_up(
     planned = planner.plan(request, base=base, files=files)
     if planned.experts or request.base_alone or not before.experts:
         return planned
+    _demand_installed(planner, before)
     force = tuple(Forced(expert.content_digest, expert.weight) for expert in before.experts)
     kept = planner.plan(replace(request, force=force), base=base or before.base, files=files)
     experts = tuple(replace(expert, reason=KEPT) for expert in kept.result.plan.experts)
@@ -40,3 +42,15 @@ def plan_follow_up(
         candidates=tuple(candidate.accepted(KEPT) for candidate in kept.result.candidates),
     )
     return replace(kept, result=result)
+
+
+def _demand_installed(planner: Planner, plan: Plan) -> None:
+    """Say by name who is gone; only the digests of a plan are looked up."""
+    for expert in plan.experts:
+        try:
+            planner.store.find(expert.content_digest)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"{expert.ref}, which answered the turn before, is not installed any more",
+                hint="begin anew, or name the experts that shall answer",
+            ) from error

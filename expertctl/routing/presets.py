@@ -39,7 +39,6 @@ PRESETS: Mapping[str, SamplingParams] = {
     "code_generation": SamplingParams(temperature=0.4, max_tokens=8192, repetition_penalty=1.05),
     "default": SamplingParams(temperature=0.6, max_tokens=2048, repetition_penalty=1.1),
 }
-_UNAPPLIED = ("grammar",)
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
@@ -141,7 +140,7 @@ def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
 
 def unapplied(decoding: Decoding) -> list[str]:
     """Name what an expert recommends and no run applies."""
-    return [name for name in _UNAPPLIED if getattr(decoding, name) is not None]
+    return [] if decoding.grammar is None else ["grammar"]
 
 
 def _refuse_penalties(given: Mapping[str, Any]) -> None:
