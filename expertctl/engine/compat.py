@@ -77,14 +77,20 @@ class TransformersReading:
     def _forward(self, tokens: int, **inputs: Tensor) -> Tensor:
         """Run the model over some tokens behind those before: [vocab], float32."""
         self._length += tokens
-        output = self._model(
-            **inputs,
-            attention_mask=torch.ones(1, self._length, dtype=torch.long),
-            past_key_values=self._past,
-            use_cache=True,
-            return_dict=True,
-            **self._options,
-        )
+        try:
+            output = self._model(
+                **inputs,
+                attention_mask=torch.ones(1, self._length, dtype=torch.long),
+                past_key_values=self._past,
+                use_cache=True,
+                return_dict=True,
+                **self._options,
+            )
+        except Exception as error:  # whatever the code of an architecture raises
+            raise IncompatibleError(
+                f"transformers cannot run {self._model.config.model_type} so: {str(error)[:1000]}",
+                hint="the base, or the expert on it, is not made for generation token by token",
+            ) from error
         self._past = getattr(output, "past_key_values", None)
         if self._past is None:
             raise IncompatibleError(

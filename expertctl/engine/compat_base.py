@@ -35,6 +35,20 @@ from expertctl.store.bases import BaseStore
 _MARGIN = 8
 """One part in so many of the weights is added for what loading and running need besides."""
 _FLOAT_BYTES = 4
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What architectures call the number of their layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What of a configuration says how much a text takes."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,7 @@ class CompatBase:
     stored: StoredBase
     config: Any
     """The configuration object of transformers."""
+    sizes: Sizes
     tensors: Mapping[str, StoredTensor]
     tokenizer: Tokenizer
     dtype: torch.dtype
@@ -60,11 +75,6 @@ class CompatBase:
         return _length(self.config) or UNKNOWN_LENGTH
 
     @property
-    def vocab_size(self) -> int:
-        """How many tokens it has scores for."""
-        return int(self.config.get_text_config().vocab_size)
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of it."""
         if _length(self.config):
@@ -73,17 +83,14 @@ class CompatBase:
 
     def kv_bytes(self, tokens: int) -> int:
         """About what the keys and values of so many tokens take."""
-        config = self.config.get_text_config()
-        layers, heads = int(config.num_hidden_layers), int(config.num_attention_heads)
-        size = getattr(config, "head_dim", None) or -(-int(config.hidden_size) // heads)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return 2 * layers * int(kv_heads) * int(size) * self.dtype.itemsize * tokens
+        sizes = self.sizes
+        row = sizes.layers * sizes.kv_heads * sizes.head_dim
+        return 2 * row * self.dtype.itemsize * tokens
 
     def buffer_bytes(self, tokens: int) -> int:
         """About what loading and a pass over so many tokens need besides."""
-        config = self.config.get_text_config()
-        wide = 16 * int(config.hidden_size) + int(config.num_attention_heads) * tokens
-        passing = tokens * wide * _FLOAT_BYTES + sample_bytes(self.vocab_size)
+        wide = 16 * self.sizes.hidden + self.sizes.heads * tokens
+        passing = tokens * wide * _FLOAT_BYTES + sample_bytes(self.sizes.vocab)
         return self.weight_bytes // _MARGIN + passing
 
 
@@ -100,10 +107,13 @@ def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: boo
     else:
         bases.check(stored)
     what = str(stored.path / CONFIG_FILE)
-    config = parse_foreign(read_document(stored.path), what=what)
-    tokenizer = Tokenizer.open(stored.path)
+    foreign = parse_foreign(read_document(stored.path), what=what)
     tensors = foreign_tensors(stored.path)
-    return CompatBase(stored, _config(config, what), tensors, tokenizer, dtype_of(dtype))
+    _refuse_layers(foreign, len(tensors), what)
+    config = _config(foreign, what)
+    sizes = _sizes(config, what)
+    tokenizer = Tokenizer.open(stored.path)
+    return CompatBase(stored, config, sizes, tensors, tokenizer, dtype_of(dtype))
 
 
 def load_model(base: CompatBase) -> Any:
@@ -125,7 +135,9 @@ def load_model(base: CompatBase) -> Any:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except (ValueError, RuntimeError, ImportError, AttributeError, KeyError) as error:
+        except IncompatibleError:
+            raise
+        except Exception as error:  # whatever the code of an architecture raises
             problem = f"transformers cannot load it: {str(error)[:1000]}"
             raise InvalidPackageError(f"the base {name}", [problem]) from error
     _check_loaded(name, found)
@@ -150,6 +162,33 @@ def _config(config: ForeignConfig, what: str) -> Any:
         except Exception as error:  # its validation raises errors of several libraries
             problem = f"transformers cannot read it: {str(error)[:1000]}"
             raise InvalidPackageError(what, [problem]) from error
+
+
+def _refuse_layers(config: ForeignConfig, tensors: int, what: str) -> None:
+    """Refuse more layers than there are tensors, before anything is made for each of them."""
+    for name in _LAYERS:
+        layers = config.values.get(name)
+        if isinstance(layers, int) and layers > tensors:
+            raise InvalidPackageError(what, [f"{layers} layers, but {tensors} tensors"])
+
+
+def _sizes(config: Any, what: str) -> Sizes:
+    """Read what a text will take, before a model of that size is made."""
+    text = config.get_text_config()
+
+    def number(name: str, default: int = 0) -> int:
+        value = getattr(text, name, None)
+        return value if isinstance(value, int) and value > 0 else default
+
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    layers, vocab = number("num_hidden_layers"), number("vocab_size")
+    if not (heads and hidden and layers and vocab):
+        raise IncompatibleError(
+            f"{what}: {config.model_type} does not say its layers, heads, width and tokens",
+            hint="use a base that generates with keys and values of earlier tokens",
+        )
+    dim = number("head_dim", -(-hidden // heads))
+    return Sizes(layers, heads, number("num_key_value_heads", heads), dim, hidden, vocab)
 
 
 def _class_of(config: Any, name: str) -> Any:

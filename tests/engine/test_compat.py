@@ -338,6 +338,12 @@ def test_a_token_that_the_base_does_not_have_is_refused(gpt2: ForeignModel) -> N
         reading.prefill([])
 
 
+def test_an_error_of_the_model_is_told_in_words(gpt2: ForeignModel) -> None:
+    reading = TransformersReading(gpt2.model)
+    with pytest.raises(IncompatibleError, match="transformers cannot run gpt2 so"):
+        reading.prefill([1] * 97)  # there are 96 positions
+
+
 def test_a_model_that_keeps_nothing_of_what_it_read_is_refused(gpt2: ForeignModel) -> None:
     class Forgetful(torch.nn.Module):
         config = gpt2.model.config

@@ -83,7 +83,7 @@ def test_a_base_computes_what_it_computes_in_transformers_and_costs_what_was_est
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in past.layers)
     assert base.kv_bytes(len(IDS)) == held
     assert base.buffer_bytes(2 * len(IDS)) > base.buffer_bytes(len(IDS)) > 0
-    assert scores(loaded).shape == (base.vocab_size,)
+    assert scores(loaded).shape == (base.sizes.vocab,)
     assert_same(loaded, model)
 
 
@@ -201,7 +201,9 @@ def test_a_configuration_of_other_sizes_is_refused(change: dict[str, Any], copy:
 
 
 @pytest.mark.parametrize(
-    "change", [{"n_head": "many"}, {"activation_function": "no such thing"}, {"n_head": 5}], ids=str
+    "change",
+    [{"activation_function": "no such thing"}, {"n_head": 5}, {"layer_norm_epsilon": "x"}],
+    ids=str,
 )
 def test_a_configuration_that_transformers_cannot_use_is_malformed(
     change: dict[str, Any], copy: Path
@@ -218,6 +220,25 @@ def test_an_architecture_that_transformers_does_not_know_is_refused(
     directory = write_gpt2(tmp_path / "odd", model_type=kind, architectures=["OddForCausalLM"])
     with pytest.raises((IncompatibleError, InvalidPackageError)):
         load_model(opened(directory))
+
+
+def test_more_layers_than_tensors_are_refused_before_any_is_made(copy: Path) -> None:
+    change_config(copy, n_layer=10**9)
+    with pytest.raises(InvalidPackageError, match="1000000000 layers, but 28 tensors"):
+        opened(copy)
+
+
+@pytest.mark.parametrize("name", ["n_head", "n_layer", "vocab_size", "n_embd"])
+def test_a_size_of_nothing_is_refused(name: str, copy: Path) -> None:
+    change_config(copy, **{name: 0})
+    with pytest.raises((IncompatibleError, InvalidPackageError)):
+        opened(copy)
+
+
+def test_a_base_without_keys_and_values_is_refused(tmp_path: Path) -> None:
+    directory = write_gpt2(tmp_path / "odd", model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(IncompatibleError, match="mamba"):
+        opened(directory)
 
 
 def test_a_missing_library_is_named_with_the_extra(
