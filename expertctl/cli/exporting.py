@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, progress
+from expertctl.cli.output import JsonFlag, emit, note, progress
 from expertctl.cli.target import the_store
 from expertctl.errors import UsageError
 from expertctl.install.export import Exported, Form, SetForm, export_one, export_set
@@ -56,8 +56,15 @@ def _export_one(target: str, output: Path | None, form: Form, *, as_json: bool) 
         done = export_one(target, path, form=form, store=store, progress=report)
     document = {"path": str(path), **_document(done), "format": form}
     if form == "peft":
+        _warn_of_files(target)
         document["adapters"] = [str(path / place) for place in done.adapters]
     emit(document, f"wrote {path}", as_json=as_json)
+
+
+def _warn_of_files(target: str) -> None:
+    """The signature is left behind: nobody who gets the directory can check it."""
+    if names_file(target):
+        note("not verified: digests are right, the signature was not checked")
 
 
 def _export_set(

@@ -39,7 +39,7 @@ def why(
 
 
 def _document(found: Why) -> dict[str, object]:
-    expert, base = found.expert, found.base
+    expert, base = found.expert, found.expert.base
     return {
         "ref": expert.ref,
         "content_digest": str(expert.content_digest),
@@ -109,7 +109,7 @@ def _vouching_line(vouching: Vouching | None, namespace: str) -> str:
 
 
 def _base_line(found: Why) -> str:
-    base = found.base
+    base = found.expert.base
     label = base.name + (f"@{base.revision[:12]}" if base.revision else "")
     if not found.bases:
         return f"made for the base {label}, which is not here"

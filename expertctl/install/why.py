@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from expertctl.install.remove import fits
 from expertctl.install.requirements import Claims
 from expertctl.store.base_record import StoredBase
-from expertctl.store.ref import RequiredBase, StoredExpert
+from expertctl.store.ref import StoredExpert
 from expertctl.trust.record import Grant, TrustRecord
 
 
@@ -54,7 +54,6 @@ class Why:
     """What would not run any more without it."""
     vouching: Vouching | None
     """None means that nobody signed it."""
-    base: RequiredBase
     bases: tuple[str, ...]
     """The bases of this machine that it was made for."""
 
@@ -72,7 +71,6 @@ def why(
         tuple(_requirers(expert, installed)),
         tuple(_broken_without(expert, installed)),
         _vouching(expert, trust),
-        expert.base,
         tuple(base.name for base in bases if fits(expert.base, base)),
     )
 

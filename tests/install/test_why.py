@@ -125,6 +125,6 @@ def test_the_base_is_here_when_its_digests_are(house: House, shop: Shop, tmp_pat
     other = write_base(tmp_path / "other", layers=1, hidden=16, heads=2, kv_heads=1, seed=9)
     house.bases.add(other, name=BASE_NAME)
     found = asked(house, "acme/low")
-    assert (found.base.name, found.bases) == (BASE_NAME, ())
+    assert (found.expert.base.name, found.bases) == (BASE_NAME, ())
     house.bases.add(shop.base_dir, name="the-same-elsewhere")
     assert asked(house, "acme/low").bases == ("the-same-elsewhere",)

@@ -134,6 +134,13 @@ def test_every_problem_of_a_file_set_is_named() -> None:
         assert text in problems
 
 
+def test_two_sizes_for_one_content_are_refused() -> None:
+    """Only one can be true, and the content digest would hold the other."""
+    lying = [file("LICENSE", 4, b"same"), file("README.md", 5, b"same")]
+    with pytest.raises(InvalidPackageError, match="has two sizes"):
+        layout_of([*lying, file("expert.json")], None)
+
+
 def test_a_total_beyond_the_limit_is_refused() -> None:
     files = [file("expert.json"), *(file(f"{i}.safetensors", MAX_FILE_BYTES) for i in range(3))]
     assert any("in all" in problem for problem in file_problems(files))

@@ -10,11 +10,12 @@ import pytest
 
 from expertctl.digest import hash_file
 from expertctl.errors import DigestError, ExpertError, InvalidPackageError, UsageError
+from expertctl.package.layout import OCI_LAYOUT
 from expertctl.package.read import read_package
 from expertctl.package.spool import sign_package, unpack
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PrivateKey
-from tests.package.forge import framed, repack, tar_of
+from tests.package.forge import files_of, framed, repack, tar_of
 
 
 @pytest.fixture
@@ -108,8 +109,6 @@ def test_a_damaged_package_leaves_nothing(damaged: Path, tmp_path: Path, key: Pr
 
 
 def test_equal_files_are_both_unpacked(package: Path, tmp_path: Path) -> None:
-    from tests.package.forge import files_of
-
     files = {**files_of(tar_of(package)), "README.md": b"same", "LICENSE": b"same"}
     path = framed(repack(files), tmp_path / "x.expert")
     unpack(path, tmp_path / "out")
@@ -137,6 +136,13 @@ def test_signing_an_unsigned_package_equals_building_it_signed(
     copy = Path(shutil.copy(unsigned, tmp_path / "x.expert"))
     sign_package(copy, key)
     assert tar_of(copy) == tar_of(package)
+
+
+def test_a_file_may_hold_the_very_bytes_of_another_member(package: Path, tmp_path: Path) -> None:
+    files = {**files_of(tar_of(package)), "README.md": OCI_LAYOUT}
+    path = framed(repack(files), tmp_path / "x.expert")
+    unpack(path, tmp_path / "out")
+    assert (tmp_path / "out" / "README.md").read_bytes() == OCI_LAYOUT
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
