@@ -7,7 +7,7 @@ that the expert recommends whoever answers. Being evaluated does not count as be
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from expertctl.digest import Digest, Progress, no_progress
@@ -20,12 +20,10 @@ from expertctl.errors import DigestError, UsageError
 from expertctl.package.build import Plan as BuildPlan
 from expertctl.package.build import build
 from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
-from expertctl.package.read import read_package
 from expertctl.routing.plan import PlannedExpert
-from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.presets import NO_WISHES, SamplingWishes
 from expertctl.routing.request import RouteRequest
-from expertctl.schema.manifest import Manifest
 from expertctl.store.catalogue import Catalogue
 
 DEFAULT_MAX_TOKENS = 256
@@ -68,19 +66,16 @@ def evaluate(
             f"the expert is evaluated at weight 1, not {request.expert.weight:g}",
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
-    decoding = _manifest(planner, request.expert).decoding
-    limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
-    wishes = SamplingWishes(greedy=True, max_tokens=limit, stop=decoding.stop)
     with _uncounted(planner) as unseen:
-        asker = _Asker(Engine(unseen, budget=budget), request, wishes, progress)
+        asker = _asker(Engine(unseen, budget=budget), request, progress)
         chain = asker.score([request.expert, *request.compose]) if request.compose else None
         expert = asker.score([request.expert])
         base = asker.score([])
         others = tuple(asker.score([replace(e, weight=1.0)]) for e in request.compose)
     return Evaluated(
         data=request.data,
-        base_name=asker.base or "",
-        max_tokens=limit,
+        base_name=asker.base,
+        max_tokens=asker.max_tokens,
         base=base,
         expert=expert,
         others=others,
@@ -113,27 +108,24 @@ def evaluate_build(
         return evaluate(planner, request, budget=budget, progress=progress)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Asker:
-    """Asks one engine everything; knows the base after the first answer."""
+    """Asks one engine everything, on one base, with the settings of the expert."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        request: EvaluationRequest,
-        wishes: SamplingWishes,
-        progress: Progress,
-    ) -> None:
-        self.base = request.base
-        self.warnings: dict[str, None] = {}
-        self._engine, self._data = engine, request.data
-        self._wishes, self._progress = wishes, progress
-        self._longest_first = _longest_first(request.data)
+    engine: Engine
+    data: EvaluationData
+    longest_first: Sequence[Sample]
+    base: str
+    max_tokens: int
+    wishes: SamplingWishes
+    progress: Progress
+    warnings: dict[str, None] = field(default_factory=dict)
 
     def score(self, experts: Sequence[NamedExpert]) -> Score:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
         answers: dict[int, Answer] = {}
         plans: dict[Digest, tuple[PlannedExpert, ...]] = {}
-        for sample in self._longest_first:
+        for sample in self.longest_first:
             result = self._ask(sample, experts)
             plan = result.planned.result.plan
             plans[plan.identity] = plan.experts
@@ -141,26 +133,42 @@ class _Asker:
         if len(plans) > 1:
             raise DigestError("an expert changed while it was evaluated", hint="evaluate it again")
         [planned] = plans.values()
-        return Score(planned, tuple(answers[sample.line] for sample in self._data.samples))
+        return Score(planned, tuple(answers[sample.line] for sample in self.data.samples))
 
     def _ask(self, sample: Sample, experts: Sequence[NamedExpert]) -> RunResult:
-        request = RunRequest(
-            message=_message(sample),
-            experts=tuple(experts),
-            route=RouteRequest(prompt=sample.prompt, base_alone=not experts, wishes=self._wishes),
-            base=self.base,
-        )
-        with _naming(self._data, sample):
-            result = _result(self._engine.run(request))
-        self.base = result.planned.base.name
-        self.warnings |= dict.fromkeys(result.warnings)
-        self._progress(1)
+        with _naming(self.data, sample):
+            request = _run_request(sample, experts, self.base, self.wishes)
+            result = _result(self.engine.run(request))
+        self.warnings.update(dict.fromkeys(result.warnings))
+        self.progress(1)
         return result
 
     def _judged(self, sample: Sample, result: RunResult) -> Answer:
         text = result.generated.text
-        right = is_right(text, sample.answer, metric=self._data.metric)
+        right = is_right(text, sample.answer, metric=self.data.metric)
         return Answer(sample, text, right, result.generated.finish_reason == "length")
+
+
+def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _Asker:
+    """Plan before anything is loaded: what is wrong with the experts is told without a prompt."""
+    longest_first = _longest_first(request.data)
+
+    def plan(experts: Sequence[NamedExpert]) -> Planned:
+        return engine.plan(_run_request(longest_first[0], experts, request.base))
+
+    planned = plan([request.expert])
+    plan([request.expert, *request.compose])
+    decoding = planned.experts[-1].manifest.decoding  # after those that it requires
+    limit = request.max_tokens or decoding.max_tokens or DEFAULT_MAX_TOKENS
+    return _Asker(
+        engine=engine,
+        data=request.data,
+        longest_first=longest_first,
+        base=planned.base.name,
+        max_tokens=limit,
+        wishes=SamplingWishes(greedy=True, max_tokens=limit, stop=decoding.stop),
+        progress=progress,
+    )
 
 
 @contextmanager
@@ -189,6 +197,16 @@ def _longest_first(data: EvaluationData) -> list[Sample]:
     return sorted(data.samples, key=lambda sample: -sizes[sample.line])
 
 
+def _run_request(
+    sample: Sample,
+    experts: Sequence[NamedExpert],
+    base: str | None,
+    wishes: SamplingWishes = NO_WISHES,
+) -> RunRequest:
+    route = RouteRequest(prompt=sample.prompt, base_alone=not experts, wishes=wishes)
+    return RunRequest(message=_message(sample), experts=tuple(experts), route=route, base=base)
+
+
 def _message(sample: Sample) -> UserMessage:
     return UserMessage(prompt=sample.prompt, body=sample.body)
 
@@ -201,9 +219,3 @@ def _result(pieces: Generator[str, None, RunResult]) -> RunResult:
         except StopIteration as end:
             result: RunResult = end.value
             return result
-
-
-def _manifest(planner: Planner, expert: NamedExpert) -> Manifest:
-    if isinstance(expert, FileExpert):
-        return read_package(expert.path).manifest
-    return planner.store.manifest(planner.store.find(expert.target))

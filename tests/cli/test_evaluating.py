@@ -150,7 +150,7 @@ def test_a_chain_is_judged_against_its_best_part(workshop: Workshop, expertctl: 
         (["./nowhere.expert"], 3, "nowhere.expert: no such file"),
         (["acme/sums:0.5"], 2, "at weight 1"),
         (["acme/sums", "--compose", "acme/nobody"], 3, "acme/nobody is not installed"),
-        (["acme/sums", "--compose", "acme/sums"], 2, "named twice"),
+        (["acme/sums", "--compose", "acme/sums"], 2, "error: acme/sums@0.1.0 is named twice"),
         (["acme/sums", "--metric", "bleu"], 2, "bleu"),
         (["acme/sums", "--min-gain", "nan"], 2, "min-gain"),
         (["acme/sums", "--min-gain", "2"], 2, "min-gain"),
