@@ -27,7 +27,7 @@ _SHORT = 12
 
 
 def diff(old: Target, new: Target, as_json: JsonFlag = False) -> None:
-    """Show what changed from one package to another: manifest, files, tensors.
+    """Show what changed between two packages. Tensors are compared one by one.
 
     Example: expertctl diff acme/sql@1.0.0 sql-1.1.0.expert
     """

@@ -31,7 +31,7 @@ def export(
     peft: Annotated[bool, typer.Option("--peft", help="As a directory that PEFT loads.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write an expert as a file, or several with all they require as one .experts file.
+    """Write experts to a file. Several, and all they require, go into one.
 
     Example: expertctl export acme/sql acme/english -o mine.experts
     """

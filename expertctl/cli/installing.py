@@ -65,7 +65,7 @@ def import_(
     allow_base_mismatch: AllowBaseMismatch = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Verify and install a set of experts that was exported elsewhere, all or none.
+    """Install experts that were exported together. All are verified first.
 
     Example: expertctl import mine.experts
     """
