@@ -141,7 +141,7 @@ def chat(
     session = _open(pattern, settings, as_json=as_json, stats=stats)
     if named:
         session.conversation.use(named)
-    raise typer.Exit(session.run(line_reader()))
+    raise typer.Exit(session.run(line_reader(as_json=as_json)))
 
 
 def _open(pattern: "RunRequest", settings: Settings, *, as_json: bool, stats: bool) -> "_Session":

@@ -67,11 +67,11 @@ def _block(line: str, read_line: ReadLine) -> str:
     return "\n".join([*lines, line.rstrip().removesuffix(QUOTES)]).strip("\n")
 
 
-def line_reader() -> ReadLine:
+def line_reader(*, as_json: bool = False) -> ReadLine:
     """Return what reads stdin: with line editing at a terminal, else without a prompt."""
     if not sys.stdin.isatty():
         return _piped_line
-    if not sys.stdout.isatty():
+    if as_json or not sys.stdout.isatty():
         return _plain_line
     with suppress(ImportError):  # not on every system; lines can be typed all the same
         import readline
@@ -92,7 +92,7 @@ def _edited_line(prompt: str) -> str | None:
 
 
 def _plain_line(prompt: str) -> str | None:
-    """Read from a terminal while stdout goes elsewhere: the prompt is no answer."""
+    """Read from a terminal while stdout is for answers alone."""
     sys.stderr.write(prompt)
     sys.stderr.flush()
     return _piped_line(prompt)

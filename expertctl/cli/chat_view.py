@@ -27,7 +27,7 @@ def turn_line(turn: "Turn") -> str:
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
         who(turn.plan) + (", kept from the turn before" if turn.kept_experts else ""),
-        f"{result.prompt_tokens} tokens read{_reused(turn)}",
+        f"{result.prompt_tokens} tokens of prompt{_reused(turn)}",
         f"{len(generated.tokens)} written{ends[generated.finish_reason]}",
     ]
     if generated.decode_steps:
@@ -69,6 +69,6 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
 def _reused(turn: "Turn") -> str:
     """Say how much of it was known, and why nothing was where something could be expected."""
     if turn.replanned:
-        return " (all again: the experts changed)"
+        return " (all read again: the experts changed)"
     reused = turn.result.kv_reused_tokens
-    return f" ({reused} of them kept from before)" if reused else ""
+    return f" ({reused} kept from before)" if reused else ""

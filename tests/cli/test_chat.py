@@ -60,7 +60,7 @@ def test_a_follow_up_reuses_what_was_read_and_keeps_the_experts(
     assert expert["reason"] == "kept from the turn before"
     told = expertctl("chat", *QUIET, stdin=f"{PROMPT}\n{OTHER}\n".encode()).err
     assert "kept from the turn before; " in told
-    assert f"({second['cache']['kv_reused_tokens']} of them kept from before)" in told
+    assert f"({second['cache']['kv_reused_tokens']} kept from before)" in told
 
 
 def test_experts_are_changed_within_a_chat_and_that_is_said(
@@ -73,7 +73,7 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
     assert found[0]["tokens"] == found[2]["tokens"]
     told = expertctl("chat", *QUIET, stdin=script.encode()).err
     assert "from now on: acme/sorting@1.2.0 x 0.5" in told
-    assert "(all again: the experts changed)" in told
+    assert "(all read again: the experts changed)" in told
 
 
 def test_experts_are_listed_with_those_that_answer_marked(
@@ -291,3 +291,23 @@ def test_lines_are_edited_recalled_and_continued(terminal: Terminal) -> None:
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(30) == 0
+
+
+def test_with_json_a_terminal_shows_prompts_and_stdout_the_document_alone(
+    talkative: None,
+) -> None:
+    master, child = pty.openpty()
+    program = "import sys; from expertctl.cli.app import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "chat", "--json", "--max-tokens", "3"],
+        stdin=child,
+        stdout=subprocess.PIPE,
+        stderr=child,
+        env={**os.environ, "EXPERT_ENCODER": "lexical", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    os.close(child)
+    os.write(master, b"hello\n/exit\n")
+    out, _ = process.communicate(timeout=60)
+    os.close(master)
+    assert [turn["prompt"] for turn in json.loads(out)["turns"]] == ["hello"]
