@@ -12,6 +12,7 @@ Several B are written as rows, [rank, out]: one token then takes less than half 
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -119,17 +120,16 @@ def compose(experts: Sequence[Weighted], form: Form) -> Composition:
 
 def _deltas(layers: Mapping[str, Folded], form: Form, workers: int) -> dict[str, LinearDelta]:
     """Compile group after group; each copy is small, so torch's own threads stay out of it."""
-    names = list(layers)
-    groups = [names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)]
-    size = sum(_elements(folded, form) for folded in layers.values())
-    arena = _Arena(_empty(size, form), form)
-    shares = [
-        (names, arena.share(sum(_elements(layers[name], form) for name in names)))
-        for names in groups
-    ]
-    with threads(1), ThreadPoolExecutor(workers, thread_name_prefix="compile") as pool:
-        done = pool.map(lambda each: _group([layers[n] for n in each[0]], each[1]), shares)
-        return dict(zip(names, chain.from_iterable(done), strict=True))
+    folded = list(layers.values())
+    groups = [folded[i : i + _TOGETHER] for i in range(0, len(folded), _TOGETHER)]
+    sizes = [sum(_elements(layer, form) for layer in group) for group in groups]
+    arena = _Arena(_empty(sum(sizes), form), form)
+    shares = [arena.share(size) for size in sizes]
+    with threads(1), ExitStack() as stack:
+        # a new thread has its caches to fill and its heap to grow, so one alone is not worth it
+        each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
+        done = list(each(_group, groups, shares))
+    return dict(zip(layers, chain.from_iterable(done), strict=True))
 
 
 @torch.inference_mode()
@@ -226,10 +226,8 @@ def _stacked_b(blocks: Sequence[Block], factors: Products, arena: _Arena) -> Ten
     rows = arena.take(out, *ranks).T if len(blocks) == 1 else arena.take(sum(ranks), out)
     parts = rows.split_with_sizes(ranks)
     torch._foreach_copy_(parts, [block.step.b.T for block in blocks])
-    torch._foreach_mul_(parts, [block.factor for block in blocks])
-    for part, block in zip(parts, blocks, strict=True):
-        for scale in factors.b_scales(block):
-            part.mul_(scale)
+    for part, block, scale in zip(parts, blocks, factors.b_scales, strict=True):
+        part.mul_(block.factor if scale is None else scale)
     return rows.T
 
 

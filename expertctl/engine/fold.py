@@ -87,7 +87,7 @@ def fold(links: Sequence[Link]) -> Folded:
 
 
 def factor_vector(link: Link) -> Tensor:
-    """Return l of IA³ or c of DoRA; with the weight w the factor is ``1 - w + w * vector``."""
+    """Return l of IA³ or c of DoRA; with the weight w the factor is ``1 + w * (vector - 1)``."""
     vector = link.step.vector if isinstance(link.step, Ia3Tensors) else link.gain
     assert vector is not None, "the gains of DoRA come before its plan"
     return vector

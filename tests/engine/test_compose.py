@@ -163,7 +163,7 @@ def test_a_narrow_factor_is_folded_in_float32(narrow: torch.dtype) -> None:
         assert delta.a is not None
         assert delta.b is not None
         assert torch.equal(delta.a, tensors.a.float())
-        assert torch.equal(delta.b, tensors.b.float() * (1 / 3) * scale[:, None])
+        assert torch.equal(delta.b, tensors.b.float() * (scale * (1 / 3))[:, None])
 
 
 def test_ranks_are_concatenated_in_plan_order() -> None:
