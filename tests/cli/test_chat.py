@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import RouteRequest
 from expertctl.schema.validation import problems_of
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
 from tests.factories import write_base, write_lora
@@ -311,3 +313,66 @@ def test_with_json_a_terminal_shows_prompts_and_stdout_the_document_alone(
     out, _ = process.communicate(timeout=60)
     os.close(master)
     assert [turn["prompt"] for turn in json.loads(out)["turns"]] == ["hello"]
+
+
+class Typist:
+    """Stands for a terminal's stdin: lines, or keys that interrupt."""
+
+    def __init__(self, *typed: str | type[BaseException]) -> None:
+        self.buffer, self._typed = self, list(typed)
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, _limit: int) -> bytes:
+        typed = self._typed.pop(0) if self._typed else ""
+        if isinstance(typed, str):
+            return typed.encode()
+        raise typed
+
+
+def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uninterrupted = expertctl("run", PROMPT, *QUIET)
+    plan, pressed = Planner.plan, iter([True, False])
+
+    def press(self: Planner, request: RouteRequest, **options: Any) -> Planned:
+        if next(pressed):
+            signal.raise_signal(signal.SIGINT)
+        return plan(self, request, **options)
+
+    monkeypatch.setattr(Planner, "plan", press)
+    monkeypatch.setattr(sys, "stdin", Typist("one\n", f"{PROMPT}\n"))
+    outcome = expertctl("chat", *QUIET)
+    assert outcome.code == 0
+    assert "[interrupted before the first word]" in outcome.err
+    assert outcome.out == uninterrupted.out
+
+
+def test_ctrl_c_twice_in_an_answer_is_the_end(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Planner, "plan", press)
+    monkeypatch.setattr(sys, "stdin", Typist("one\n"))
+    assert expertctl("chat", *QUIET).code == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = KeyboardInterrupt
+    monkeypatch.setattr(sys, "stdin", Typist(key, "/nonsense\n", key, '"""\n'))
+    outcome = expertctl("chat", *QUIET)
+    assert outcome.code == 0
+    assert outcome.err.count("press Ctrl-C again to leave") == 2
+    assert "/nonsense is no command" in outcome.err
+    assert "ends within a block" in outcome.err
+    monkeypatch.setattr(sys, "stdin", Typist(key, key, "/nonsense\n"))
+    outcome = expertctl("chat", *QUIET)
+    assert (outcome.code, "no command" in outcome.err) == (0, False)
