@@ -16,7 +16,8 @@ from torch import Tensor
 class LinearDelta:
     """The difference that a plan makes to one linear layer with ``[out, in]`` weights.
 
-    ``a`` and ``b`` come together; they are the adapters' blocks, concatenated by rank.
+    ``a`` and ``b`` come together; they are the adapters' blocks, concatenated by rank. Either may
+    lie in memory by rows or by columns.
     """
 
     a: Tensor | None = None  # [rank, in]

@@ -11,7 +11,7 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, canonical
 
-NUMERIC_VERSION = 1
+NUMERIC_VERSION = 2
 """Raised whenever the engine's numbers change, so that nothing computed before is reused."""
 
 

@@ -240,13 +240,19 @@ def test_ia3s_that_peft_runs_together_equal_it(
     assert_same_logits(ours(model, *((path, 1.0) for path in some)), expected)
 
 
-def test_a_lora_before_a_dora_equals_the_two_in_peft(oracle: MakeOracle, tmp_path: Path) -> None:
-    """PEFT's DoRA scales all that stands before it; ours leaves the bias alone, and so does it."""
-    model = oracle("llama")
-    lora = write_lora(tmp_path / "lora", model.directory, seed=1)
-    dora = write_dora(tmp_path / "dora", model.directory, seed=2)
-    expected = active_together(model, lora, dora)
-    assert_same_logits(ours(model, (lora, 1.0), (dora, 1.0)), expected)
+@pytest.mark.parametrize("step", [1, -1])
+@pytest.mark.parametrize("base", SHAPES)
+def test_loras_and_doras_that_peft_runs_together_equal_it(
+    base: str, step: int, oracle: MakeOracle, tmp_path: Path
+) -> None:
+    """A DoRA scales all that stands before it but the bias, so their order counts."""
+    arch, config = SHAPES[base]
+    model = oracle(arch, **config)
+    writers = (write_lora, write_dora, write_dora)
+    some = [write(tmp_path / str(n), model.directory, seed=n) for n, write in enumerate(writers)]
+    order = some[::step]
+    expected = active_together(model, *order)
+    assert_same_logits(ours(model, *((path, 1.0) for path in order)), expected)
 
 
 def test_fan_in_fan_out_changes_nothing_on_linear_layers(
