@@ -127,6 +127,7 @@ def _soft_prompt(model: Any, adapter: LoadedAdapter, weight: float) -> Tensor | 
 
 def _inject(model: Any, ref: str, parts: Sequence[_Part], steps: Mapping[str, Step]) -> None:
     from peft import inject_adapter_in_model, set_peft_model_state_dict
+    from peft.functional import cast_adapter_dtype
 
     known = {name for name, _ in model.named_modules()}
     _refuse(
@@ -135,8 +136,9 @@ def _inject(model: Any, ref: str, parts: Sequence[_Part], steps: Mapping[str, St
     state = {f"{PREFIX}{p.module}.{name}": t for p in parts for name, t in p.tensors.items()}
     with _quietly():
         try:
-            inject_adapter_in_model(_config(parts, steps), model, NAME, low_cpu_mem_usage=True)
-            loaded: Any = set_peft_model_state_dict(model, state, NAME, low_cpu_mem_usage=True)
+            inject_adapter_in_model(_config(parts, steps), model, NAME)
+            cast_adapter_dtype(model, NAME)  # float32, whatever the base is in, as PEFT loads
+            loaded: Any = set_peft_model_state_dict(model, state, NAME)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:
             raise IncompatibleError(
                 f"{ref} does not fit the base: {str(error)[:1000]}",

@@ -246,18 +246,13 @@ def _offline() -> Iterator[None]:
     try:
         import transformers
     except ModuleNotFoundError as error:
-        raise missing(error) from error
+        raise NotFoundError(
+            f"--engine transformers needs {error.name}, which is not installed",
+            hint="pip install 'expertctl[compat]'",
+        ) from error
     logging: Any = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def missing(error: ModuleNotFoundError) -> NotFoundError:
-    """Return the error that names the extra."""
-    return NotFoundError(
-        f"--engine transformers needs {error.name}, which is not installed",
-        hint="pip install 'expertctl[compat]'",
-    )

@@ -37,9 +37,9 @@ def gpt2(models: dict[str, ForeignModel]) -> ForeignModel:
     return models["gpt2"]
 
 
-def fresh(model: ForeignModel, folder: Path) -> Any:
+def fresh(model: ForeignModel, folder: Path, *, dtype: str = "float32") -> Any:
     bases = BaseStore(folder / "bases")
-    base = open_compat(bases, bases.add(model.directory), dtype="float32", rehash=False)
+    base = open_compat(bases, bases.add(model.directory), dtype=dtype, rehash=False)
     return load_model(base)
 
 
@@ -66,6 +66,20 @@ def test_an_expert_computes_what_it_computes_in_peft(
     expected = theirs(model.adapted(kind))
     assert float((scores(loaded, prompt) - expected).abs().max()) <= TOLERANCE
     assert float((alone - expected).abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_base_in_bf16_an_expert_stays_what_it_is(
+    kind: str, gpt2: ForeignModel, tmp_path: Path
+) -> None:
+    loaded = fresh(gpt2, tmp_path, dtype="bf16")
+    prompt = attach(loaded, load(gpt2.adapter(kind)), weight=1.0)
+    placed = [p for name, p in loaded.named_parameters() if "lora_" in name or "ia3_" in name]
+    assert {p.dtype for p in placed} <= {torch.float32}
+    expected = theirs(gpt2.adapted(kind))
+    alone = theirs(gpt2.model)
+    off = float((scores(loaded, prompt) - expected).abs().max())
+    assert off < 0.1 * float((alone - expected).abs().max()) + 0.03
 
 
 @pytest.mark.parametrize("kind", ["lora", "patterns", "ia3"])

@@ -213,7 +213,7 @@ def test_a_configuration_that_transformers_cannot_use_is_malformed(
         load_model(opened(copy))
 
 
-@pytest.mark.parametrize("kind", ["no-such-model", "bert", "sam"])
+@pytest.mark.parametrize("kind", ["no-such-model", "bert", "sam", "distilbert"])
 def test_an_architecture_that_transformers_does_not_know_is_refused(
     kind: str, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import AdapterSpec, Ia3, Lora, Part, SoftPrompt
 from expertctl.package.base_model import BaseFacts, read_base
+from expertctl.package.compatibility import check_tensors
 from expertctl.package.foreign_config import ForeignConfig, parse_foreign, read_base_config
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import canonical
@@ -105,6 +108,24 @@ def test_a_checkpoint_without_its_head_has_the_modules_of_one_with_it(tmp_path: 
     bare = read_base(write_gpt2(tmp_path / "bare", bare=True))
     assert bare.shapes == whole.shapes
     assert bare.identity.arch != whole.identity.arch
+
+
+def test_an_adapter_is_checked_against_the_layer_and_not_how_it_is_stored(gpt2: Path) -> None:
+    shapes = read_base(gpt2).shapes
+    module, narrow, wide = "transformer.h.0.mlp.c_fc", WIDTH, 4 * WIDTH
+
+    def misfits(part: Part) -> list[str]:
+        spec = AdapterSpec("lora", (part,), "float32", 2, None, 2)
+        return check_tensors(spec, shapes)
+
+    fitting = Lora(module, "a", "b", 2, 1.0, (2, narrow), (wide, 2))
+    assert misfits(fitting) == []
+    assert misfits(replace(fitting, a_shape=(2, wide), b_shape=(narrow, 2)))
+    assert misfits(replace(fitting, module="transformer.h.9.mlp.c_fc"))
+    assert misfits(Ia3(module, "l", on_input=True, size=narrow)) == []
+    assert misfits(Ia3(module, "l", on_input=False, size=narrow))
+    assert misfits(SoftPrompt("prompt_embeddings", 3, WIDTH)) == []
+    assert misfits(SoftPrompt("prompt_embeddings", 3, WIDTH + 1))
 
 
 def test_masks_that_old_files_hold_are_no_weights(gpt2: Path) -> None:
