@@ -1,0 +1,213 @@
+"""What is done when a plan does not fit: refused, fewer experts, or queued behind others."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.engine.admission import Admission
+from expertctl.engine.request import FileExpert, NamedExpert, OnBudget
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.errors import BudgetError, DigestError, UsageError
+from expertctl.reference import Reference
+from expertctl.routing.plan_file import SavedPlan
+from expertctl.routing.request import Forced
+from tests.engine.market import Market, market
+from tests.engine.test_runtime import planner, request, run
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house", "market"]
+
+NAMES = ("one", "two", "three")
+
+
+def named(name: str, weight: float = 1.0) -> Forced:
+    return Forced(Reference.parse(f"acme/{name}"), weight)
+
+
+@pytest.fixture(autouse=True)
+def known(house: House, market: Market) -> None:
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+    needy = market.package("acme/needy", seed=5, composition={"requires": ["acme/one"]})
+    several = [market.package(f"acme/{name}", seed=n) for n, name in enumerate(NAMES)]
+    house.install(*several, needy)
+
+
+def peak(house: House, *experts: NamedExpert, **options: Any) -> int:
+    """The least budget for these experts, as a run with room for all says."""
+    result = run(Engine(planner(house), budget=64 << 20), request(*experts, **options))
+    return result.memory.peak
+
+
+def refs(result: RunResult) -> list[str]:
+    return [expert.ref.removesuffix("@1.0.0") for expert in result.planned.result.plan.experts]
+
+
+def limited(house: House, limit: int, *experts: NamedExpert, on: OnBudget) -> RunResult:
+    return run(Engine(planner(house), budget=limit), request(*experts, on_budget=on))
+
+
+def test_fewer_experts_answer_as_if_they_alone_had_been_named(house: House) -> None:
+    three = [named(name, 0.5) for name in NAMES]
+    limit = peak(house, *three) - 1
+    with pytest.raises(BudgetError):
+        limited(house, limit, *three, on="refuse")
+    result = limited(house, limit, *three, on="fewer")
+    assert refs(result) == ["acme/one", "acme/two"]
+    [dropped] = result.dropped
+    assert dropped.ref == "acme/three@1.0.0"
+    assert "needed, but only" in dropped.reason
+    assert dropped.warning in result.warnings
+    assert result.to_json()["dropped"] == [dropped.to_json()]
+    two = run(Engine(planner(house), budget=limit), request(*three[:2]))
+    assert two.planned.result.plan.identity == result.planned.result.plan.identity
+    assert two.generated.tokens == result.generated.tokens
+    assert result.memory.peak <= limit
+
+
+def test_with_room_for_all_nothing_is_dropped(house: House) -> None:
+    three = [named(name) for name in NAMES]
+    result = limited(house, peak(house, *three), *three, on="fewer")
+    assert (len(refs(result)), result.dropped) == (3, ())
+
+
+def test_experts_go_until_the_base_is_alone_and_then_it_is_refused(house: House) -> None:
+    three = [named(name) for name in NAMES]
+    alone = peak(house, route={"base_alone": True})
+    result = limited(house, alone, *three, on="fewer")
+    assert (refs(result), len(result.dropped)) == ([], 3)
+    assert any("no expert fits into memory" in warning for warning in result.warnings)
+    with pytest.raises(BudgetError, match="the buffers of"):
+        limited(house, alone - 1, *three, on="fewer")
+
+
+def test_what_requires_a_dropped_expert_goes_with_it(house: House) -> None:
+    pair = (named("two"), named("needy"))
+    limit = peak(house, *pair) - 1
+    result = limited(house, limit, *pair, on="fewer")
+    assert refs(result) == ["acme/two"]
+    assert [d.ref for d in result.dropped] == ["acme/one@1.0.0", "acme/needy@1.0.0"]
+
+
+def test_a_file_that_does_not_fit_is_dropped_without_being_loaded(
+    house: House, market: Market
+) -> None:
+    file = FileExpert(market.package("acme/file", key=None, seed=9))
+    limit = peak(house, named("one"))
+    result = limited(house, limit, named("one"), file, on="fewer")
+    assert refs(result) == ["acme/one"]
+    assert [d.ref for d in result.dropped] == ["acme/file@1.0.0"]
+    assert not any("unsigned" in warning for warning in result.warnings)
+    both = limited(house, peak(house, named("one"), file), named("one"), file, on="fewer")
+    assert refs(both) == ["acme/one", "acme/file"]
+
+
+def test_a_saved_plan_is_never_repeated_with_fewer(house: House) -> None:
+    result = run(Engine(planner(house), budget=64 << 20), request(named("one")))
+    saved = SavedPlan(result.planned.result.plan)
+    with pytest.raises(UsageError, match="never with fewer"):
+        run(Engine(planner(house), budget=64 << 20), request(saved=saved, on_budget="fewer"))
+
+
+# queue
+
+
+class Waited(BaseException):
+    """A pause in which nothing changes: the run would wait for ever."""
+
+
+def waiting(engine: Engine, house: House, pause: Callable[[], None]) -> Engine:
+    engine._admission = Admission(house.store.paths.running, pause=pause)
+    return engine
+
+
+def seats(house: House) -> list[str]:
+    folder = house.store.paths.running
+    return [(f / "seat").read_text() for f in sorted(folder.iterdir()) if f.is_dir()]
+
+
+def test_a_queued_run_waits_for_the_others_and_says_so(house: House) -> None:
+    limit, told = peak(house, named("one")), []
+    with ExitStack() as others:
+        others.enter_context(Admission(house.store.paths.running).seat(1000))
+        engine = Engine(planner(house), budget=limit, tell=told.append)
+        result = run(waiting(engine, house, others.close), request(named("one"), on_budget="queue"))
+    assert result.timings_ms["queue"] > 0
+    assert result.timings_ms["total"] > result.timings_ms["queue"]
+    assert told[0].startswith("waiting for memory: ")
+    assert seats(house) == []
+
+
+def test_a_run_that_need_not_wait_has_no_queue_time(house: House) -> None:
+    result = limited(house, peak(house, named("one")), named("one"), on="queue")
+    assert "queue" not in result.timings_ms
+
+
+def test_what_can_never_fit_is_refused_at_once(house: House) -> None:
+    limit = peak(house, named("one")) - 1
+    engine = waiting(Engine(planner(house), budget=limit), house, _fail)
+    with pytest.raises(BudgetError, match=r"the plan of acme/one@1\.0\.0: .* needed"):
+        run(engine, request(named("one"), on_budget="queue"))
+    assert engine.budget.peak == 0, "nothing was loaded"
+
+
+def _fail() -> None:
+    raise Waited
+
+
+def test_a_file_waits_on_the_disk(house: House, market: Market) -> None:
+    file = FileExpert(market.package("acme/file", key=None, seed=9))
+    limit = peak(house, file)
+    engine = Engine(planner(house), budget=limit)
+
+    def look() -> None:
+        assert engine.budget.used == 0
+        others.close()
+
+    with ExitStack() as others:
+        others.enter_context(Admission(house.store.paths.running).seat(limit))
+        result = run(waiting(engine, house, look), request(file, on_budget="queue"))
+    assert refs(result) == ["acme/file"]
+    assert result.memory.peak == limit
+
+
+def test_a_file_that_changed_while_it_waited_is_refused(
+    house: House, tmp_path: Path, market: Market
+) -> None:
+    path = tmp_path / "mine.expert"
+    path.write_bytes(market.package("acme/file", key=None, seed=9).read_bytes())
+    engine = Engine(planner(house), budget=64 << 20)
+
+    def change() -> None:
+        path.write_bytes(market.package("acme/file", key=None, seed=10).read_bytes())
+        others.close()
+
+    with ExitStack() as others:
+        others.enter_context(Admission(house.store.paths.running).seat(64 << 20))
+        with pytest.raises(DigestError, match="changed while it was read"):
+            run(waiting(engine, house, change), request(FileExpert(path), on_budget="queue"))
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("on", ["refuse", "fewer", "queue"])
+def test_every_run_has_a_seat_with_what_it_holds(house: House, on: OnBudget) -> None:
+    engine = Engine(planner(house), budget=64 << 20)
+    stream = engine.run(request(named("one"), on_budget=on))
+    next(stream)
+    assert seats(house) == [f"{engine.budget.used} in"]
+    stream.close()
+    assert seats(house) == []
+
+
+@pytest.mark.parametrize("on", ["refuse", "fewer", "queue"])
+def test_a_home_where_nobody_may_write_can_be_run_from(house: House, on: OnBudget) -> None:
+    house.store.paths.running.write_text("no folder")
+    told: list[str] = []
+    engine = Engine(planner(house), budget=64 << 20, tell=told.append)
+    assert refs(run(engine, request(named("one"), on_budget=on))) == ["acme/one"]
+    assert len(told) == (on == "queue")
+    house.store.paths.running.unlink()
