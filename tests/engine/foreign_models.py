@@ -52,6 +52,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**_SIZES, **_GROUPED}),
     "qwen3": ("Qwen3Config", {**_SIZES, **_GROUPED, "head_dim": 8}),
 }
+_OLD = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
+_HYBRID = {**_SIZES, **_GROUPED, "head_dim": 8, "sliding_window": 8}
+FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "codegen": ("CodeGenConfig", {**_OLD, "rotary_dim": 4}),
+    "cohere": ("CohereConfig", {**_SIZES, **_GROUPED}),
+    "falcon": (
+        "FalconConfig",
+        {k: v for k, v in _SIZES.items() if k != "intermediate_size"},
+    ),
+    "gemma2": ("Gemma2Config", _HYBRID),
+    "gemma3_text": ("Gemma3TextConfig", _HYBRID),
+    "gpt_bigcode": ("GPTBigCodeConfig", _OLD),
+    "gptj": ("GPTJConfig", {**_OLD, "rotary_dim": 4}),
+    "mixtral": ("MixtralConfig", {**_SIZES, **_GROUPED, "num_local_experts": 4}),
+    "mpt": (
+        "MptConfig",
+        {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 96},
+    ),
+    "olmo2": ("Olmo2Config", {**_SIZES, **_GROUPED}),
+    "phi3": ("Phi3Config", {**_SIZES, **_GROUPED}),
+    "stablelm": ("StableLmConfig", {**_SIZES, **_GROUPED}),
+    "starcoder2": ("Starcoder2Config", {**_SIZES, **_GROUPED}),
+}
+"""Architectures beyond those of every test."""
 TARGETS: dict[str, tuple[list[str], list[str]]] = {  # all, those before which IA³ scales
     "gpt2": (["c_attn", "mlp.c_proj", "c_fc"], ["mlp.c_proj"]),
     "gpt_neox": (["query_key_value", "dense_4h_to_h"], ["dense_4h_to_h"]),
@@ -59,7 +83,18 @@ TARGETS: dict[str, tuple[list[str], list[str]]] = {  # all, those before which I
     "phi": (["q_proj", "dense", "fc2"], ["fc2"]),
     "gemma": (["q_proj", "v_proj", "down_proj"], ["down_proj"]),
     "bloom": (["query_key_value", "dense_4h_to_h"], ["dense_4h_to_h"]),
-    **{name: (["q_proj", "v_proj", "down_proj"], ["down_proj"]) for name in NATIVE},
+    "codegen": (["qkv_proj", "fc_out"], ["fc_out"]),
+    "falcon": (["query_key_value"], []),
+    "gpt_bigcode": (["c_attn", "c_fc"], []),
+    "gptj": (["q_proj", "fc_out"], ["fc_out"]),
+    "mixtral": (["q_proj", "v_proj"], []),
+    "mpt": (["Wqkv", "down_proj"], ["down_proj"]),
+    "phi3": (["qkv_proj", "down_proj"], ["down_proj"]),
+    "starcoder2": (["q_proj", "c_proj"], ["c_proj"]),
+    **{
+        name: (["q_proj", "v_proj", "down_proj"], ["down_proj"])
+        for name in (*NATIVE, "cohere", "gemma2", "gemma3_text", "olmo2", "stablelm")
+    },
 }
 KINDS = ("lora", "patterns", "dora", "ia3", "prompt_tuning", "p_tuning")
 
@@ -135,7 +170,7 @@ def copy_of(adapter: Path, target: Path) -> Path:
 
 def write_model(folder: Path, arch: str, *, seed: int = 0, **changes: Any) -> ForeignModel:
     """Save a random model with a byte-level tokenizer."""
-    name, values = CONFIGS[arch]
+    name, values = {**CONFIGS, **FURTHER}[arch]
     special = {"bos_token_id": BYTE_TOKENS, "eos_token_id": BYTE_TOKENS + 2, "pad_token_id": None}
     config = getattr(transformers, name)(**{**values, **special, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

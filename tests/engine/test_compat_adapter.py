@@ -16,9 +16,13 @@ from expertctl.engine.compat_adapter import attach, float_bytes
 from expertctl.engine.compat_base import load_model, open_compat
 from expertctl.engine.lora import LoraTensors
 from expertctl.errors import DigestError, ExpertError, IncompatibleError, InvalidPackageError
+from expertctl.package.adapter_config import parse_config
+from expertctl.package.adapter_spec import adapter_spec
+from expertctl.package.compatibility import check_tensors
+from expertctl.package.tensor_file import read_table
 from expertctl.store.bases import BaseStore
-from tests.engine.adapter_files import files_of, load
-from tests.engine.foreign_models import KINDS, ForeignModel, copy_of, write_model
+from tests.engine.adapter_files import CONFIG, WEIGHTS, files_of, load
+from tests.engine.foreign_models import FURTHER, KINDS, ForeignModel, copy_of, write_model
 
 FOREIGN = ("gpt2", "gpt_neox", "opt", "gemma", "bloom")
 IDS = list(b"Hello, you there")
@@ -66,6 +70,27 @@ def test_an_expert_computes_what_it_computes_in_peft(
     expected = theirs(model.adapted(kind))
     assert float((scores(loaded, prompt) - expected).abs().max()) <= TOLERANCE
     assert float((alone - expected).abs().max()) > 100 * TOLERANCE
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+@pytest.mark.parametrize("arch", FURTHER)
+def test_further_architectures_compute_what_they_compute_in_peft(
+    arch: str, kind: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path, arch)
+    adapter = model.adapter(kind)
+    config = parse_config((adapter / CONFIG).read_bytes(), what="test")
+    spec = adapter_spec(config, read_table(adapter / WEIGHTS), what="test")
+    assert check_tensors(spec, model.facts.shapes) == []
+    loaded = fresh(model, tmp_path)
+    attach(loaded, load(adapter), weight=1.0)
+    reading = TransformersReading(loaded)
+    tokens = [int(reading.prefill(IDS).logits.argmax())]
+    while len(tokens) < 8:
+        tokens.append(int(reading.decode(tokens[-1]).logits.argmax()))
+    assert tokens == model.answer(kind, IDS, 8)
+    assert float((scores(loaded) - theirs(model.adapted(kind))).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
