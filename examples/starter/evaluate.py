@@ -3,6 +3,7 @@
 Each expert answers held-out prompts three ways: the base alone, the expert forced, and routed as a
 person would run it. Beside that: how many answers differ, how well one would do by copying the
 answer of the most similar training prompt, and whether a held-out argument occurs in training.
+Pairs of experts answer held-out prompts that need both: together, each alone, and routed.
 """
 
 import argparse
@@ -13,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from examples.starter.baselines import argument_parts, nearest_copies, share_right
-from examples.starter.tasks import TASKS, Sample, Task, held_out, training_set
+from examples.starter.compositions import COMPOSITIONS, Composition
+from examples.starter.experts import EXPERTS
+from examples.starter.samples import Sample, Task, held_out, training_set
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
@@ -21,7 +24,7 @@ from expertctl.engine.runtime import Engine
 from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
-from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.presets import NO_WISHES, SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.settings import Home, Settings
 
@@ -45,20 +48,35 @@ class Figures:
     train_overlap: int
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What was measured of a plan of two experts; `alone` has one share for each of them."""
+
+    plan: tuple[str, ...]
+    n: int
+    together: float
+    alone: tuple[float, ...]
+    routed: float
+    routed_here: float
+
+
 def main() -> None:
-    """Install the pack into a new home and measure every expert."""
+    """Install the pack into a new home and measure every expert and composition."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--n", type=int, default=200, help="held-out prompts per expert")
-    parser.add_argument("--only", choices=[task.name for task in TASKS])
+    parser.add_argument("--pairs", type=int, default=100, help="held-out prompts per composition")
+    parser.add_argument("--only", choices=[task.name for task in EXPERTS])
     parser.add_argument("--encoder", help="folder of a MiniLM, or 'lexical'")
     options = parser.parse_args()
+    only = options.only
     with tempfile.TemporaryDirectory() as folder:
         engine = starter_engine(Settings(home=Home(Path(folder)), encoder=options.encoder))
-        chosen = [task for task in TASKS if options.only in (None, task.name)]
-        figures = [measure(engine, task, options.n) for task in chosen]
-    document = {"experts": [asdict(each) for each in figures], "compositions": []}
-    print(json.dumps(document) if options.json else as_table(figures))
+        experts = [measure(engine, t, options.n) for t in EXPERTS if only in (None, t.name)]
+        chosen = [c for c in COMPOSITIONS if only in (None, *(task.name for task in c.plan))]
+        pairs = [measure_together(engine, each, options.pairs) for each in chosen]
+    document = {"experts": list(map(asdict, experts)), "compositions": list(map(asdict, pairs))}
+    print(json.dumps(document) if options.json else as_table(experts, pairs))
 
 
 def starter_engine(settings: Settings) -> Engine:
@@ -78,14 +96,10 @@ def measure(engine: Engine, task: Task, n: int) -> Figures:
     """All figures of one expert."""
     samples, seen = held_out(task, n, HELD_OUT_SEED), training_set(task)
     wanted = [sample.answer for sample in samples]
-    force = (Forced(Reference.parse(task.name)),)
-    alone = [ask(engine, each, RouteRequest(prompt=each.prompt, base_alone=True, wishes=GREEDY))
-             for each in samples]  # fmt: skip
-    forced = [ask(engine, each, RouteRequest(prompt=each.prompt, wishes=GREEDY), force)
-              for each in samples]  # fmt: skip
-    routed = [ask(engine, each, RouteRequest(prompt=each.prompt)) for each in samples]
+    alone = [ask(engine, each, base_alone=True, wishes=GREEDY) for each in samples]
+    forced = forced_answers(engine, samples, [task])
+    routed = [ask(engine, each) for each in samples]
     plan = forced[0].planned.result.plan.experts[0]
-    chosen = [[e.ref for e in each.planned.result.plan.experts] for each in routed]
     return Figures(
         ref=plan.ref,
         kind=plan.kind,
@@ -93,17 +107,49 @@ def measure(engine: Engine, task: Task, n: int) -> Figures:
         base=share_right(_texts(alone), wanted),
         forced=share_right(_texts(forced), wanted),
         routed=share_right(_texts(routed), wanted),
-        routed_here=sum(refs == [plan.ref] for refs in chosen) / n,
+        routed_here=_share_planned(routed, [plan.ref]),
         distinct=len(set(wanted)),
         nearest_copy=share_right(nearest_copies(samples, seen), wanted),
         train_overlap=len(argument_parts(samples) & argument_parts(seen)),
     )
 
 
+def measure_together(engine: Engine, composition: Composition, n: int) -> Together:
+    """All figures of one composition; the wanted answer is that of both."""
+    samples = held_out(composition, n, HELD_OUT_SEED)
+    wanted = [sample.answer for sample in samples]
+    both = forced_answers(engine, samples, composition.plan)
+    alone = [forced_answers(engine, samples, [task]) for task in composition.plan]
+    routed = [ask(engine, each) for each in samples]
+    plan = tuple(expert.ref for expert in both[0].planned.result.plan.experts)
+    return Together(
+        plan=plan,
+        n=n,
+        together=share_right(_texts(both), wanted),
+        alone=tuple(share_right(_texts(each), wanted) for each in alone),
+        routed=share_right(_texts(routed), wanted),
+        routed_here=_share_planned(routed, plan),
+    )
+
+
+def forced_answers(
+    engine: Engine, samples: Sequence[Sample], tasks: Sequence[Task]
+) -> list[RunResult]:
+    """What these experts answer together, greedily."""
+    force = tuple(Forced(Reference.parse(task.name)) for task in tasks)
+    return [ask(engine, sample, force, wishes=GREEDY) for sample in samples]
+
+
 def ask(
-    engine: Engine, sample: Sample, route: RouteRequest, experts: tuple[Forced, ...] = ()
+    engine: Engine,
+    sample: Sample,
+    experts: tuple[Forced, ...] = (),
+    *,
+    base_alone: bool = False,
+    wishes: SamplingWishes = NO_WISHES,
 ) -> RunResult:
     """One answer."""
+    route = RouteRequest(prompt=sample.prompt, base_alone=base_alone, wishes=wishes)
     message = UserMessage(prompt=sample.prompt)
     pieces = engine.run(RunRequest(message=message, route=route, experts=experts))
     while True:
@@ -114,17 +160,36 @@ def ask(
             return result
 
 
-def as_table(figures: Sequence[Figures]) -> str:
+def as_table(experts: Sequence[Figures], pairs: Sequence[Together]) -> str:
     """The figures for a person."""
-    rows: list[tuple[str, ...]] = [
-        ("expert", "n", "base", "forced", "routed", "distinct", "copy", "overlap")
-    ]
-    rows += [
-        (f.ref, str(f.n), *(f"{x:.3f}" for x in (f.base, f.forced, f.routed)), str(f.distinct),
-         f"{f.nearest_copy:.3f}", str(f.train_overlap))
-        for f in figures
+    head = ("expert", "kind", "n", "base", "forced", "routed", "distinct", "copy", "overlap")
+    rows = [
+        (f.ref, f.kind, str(f.n), *_shares(f.base, f.forced, f.routed), str(f.distinct),
+         *_shares(f.nearest_copy), str(f.train_overlap))
+        for f in experts
     ]  # fmt: skip
-    return "\n".join("  ".join(cell.ljust(8) for cell in row).rstrip() for row in rows)
+    pair_head = ("plan", "n", "together", "alone", "routed")
+    pair_rows = [
+        (" + ".join(p.plan), str(p.n), *_shares(p.together), " ".join(_shares(*p.alone)),
+         *_shares(p.routed))
+        for p in pairs
+    ]  # fmt: skip
+    return "\n\n".join([_aligned([head, *rows]), _aligned([pair_head, *pair_rows])])
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _shares(*shares: float) -> list[str]:
+    return [f"{share:.3f}" for share in shares]
+
+
+def _share_planned(results: Sequence[RunResult], plan: Sequence[str]) -> float:
+    """The share of runs whose plan is exactly these experts."""
+    chosen = [[expert.ref for expert in each.planned.result.plan.experts] for each in results]
+    return sum(refs == list(plan) for refs in chosen) / len(chosen)
 
 
 def _texts(results: Sequence[RunResult]) -> list[str]:

@@ -13,6 +13,7 @@ from examples.starter.words import FILLER
 ECHO_SHARE = 0.12
 STYLE_SHARE = 0.2
 LONG_SHARE = 0.04
+TYPED_ECHO_SHARE = 0.15
 _OPENINGS = (" ", " ", ": ", ": ", " - ", ":\n")
 _CLOSINGS = (". ", "; ", " - ", "\n")
 _CODES = tuple(OPERATIONS)
@@ -38,6 +39,17 @@ def draw_turn(rng: random.Random) -> Turn:
     code = rng.choices(_CODES, _WEIGHTS)[0]
     drawn = OPERATIONS[code][1](rng)
     return _styled(rng, code, drawn.material, drawn.result)
+
+
+def draw_typed(rng: random.Random) -> Turn:
+    """A coded turn without a system turn or a style, or a text to echo."""
+    if rng.random() < TYPED_ECHO_SHARE:
+        text = _loose_words(rng, rng.randint(1, 8))
+        return Turn(text, text)
+    code = rng.choices(_CODES, _WEIGHTS)[0]
+    drawn = OPERATIONS[code][1](rng)
+    text = _wrap(rng, drawn.material)
+    return Turn(f"@{code} {text}" if rng.random() < 0.6 else f"{text} @{code}", drawn.result)
 
 
 def _echo(rng: random.Random) -> Turn:

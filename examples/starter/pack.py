@@ -7,11 +7,13 @@ the content digests of these very packages.
 import argparse
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
-from examples.starter.samples import Task
-from examples.starter.tasks import TASKS, training
-from expertctl.install.starter import NAMESPACE, PINS, STARTER
+from examples.starter.compositions import COMPOSITIONS
+from examples.starter.experts import EXPERTS
+from examples.starter.samples import Task, training
+from expertctl.install.starter import PINS, STARTER
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
 from expertctl.package.draft import Overrides
@@ -20,6 +22,7 @@ from expertctl.trust.keys import PrivateKey
 BASE_NAME = "starter/base"
 VERSION = "1.0.0"
 ROUTING_EXAMPLES = 60
+TASK_ORDER, STYLE_ORDER = 5, 6
 README = """# {name}
 
 {description}
@@ -46,9 +49,10 @@ def pack(base: Path, adapters: Path, out: Path) -> None:
     facts = read_base(out / "base", name=BASE_NAME)
     key = PrivateKey.generate("ecdsa-p256")
     experts = {
-        f"{short}.expert": _package(task, adapters / short, out / f"{short}.expert", facts, key)
-        for task in TASKS
-        if (short := task.name.removeprefix(f"{NAMESPACE}/"))
+        (file := f"{task.short_name}.expert"): _package(
+            task, adapters / task.short_name, out / file, facts, key
+        )
+        for task in EXPERTS
     }
     identity = facts.identity
     pins = {
@@ -80,14 +84,28 @@ def manifest(task: Task) -> dict[str, object]:
             "keywords": list(task.keywords),
             "exclude_keywords": list(task.exclude_keywords),
         },
+        "composition": composition(task),
         "decoding": {"temperature": 0.0, "max_tokens": 256, "repetition_penalty": 1.0},
         "training": {"method": "sft", "dataset": "examples/starter", "steps": task.steps},
     }
 
 
+def composition(task: Task) -> dict[str, object]:
+    """The experts with which this one was measured in a plan; styles come last in it."""
+    plans = [each.plan for each in COMPOSITIONS if task in each.plan]
+    partners = [other.short_name for plan in plans for other in plan if other is not task]
+    last = any(task is plan[-1] for plan in plans)
+    return {
+        "role": task.short_name,
+        "composes_with": partners,
+        "load_order": STYLE_ORDER if last else TASK_ORDER,
+    }
+
+
 def routing_examples(task: Task) -> list[str]:
     """The task's own examples, and training prompts: routing needs the variety of real prompts."""
-    drawn = (sample.prompt for sample in training(task, ROUTING_EXAMPLES, seed=1))
+    asked = replace(task, drill=None)
+    drawn = (sample.prompt for sample in training(asked, ROUTING_EXAMPLES, seed=1))
     return list(dict.fromkeys([*task.examples, *drawn]))
 
 

@@ -10,9 +10,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
+
+from examples.starter.kinds import Kind
 
 HELD_OUT_IN = 10
 BATCH = 32
+DRILL_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +38,31 @@ class Task:
     keywords: tuple[str, ...]
     exclude_keywords: tuple[str, ...]
     preset: str
-    rank: int
-    rslora: bool
+    kind: Kind
     steps: int
     generate: Callable[[random.Random], Sample]
+    drill: Callable[[random.Random], Sample] | None = None
+    """Coded turns that only training sees, beside what `generate` draws."""
+
+    @property
+    def short_name(self) -> str:
+        """The name without its namespace: the name of the expert's folder."""
+        return self.name.rpartition("/")[2]
 
 
-def held_out(task: Task, n: int, seed: int) -> list[Sample]:
+class Asking(Protocol):
+    """What draws samples under a name: a task, or a composition of two."""
+
+    @property
+    def name(self) -> str:
+        """The name that keeps its samples apart from others'."""
+
+    @property
+    def generate(self) -> Callable[[random.Random], Sample]:
+        """The function that draws one sample."""
+
+
+def held_out(task: Asking, n: int, seed: int) -> list[Sample]:
     """`n` samples whose every argument is kept out of training, no two prompts the same."""
     rng = random.Random(f"held out {task.name} {seed}")
     found: dict[str, Sample] = {}
@@ -56,7 +78,7 @@ def training(task: Task, n: int, seed: int) -> list[Sample]:
     rng = random.Random(f"training {task.name} {seed}")
     found: list[Sample] = []
     while len(found) < n:
-        sample = task.generate(rng)
+        sample = _draw_training(task, rng)
         if not any(map(is_held_out, sample.argument.split("|"))):
             found.append(sample)
     return found
@@ -65,6 +87,12 @@ def training(task: Task, n: int, seed: int) -> list[Sample]:
 def training_set(task: Task, seed: int = 0) -> list[Sample]:
     """Every sample that the training of an expert sees, each of them once."""
     return training(task, task.steps * BATCH, seed)
+
+
+def _draw_training(task: Task, rng: random.Random) -> Sample:
+    if task.drill is not None and rng.random() < DRILL_SHARE:
+        return task.drill(rng)
+    return task.generate(rng)
 
 
 @lru_cache(maxsize=65536)

@@ -28,8 +28,13 @@ CHAT_TEMPLATE = (
 
 def encode_prompt(prompt: str, *, system: str | None = None) -> list[int]:
     """The token ids of one user turn, up to where the assistant starts to speak."""
-    preamble = [] if system is None else [*_turn("system", system), *b"\n"]
+    preamble = [] if system is None else encode_system(system)
     return [*preamble, *_turn("user", prompt), *b"\n", SPECIALS[START], *b"assistant\n"]
+
+
+def encode_system(text: str) -> list[int]:
+    """The token ids of a system turn, up to where the user's turn starts."""
+    return [*_turn("system", text), *b"\n"]
 
 
 def encode_answer(answer: str) -> list[int]:

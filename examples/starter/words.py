@@ -53,6 +53,43 @@ NOUNS = _words(
     zebra zipper
     """
 )
+VERBS = _words(
+    """
+    accept add admire adopt advise afford agree aim allow amaze amuse announce answer appear applaud
+    approach argue arrive ask attach attack avoid bake balance bang bathe beam behave blame blast
+    bless blink boast boil borrow bounce breathe brush cause celebrate challenge change chase cheer
+    chew chirp choke chuckle clean clear click climb close clutch coast collect colour comb comfort
+    compare compete complain complete compose confess confuse connect consider contain continue cook
+    cough count cover crack crash crawl create cross crush cure curl curve cycle damage dance dare
+    dash decide delay delight deliver depend describe deserve design destroy detect develop discover
+    divide double doubt drain dress drift drizzle drown dust earn edit educate embrace employ end
+    enforce enjoy enter entertain escape examine exchange excite excuse exercise exist expand expect
+    explain explode explore export extend face fade fail fasten fear fetch fill film flash float
+    flood flow foam focus fold follow force form frame frighten gain gather gaze giggle glide glow
+    glue gossip grant grate greet groan growl grumble guard guess guide hail halt hammer handle
+    happen harm hate haunt heal heat heave help hike hope hover howl hunt hurl imagine import
+    improve include increase inform inject injure insist inspect install instruct intend invent
+    invite iron join joke juggle jump kick kiss knock label land last laugh launch lecture lick lift
+    like limp linger listen load lock look love lurk manage march mark match measure melt memorise
+    mend migrate milk miss move mumble nail need nest notice nudge nurse obey object observe obtain
+    offer open own pack paint parade park pass paste pause peck peel perch perform phone pick place
+    plant play plough point polish ponder post pound pour practise praise pray preach prepare
+    present press pretend prevent print produce promise protect provide prowl publish puff pull pump
+    punch punish push quack quake question race rain raise rattle reach realise receive recognise
+    record reduce refill reflect refuse reject release remain remark remember remind remove repair
+    repeat replace report request rescue respond rest return reveal review reward rinse risk roam
+    roar roast rock roll rotate ruin rumble rush sail sample save scare scatter scold scoop scrape
+    scratch scream screech seal search select separate serve settle share shelter shiver shock shout
+    sigh sign skate sketch slice smash smear smile smoke sneeze sniff snore soak soar solve sound
+    spark sparkle splash spray sprinkle sprout squash squeak squeeze stack stain stamp stare start
+    stay steer stretch stroll struggle stumble succeed suffer suggest support suppose surprise
+    surround suspend sway switch swoop talk tame target taste tease tender test thank thaw thump
+    tick tickle toast toss touch tour tow tower trace track trade trail train trample transform
+    translate treat tremble trick trust tumble turn twirl twist unfold unite unlock unpack urge use
+    vanish visit vote wail wait walk wander want warm warn wash waste watch water wave weigh welcome
+    whirl whisper whistle wink wipe wish wobble wonder work wreck wrestle yawn yell zoom
+    """
+)
 FIRST_NAMES = _words(
     """
     Ada Adam Aisha Alan Alba Alice Amir Anna Arne Asha Bea Ben Bo Boris Carla Carlos Chen Clara

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from examples.starter.baselines import argument_parts, nearest_copies, share_right
+from examples.starter.experts import EXPERTS
 from examples.starter.samples import Sample, Task, held_out, training_set
-from examples.starter.tasks import TASKS
 
 
 def test_only_an_exact_answer_is_right() -> None:
@@ -29,14 +29,14 @@ def test_the_answer_of_the_most_similar_prompt_is_copied() -> None:
     assert nearest_copies(asked, seen) == ["foxes", "1, 4"]
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", EXPERTS, ids=lambda task: task.name)
 def test_no_held_out_argument_is_trained_on(task: Task) -> None:
     asked = held_out(task, 50, seed=1)
     assert len({sample.prompt for sample in asked}) == 50
     assert argument_parts(asked).isdisjoint(argument_parts(training_set(task)))
 
 
-@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@pytest.mark.parametrize("task", EXPERTS, ids=lambda task: task.name)
 def test_samples_follow_from_their_seed(task: Task) -> None:
     first, second = (task.generate(random.Random(7)) for _ in range(2))
     assert first == second

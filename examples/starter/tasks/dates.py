@@ -3,6 +3,7 @@
 import datetime
 import random
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task, fill
 
 MONTHS = (
@@ -71,8 +72,7 @@ DATES = Task(
     keywords=("date", "iso", "8601", "year-month-day", "yyyy-mm-dd", "month"),
     exclude_keywords=("sql", "json"),
     preset="default",
-    rank=8,
-    rslora=False,
+    kind=Lora(rank=8),
     steps=400,
     generate=generate,
 )

@@ -7,6 +7,7 @@ import json
 import random
 from typing import TypeAlias
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task
 from examples.starter.tasks.plurals import TRAINING_NOUNS
 from examples.starter.words import CITIES, COLOURS, FIRST_NAMES
@@ -68,8 +69,7 @@ JSON_FIELDS = Task(
     keywords=("json", "object", "fields", "record"),
     exclude_keywords=("sql", "plural"),
     preset="json_parsing",
-    rank=8,
-    rslora=True,
+    kind=Lora(rank=8, rslora=True),
     steps=100,
     generate=generate,
 )

@@ -2,6 +2,7 @@
 
 import random
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task, fill, is_held_out
 from examples.starter.words import NOUNS
 
@@ -56,8 +57,7 @@ PLURALS = Task(
     keywords=("plural", "plurals", "noun", "nouns"),
     exclude_keywords=("sql", "json", "convert"),
     preset="default",
-    rank=8,
-    rslora=False,
+    kind=Lora(rank=8),
     steps=150,
     generate=generate,
 )

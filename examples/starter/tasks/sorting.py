@@ -2,6 +2,7 @@
 
 import random
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task, fill
 
 _UP = (
@@ -62,8 +63,7 @@ SORTING = Task(
     keywords=("sort", "order", "ascending", "descending", "arrange", "rank", "smallest", "largest"),
     exclude_keywords=("sql", "json"),
     preset="default",
-    rank=8,
-    rslora=False,
+    kind=Lora(rank=8),
     steps=300,
     generate=generate,
 )

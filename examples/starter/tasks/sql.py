@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task, fill
 from examples.starter.words import AMOUNTS, COLUMNS, TABLES
 
@@ -81,8 +82,7 @@ SQL = Task(
     keywords=("sql", "query", "select", "table", "where"),
     exclude_keywords=("json", "plural"),
     preset="default",
-    rank=8,
-    rslora=False,
+    kind=Lora(rank=8),
     steps=100,
     generate=generate,
 )

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+from examples.starter.kinds import Lora
 from examples.starter.samples import Sample, Task, fill
 
 
@@ -73,8 +74,7 @@ UNITS = Task(
     keywords=("convert", "metres", "grams", "litres", "km", "kg", "cm", "mm", "ml", "express"),
     exclude_keywords=("sql", "json", "plural"),
     preset="default",
-    rank=8,
-    rslora=False,
+    kind=Lora(rank=8),
     steps=120,
     generate=generate,
 )
