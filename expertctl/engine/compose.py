@@ -10,7 +10,7 @@ and nothing multiplies it, its published tensors are used as they lie in memory,
 Several B are written as rows, [rank, out]: one token then takes less than half the time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from expertctl.engine.fit import check_fit
 from expertctl.engine.fold import Block, Folded, fold
 from expertctl.engine.linear import LinearDelta
 from expertctl.engine.memory import allocate
-from expertctl.engine.products import Products, products
+from expertctl.engine.products import Products, likeness, products
 from expertctl.engine.threads import threads, usable_cores
 from expertctl.errors import IncompatibleError
 
@@ -68,7 +68,7 @@ class CompiledPlan:
 BASE_ALONE = CompiledPlan({}, None, 0)
 
 _TOGETHER = 16
-"""Layers whose factors are multiplied by one call."""
+"""Layers whose factors are multiplied at a time."""
 _WORTH_THREADS = 8 << 20
 """A plan of so many bytes is compiled before other threads have woken up."""
 
@@ -120,21 +120,34 @@ def compose(experts: Sequence[Weighted], form: Form) -> Composition:
 
 def _deltas(layers: Mapping[str, Folded], form: Form, workers: int) -> dict[str, LinearDelta]:
     """Compile group after group; each copy is small, so torch's own threads stay out of it."""
-    folded = list(layers.values())
-    groups = [folded[i : i + _TOGETHER] for i in range(0, len(folded), _TOGETHER)]
-    sizes = [sum(_elements(layer, form) for layer in group) for group in groups]
+    groups = _groups(layers)
+    sizes = [sum(_elements(layers[name], form) for name in group) for group in groups]
     arena = _Arena(_empty(sum(sizes), form), form)
     shares = [arena.share(size) for size in sizes]
+    folded = [[layers[name] for name in group] for group in groups]
     with threads(1), ExitStack() as stack:
         # a new thread has its caches to fill and its heap to grow, so one alone is not worth it
         each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
-        done = list(each(_group, groups, shares))
-    return dict(zip(layers, chain.from_iterable(done), strict=True))
+        done = list(each(_group, folded, shares))
+    found = dict(zip(chain.from_iterable(groups), chain.from_iterable(done), strict=True))
+    return {module: found[module] for module in layers}
+
+
+def _groups(layers: Mapping[str, Folded]) -> list[list[str]]:
+    """Return the names of layers that are alike, some at a time."""
+    alike: dict[Hashable, list[str]] = {}
+    for name, folded in layers.items():
+        alike.setdefault(likeness(folded), []).append(name)
+    return [
+        names[i : i + _TOGETHER]
+        for names in alike.values()
+        for i in range(0, len(names), _TOGETHER)
+    ]
 
 
 @torch.inference_mode()
 def _group(layers: Sequence[Folded], arena: "_Arena") -> list[LinearDelta]:
-    """Compile some layers; they are few, so that what is multiplied stays in the caches."""
+    """Compile layers that are alike; few, so that what is multiplied stays in the caches."""
     pairs = zip(layers, products(layers), strict=True)
     return [_delta(folded, factors, arena) for folded, factors in pairs]
 
@@ -225,10 +238,17 @@ def _stacked_b(blocks: Sequence[Block], factors: Products, arena: _Arena) -> Ten
     ranks, out = [block.step.rank for block in blocks], len(blocks[0].step.b)
     rows = arena.take(out, *ranks).T if len(blocks) == 1 else arena.take(sum(ranks), out)
     parts = rows.split_with_sizes(ranks)
-    torch._foreach_copy_(parts, [block.step.b.T for block in blocks])
     for part, block, scale in zip(parts, blocks, factors.b_scales, strict=True):
-        part.mul_(block.factor if scale is None else scale)
+        _write(part, block.step.b.T, block.factor if scale is None else scale)
     return rows.T
+
+
+def _write(target: Tensor, source: Tensor, scale: Tensor | float) -> None:
+    """Write the product, multiplied in the type of the target; of one type it takes one pass."""
+    if source.dtype == target.dtype and source.device == target.device:
+        torch.mul(source, scale, out=target)
+    else:
+        target.copy_(source).mul_(scale)
 
 
 def _kept(running: Sequence[Tensor], arena: _Arena) -> Tensor | None:

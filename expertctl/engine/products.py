@@ -1,18 +1,24 @@
-"""What folding multiplies: the factors of many layers, in float32, by a few calls for all of them.
+"""What folding multiplies: the factors of layers that are alike, in float32, as if they were one.
 
 A plan of ten experts has thousands of small vectors, and a call for each would take longer than
-all of its numbers. ``torch._foreach_*`` runs the same loop without Python.
+all of its numbers. Layers that the same kinds of steps change with the same numbers are laid end
+to end, multiplied together and cut apart again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import reduce
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from expertctl.engine.chain import Link
 from expertctl.engine.fold import Block, Folded, factor_vector
+from expertctl.engine.ia3 import Ia3Tensors
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,69 +39,72 @@ class Products:
         return self.inputs[block.inputs_after - 1] if block.inputs_after else None
 
 
+def likeness(layer: Folded) -> Hashable:
+    """Return what layers must have in common to be multiplied together."""
+    blocks = [(b.factor, b.gain is None, b.inputs_after, b.outputs_after) for b in layer.blocks]
+    links = (*layer.inputs, *layer.outputs)
+    factors = [(isinstance(link.step, Ia3Tensors), link.weight) for link in links]
+    return (tuple(blocks), tuple(factors), len(layer.inputs))
+
+
 def products(layers: Sequence[Folded]) -> list[Products]:
-    """Multiply the factors of several layers."""
-    table = _factors(list(chain.from_iterable((*f.inputs, *f.outputs) for f in layers)))
-
-    def along(links: Iterable[Sequence[Link]]) -> list[list[Tensor]]:
-        return _cumulative([[table[link] for link in row] for row in links])
-
-    inputs, outputs = along(f.inputs for f in layers), along(f.outputs for f in layers)
-    bias = along(f.on_bias for f in layers)
-    b_scales = _b_scales([f.blocks for f in layers], outputs)
-    return [Products(*each) for each in zip(inputs, outputs, bias, b_scales, strict=True)]
-
-
-def _factors(links: Sequence[Link]) -> dict[Link, Tensor]:
-    """Return ``1 + w * (vector - 1)`` of every link."""
-    if not links:
-        return {}
-    vectors = [factor_vector(link) for link in links]
-    sizes = [len(vector) for vector in vectors]
-    weights = torch.tensor([link.weight for link in links], device=vectors[0].device)
-    each = weights.repeat_interleave(torch.tensor(sizes, device=weights.device))
-    together = torch.cat(vectors).to(torch.float32)
-    factors = torch.lerp(torch.ones_like(weights[:1]), together, each)  # exact where w is 1
-    return dict(zip(links, factors.split_with_sizes(sizes), strict=True))
-
-
-def _cumulative(rows: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """Return the running products of every row."""
-    done = [list(row[:1]) for row in rows]
-    for level in range(1, max(map(len, rows), default=0)):
-        longer = [i for i, row in enumerate(rows) if len(row) > level]
-        new = torch._foreach_mul([done[i][-1] for i in longer], [rows[i][level] for i in longer])
-        for i, product in zip(longer, new, strict=True):
-            done[i].append(product)
-    return done
-
-
-def _b_scales(
-    layers: Sequence[Sequence[Block]], outputs: Sequence[Sequence[Tensor]]
-) -> list[list[Tensor | None]]:
-    """Multiply what stands after each block, what DoRA multiplies its own with, and its number."""
-    blocks = [(b, row) for some, row in zip(layers, outputs, strict=True) for b in some]
-    after = [row[b.outputs_after - 1] if b.outputs_after else None for b, row in blocks]
-    gains = [block.gain for block, _ in blocks]
-    found = _multiplied(after, gains)
-    known = [i for i, vector in enumerate(found) if vector is not None]
-    if known:
-        vectors = [vector for vector in found if vector is not None]
-        scaled = torch._foreach_mul(vectors, [blocks[i][0].factor for i in known])
-        for i, vector in zip(known, scaled, strict=True):
-            found[i] = vector
-    rest = iter(found)
-    return [[next(rest) for _ in some] for some in layers]
-
-
-def _multiplied(
-    ones: Sequence[Tensor | None], others: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Multiply pair by pair; None is neutral."""
-    pairs = [(a, b) for a, b in zip(ones, others, strict=True) if a is not None and b is not None]
-    both = torch._foreach_mul([a for a, _ in pairs], [b for _, b in pairs]) if pairs else ()
-    rest = iter(both)
+    """Multiply the factors of layers that are alike."""
+    inputs = _running([layer.inputs for layer in layers])
+    outputs = _running([layer.outputs for layer in layers])
+    bias = _running([layer.on_bias for layer in layers])
+    b_scales = _b_scales(layers, outputs)
+    widths = [len(factor_vector(layer.inputs[0])) if inputs else 0 for layer in layers]
+    heights = [_height(layer) for layer in layers]
+    nothing: tuple[None, ...] = (None,) * len(layers)
     return [
-        next(rest) if a is not None and b is not None else (b if a is None else a)
-        for a, b in zip(ones, others, strict=True)
+        Products(*each)
+        for each in zip(
+            _by_layer([_apart(one, widths) for one in inputs], len(layers)),
+            _by_layer([_apart(one, heights) for one in outputs], len(layers)),
+            _by_layer([_apart(one, heights) for one in bias], len(layers)),
+            _by_layer(
+                [_apart(s, heights) if s is not None else nothing for s in b_scales], len(layers)
+            ),
+            strict=True,
+        )
     ]
+
+
+def _running(rows: Sequence[Sequence[Link]]) -> list[Tensor]:
+    """Return the running products of factors, all layers end to end."""
+    return list(accumulate((_factor(column) for column in zip(*rows, strict=True)), torch.mul))
+
+
+def _factor(links: Sequence[Link]) -> Tensor:
+    """Return ``1 + w * (vector - 1)`` of links with one weight, end to end; exact where w is 1."""
+    together = torch.cat([factor_vector(link) for link in links]).to(torch.float32)
+    one = torch.ones(1, device=together.device)
+    return torch.lerp(one, together, links[0].weight)
+
+
+def _b_scales(layers: Sequence[Folded], outputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Multiply what stands after each block, what DoRA multiplies its own with, and its number."""
+    found: list[Tensor | None] = []
+    for place in zip(*(layer.blocks for layer in layers), strict=True):
+        block = place[0]
+        gains = [each.gain for each in place if each.gain is not None]
+        vectors = [outputs[block.outputs_after - 1]] if block.outputs_after else []
+        vectors += [torch.cat(gains)] if gains else []
+        found.append(reduce(torch.mul, vectors) * block.factor if vectors else None)
+    return found
+
+
+def _height(layer: Folded) -> int:
+    """Return how many outputs a layer has, as far as anything multiplies them."""
+    if layer.blocks:
+        return len(layer.blocks[0].step.b)
+    return len(factor_vector(layer.outputs[0])) if layer.outputs else 0
+
+
+def _apart(together: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    return together.split_with_sizes(list(sizes))
+
+
+def _by_layer(columns: Sequence[Sequence[T]], layers: int) -> list[tuple[T, ...]]:
+    """Turn what each factor has for all layers into what each layer has of all factors."""
+    return list(zip(*columns, strict=True)) if columns else [()] * layers

@@ -1,0 +1,86 @@
+"""Layers that are alike are multiplied together, and each gets its own numbers back."""
+
+import torch
+from torch import Tensor
+
+from expertctl.engine.adapter_load import LoadedAdapter
+from expertctl.engine.chain import Link, Step, apply_chain
+from expertctl.engine.compose import Form, Weighted, compose
+from expertctl.engine.dora import DoraTensors, gains
+from expertctl.engine.fold import fold
+from expertctl.engine.ia3 import Ia3Tensors
+from expertctl.engine.linear import linear
+from expertctl.engine.lora import LoraTensors
+from expertctl.engine.products import likeness, products
+
+SHAPES = {f"model.layers.{n}.mlp.up_proj": (3 + n % 4, 2 + n % 3) for n in range(40)}
+KINDS = ("lora", "dora", "ia3", "ia3 on the input")
+WEIGHTS = {"one": 1.0, "two": 0.5, "three": -0.7, "four": 1.0}
+
+
+def step_of(kind: str, out: int, inputs: int) -> Step:
+    a, b = torch.randn(2, inputs), torch.randn(out, 2)
+    match kind:
+        case "lora":
+            return LoraTensors(a, b, 0.5)
+        case "dora":
+            return DoraTensors(a, b, torch.rand(out) + 0.1, 0.5)
+        case "ia3":
+            return Ia3Tensors(torch.randn(out), on_input=False)
+        case _:
+            return Ia3Tensors(torch.randn(inputs), on_input=True)
+
+
+def test_layers_of_different_shapes_and_chains_equal_the_plain_formulas() -> None:
+    """Each expert changes some of the layers, each of them in its own way."""
+    matrices: dict[str, Tensor] = {module: torch.randn(shape) for module, shape in SHAPES.items()}
+    links: dict[str, list[Link]] = {module: [] for module in SHAPES}
+    chain = []
+    for number, (name, weight) in enumerate(WEIGHTS.items()):
+        steps: dict[str, tuple[Step, ...]] = {}
+        for position, (module, shape) in enumerate(SHAPES.items()):
+            if position % (number + 2):
+                steps[module] = (step_of(KINDS[(position // 5 + number) % 4], *shape),)
+                links[module].append(Link(steps[module][0], weight))
+        found = {
+            module: (gains(matrices[module], step, what=module),)
+            for module, [step] in steps.items()
+            if isinstance(step, DoraTensors)
+        }
+        chain.append(Weighted(LoadedAdapter(f"acme/{name}@1", steps, (), 0, 0), weight, found))
+    form = Form(SHAPES, 4, torch.float32, torch.device("cpu"))
+    plan = compose(chain, form).compile()
+    for module, matrix in matrices.items():
+        x, bias = torch.randn(2, matrix.shape[1]), torch.randn(len(matrix))
+        exact = apply_chain(x.double(), matrix.double(), bias.double(), links[module])
+        got = linear(x, matrix, bias, plan.deltas.get(module)).double()
+        assert float((got - exact).abs().max()) <= 1e-5 * max(1.0, float(exact.abs().max()))
+
+
+def test_what_differs_in_a_number_or_a_kind_is_not_alike() -> None:
+    def of(*chain: tuple[str, float], out: int = 3) -> object:
+        return likeness(fold([Link(step_of(kind, out, 2), weight) for kind, weight in chain]))
+
+    plain = of(("lora", 1.0), ("ia3", 1.0))
+    assert plain == of(("lora", 1.0), ("ia3", 1.0), out=7)
+    others = [
+        of(("lora", 0.5), ("ia3", 1.0)),
+        of(("lora", 1.0), ("ia3", 0.5)),
+        of(("ia3", 1.0), ("lora", 1.0)),
+        of(("lora", 1.0), ("ia3 on the input", 1.0)),
+        of(("lora", 1.0)),
+    ]
+    assert all(other != plain for other in others)
+
+
+def test_running_products_begin_at_the_end_of_the_chain() -> None:
+    vectors = [torch.tensor([2.0, 3.0]), torch.tensor([5.0, 7.0]), torch.tensor([0.5, 1.0])]
+    chain = [Link(Ia3Tensors(vector, on_input=False)) for vector in vectors]
+    lora = Link(LoraTensors(torch.ones(1, 2), torch.ones(2, 1), 4.0))
+    [found] = products([fold([chain[0], lora, *chain[1:]])])
+    assert [row.tolist() for row in found.outputs] == [[0.5, 1.0], [2.5, 7.0], [5.0, 21.0]]
+    assert [row.tolist() for row in found.bias] == [[0.5, 1.0], [2.5, 7.0], [5.0, 21.0]]
+    [scale] = found.b_scales
+    assert scale is not None
+    assert scale.tolist() == [10.0, 28.0]
+    assert found.inputs == ()
