@@ -84,8 +84,9 @@ class StoredFiles:
 
 
 def adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
-    """Return what the weights of an expert will take in memory."""
-    return sum(sizes[entry.path] + SLACK for entry in manifest.adapters)
+    """Return what an expert will take in memory, with what describes its weights."""
+    files = [path for entry in manifest.adapters for path in (entry.path, entry.config)]
+    return sum(sizes[path] + SLACK for path in files)
 
 
 def load_adapter(manifest: Manifest, files: Files) -> LoadedAdapter:

@@ -68,7 +68,8 @@ def test_all_tensors_lie_in_the_one_buffer_that_was_counted(lora: Path) -> None:
     [tensor] = storages.values()
     assert tensor.untyped_storage().nbytes() == adapter.nbytes
     sizes = {name: file.size for name, (_, file) in files_of(lora).paths.items()}
-    assert adapter.nbytes == adapter_bytes(manifest_of(lora), sizes)
+    described = sizes["adapter_config.json"] + SLACK
+    assert adapter.nbytes + described == adapter_bytes(manifest_of(lora), sizes)
 
 
 def tensors_of(adapter: LoadedAdapter) -> list[Tensor]:

@@ -1,0 +1,196 @@
+"""A plan that was saved gives the same numbers again: every token, and every score to the bit."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.errors import DigestError, IncompatibleError, NotFoundError, RevokedError
+from expertctl.package.base_model import read_base
+from expertctl.reference import Reference
+from expertctl.routing.plan_file import SavedPlan, parse_plan
+from expertctl.routing.presets import NO_WISHES, SamplingWishes
+from expertctl.routing.request import Forced
+from tests.engine.market import Market, market
+from tests.engine.test_runtime import planner, request, run
+from tests.factories import make_package
+from tests.store.shop import House, a_key, fast, house
+
+__all__ = ["fast", "house", "market"]
+
+KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "lora": [("lora", {"seed": 1, "scale": 0.4})],
+    "dora": [("dora", {"seed": 2, "rank": 3})],
+    "ia3": [("ia3", {"seed": 3, "dtype": "bfloat16"})],
+    "soft": [("soft_prompt", {"seed": 4, "tokens": 5})],
+    "several": [("ia3", {"seed": 5}), ("lora", {"seed": 6, "dtype": "float16"})],
+}
+WARM = SamplingWishes(temperature=1.3, top_p=1.0, max_tokens=12)
+
+
+@pytest.fixture(autouse=True)
+def known(house: House, market: Market) -> None:
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+    house.install(*(package(market, name) for name in KINDS))
+
+
+def package(market: Market, name: str, *, key: str = "acme") -> Any:
+    folder = market.folder / f"replay-{name}-{key}"
+    base = read_base(market.base_dir)
+    adapters: Any = KINDS[name]
+    return make_package(
+        folder,
+        f"acme/{name}",
+        base_dir=market.base_dir,
+        base=base,
+        key=a_key(key),
+        adapters=adapters,
+    )
+
+
+def engine(house: House) -> Engine:
+    return Engine(planner(house), budget=64 << 20)
+
+
+@contextmanager
+def scores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """All scores that a decoder gives, in order."""
+    seen: list[torch.Tensor] = []
+    plain = Decoder._logits
+
+    def watched(self: Decoder, hidden: torch.Tensor, deltas: Any) -> torch.Tensor:
+        logits = plain(self, hidden, deltas)
+        seen.append(logits.clone())
+        return logits
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "_logits", watched)
+        yield seen
+
+
+def saved(result: RunResult, kind: str) -> SavedPlan:
+    """The plan on its way through a file of `run --json` or `route --json`."""
+    document = result.to_json() if kind == "run" else result.planned.result.to_json()
+    return parse_plan(json.dumps(document).encode())
+
+
+def drawn(*experts: NamedExpert, **options: Any) -> RunRequest:
+    """A request whose tokens are drawn, with a seed that nobody chose."""
+    wanted = request(*experts, **options)
+    return replace(wanted, route=replace(wanted.route, wishes=WARM, seed=None))
+
+
+def replayed(plan: SavedPlan) -> RunRequest:
+    """A request that says nothing but the plan."""
+    wanted = request(saved=plan)
+    return replace(wanted, route=replace(wanted.route, wishes=NO_WISHES, seed=None))
+
+
+@pytest.mark.parametrize("kind", ["run", "route"])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [("lora", 1.0)],
+        [("dora", 0.7), ("ia3", 1.0), ("lora", -0.5)],
+        [("soft", 1.0), ("several", 0.3), ("dora", 1.0), ("ia3", 0.0)],
+        [],
+    ],
+    ids=str,
+)
+def test_a_saved_plan_gives_the_same_tokens_and_scores_to_the_bit(
+    chain: list[tuple[str, float]], kind: str, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = [Forced(Reference.parse(f"acme/{name}"), weight) for name, weight in chain]
+    alone = {} if chain else {"route": {"base_alone": True}}
+    with scores(monkeypatch) as first:
+        result = run(engine(house), drawn(*experts, **alone))
+    with scores(monkeypatch) as second:
+        again = run(engine(house), replayed(saved(result, kind)))
+    assert again.generated.tokens == result.generated.tokens
+    assert again.planned.result.plan.to_json() == result.planned.result.plan.to_json()
+    assert not any("saved" in warning for warning in again.warnings)
+    assert len(first) == len(second) > 1
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert float(first[0].abs().max()) > 0
+
+
+def lora(house: House) -> SavedPlan:
+    result = run(engine(house), drawn(Forced(Reference.parse("acme/lora"))))
+    return saved(result, "run")
+
+
+def test_another_number_of_threads_is_warned_of(house: House) -> None:
+    plan = lora(house)
+    assert plan.threads is not None
+    result = run(engine(house), replayed(replace(plan, threads=plan.threads + 7)))
+    told = f"by a run with {plan.threads + 7} threads, this one has {plan.threads}: the last bits"
+    assert any(told in warning for warning in result.warnings)
+
+
+def test_a_package_that_was_signed_anew_gives_the_same_and_is_named(
+    house: House, market: Market
+) -> None:
+    house.trusting("bob")
+    first = run(engine(house), drawn(Forced(Reference.parse("acme/lora"))))
+    house.install(package(market, "lora", key="bob"))
+    again = run(engine(house), replayed(saved(first, "run")))
+    assert again.generated.tokens == first.generated.tokens
+    [warning] = [w for w in again.warnings if "signed anew" in w]
+    assert warning.startswith("acme/lora@1.0.0 was signed anew since the plan was saved")
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_tampered_file_behind_a_plan_is_refused_by_name(house: House, name: str) -> None:
+    plan = lora(house)
+    expert = house.store.find(Reference.parse("acme/lora"))
+    blob = house.store.blob_path(expert.file(name).digest)
+    blob.chmod(0o644)
+    data = bytearray(blob.read_bytes())
+    data[-2] ^= 1
+    blob.write_bytes(data)
+    for on in ("refuse", "queue"):
+        with pytest.raises(DigestError, match=rf"acme/lora@1\.0\.0: {name}"):
+            run(engine(house), replace(replayed(plan), on_budget=on))
+
+
+def test_what_a_revoked_key_signed_is_refused(house: House) -> None:
+    plan = lora(house)
+    house.trust.revoke(a_key("acme").public.key_id)
+    with pytest.raises(RevokedError):
+        run(engine(house), replayed(plan))
+
+
+def test_a_plan_of_a_file_that_was_never_installed_names_it(house: House, market: Market) -> None:
+    file = FileExpert(market.package("acme/loose", key=None, seed=8))
+    result = run(engine(house), drawn(file))
+    with pytest.raises(NotFoundError, match=r"acme/loose@1\.0\.0 of the saved plan is not"):
+        run(engine(house), replayed(saved(result, "run")))
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda plan: plan["experts"][0].update(weight=0.5),
+        lambda plan: plan["experts"].reverse(),
+        lambda plan: plan["experts"].pop(),
+        lambda plan: plan["experts"][0].update(kind="ia3"),
+        lambda plan: plan["experts"][0].update(ref="acme/other@1.0.0"),
+        lambda plan: plan.update(identity="sha256:" + "0" * 64),
+    ],
+)
+def test_a_plan_that_was_edited_is_refused(house: House, edit: Any) -> None:
+    experts = [Forced(Reference.parse(f"acme/{name}")) for name in ("lora", "dora")]
+    document: Any = run(engine(house), drawn(*experts)).to_json()
+    edit(document["plan"])
+    plan = parse_plan(json.dumps(document).encode())
+    with pytest.raises(IncompatibleError, match="edited"):
+        run(engine(house), replayed(plan))
