@@ -49,7 +49,9 @@ from expertctl.schema.manifest import SIGNATURE_PATH
 MAX_SMALL_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 20
 MAX_KEPT_BYTES = 320 << 20
-"""What may be in memory of all files: more than any one package needs, little for a set."""
+"""What may be looked at of all files: more than any one package needs, little for a set.
+
+Bytes that several files share count for each of them, as they are read for each."""
 DAMAGED = "it is damaged or was altered; get it again"
 _HEADER_BYTES = ADAPTER_LIMITS.header_bytes + LENGTH_BYTES
 
@@ -196,13 +198,14 @@ class ArchiveReader:
             sharing.setdefault(file.digest, []).append(file)
         for member in members(layout)[len(documents(layout)) :]:
             self._expect_header(member)
-            self._keep(member.digest, self._read_blob(member, _Start(sharing[member.digest])))
+            files = sharing[member.digest]
+            self._keep(member.digest, self._read_blob(member, _Start(files)), times=len(files))
         if self._content.read_exact(len(END)) != END or not self._content.at_end():
             raise InvalidPackageError(self._what, ["something follows the last file"])
 
-    def _keep(self, digest: Digest, start: bytes) -> None:
+    def _keep(self, digest: Digest, start: bytes, *, times: int) -> None:
         self.starts[digest] = start
-        self._kept += len(start)
+        self._kept += len(start) * times
         if self._kept > MAX_KEPT_BYTES:
             raise InvalidPackageError(
                 self._what, [f"small files and headers of more than {MAX_KEPT_BYTES} bytes"]

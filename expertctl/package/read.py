@@ -98,18 +98,21 @@ def read_package(
 
 def read_set(
     path: Path, *, sink: BlobSink = DISCARD, progress: Progress = no_progress
-) -> list[PackageContents]:
+) -> Iterator[PackageContents]:
     """Read several packages that were exported together, in a frame or as a plain tar.
+
+    Every byte is read and hashed at once. What a package says is looked into when it is taken, so
+    that one which nobody vouches for is the last that costs anything.
 
     Raises:
         NotFoundError: when there is no such file.
-        InvalidPackageError: when it, or one of the packages, is malformed in any way.
+        InvalidPackageError: when it, or a package that is taken, is malformed in any way.
         DigestError: when bytes are not those of the digest that names them.
     """
     with _archive(path, _MAX_SET_ARCHIVE) as (content, size):
         reader = ArchiveReader(content, size=size, what=path.name, sink=sink, progress=progress)
         layout = reader.read_set()
-    return [_member(name, of, reader, path.name) for name, of in layout.packages.items()]
+    return (_member(name, of, reader, path.name) for name, of in layout.packages.items())
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from expertctl.digest import Digest
 from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package import archive_reader
 from expertctl.package.archive import END, blob_name, header
-from expertctl.package.read import PackageContents, read_package, read_set
+from expertctl.package.read import read_package, read_set
 from expertctl.package.set_layout import REF_NAME
 from expertctl.schema.strict_json import canonical
 from tests.package.forge import (
@@ -83,7 +83,7 @@ def refused(data: bytes, tmp_path: Path) -> str:
     for path in (plain(data, tmp_path), framed(data, tmp_path / "x.experts")):
         sink = Collected()
         with pytest.raises((InvalidPackageError, DigestError)) as caught:
-            read_set(path, sink=sink)
+            list(read_set(path, sink=sink))
         assert all(Digest.of(data) == digest for digest, data in sink.blobs.items())
         messages.append(caught.value.message.replace(path.name, "x"))
     assert messages[0].splitlines()[0] == messages[1].splitlines()[0]
@@ -96,7 +96,7 @@ def test_a_set_is_read_as_its_packages_are(
     alone = [read_package(framed(repack(f), tmp_path / "a.expert")) for f in packages.values()]
     for path in (plain(tar, tmp_path), framed(tar, tmp_path / "x.experts")):
         sink, counted = Collected(), list[int]()
-        assert read_set(path, sink=sink, progress=counted.append) == alone
+        assert list(read_set(path, sink=sink, progress=counted.append)) == alone
         files = [data for package in packages.values() for data in package.values()]
         assert sorted(sink.blobs.values()) == sorted(set(files))
         assert sum(counted) == sum(map(len, set(files)))
@@ -125,7 +125,7 @@ def test_a_flipped_byte_is_refused(data: st.DataObject, same: bytes, tmp_path: P
     changed = bytearray(same)
     changed[data.draw(st.integers(0, len(same) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises((InvalidPackageError, DigestError)):
-        read_set(plain(bytes(changed), tmp_path))
+        list(read_set(plain(bytes(changed), tmp_path)))
 
 
 @given(at=st.integers(0, 10**6))
@@ -267,6 +267,30 @@ def test_what_is_kept_in_memory_is_bounded(
     assert "more than 5000 bytes" in refused(tar, tmp_path)
 
 
+def test_bytes_that_many_packages_share_count_for_each(
+    packages: Mapping[str, Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of tensors is read for each package that has it, so one must not be read forever."""
+    monkeypatch.setattr(archive_reader, "MAX_KEPT_BYTES", 50_000)
+    files = packages["acme/zwei:1.0.0"]
+    many = {f"{name}:1.0.0": _called(name, files) for name in map("acme/p{}".format, range(20))}
+    data = archive(set_entries(many))
+    assert len(data) < 200_000
+    assert "more than 50000 bytes" in refused(data, tmp_path)
+
+
+def _called(name: str, files: Files) -> Files:
+    return edited(files, "expert.json", lambda manifest: manifest.update(name=name))
+
+
+def test_packages_are_looked_into_one_by_one(packages: Mapping[str, Files], tmp_path: Path) -> None:
+    bad = {**packages, "acme/zwei:1.0.0": {**packages["acme/zwei:1.0.0"], "setup.py": b"import os"}}
+    contents = read_set(plain(archive(set_entries(bad)), tmp_path))
+    assert next(contents).manifest.ref == "acme/sql@1.0.0"
+    with pytest.raises(InvalidPackageError):
+        next(contents)
+
+
 def test_bytes_around_the_frame_are_refused(tar: bytes, tmp_path: Path) -> None:
     data = framed(tar, tmp_path / "x.experts").read_bytes()
     skippable = b"\x50\x2a\x4d\x18\x04\0\0\0evil"
@@ -291,6 +315,6 @@ def test_a_file_that_is_no_set_is_refused(content: bytes, tmp_path: Path) -> Non
 
 
 def test_the_names_are_those_of_the_annotation(tar: bytes, tmp_path: Path) -> None:
-    contents: list[PackageContents] = read_set(plain(tar, tmp_path))
+    contents = list(read_set(plain(tar, tmp_path)))
     assert [c.manifest.ref for c in contents] == ["acme/sql@1.0.0", "acme/zwei@1.0.0"]
     assert REF_NAME.encode() in tar
