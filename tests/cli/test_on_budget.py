@@ -1,0 +1,98 @@
+"""``run --on-budget`` and ``run --plan`` as a person meets them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.admission import Admission
+from expertctl.schema.validation import problems_of
+from expertctl.store.paths import StorePaths
+from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
+
+__all__ = ["expertctl", "workshop"]
+
+
+def running() -> Path:
+    return StorePaths(Path(os.environ["EXPERT_HOME"]) / "store").running
+
+
+@pytest.fixture
+def least(workshop: Workshop, expertctl: Expertctl) -> int:
+    """The smallest budget that all of it fits into."""
+    memory = expertctl("run", PROMPT, "--expert", "acme/sorting", "--json", *QUIET).document[
+        "memory"
+    ]
+    return int(memory["peak"])
+
+
+def test_an_expert_that_does_not_fit_is_dropped_and_named(
+    workshop: Workshop, expertctl: Expertctl, least: int
+) -> None:
+    words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--memory-budget", least - 1)
+    assert expertctl(*words).code == 7
+    outcome = expertctl(*words, "--on-budget", "fewer", "--json")
+    assert outcome.code == 0, outcome.err
+    assert problems_of(outcome.document, "run") == []
+    assert outcome.document["plan"]["experts"] == []
+    [dropped] = outcome.document["dropped"]
+    assert dropped["ref"] == "acme/sorting@1.2.0"
+    assert "MiB needed" in dropped["reason"]
+    assert "warning: acme/sorting@1.2.0 was left out: " in outcome.err
+    alone = expertctl("run", PROMPT, "--no-experts", "--json", *QUIET).document
+    assert outcome.document["tokens"]["ids"] == alone["tokens"]["ids"]
+
+
+def test_fewer_and_a_saved_plan_exclude_each_other(
+    workshop: Workshop, expertctl: Expertctl, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(expertctl("route", PROMPT, "--json").out)
+    outcome = expertctl("run", PROMPT, "--plan", plan, "--on-budget", "fewer")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "never with fewer" in outcome.err
+
+
+def test_a_saved_plan_is_read_from_stdin(workshop: Workshop, expertctl: Expertctl) -> None:
+    words = ("run", PROMPT, "--json", "--temperature", "1.4", "--max-tokens", "9")
+    first = expertctl(*words)
+    again = expertctl("run", PROMPT, "--json", "--plan", "-", stdin=first.out.encode())
+    assert again.document["tokens"] == first.document["tokens"]
+    for key in ("identity", "seed", "params"):
+        assert again.document["plan"][key] == first.document["plan"][key]
+    for twice in (["-"], [PROMPT, "--body", "-"]):
+        outcome = expertctl("run", *twice, "--plan", "-", stdin=first.out.encode())
+        assert outcome.code == 2
+        assert "stdin" in outcome.err
+
+
+def test_a_queued_run_ends_with_130_when_it_is_interrupted(workshop: Workshop, least: int) -> None:
+    words = ["run", PROMPT, "--expert", "acme/sorting", "--on-budget", "queue", "--json", *QUIET]
+    program = f"import sys; from expertctl.cli.app import run; sys.exit(run({words!r}))"
+    with Admission(running()).seat(least):
+        environment = {**os.environ, "EXPERT_MEMORY_BUDGET": str(least * 3 // 2)}
+        with subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ) as queued:  # fmt: skip
+            assert queued.stderr is not None
+            told = queued.stderr.readline()
+            queued.send_signal(signal.SIGINT)
+            out, err = queued.communicate()
+    assert told.startswith("waiting for memory: ")
+    assert (queued.returncode, out, "Traceback" in err) == (130, "", False)
+    assert [path for path in running().iterdir() if path.is_dir()] == []
+
+
+def test_a_queued_run_goes_on_when_there_is_room(
+    workshop: Workshop, expertctl: Expertctl, least: int
+) -> None:
+    words = ("run", PROMPT, "--expert", "acme/sorting", *QUIET, "--json", "--memory-budget", least)
+    outcome = expertctl(*words, "--on-budget", "queue")
+    assert outcome.code == 0, outcome.err
+    assert "queue" not in json.loads(outcome.out)["timings_ms"]
+    assert expertctl(*words[:-1], least - 1, "--on-budget", "queue").code == 7
