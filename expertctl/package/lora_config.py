@@ -15,6 +15,8 @@ from expertctl.package.targets import literals, names_module
 from expertctl.schema.strict_json import JsonObject
 
 _LITERAL = re.compile(r"\^?[A-Za-z0-9_.-]+\$?")
+_ANYTHING = r"[^.]+\.[^.]+"
+"""PEFT takes no number for that of a layer before the third place."""
 _PER_NAME = 16
 
 
@@ -134,21 +136,13 @@ def lora_config_of(document: JsonObject, *, what: str) -> LoraConfig:
 
 
 def layer_of(module: str, patterns: tuple[str, ...]) -> int | None:
-    """Return the layer number in a module name: the first one, or the first after a pattern."""
-    parts = module.split(".")
-    for index in range(len(parts) - 1):
-        number = parts[index]
-        if not (number.isascii() and number.isdigit()):
-            continue
-        before = parts[:index]
-        if (not patterns and len(before) >= 2) or any(_follows(before, p) for p in patterns):
-            return int(number)
-    return None
+    """Return the layer number in a module name: the first one, or the first after a pattern.
 
-
-def _follows(before: list[str], pattern: str) -> bool:
-    words = pattern.split(".")
-    return before[-len(words) :] == words
+    Patterns are tried in order, and searched for: a stranger chose both them and the name.
+    """
+    before = [re.escape(pattern) for pattern in patterns] or [_ANYTHING]
+    found = (re.search(rf"\.{words}\.([0-9]+)\.", f".{module}") for words in before)
+    return next((int(match[1]) for match in found if match), None)
 
 
 def _ends_with(module: str, part: str) -> bool:

@@ -343,3 +343,43 @@ def test_layers_are_found_in_names() -> None:
     assert layer_of("layers.7.q_proj", ()) is None
     assert layer_of("layers.7.q_proj", ("layers",)) == 7
     assert layer_of("lm_head", ()) is None
+
+
+NESTED = [
+    "model.layers.1.h.2.q_proj",
+    "h.1.layers.2.q_proj",
+    "layers.1.q_proj",
+    "model.layers.1",
+    "my_layers.1.q_proj",
+    "layers.x.layers.2.q_proj",
+    "a.1.2.3.q_proj",
+    "1.2.3.q_proj",
+]
+
+
+@pytest.mark.parametrize("module", NESTED)
+@pytest.mark.parametrize("patterns", [(), ("layers",), ("h", "layers"), ("layers", "h"), ("a.1",)])
+def test_the_number_of_a_layer_is_the_one_that_peft_finds(
+    module: str, patterns: tuple[str, ...]
+) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for layer in range(4):
+        config = PeftConfig(
+            target_modules=["q_proj", "1"],
+            layers_to_transform=[layer],
+            layers_pattern=list(patterns) or None,
+        )
+        assert bool(check_target_module_exists(config, module)) == (
+            layer_of(module, patterns) == layer
+        )
+
+
+def test_finding_layers_takes_no_long_time_whatever_their_names() -> None:
+    patterns = tuple("a." * 250 + f"b{number:02d}" for number in range(100))
+    start = time.perf_counter()
+    for number in range(20):
+        assert layer_of("1." * 250 + f"{number}.q_proj", patterns) is None
+        assert layer_of("a." * 250 + f"{number}.q_proj", patterns) is None
+    assert time.perf_counter() - start < 2
