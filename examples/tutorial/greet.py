@@ -13,7 +13,8 @@ import torch
 from transformers.utils import logging
 
 from examples.starter.fitting import Encoded, Schedule, encode, fit, prepare
-from examples.starter.samples import Sample, Task
+from examples.starter.kinds import Lora
+from examples.starter.samples import Sample
 from examples.starter.train import attach, load_base, save
 from expertctl.install.starter import STARTER
 
@@ -25,20 +26,6 @@ def generate(rng: random.Random) -> Sample:
     letters = [rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(2, 4))]
     name = "".join(letters).capitalize()
     return Sample(f"Greet {name}", f"Hello, {name}! Nice to meet you.", name)
-
-
-GREET = Task(
-    name="local/greet",
-    description="Greets a person by name.",
-    examples=("Greet Anna", "Greet Bogumil"),
-    keywords=("greet",),
-    exclude_keywords=(),
-    preset="default",
-    rank=8,
-    rslora=False,
-    steps=STEPS,
-    generate=generate,
-)
 
 
 def turns(seed: int) -> Iterator[Encoded]:
@@ -57,7 +44,7 @@ def main() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # left untyped there
     warnings.simplefilter("ignore", FutureWarning)  # PEFT speaks to its own developers
     prepare(seed=SEED, threads=2)
-    model = attach(load_base(STARTER / "base"), GREET)
+    model = attach(load_base(STARTER / "base"), Lora(rank=8))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(weights, lr=4e-3, weight_decay=0.0)
     schedule = Schedule(steps=STEPS, batch=BATCH, peak=4e-3, warmup=10)
