@@ -154,8 +154,16 @@ def complete(
 
 
 def encode(document: JsonObject) -> bytes:
-    """Return the text of a manifest as we write it."""
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    """Return the text of a manifest as we write it.
+
+    Raises:
+        InvalidPackageError: when it is longer than a manifest may be.
+    """
+    text = (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    if len(text) > MAX_MANIFEST_BYTES:
+        problem = f"{len(text)} bytes when it is complete, at most {MAX_MANIFEST_BYTES} allowed"
+        raise InvalidPackageError(MANIFEST_PATH, [problem])
+    return text
 
 
 def default_name(directory: Path) -> str:

@@ -17,6 +17,7 @@ from expertctl.package.draft import (
     is_hub_name,
     read_adapter,
 )
+from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
 DIGEST = f"sha256:{'1' * 64}"
 
@@ -122,6 +123,13 @@ def test_adapters_that_are_stated_stay(lora: Path, facts: BaseFacts) -> None:
 def test_a_base_without_its_digests_is_a_problem(base: Any) -> None:
     (problem,) = base_problems({"base": base})
     assert "--base DIR" in problem
+
+
+def test_a_manifest_that_grew_beyond_what_is_read_is_refused() -> None:
+    rows: dict[str, Any] = {"training": {"losses": [[number] for number in range(100_000)]}}
+    assert len(json.dumps(rows, separators=(",", ":"))) < MAX_MANIFEST_BYTES
+    with pytest.raises(InvalidPackageError, match="bytes when it is complete, at most 1048576"):
+        encode(rows)
 
 
 def test_a_manifest_is_written_as_people_read_it() -> None:
