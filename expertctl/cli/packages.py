@@ -27,6 +27,7 @@ from expertctl.package.read import names_file
 from expertctl.package.spool import sign_package
 from expertctl.package.spool import unpack as unpack_package
 from expertctl.package.verify import verify_contents
+from expertctl.package.write import check_place
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Settings, load_settings
@@ -140,6 +141,7 @@ def build(
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
     if samples is not None:
+        check_place(target)  # else refused when all was measured
         plan = measured(plan, samples, task=task, output=target, as_json=as_json)
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
         built = building.build(plan, target, key=key, level=level, progress=report)

@@ -109,9 +109,8 @@ def copy_verified(
         )
 
 
-@contextmanager
-def publishing(path: Path) -> Iterator[BinaryIO]:
-    """Give a stream whose content becomes ``path`` at the end, durably, or is dropped.
+def check_place(path: Path) -> None:
+    """Refuse a place where no file can be written.
 
     Raises:
         NotFoundError: when the folder does not exist.
@@ -121,6 +120,17 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
         raise UsageError(f"{path} is a directory", hint="name a file with -o FILE")
     if not path.parent.is_dir():
         raise NotFoundError(f"{path.parent}: no such directory")
+
+
+@contextmanager
+def publishing(path: Path) -> Iterator[BinaryIO]:
+    """Give a stream whose content becomes ``path`` at the end, durably, or is dropped.
+
+    Raises:
+        NotFoundError: when the folder does not exist.
+        UsageError: when a directory is there.
+    """
+    check_place(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:

@@ -300,7 +300,8 @@ def test_an_entry_of_the_same_data_and_metric_is_replaced(
         (["--task", "x"], 2, "--task"),
         (["--eval", "nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
         (["--eval", "sums.jsonl", "--task", "x\ny"], 8, "evaluation/0/task"),
-        (["--eval", "sums.jsonl", "-o", "nowhere/x.expert"], 2, "nowhere: no such directory"),
+        (["--eval", "sums.jsonl", "-o", "nowhere/x.expert"], 3, "nowhere: no such directory"),
+        (["--eval", "sums.jsonl", "-o", "my-base"], 2, "my-base is a directory"),
         (["--eval", "sums.jsonl", "--base", "elsewhere"], 4, "was made for"),
     ],
 )
@@ -318,6 +319,7 @@ def test_a_build_that_cannot_be_measured_leaves_nothing(
     before = sorted(workshop.folder.iterdir())
     outcome = expertctl("build", "my-lora", *words, code=code)
     assert said in outcome.err
+    assert "measured" not in outcome.err
     assert sorted(workshop.folder.iterdir()) == before
 
 

@@ -118,6 +118,9 @@ def test_what_cannot_be_drawn_is_refused_first(
             check_picture(tmp_path / name)
     with pytest.raises(UsageError, match="no such directory"):
         check_picture(tmp_path / "nowhere" / "x.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(UsageError, match="is a directory"):
+        check_picture(tmp_path / "folder.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(NotFoundError, match="needs matplotlib") as caught:
         check_picture(tmp_path / "x.png")
