@@ -97,21 +97,22 @@ class _Lines:
         Raises:
             InvalidPackageError: with all problems.
         """
-        lines = data.removesuffix(b"\n").split(b"\n") if data else []
-        self._check_size(data, lines)
-        samples = [self._sample(number, line) for number, line in enumerate(lines, start=1)]
+        text = data.removesuffix(b"\n")
+        self._check_size(data, lines=text.count(b"\n") + 1)
+        samples = [self._sample(n, line) for n, line in enumerate(text.split(b"\n"), start=1)]
         read = tuple(sample for sample in samples if sample is not None)
         self._check_ids(read)
         self._raise_if_any()
         return read
 
-    def _check_size(self, data: bytes, lines: list[bytes]) -> None:
+    def _check_size(self, data: bytes, *, lines: int) -> None:
+        """Refuse too many lines before there is an object for each."""
         if not data.strip():
             self._problems.append("it is empty: there is nothing to evaluate")
         if len(data) > MAX_DATA_BYTES:
             self._problems.append(f"more than {MAX_DATA_BYTES >> 20} MiB")
-        if len(lines) > MAX_SAMPLES:
-            self._problems.append(f"{len(lines)} lines, at most {MAX_SAMPLES} are allowed")
+        if lines > MAX_SAMPLES:
+            self._problems.append(f"{lines} lines, at most {MAX_SAMPLES} are allowed")
         self._raise_if_any()
 
     def _sample(self, number: int, line: bytes) -> Sample | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 from typing import get_args
@@ -88,6 +89,16 @@ def test_size_and_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     monkeypatch.setattr(evaluation_data, "MAX_LINE_BYTES", 10)
     assert all("too many bytes" in problem for problem in problems(path))
+
+
+def test_millions_of_lines_are_not_taken_apart(tmp_path: Path) -> None:
+    path = written(tmp_path, b"ab\n" * 2_000_000)
+    tracemalloc.start()
+    try:
+        assert problems(path) == ("2000000 lines, at most 100000 are allowed",)
+        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
