@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package import evaluation_data
-from expertctl.package.evaluation_data import Metric, Sample, is_right, read_data
+from expertctl.package.evaluation_data import MAX_DATA_BYTES, Metric, Sample, is_right, read_data
 
 GOOD = b'{"prompt": "3 + 4", "answer": "7"}'
 
@@ -96,7 +96,7 @@ def test_millions_of_lines_are_not_taken_apart(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         assert problems(path) == ("2000000 lines, at most 100000 are allowed",)
-        assert tracemalloc.get_traced_memory()[1] < 40_000_000
+        assert tracemalloc.get_traced_memory()[1] < MAX_DATA_BYTES + 20_000_000
     finally:
         tracemalloc.stop()
 
