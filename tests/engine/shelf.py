@@ -43,18 +43,21 @@ class Shelf:
         facts, key = read_base(self.base), a_key("acme")
         self.house = House(folder / "home").trusting("acme")
         self.house.bases.add(self.base)
-        self.packages = {
-            name: make_package(
-                folder / name,
-                f"acme/{name}",
-                base_dir=self.base,
-                base=facts,
-                key=key,
-                adapters=kind,
-            )
-            for name, kind in KINDS.items()
-        }
-        self.house.install(*self.packages.values())
+        installed, self.packages = (
+            {
+                name: make_package(
+                    folder / where / name,
+                    f"acme/{where}{name}",
+                    base_dir=self.base,
+                    base=facts,
+                    key=key,
+                    adapters=kind,
+                )
+                for name, kind in KINDS.items()
+            }
+            for where in ("", "file-")
+        )
+        self.house.install(*installed.values())
         self.config = config = read_config(self.base)
         decoder = Decoder(config, load_base(self.base, config))
         shapes = linear_shapes(self.base)
