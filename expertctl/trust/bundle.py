@@ -30,7 +30,7 @@ from expertctl.trust.statement import (
 MEDIA_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 MAX_BUNDLE = 2 * MAX_BYTES
-_RESIGN = "sign again with `expertctl sign`"
+_RESIGN = "get it again from its publisher, who may have to `expertctl sign` it again"
 _MAX_NAMED = 5
 
 

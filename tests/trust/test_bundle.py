@@ -308,8 +308,9 @@ def test_an_ed25519_key_where_an_ecdsa_key_signed_is_refused_cleanly() -> None:
 def test_another_file_set_is_refused_by_name(
     change: Callable[[dict[str, bytes]], dict[str, bytes]], message: str
 ) -> None:
-    with pytest.raises(SignatureError, match=message):
+    with pytest.raises(SignatureError, match=message) as refused:
         verify(forged_bundle(lambda _: None), digests(change(dict(CONTENT))))
+    assert refused.value.hint.startswith("get it again from its publisher")
 
 
 def test_two_files_of_one_name_are_refused() -> None:
