@@ -9,6 +9,7 @@ import pytest
 from expertctl.package import layout
 from expertctl.package.adapter import KIND_NAMES
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
+from expertctl.package.archive_reader import MAX_KEPT_BYTES, MAX_SMALL_BYTES
 from expertctl.package.frame import (
     MANY_BLOCKS,
     MAX_RATIO,
@@ -19,6 +20,7 @@ from expertctl.package.frame import (
 from expertctl.package.model_config import ModelConfig
 from expertctl.package.numbers import EXTREME
 from expertctl.package.rope_config import Llama3Scaling, RopeConfig, YarnScaling
+from expertctl.package.set_layout import MAX_PACKAGES, MAX_SET_BYTES
 from expertctl.package.tensor_file import ADAPTER_LIMITS
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 
@@ -47,6 +49,9 @@ def test_every_limit_is_on_the_page() -> None:
             f"{MANY_BLOCKS}, and one more for each {SMALL_BLOCK} bytes of content"
         ),
     }
+    assert f"holds 1 to {MAX_PACKAGES} packages and at most {MAX_SET_BYTES} bytes" in PAGE
+    assert f"files of up to {MAX_SMALL_BYTES} bytes" in PAGE
+    assert f"most {MAX_KEPT_BYTES} bytes, counted for every file" in PAGE
     assert [row for row in limits.items() if f"| {row[0]} | {row[1]} |" not in PAGE] == []
     assert MAX_MANIFEST_BYTES == MAX_CONFIG_BYTES == 1048576
     assert (MAX_WINDOW, RATIO_FREE_BYTES) == (8 << 20, 64 << 20)
