@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> tuple[Layer, list[Link]]:
     def rand(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    links = []
+    weights, links = rand(out, inputs) + 0.1, []
     for _ in range(draw(st.integers(0, 10))):
         kind = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
         rank, scale = draw(st.integers(1, 6)), draw(st.floats(0.125, 2))
@@ -67,11 +67,19 @@ def cases(draw: st.DrawFn) -> tuple[Layer, list[Link]]:
             case "lora":
                 step = LoraTensors(a, b, scale)
             case "dora":
-                step = DoraTensors(a, b, (rand(out).abs() + 0.1).to(kind), scale)
+                magnitude = (rand(out).abs() + 0.1).to(kind)
+                step = DoraTensors(a, _turned(weights, a, b), magnitude, scale)
             case _:
                 step = Ia3Tensors((1 + rand(inputs if on_input else out) / 2).to(kind), on_input)
         any_weight = st.floats(-1.5, 1.5, allow_subnormal=False)
         weight = draw(st.one_of(st.sampled_from([0.0, 1.0, 1.0, -1.0, 0.5]), any_weight))
         links.append(Link(step, weight))
     bias = rand(out) if draw(st.booleans()) else None
-    return Layer(rand(out, inputs) + 0.1, bias, rand(3, inputs)), links
+    return Layer(weights, bias, rand(3, inputs)), links
+
+
+def _turned(weights: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Turn the rows of B that would cancel a row of W: its direction is then no number's fault."""
+    change = b.float() @ a.float()
+    cancels = (weights + change).norm(dim=1) < (weights - change).norm(dim=1)
+    return torch.where(cancels[:, None], -b, b)
