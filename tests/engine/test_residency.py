@@ -45,14 +45,14 @@ class Meter:
     def live(self) -> int:
         """Bytes held now; each storage counts once, and not beside the block that it lies in."""
         blocks = [(at, at + size) for ref, at, size in self._blocks if ref() is not None]
-        storages = {}
+        storages: dict[int, int] = {}
         for thing in gc.get_objects():
             if issubclass(type(thing), torch.Tensor):  # asking the thing itself could do anything
                 storage = thing.untyped_storage()
                 at = storage.data_ptr()
                 if not any(begin <= at < end for begin, end in blocks):
                     storages[at] = storage.nbytes()
-        return sum(end - begin for begin, end in blocks) + sum(storages.values())
+        return int(sum(end - begin for begin, end in blocks) + sum(storages.values()))
 
 
 @pytest.fixture
