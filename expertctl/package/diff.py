@@ -104,7 +104,7 @@ def _fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterator[Fie
     if canonical(old) == canonical(new):
         return
     before, after = _children(old), _children(new)
-    if before is None or after is None or (isinstance(old, list) and len(before) != len(after)):
+    if before is None or after is None or not _are_alike(old, new):
         yield FieldChange("/".join(at), "changed", old, new)
         return
     for key in sorted({*before, *after}):
@@ -115,6 +115,13 @@ def _fields(old: JsonValue, new: JsonValue, at: tuple[str, ...]) -> Iterator[Fie
             yield FieldChange("/".join(path), "removed", old=before[key])
         else:
             yield from _fields(before[key], after[key], path)
+
+
+def _are_alike(old: JsonValue, new: JsonValue) -> bool:
+    """Tell whether two objects, or two lists of one length, may be compared child by child."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new)
+    return isinstance(old, dict) and isinstance(new, dict)
 
 
 def _children(value: JsonValue) -> Mapping[str, JsonValue] | None:

@@ -92,6 +92,13 @@ def test_lists_of_objects_are_looked_into_while_they_are_as_long(make: Maker) ->
     assert (change.path, change.change) == ("limitations", "changed")
 
 
+def test_an_object_is_never_compared_with_a_list(make: Maker) -> None:
+    """Its keys may be the numbers of the list: then nothing else would differ."""
+    rows, table = [{"loss": 1}], {"0": {"loss": 1}}
+    found = compared(make(training={"log": rows}), make(training={"log": table}))
+    assert found.fields == (FieldChange("training/log", "changed", rows, table),)
+
+
 def test_files_are_added_removed_and_changed(make: Maker) -> None:
     old = make(docs={"LICENSE": "MIT", "README.md": "one"})
     new = make(docs={"NOTICE": "seven", "README.md": "three"})
