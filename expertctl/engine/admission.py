@@ -35,7 +35,8 @@ def tell_nobody(_: str) -> None:
     """Keep it to oneself."""
 
 
-def _pause() -> None:
+def pause() -> None:
+    """Let some time pass before looking again."""
     time.sleep(PAUSE_SECONDS)
 
 
@@ -67,8 +68,8 @@ class Seat:
 class Admission:
     """The seats of one home."""
 
-    def __init__(self, folder: Path, *, pause: Callable[[], None] = _pause) -> None:
-        """Name the folder; it is made for the first seat."""
+    def __init__(self, folder: Path, *, pause: Callable[[], None] = pause) -> None:
+        """Name the folder, made for the first seat; what ``pause`` raises ends the waiting."""
         self._folder, self._pause = folder, pause
 
     @contextmanager
@@ -133,10 +134,10 @@ class Admission:
         for folder in claimed_folders(self._folder):
             if folder == own or not _NAME.fullmatch(folder.name):
                 continue
-            if is_held(folder):
-                others.append(_read(folder))
-            else:
+            if not is_held(folder):
                 remove_tree(folder)
+            elif (other := _read(folder)) is not None:
+                others.append(other)
         return others
 
 
@@ -148,8 +149,12 @@ def _write(folder: Path, size: int, *, waits: bool) -> None:
     (folder / "seat").write_text(f"{size} {'waits' if waits else 'in'}", encoding="ascii")
 
 
-def _read(folder: Path) -> _Other:
-    text = (folder / "seat").read_text(encoding="ascii", errors="replace")
+def _read(folder: Path) -> _Other | None:
+    """Read a seat; None when its run has just ended and is removing it."""
+    try:
+        text = (folder / "seat").read_text(encoding="ascii", errors="replace")
+    except FileNotFoundError:
+        return None
     match = _SEAT.fullmatch(text)
     if match is None:
         hint = f"remove {folder} when no run needs it"

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from expertctl.digest import Digest, Progress, no_progress
-from expertctl.engine.admission import Admission, Seat, Tell, tell_nobody
+from expertctl.engine.admission import Admission, Seat, Tell, pause, tell_nobody
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
 from expertctl.engine.compat import CompatReady, compat_reading
 from expertctl.engine.compat_base import CompatBase
@@ -105,16 +105,16 @@ class Engine:
     ) -> None:
         """Begin with nothing loaded.
 
-        ``progress`` counts bytes of experts and bases; what it raises ends the run. ``tell`` gets
-        what a person should know while a run is queued.
+        ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
+        ends the run. ``tell`` gets what a person should know while a run is queued.
         """
         self.budget = Budget(int(available() * MACHINE_SHARE) if budget is None else budget)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
         self._base = BaseSlot(self.tiers, device=CPU)
         self._kv = KVSlot(self.tiers)
         self._derived = Derived(planner.store.paths.derived)
-        self._admission, self._tell = Admission(planner.store.paths.running), tell
-        self._planner, self._progress = planner, progress
+        self._admission = Admission(planner.store.paths.running, pause=self._pause)
+        self._planner, self._progress, self._tell = planner, progress, tell
 
     def run(
         self, request: RunRequest, *, cancelled: Cancelled = never
@@ -220,6 +220,11 @@ class Engine:
         limit = self.budget.limit
         size = check_fits(needs(self._planner, prepared, files), limit)
         return self._admission.queue(size, limit=limit, tell=self._tell)
+
+    def _pause(self) -> None:
+        """Let some time pass in the queue, unless the answer is not wanted any more."""
+        self._progress(0)
+        pause()
 
     def _in_memory(
         self, request: RunRequest, planned: Planned, files: Files, stack: ExitStack

@@ -18,6 +18,8 @@ from expertctl.store.disk import READ_ONLY
 
 LOCK_SECONDS = 120.0
 _LOCK_NAME = "lock"
+_REMOVED = {errno.ENOENT, errno.EEXIST}
+"""How opening a lock fails when its folder is removed meanwhile: `FileLock` makes a missing one."""
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def is_held(folder: Path) -> bool:
     except OSError as error:
         if error.errno in READ_ONLY:
             return True
-        if error.errno == errno.ENOENT:
+        if error.errno in _REMOVED:
             return False
         raise
 

@@ -148,10 +148,13 @@ from expertctl.engine.admission import Admission
 folder, log, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 numbers = random.Random(seed)
+def waited(text):
+    assert text.startswith("waiting for memory"), text
+    os.write(handle, b"0\\n")
 for _ in range(8):
     size = numbers.randint(20, 100)
     admission = Admission(folder, pause=lambda: None)
-    with admission.queue(size, limit=100, tell=lambda text: os.write(handle, b"0\\n")):
+    with admission.queue(size, limit=100, tell=waited):
         os.write(handle, b"%d\\n" % size)
         for _ in range(20):
             os.listdir(folder)
@@ -187,6 +190,16 @@ def test_what_is_no_seat_is_left_alone(folder: Path) -> None:
     with Admission(folder, pause=stuck).queue(50, limit=100, tell=print):
         pass
     assert (folder / "notes").is_dir()
+
+
+def test_a_seat_that_is_just_being_removed_takes_no_room(folder: Path, told: list[str]) -> None:
+    """A run that ends lets go of its lock and then removes its folder; others look meanwhile."""
+    with Admission(folder).seat(80):
+        [other] = [path for path in folder.iterdir() if path.is_dir()]
+        (other / "seat").unlink()
+        with Admission(folder, pause=stuck).queue(50, limit=100, tell=told.append) as seat:
+            assert not seat.queued
+    assert told == []
 
 
 def test_a_seat_that_cannot_be_read_is_told(folder: Path) -> None:

@@ -131,7 +131,8 @@ def seats(house: House) -> list[str]:
 
 
 def test_a_queued_run_waits_for_the_others_and_says_so(house: House) -> None:
-    limit, told = peak(house, named("one")), []
+    limit = peak(house, named("one"))
+    told: list[str] = []
     with ExitStack() as others:
         others.enter_context(Admission(house.store.paths.running).seat(1000))
         engine = Engine(planner(house), budget=limit, tell=told.append)
@@ -145,6 +146,27 @@ def test_a_queued_run_waits_for_the_others_and_says_so(house: House) -> None:
 def test_a_run_that_need_not_wait_has_no_queue_time(house: House) -> None:
     result = limited(house, peak(house, named("one")), named("one"), on="queue")
     assert "queue" not in result.timings_ms
+
+
+class NotWantedError(Exception):
+    """What the owner of an engine raises when the answer is not wanted any more."""
+
+
+def test_who_is_queued_can_give_up(house: House) -> None:
+    limit = peak(house, named("one"))
+    told: list[str] = []
+
+    def give_up(count: int) -> None:
+        assert count == 0, "nothing is read in the queue"
+        raise NotWantedError
+
+    engine = Engine(planner(house), budget=limit, progress=give_up, tell=told.append)
+    with Admission(house.store.paths.running).seat(1000):
+        with pytest.raises(NotWantedError):
+            run(engine, request(named("one"), on_budget="queue"))
+        assert seats(house) == ["1000 in"]
+    assert len(told) == 1
+    engine.check_integrity()
 
 
 def test_what_can_never_fit_is_refused_at_once(house: House) -> None:
