@@ -13,6 +13,7 @@ from expertctl.package.base_model import BaseFacts
 from expertctl.package.diff import FieldChange, FileChange, PackageDiff, Side, diff_packages
 from expertctl.package.read import PackageContents
 from expertctl.package.spool import Spool, sign_package, spooling
+from expertctl.schema.strict_json import JsonValue
 from expertctl.trust.keys import PrivateKey
 from tests.factories import make_package, write_base
 
@@ -94,7 +95,8 @@ def test_lists_of_objects_are_looked_into_while_they_are_as_long(make: Maker) ->
 
 def test_an_object_is_never_compared_with_a_list(make: Maker) -> None:
     """Its keys may be the numbers of the list: then nothing else would differ."""
-    rows, table = [{"loss": 1}], {"0": {"loss": 1}}
+    rows: JsonValue = [{"loss": 1}]
+    table: JsonValue = {"0": {"loss": 1}}
     found = compared(make(training={"log": rows}), make(training={"log": table}))
     assert found.fields == (FieldChange("training/log", "changed", rows, table),)
 
