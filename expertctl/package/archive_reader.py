@@ -262,6 +262,7 @@ class _Start:
         if self._is_tensors and len(self.data) >= LENGTH_BYTES:
             length = int.from_bytes(self.data[:LENGTH_BYTES], "little")
             self._limit = min(self._limit, LENGTH_BYTES + length)
+            del self.data[self._limit :]
 
 
 def kept_bytes(file: FileDigest) -> int:

@@ -279,6 +279,21 @@ def test_bytes_that_many_packages_share_count_for_each(
     assert "more than 50000 bytes" in refused(data, tmp_path)
 
 
+def test_of_weights_only_the_header_counts(
+    packages: Mapping[str, Files], tar: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [file for package in packages.values() for file in package.items()]
+    weights = [data for path, data in files if path.endswith(".safetensors")]
+    headers = [8 + int.from_bytes(data[:8], "little") for data in weights]
+    assert sum(headers) < sum(map(len, weights)) / 2
+    looked_at = sum(len(data) for _, data in files if data not in weights) + sum(headers)
+    monkeypatch.setattr(archive_reader, "MAX_KEPT_BYTES", looked_at)
+    for path in (plain(tar, tmp_path), framed(tar, tmp_path / "x.experts")):
+        assert len(list(read_set(path))) == 2
+    monkeypatch.setattr(archive_reader, "MAX_KEPT_BYTES", looked_at - 1)
+    assert f"more than {looked_at - 1} bytes" in refused(tar, tmp_path)
+
+
 def _called(name: str, files: Files) -> Files:
     return edited(files, "expert.json", lambda manifest: manifest.update(name=name))
 
