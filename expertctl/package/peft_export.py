@@ -21,6 +21,7 @@ def export_peft(
 
     Raises:
         UsageError: when the directory holds something.
+        NotFoundError: when no directory is above it.
         InvalidPackageError: when its manifest cannot be read.
         DigestError: when a blob's bytes are not those of its digest.
     """

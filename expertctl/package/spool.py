@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.errors import UsageError
+from expertctl.errors import NotFoundError
 from expertctl.package.layout import Blobs, Layout, layout_of
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.write import filling, write_package
@@ -49,6 +49,7 @@ def unpack(path: Path, directory: Path, *, progress: Progress = no_progress) -> 
 
     Raises:
         UsageError: when the directory holds something.
+        NotFoundError: when there is no such file, or no directory to write to.
         InvalidPackageError: when the package is malformed.
         DigestError: when bytes are not those of their digest.
     """
@@ -102,10 +103,14 @@ def with_document(blobs: Blobs, document: bytes | None) -> Blobs:
 def spooling(
     path: Path, *, beside: Path, progress: Progress = no_progress
 ) -> Iterator[tuple[PackageContents, Spool]]:
-    """Read a package into a temporary folder beside a place, on the same disk."""
+    """Read a package into a temporary folder beside a place, on the same disk.
+
+    Raises:
+        NotFoundError: when there is no such file or place.
+    """
     parent = beside.absolute().parent
     if not parent.is_dir():
-        raise UsageError(f"{parent}: no such directory")
+        raise NotFoundError(f"{parent}: no such directory")
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
         spool = Spool(Path(name))
         yield read_package(path, sink=spool, progress=progress), spool

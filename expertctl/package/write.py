@@ -151,12 +151,13 @@ def filling(directory: Path) -> Iterator[Path]:
     """Give a new folder that becomes ``directory`` at the end, or is dropped.
 
     Raises:
-        UsageError: when something is there already, or no directory is above it.
+        UsageError: when something is there already.
+        NotFoundError: when no directory is above it.
     """
     _refuse_filled(directory)
     parent = directory.absolute().parent
     if not parent.is_dir():
-        raise UsageError(f"{parent}: no such directory")
+        raise NotFoundError(f"{parent}: no such directory")
     with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
         made = Path(name) / "files"
         made.mkdir(mode=0o755)

@@ -129,6 +129,8 @@ def test_unsigned_experts_travel_with_leave(
         (["export", "file.expert"], 2, "is a file already"),
         (["export", "file.expert", "acme/low", "-o", "x.experts"], 2, "is a file"),
         (["export", "acme/low", "-o", "none/x.expert"], 3, "none: no such directory"),
+        (["export", "acme/low", "--peft", "-o", "none/x"], 3, "none: no such directory"),
+        (["export", "file.expert", "--oci", "-o", "none/x"], 3, "none: no such directory"),
         (["export", "acme/low", "-o", "folder"], 2, "is a directory"),
         (["export"], 2, "Missing argument"),
         (["import", "none.experts"], 3, "no such file"),

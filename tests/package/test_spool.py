@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import hash_file
-from expertctl.errors import DigestError, ExpertError, InvalidPackageError, UsageError
+from expertctl.errors import (
+    DigestError,
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    UsageError,
+)
 from expertctl.package.layout import OCI_LAYOUT
 from expertctl.package.read import read_package
 from expertctl.package.spool import sign_package, unpack
@@ -92,7 +98,7 @@ def test_the_working_directory_is_not_replaced(
 
 
 def test_a_parent_that_is_missing_is_named(package: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(NotFoundError, match="no such directory"):
         unpack(package, tmp_path / "none" / "out")
 
 
