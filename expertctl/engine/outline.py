@@ -24,6 +24,9 @@ from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
 
+_SMALL = 1 << 20
+"""A file of at most so many bytes is kept whole: no text that a run reads is larger."""
+
 
 def stored_outline(store: Store, expert: StoredExpert, manifest: Manifest) -> ExpertSource:
     """Offer the outline of an installed expert."""
@@ -47,10 +50,8 @@ def local_outline(path: Path, *, trust: TrustStore) -> LocalExpert:
     signed = contents.signature is not None
     package = verify_contents(contents, trust) if signed else accept_unsigned(contents)
     files = MemoryFiles({file.path: file for file in contents.files}, sink.buffers)
-    manifest = contents.manifest
-    source = ExpertSource(
-        manifest, contents.content_digest, sink.nbytes, lambda: load_adapter(manifest, files)
-    )
+    outline = load_adapter(contents.manifest, files)  # once: reading tensors may move their bytes
+    source = ExpertSource(contents.manifest, contents.content_digest, sink.nbytes, lambda: outline)
     return LocalExpert(package, source, files)
 
 
@@ -118,7 +119,9 @@ class _HeadSink:
 
 
 def _head(buffer: memoryview, size: int) -> int:
-    """Return how many bytes describe the rest; of a text, whose first ones are no length, all."""
+    """Return how many bytes describe the rest; a small file may be a text, so all of it does."""
+    if size <= _SMALL:
+        return size
     length = int.from_bytes(buffer[:LENGTH_BYTES], "little")
     return min(size, LENGTH_BYTES + min(length, ADAPTER_LIMITS.header_bytes))
 

@@ -1,6 +1,7 @@
 """Outlines: what a chain costs is known to the byte before anything of it is loaded."""
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from expertctl.engine.experts import compiled, local_expert
 from expertctl.engine.outline import compiling_bytes, local_outline
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import InvalidPackageError, RevokedError
+from expertctl.package.base_model import read_base
+from expertctl.package.build import build, plan_build
+from expertctl.package.draft import WEIGHTS_PATH, Overrides
 from tests.engine.shelf import KINDS, PLAN, Shelf
 from tests.factories import make_package, write_base
 from tests.store.shop import House, a_key
@@ -67,6 +71,39 @@ def test_an_outline_takes_no_memory_for_weights(tmp_path: Path, shelf: Shelf) ->
     adapter = outline.source.load()
     assert adapter.nbytes > 20 << 20
     assert resident() - before < 8 << 20
+
+
+def rebuilt(shelf: Shelf, folder: Path, change: Callable[[Path], object]) -> Path:
+    """A package whose files were changed before it was built."""
+    make_package(folder, "acme/odd", base_dir=shelf.base)
+    files = folder / "acme-odd-1.0.0.files"
+    change(files)
+    plan = plan_build(files, Overrides(), base=read_base(shelf.base))
+    return build(plan, folder / "odd.expert").path
+
+
+def test_a_header_of_an_odd_length_is_read_as_often_as_it_is_asked_for(
+    shelf: Shelf, tmp_path: Path
+) -> None:
+    """Tensors behind it are moved to where their type may lie, which is done once."""
+
+    def widen(files: Path) -> None:
+        weights = files / WEIGHTS_PATH
+        data = weights.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        weights.write_bytes((end - 5).to_bytes(8, "little") + data[8:end] + b"   " + data[end:])
+
+    outline = local_outline(rebuilt(shelf, tmp_path, widen), trust=shelf.house.trust).source
+    first, second = (compiling_bytes([(outline, 1.0)], shelf.form) for _ in range(2))
+    assert first == second > 0
+
+
+def test_a_text_is_whole_whatever_it_begins_with(shelf: Shelf, tmp_path: Path) -> None:
+    """Its first bytes would say of weights that eight more describe them."""
+    text = b"\x08" + bytes(7) + b"not weights, but a text to the end"
+    path = rebuilt(shelf, tmp_path, lambda files: (files / "README.md").write_bytes(text))
+    outline = local_outline(path, trust=shelf.house.trust)
+    assert outline.files.data("README.md") == text
 
 
 def resident() -> int:
