@@ -121,7 +121,7 @@ def choose_forced(
         choices.append(Choice(expert, weight, "named by the user"))
     experts = [choice.expert for choice in choices]
     check_together(experts)
-    check_context(experts, context)
+    check_context([choice.expert for choice in choices if choice.weight != 0.0], context)
     _check_weights(choices)
     return choices
 

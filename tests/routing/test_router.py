@@ -315,11 +315,13 @@ def test_a_soft_prompt_has_no_weight_but_one_and_none(router: Router, weight: st
 
 def test_soft_prompts_leave_something_of_the_context(router: Router) -> None:
     context = 32768
-    both, force = (soft("acme/a", context // 2), soft("acme/b", context // 2)), []
+    both = (soft("acme/a", context // 2), soft("acme/b", context // 2))
     force = [parse_forced(name) for name in ("acme/a", "acme/b")]
     with pytest.raises(IncompatibleError, match=f"{context} virtual tokens, the base reads"):
         router(*both, force=tuple(force))
     assert refs(router(*both, force=(force[0],))) == ["acme/a@1.0.0"]
+    idle = parse_forced("acme/b:0")
+    assert refs(router(*both, force=(force[0], idle))) == ["acme/a@1.0.0", "acme/b@1.0.0"]
     assert "virtual tokens" in of(router(soft("acme/a", context)), "acme/a").reason
 
 
