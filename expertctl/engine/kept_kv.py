@@ -19,7 +19,6 @@ from typing import cast
 from expertctl.digest import Digest
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.tiers import Tier, Tiers
-from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
 
 _FLOAT_BYTES = 4
@@ -143,10 +142,9 @@ class KVSlot:
 
     def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan | None:
         """Copy the rows that agree into a cache of the size asked for, if both fit for a moment."""
-        try:
-            moved = self._empty(wanted)
-        except BudgetError:
-            return None
+        if not self._tiers.has_room(Tier.DEVICE, wanted.nbytes):
+            return None  # reading the text again beats evicting the experts that it needs
+        moved = self._empty(wanted)
         moved.copy_from(cache)
         return KVLoan(moved, reused=common)
 

@@ -88,6 +88,10 @@ class Tiers:
         """Tell whether an entry is resident."""
         return key in self._entries
 
+    def has_room(self, tier: Tier, size: int) -> bool:
+        """Tell whether so many bytes fit without evicting anything."""
+        return size <= self._budgets[tier].free
+
     @contextmanager
     def pin(self, wanted: Sequence[Wanted[Resident]]) -> Iterator[list[Resident]]:
         """Borrow entries of one tier, loading those that are absent, several at once.

@@ -17,7 +17,7 @@ from expertctl.engine.budget import Budget
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
 from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.tiers import Tier, Tiers
+from expertctl.engine.tiers import Tier, Tiers, Wanted
 from expertctl.errors import BudgetError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
 from tests.engine.test_kv_cache import config
@@ -201,6 +201,17 @@ def test_where_both_caches_do_not_fit_the_text_is_read_again(shared_oracle: Orac
     reused, rows = desk.turn(longer, room=6)
     assert reused == 0
     assert_same_logits(rows, Desk(desk.decoder).turn(longer)[1])
+
+
+def test_no_expert_is_evicted_for_a_moment_with_two_caches(shared_oracle: Oracle) -> None:
+    desk = Desk(shared_oracle.decoder(), tokens=50)
+    desk.turn(FIRST, room=0)
+    key = (Tier.RAM, Digest.of(b"an expert"))
+    expert = Wanted(key=key, nbytes=20 * ROW, what="an expert", load=object)
+    with desk.tiers.pin([expert]):
+        pass
+    assert desk.turn([*FIRST, 20, 21], room=6)[0] == 0
+    assert desk.tiers.holds(key)
 
 
 def test_what_is_kept_is_given_up_before_anything_is_refused(desk: Desk) -> None:
