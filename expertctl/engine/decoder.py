@@ -151,6 +151,15 @@ class Decoder:
         logits = self._logits(hidden, deltas)
         return DecodeResult(logits, position, self._ms_since(started))
 
+    def rest(self) -> None:
+        """Let go of what the passes of a generation share; it was part of their buffers."""
+        self._rotations = torch.empty(2, 0, self.config.head_dim, device=self.device)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self._rotations.numel() == 0
+
     def matrix(self, module: str) -> Tensor:
         """Return the weights [out, in] of a linear layer, by its module name."""
         if module == self._head.module:

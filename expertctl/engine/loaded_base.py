@@ -128,10 +128,11 @@ class BaseSlot:
             self._tiers.release(Tier.DEVICE, "base", size)
 
     def check_integrity(self) -> None:
-        """Assert that a loaded base takes exactly what was reserved for it."""
+        """Assert that between runs a loaded base takes exactly what was reserved for it."""
         assert self._loaded is None or self._base is not None
         if self._loaded is not None and self._base is not None:
             assert self._loaded.nbytes == self._base.weight_bytes
+            assert self._loaded.model.decoder.is_at_rest
 
 
 def _load(base: OpenBase, device: torch.device, progress: Progress) -> LoadedBase:

@@ -251,6 +251,7 @@ class Engine:
         kv = stack.enter_context(self._kv.borrow(_kv_wanted(base, prepared, cache_key)))
         self._hold("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens", stack)
         loaded = self._base.load(progress=self._progress)
+        stack.callback(loaded.model.decoder.rest)  # before the bytes of the buffers are given back
         target = _target(prepared, loaded, self._derived)
         return _Ready(loaded, kv, self._compiled(target, prepared.planned, files, stack))
 
