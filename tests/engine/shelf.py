@@ -1,6 +1,6 @@
 """A home with one expert of each kind on one tiny base, for tests of what memory they take."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from tests.factories import make_package, write_base
 from tests.store.shop import House, a_key
 
 PLAN = Digest.of(b"plan")
-KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+Kinds = Mapping[str, list[tuple[str, dict[str, Any]]]]
+KINDS: Kinds = {
     "plain": [("lora", {"seed": 1, "alpha": 4, "rank": 4})],
     "scaled": [("lora", {"seed": 2, "rank": 2})],
     "half": [("lora", {"seed": 3, "dtype": "float16", "rank": 8})],
@@ -38,8 +39,10 @@ KINDS: dict[str, list[tuple[str, dict[str, Any]]]] = {
 class Shelf:
     """A home with one expert of each kind, and the base that they are for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.base = write_base(folder / "base")
+    def __init__(
+        self, folder: Path, *, kinds: Kinds = KINDS, base: Mapping[str, Any] | None = None
+    ) -> None:
+        self.base = write_base(folder / "base", **(base or {}))
         facts, key = read_base(self.base), a_key("acme")
         self.house = House(folder / "home").trusting("acme")
         self.house.bases.add(self.base)
@@ -53,7 +56,7 @@ class Shelf:
                     key=key,
                     adapters=kind,
                 )
-                for name, kind in KINDS.items()
+                for name, kind in kinds.items()
             }
             for where in ("", "file-")
         )

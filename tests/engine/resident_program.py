@@ -1,0 +1,99 @@
+"""A process that borrows large plans at random under a budget and watches its own resident set.
+
+`python -m tests.engine.resident_program FOLDER BUDGET SEED` prints, as JSON, the most that the
+operating system counted above the start, and the most that the ledger held.
+"""
+
+import json
+import random
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from expertctl.digest import Digest
+from expertctl.engine.budget import Budget
+from expertctl.engine.experts import compiled
+from expertctl.engine.tiers import Tier, Tiers
+from expertctl.errors import BudgetError
+from tests.engine.shelf import Shelf
+
+STEPS = 40
+LARGE = {
+    name: [(kind, {"seed": seed, "rank": 256, "dtype": "bfloat16"})]
+    for seed, (name, kind) in enumerate(zip("abcde", ["lora", "dora"] * 3, strict=False))
+}
+BASE = {"layers": 1, "hidden": 1024, "intermediate": 3072}
+
+
+def resident() -> int:
+    """Bytes of anonymous memory that the operating system counts for this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    [line] = [line for line in lines if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+class Watch(threading.Thread):
+    """Looks every two milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.going = 0, True
+
+    def run(self) -> None:
+        while self.going:
+            self.most = max(self.most, resident())
+            time.sleep(0.002)
+
+
+def program(shelf: Shelf, budget: Budget, rng: random.Random) -> int:
+    """Borrow and give back; return how many plans there was no room for."""
+    tiers = Tiers(ram=budget, device=budget)
+    borrowed: list[ExitStack] = []
+    refused = 0
+    for _ in range(STEPS):
+        tiers.begin_request()
+        if borrowed and rng.random() < 0.6:
+            borrowed.pop(rng.randrange(len(borrowed))).close()
+            continue
+        names = rng.sample(sorted(LARGE), rng.randint(1, 2))
+        chain = [(shelf.source(name), rng.choice([1.0, 0.5])) for name in names]
+        identity = Digest.of(
+            repr([(n, w) for n, (_, w) in zip(names, chain, strict=True)]).encode()
+        )
+        with ExitStack() as stack:
+            try:
+                plan = stack.enter_context(
+                    compiled(tiers, chain, identity=identity, target=shelf.target)
+                )
+                stack.enter_context(tiers.holding(Tier.DEVICE, "buffers", 1 << 20, what="a buffer"))
+            except BudgetError:
+                refused += 1
+                continue
+            assert plan.deltas
+            del plan  # what is borrowed is not held longer
+            borrowed.append(stack.pop_all())
+    while borrowed:
+        borrowed.pop().close()
+    return refused
+
+
+def main() -> None:
+    """Run it once to warm everything up, then watched."""
+    folder, limit, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    shelf = Shelf(folder, kinds=LARGE, base=BASE)
+    program(shelf, Budget(limit), random.Random(seed))
+    start, watch, budget = resident(), Watch(), Budget(limit)
+    watch.start()
+    refused = program(shelf, budget, random.Random(seed))
+    watch.going = False
+    watch.join()
+    print(json.dumps({"grown": watch.most - start, "ledger": budget.peak, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main()
