@@ -20,6 +20,7 @@ from expertctl.install.requirements import (
     check_requirements,
     in_order,
 )
+from expertctl.package.numbers import doubts
 from expertctl.package.read import PackageContents, read_package, read_set
 from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
 from expertctl.reference import Reference
@@ -179,7 +180,9 @@ def _fitted(
     for candidate in candidates:
         contents = candidate.package.contents
         lasting, momentary = fit(contents, known, allow_mismatch=allow_mismatch)
-        fitted.append(replace(candidate, lasting=tuple(lasting), momentary=tuple(momentary)))
+        odd = [f"{candidate.manifest.ref}: {d}" for d in doubts(contents, candidate.staging.blob)]
+        told = (*lasting, *odd)
+        fitted.append(replace(candidate, lasting=told, momentary=tuple(momentary)))
     return fitted
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from expertctl.digest import CHUNK, Digest
 from expertctl.durable import staged_file
@@ -27,6 +28,10 @@ class Staging:
         """Begin a blob."""
         del size
         return staged_file(self.path(digest), mode=BLOB_MODE)
+
+    def blob(self, digest: Digest) -> AbstractContextManager[BinaryIO]:
+        """Open a staged blob."""
+        return self.path(digest).open("rb")
 
     def path(self, digest: Digest) -> Path:
         """Where a staged blob is."""

@@ -109,7 +109,7 @@ def test_build_warns_of_numbers_that_no_training_gives(
 @pytest.mark.parametrize(
     ("value", "said"), [(np.nan, "holds NaN or infinity"), (1e6, "numbers up to 1e+06")]
 )
-def test_inspect_warns_of_numbers_whoever_built_the_package(
+def test_inspect_and_install_warn_of_numbers_whoever_built_the_package(
     value: float, said: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = make_package(work, base_dir=work / "base", adapters=[("soft_prompt", {})])
@@ -124,3 +124,7 @@ def test_inspect_warns_of_numbers_whoever_built_the_package(
     assert said in line
     assert "prompt_embeddings" in line
     assert sorted(path.name for path in work.iterdir() if "expertctl" in path.name) == []
+    assert app.run(["install", "odd.expert", "--allow-unsigned"]) == 0
+    told = [text for text in capsys.readouterr().err.splitlines() if said in text]
+    assert len(told) == 1
+    assert told[0].startswith("warning: acme/sql@1.0.0: adapter_model.safetensors: ")
