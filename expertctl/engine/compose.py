@@ -26,7 +26,7 @@ from expertctl.engine.fit import check_fit
 from expertctl.engine.fold import Block, Folded, fold
 from expertctl.engine.linear import LinearDelta
 from expertctl.engine.memory import allocate
-from expertctl.engine.products import Products, likeness, products
+from expertctl.engine.products import Products, likeness, products, scratch_bytes
 from expertctl.engine.threads import threads, usable_cores
 from expertctl.errors import IncompatibleError
 
@@ -78,6 +78,8 @@ class Composition:
     """A chain that fits, folded layer by layer; what it costs is known before it is compiled."""
 
     layers: Mapping[str, Folded]
+    groups: tuple[tuple[str, ...], ...]
+    """Names of layers that are alike, some at a time."""
     soft_prompts: tuple[Tensor, ...]
     form: Form
 
@@ -89,6 +91,12 @@ class Composition:
         return numbers * self.form.dtype.itemsize + virtual * torch.float32.itemsize
 
     @property
+    def scratch_bytes(self) -> int:
+        """What `compile` needs besides, at most."""
+        groups = ([self.layers[name] for name in group] for group in self.groups)
+        return sum(sorted(map(scratch_bytes, groups), reverse=True)[: _workers(self.nbytes)])
+
+    @property
     def uses_in_place(self) -> bool:
         """Whether the compiled plan will refer to memory of its experts."""
         return any(any(_shared(folded, self.form)) for folded in self.layers.values())
@@ -96,10 +104,10 @@ class Composition:
     def compile(self) -> CompiledPlan:
         """Multiply every block by its factors and put it in its place."""
         size = self.nbytes
-        workers = usable_cores() if size >= _WORTH_THREADS else 1
         prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
         joined = torch.cat(prompts) if prompts else None
-        return CompiledPlan(_deltas(self.layers, self.form, workers), joined, size)
+        deltas = _deltas(self.layers, self.groups, self.form, workers=_workers(size))
+        return CompiledPlan(deltas, joined, size)
 
 
 def compose(experts: Sequence[Weighted], form: Form) -> Composition:
@@ -115,12 +123,19 @@ def compose(experts: Sequence[Weighted], form: Form) -> Composition:
     for expert in there:
         _check_soft_prompts(expert)
     prompts = [prompt for expert in there for prompt in expert.adapter.soft_prompts]
-    return Composition(_layers(there), tuple(prompts), form)
+    layers = _layers(there)
+    return Composition(layers, _groups(layers), tuple(prompts), form)
 
 
-def _deltas(layers: Mapping[str, Folded], form: Form, workers: int) -> dict[str, LinearDelta]:
+def _workers(size: int) -> int:
+    """Return how many threads compile a plan of so many bytes."""
+    return usable_cores() if size >= _WORTH_THREADS else 1
+
+
+def _deltas(
+    layers: Mapping[str, Folded], groups: Sequence[Sequence[str]], form: Form, *, workers: int
+) -> dict[str, LinearDelta]:
     """Compile group after group; each copy is small, so torch's own threads stay out of it."""
-    groups = _groups(layers)
     sizes = [sum(_elements(layers[name], form) for name in group) for group in groups]
     arena = _Arena(_empty(sum(sizes), form), form)
     shares = [arena.share(size) for size in sizes]
@@ -133,16 +148,16 @@ def _deltas(layers: Mapping[str, Folded], form: Form, workers: int) -> dict[str,
     return {module: found[module] for module in layers}
 
 
-def _groups(layers: Mapping[str, Folded]) -> list[list[str]]:
+def _groups(layers: Mapping[str, Folded]) -> tuple[tuple[str, ...], ...]:
     """Return the names of layers that are alike, some at a time."""
     alike: dict[Hashable, list[str]] = {}
     for name, folded in layers.items():
         alike.setdefault(likeness(folded), []).append(name)
-    return [
-        names[i : i + _TOGETHER]
+    return tuple(
+        tuple(names[i : i + _TOGETHER])
         for names in alike.values()
         for i in range(0, len(names), _TOGETHER)
-    ]
+    )
 
 
 @torch.inference_mode()

@@ -21,6 +21,7 @@ from expertctl.engine.adapter_load import (
 from expertctl.engine.compose import (
     BASE_ALONE,
     CompiledPlan,
+    Composition,
     Form,
     Gains,
     Weighted,
@@ -213,8 +214,11 @@ def _compile(
             Weighted(adapter, weight, _gains(tiers, source, adapter, weight, target, others))
             for adapter, (source, weight) in zip(adapters, chain, strict=True)
         ]
-        wanted = _wanted_plan(key, links, [source.wanted.key for source, _ in chain], target.form)
-        [plan] = pins.enter_context(tiers.pin([wanted]))
+        composition = compose(links, target.form)
+        wanted = _wanted_plan(key, links, [source.wanted.key for source, _ in chain], composition)
+        scratch = composition.scratch_bytes
+        with tiers.holding(Tier.DEVICE, "buffers", scratch, what=wanted.what):
+            [plan] = pins.enter_context(tiers.pin([wanted]))
     return plan
 
 
@@ -238,9 +242,8 @@ def _gains(
 
 
 def _wanted_plan(
-    key: Key, links: Sequence[Weighted], experts: Sequence[Key], form: Form
+    key: Key, links: Sequence[Weighted], experts: Sequence[Key], composition: Composition
 ) -> Wanted[CompiledPlan]:
-    composition = compose(links, form)
     return Wanted(
         key=key,
         nbytes=composition.nbytes,

@@ -65,9 +65,10 @@ def compiling_bytes(chain: Sequence[tuple[ExpertSource, float]], form: Form) -> 
     adapters = [(source.load(), weight) for source, weight in chain]
     used = [adapter for adapter, weight in adapters if weight != 0.0]
     links = [Weighted(adapter, weight, outlined_gains(adapter)) for adapter, weight in adapters]
-    plan = compose(links, form).nbytes
+    composition = compose(links, form)
     gains = [gains_bytes(adapter) for adapter in used]
-    return max(plan + sum(gains), _while_computing(used))
+    multiplying = composition.nbytes + composition.scratch_bytes + sum(gains)
+    return max(multiplying, _while_computing(used))
 
 
 def _while_computing(adapters: Sequence[LoadedAdapter]) -> int:

@@ -19,6 +19,9 @@ from expertctl.engine.fold import Block, Folded, factor_vector
 from expertctl.engine.ia3 import Ia3Tensors
 
 T = TypeVar("T")
+_FLOAT_BYTES = 4
+_PASSING = 3
+"""How many vectors of all layers exist for a moment beside those that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,23 @@ def likeness(layer: Folded) -> Hashable:
     return (tuple(blocks), tuple(factors), len(layer.inputs))
 
 
+def scratch_bytes(layers: Sequence[Folded]) -> int:
+    """Return what `products` of layers that are alike takes at most, its result included."""
+    first = layers[0]
+    scaled = [block for block in first.blocks if block.outputs_after or block.gain is not None]
+    across = len(first.outputs) + len(first.on_bias) + len(scaled)
+    height = sum(map(_height, layers)) if across else 0
+    width = sum(map(_width, layers))
+    return _FLOAT_BYTES * ((across + _PASSING) * height + (len(first.inputs) + _PASSING) * width)
+
+
 def products(layers: Sequence[Folded]) -> list[Products]:
     """Multiply the factors of layers that are alike."""
     inputs = _running([layer.inputs for layer in layers])
     outputs = _running([layer.outputs for layer in layers])
     bias = _running([layer.on_bias for layer in layers])
     b_scales = _b_scales(layers, outputs)
-    widths = [len(factor_vector(layer.inputs[0])) if inputs else 0 for layer in layers]
+    widths = [_width(layer) for layer in layers]
     heights = [_height(layer) for layer in layers]
     nothing: tuple[None, ...] = (None,) * len(layers)
     return [
@@ -92,6 +105,11 @@ def _b_scales(layers: Sequence[Folded], outputs: Sequence[Tensor]) -> list[Tenso
         vectors += [torch.cat(gains)] if gains else []
         found.append(reduce(torch.mul, vectors) * block.factor if vectors else None)
     return found
+
+
+def _width(layer: Folded) -> int:
+    """Return how many inputs a layer has, as far as anything multiplies them."""
+    return len(factor_vector(layer.inputs[0])) if layer.inputs else 0
 
 
 def _height(layer: Folded) -> int:

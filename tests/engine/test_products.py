@@ -1,17 +1,22 @@
 """Layers that are alike are multiplied together, and each gets its own numbers back."""
 
+from collections.abc import Callable
+from itertools import accumulate, product
+
+import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.chain import Link, Step, apply_chain
 from expertctl.engine.compose import Form, Weighted, compose
 from expertctl.engine.dora import DoraTensors, gains
-from expertctl.engine.fold import fold
+from expertctl.engine.fold import Folded, fold
 from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.linear import linear
 from expertctl.engine.lora import LoraTensors
-from expertctl.engine.products import likeness, products
+from expertctl.engine.products import likeness, products, scratch_bytes
 
 SHAPES = {f"model.layers.{n}.mlp.up_proj": (3 + n % 4, 2 + n % 3) for n in range(40)}
 KINDS = ("lora", "dora", "ia3", "ia3 on the input")
@@ -84,3 +89,37 @@ def test_running_products_begin_at_the_end_of_the_chain() -> None:
     assert scale is not None
     assert scale.tolist() == [10.0, 28.0]
     assert found.inputs == ()
+
+
+def most_bytes(work: Callable[[], object]) -> int:
+    """The most that tensors take at one time during some work, as torch's allocator tells it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as told:
+        result = work()
+    assert told.profiler is not None
+    assert told.profiler.kineto_results is not None
+    events = [e for e in told.profiler.kineto_results.events() if e.name() == "[memory]"]
+    del result
+    steps: list[int] = [
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    ]
+    return max(accumulate(steps, initial=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chain", list(product(KINDS, repeat=3)), ids=" ".join)
+def test_what_multiplying_takes_is_known(chain: tuple[str, ...], dtype: torch.dtype) -> None:
+    def layer(out: int, inputs: int) -> Folded:
+        return fold([link(kind, out, inputs) for kind in chain])
+
+    def link(kind: str, out: int, inputs: int) -> Link:
+        match step_of(kind, out, inputs):
+            case Ia3Tensors(vector, on_input):
+                return Link(Ia3Tensors(vector.to(dtype), on_input), 0.5)
+            case step:
+                return Link(step, 0.5, torch.rand(out) if isinstance(step, DoraTensors) else None)
+
+    layers = [layer(500, 300), layer(200, 400)]
+    told, taken = scratch_bytes(layers), most_bytes(lambda: products(layers))
+    assert taken <= told + 64, "a number beside the vectors"
+    assert (told == 0) == (set(chain) == {"lora"})
+    assert told <= 3 * taken
