@@ -68,6 +68,12 @@ class LazyGroup(TyperGroup):
         target = getattr(import_module(f"expertctl.cli.{module}"), attribute)
         return _command(cmd_name, target)
 
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # typer.Context is the public name
+        """Find a command; a slip is answered with the names that look like it."""
+        names: Any = dict.fromkeys(COMMANDS)
+        self.commands = names  # typer suggests its keys; commands come from `get_command`
+        return super().resolve_command(ctx, args)
+
 
 def _command(name: str, target: typer.Typer | Callable[..., None]) -> Any:
     if isinstance(target, typer.Typer):
@@ -145,7 +151,8 @@ def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
         return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "expertctl"
-    usage = UsageError(error.format_message(), hint=f"see `{path} --help`")
+    message = error.format_message().replace(": Value error, ", ": ")  # pydantic's, says nothing
+    usage = UsageError(message, hint=f"see `{path} --help`")
     fail(usage, as_json=as_json)
     return exit_code(usage)
 

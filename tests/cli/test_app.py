@@ -55,6 +55,20 @@ def test_the_docstring_draws_every_error() -> None:
     assert [cls.__name__ for cls in SUBCLASSES if cls.__name__ not in drawing] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["instal", "x"], "No such command 'instal'. Did you mean 'install'"),
+        (["run", "x", "--on-budget", "less"], "for '--on-budget': 'less' is not one of"),
+    ],
+)
+def test_a_slip_is_answered_with_what_may_be_meant(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.run(words) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_version_is_printed_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["--version"]) == 0
     assert capsys.readouterr().out == f"expertctl {__version__}\n"
