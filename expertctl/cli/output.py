@@ -107,6 +107,9 @@ def fold(line: str, width: int) -> str:
     indent = len(line) - len(line.lstrip())
     column = line.rfind("  ", indent, width // 2) + 2
     start, hanging = (column, column) if column > 1 else (indent, indent + 2)
+    wide_gap = len(line[start:]) - len(line[start:].lstrip())
+    if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins behind the middle
+        start = hanging = start + wide_gap
     room = max(width - hanging, _NARROWEST)
     parts = textwrap.wrap(line[start:], room, break_long_words=False, break_on_hyphens=False)
     return line[:start] + f"\n{' ' * hanging}".join(parts)

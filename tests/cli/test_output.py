@@ -73,6 +73,12 @@ def test_a_long_line_is_folded_between_words(line: str, folded: str) -> None:
     assert fold(line, 24) == folded
 
 
+def test_a_column_that_begins_behind_the_middle_stays_where_it_is() -> None:
+    before = f"NAME{' ' * 30}"
+    folded = f"{before}one two three four five\n{' ' * 34}six seven"
+    assert fold(f"{before}one two three four five six seven", 60) == folded
+
+
 @given(st.text(st.characters(codec="ascii", categories=["L", "Zs"])), st.integers(1, 200))
 def test_folding_loses_no_word(line: str, width: int) -> None:
     assert fold(line, width).split() == line.split()
