@@ -99,7 +99,7 @@ def _default(target: str, form: Form, store: Store) -> Path:
     if not names_file(target):
         expert = store.find(parse_wanted(target))
         return Path(f"{expert.package.name}-{expert.version}{suffix}")
-    if form == "expert":
+    if form == "expert" and Path(target).is_file():
         hint = "--oci or --peft writes it in another form, -o FILE writes it anew"
         raise UsageError(f"{target} is a file already", hint=hint)
     return Path(target).parent / f"{Path(target).stem}{suffix}"

@@ -127,6 +127,8 @@ def test_unsigned_experts_travel_with_leave(
         (["export", "acme/none"], 3, "acme/none is not installed"),
         (["export", "acme/none", "acme/low", "-o", "x.experts"], 3, "acme/none is not installed"),
         (["export", "file.expert"], 2, "is a file already"),
+        (["export", "none.expert"], 3, "none.expert: no such file"),
+        (["export", "folder"], 8, "folder: not a regular file"),
         (["export", "file.expert", "acme/low", "-o", "x.experts"], 2, "is a file"),
         (["export", "acme/low", "-o", "none/x.expert"], 3, "none: no such directory"),
         (["export", "acme/low", "--peft", "-o", "none/x"], 3, "none: no such directory"),
