@@ -33,13 +33,13 @@ def check_picture(path: Path) -> None:
     """Refuse a picture that could not be drawn or written, before the work for it is done.
 
     Raises:
-        UsageError: when its name has another ending, or no file can be there.
-        NotFoundError: when matplotlib is missing.
+        UsageError: when its name has another ending, or is that of a directory.
+        NotFoundError: when its directory or matplotlib is missing.
     """
     if path.suffix.lower() not in _FORMATS:
         raise UsageError(f"{path}: no picture ends so", hint="--plot scores.svg, or scores.png")
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path.absolute().parent}: no such directory")
+        raise NotFoundError(f"{path.absolute().parent}: no such directory")
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint="--plot scores.svg, or scores.png")
     if find_spec("matplotlib") is None:

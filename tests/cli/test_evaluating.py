@@ -160,7 +160,7 @@ def test_a_chain_is_judged_against_its_best_part(workshop: Workshop, expertctl: 
         (["acme/sums", "--memory-budget", "10kB"], 7, "budget"),
         (["acme/sums", "--metric", "json"], 8, "line 1: answer: not strict JSON"),
         (["acme/sums", "--plot", "x.jpg"], 2, "no picture ends so"),
-        (["acme/sums", "--plot", "nowhere/x.svg"], 2, "nowhere: no such directory"),
+        (["acme/sums", "--plot", "nowhere/x.svg"], 3, "nowhere: no such directory"),
         (["acme/sums", "--data", "nowhere.jsonl"], 3, "nowhere.jsonl: no such file"),
         (["acme/sums", "--data", "."], 8, "not a regular file"),
         (["acme/sums", "--data", __file__], 8, "problems"),

@@ -116,7 +116,7 @@ def test_what_cannot_be_drawn_is_refused_first(
     for name in ("x.pdf", "x", ".svg", "x.svg.gz"):
         with pytest.raises(UsageError, match="no picture ends so"):
             check_picture(tmp_path / name)
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(NotFoundError, match="no such directory"):
         check_picture(tmp_path / "nowhere" / "x.png")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match="is a directory"):
