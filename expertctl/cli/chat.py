@@ -277,6 +277,7 @@ class _Session:
             "/experts": self._experts,
             "/plan": self._plan,
             "/reset": self._reset,
+            "/exit": _want_none,  # alone it never comes here
         }
         name, *rest = words
         if name not in commands:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
     from expertctl.routing.plan import Plan
     from expertctl.routing.planner import Planner
+    from expertctl.store.base_record import StoredBase
 
 HELP = '''\
 /experts              the installed experts that fit the base; * marks those that answer
@@ -46,9 +47,9 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
     from expertctl.routing.candidate import misfit
 
     name = conversation.base
-    base = planner.bases.find(name) if name else planner.bases.default()
+    base = planner.bases.find(name) if name else _default_base(planner)
     if base is None:
-        return "no base model is known"
+        return "no base model is known that a chat can use"
     installed = planner.inventory().experts
     fitting = [e for e in installed if not misfit(e, base.identity, allow_mismatch=False)]
     rows = [
@@ -64,6 +65,12 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
     lines = [table(["", "EXPERT", "KIND", "DESCRIPTION"], rows) if rows else "no expert fits"]
     lines += [f"{others} more, made for other bases than {base.name}"] if others else []
     return "\n".join(lines)
+
+
+def _default_base(planner: "Planner") -> "StoredBase | None":
+    """Return the base added last of those that a chat can use."""
+    known = [base for base in planner.bases.bases() if not base.foreign]
+    return max(known, key=lambda base: base.added_ns, default=None)
 
 
 def _reused(turn: "Turn") -> str:

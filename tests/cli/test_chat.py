@@ -19,6 +19,7 @@ from expertctl.routing.request import RouteRequest
 from expertctl.schema.validation import problems_of
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
 from tests.factories import write_base, write_lora
+from tests.foreign_bases import write_gpt2
 
 __all__ = ["expertctl", "workshop"]
 
@@ -87,6 +88,15 @@ def test_experts_are_listed_with_those_that_answer_marked(
     assert marks == [["acme/sorting@1.2.0", "lora"], ["*", "acme/sorting@1.2.0"]]
 
 
+def test_experts_are_listed_for_a_base_that_a_chat_can_use(
+    workshop: Workshop, expertctl: Expertctl, tmp_path: Path
+) -> None:
+    assert expertctl("base", "add", write_gpt2(tmp_path / "gpt2")).code == 0
+    told = expertctl("chat", *QUIET, stdin=b"/experts\n").err
+    assert "acme/sorting@1.2.0  lora" in told
+    assert "gpt2" not in told
+
+
 def test_a_plan_is_shown_and_saved_and_answers_again(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:
@@ -110,6 +120,7 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
         ("/experts acme/sorting:heavy", 2, "is not a weight"),
         ("/experts ./missing.expert", 3, "missing.expert"),
         ("/reset now", 2, "'now' is too much here"),
+        ("/exit now", 2, "'now' is too much here"),
         ("y" * 600, 2, "the base reads 512"),
     ],
 )
