@@ -89,8 +89,10 @@ def body_of(source: str | None, prompt: str) -> str | None:
     try:
         with path.open("rb") as stream:
             return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path}: no such file") from error
     except OSError as error:
-        raise NotFoundError(f"body {path}: {error.strerror or error}") from error
+        raise NotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def saved_plan(source: Path | None, prompt: str, body: str | None) -> "SavedPlan | None":
