@@ -116,21 +116,17 @@ def prepare(planner: Planner, request: RunRequest, planned: Planned, files: File
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    route = request.route
-    open_one = open_base if route.engine == "native" else open_compat
-    base = open_one(planner.bases, planned.base, dtype=route.dtype, rehash=request.verify_base)
-    template = choose_template(planned, _reader(planner, files))
-    prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
-    return Prepared(planned, base, template, prompt)
+    return _prepared(planner, request, planned, files, _opened(planner, request, planned))
 
 
 def prepare_fewer(
     planner: Planner, request: RunRequest, planned: Planned, files: Files, *, limit: int
 ) -> Prepared:
     """Prepare a plan without the experts that do not fit; raises as `prepare` does."""
+    base = _opened(planner, request, planned)
     dropped: tuple[Dropped, ...] = ()
     while True:
-        prepared = replace(prepare(planner, request, planned, files), dropped=dropped)
+        prepared = replace(_prepared(planner, request, planned, files, base), dropped=dropped)
         try:
             check_fits(needs(planner, prepared, files), limit)
         except BudgetError as error:
@@ -183,6 +179,25 @@ def check_fits(wanted: Iterable[Need], limit: int) -> int:
     for need in wanted:
         ledger.reserve(need.purpose, need.size, what=need.what)
     return ledger.used
+
+
+def _opened(planner: Planner, request: RunRequest, planned: Planned) -> OpenBase | CompatBase:
+    """Check the files of the base, every byte of them when that was asked for."""
+    route = request.route
+    open_one = open_base if route.engine == "native" else open_compat
+    return open_one(planner.bases, planned.base, dtype=route.dtype, rehash=request.verify_base)
+
+
+def _prepared(
+    planner: Planner,
+    request: RunRequest,
+    planned: Planned,
+    files: Files,
+    base: OpenBase | CompatBase,
+) -> Prepared:
+    template = choose_template(planned, _reader(planner, files))
+    prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
+    return Prepared(planned, base, template, prompt)
 
 
 def _outlines(planner: Planner, prepared: Prepared, files: Files) -> list[ExpertSource]:
