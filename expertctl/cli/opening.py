@@ -11,14 +11,24 @@ if TYPE_CHECKING:
     from expertctl.engine.runtime import Engine
     from expertctl.routing.planner import Planner
 
+UNFINISHED = "starter.unfinished"
+"""Stands below ``EXPERT_HOME`` while the starter pack is installed."""
+
 
 def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
-    """Open the home; a new one gets the starter pack first, through the ordinary install."""
+    """Open the home; a new one gets the starter pack first, through the ordinary install.
+
+    A file stands in the home as long as that is not done, so an interrupted first run is made good.
+    """
+    from expertctl.durable import make_folders, write_atomic
     from expertctl.install.starter import install_starter, is_wanted
     from expertctl.routing.planner import Planner
 
     planner = Planner.open(settings)
-    if is_wanted(planner.store, planner.bases):
+    unfinished = settings.home.root / UNFINISHED
+    if is_wanted(planner.store, planner.bases) or unfinished.exists():
+        make_folders(unfinished.parent, mode=0o700)
+        write_atomic(unfinished, b"")
         with progress("installing the starter pack", None, as_json=as_json) as report:
             installed = install_starter(
                 store=planner.store,
@@ -28,6 +38,7 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
                 index=planner.index,
                 progress=report,
             )
+        unfinished.unlink(missing_ok=True)
         warn(warning for item in installed for warning in item.warnings)
         names = ", ".join(item.expert.ref for item in installed)
         note(f"installed the starter pack: {names}")

@@ -181,6 +181,22 @@ def test_a_new_home_gets_the_starter_pack_first(expertctl: Expertctl) -> None:
     assert len(expertctl("list", "--json").document["experts"]) >= 4
 
 
+def test_an_interrupted_first_run_is_made_good_by_the_next(
+    expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("expertctl.install.starter.install_files", interrupt)
+        assert expertctl("route", PROMPT).code == 130
+    assert [b["name"] for b in expertctl("base", "list", "--json").document["bases"]] == [
+        "starter/base"
+    ]
+    for told in (1, 0):
+        assert expertctl("route", PROMPT).err.count("installed the starter pack") == told
+
+
 def test_a_home_that_moved_answers_as_before(
     tmp_path: Path, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
