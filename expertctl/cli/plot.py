@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FORMATS = (".svg", ".png")
 _INK, _FAINT = "#222222", "#dddddd"
 _ROW, _BAR = 0.55, 0.34
-_TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 26
+_TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
 _BASE, _EXPERT, _OTHER, _CHAIN = "#9aa0a6", "#2a6fb0", "#8fb8de", "#d9822b"
 
 
@@ -122,7 +122,8 @@ def _title(found: "Evaluated") -> str:
 
 def _label(score: "Score") -> str:
     """Write a chain on a line an expert, and a very long name on several."""
-    lines = score.name.replace(" + ", "\n+ ").split("\n") if score.experts else ["base alone"]
+    joined = "\n+\N{NO-BREAK SPACE}"  # a plus stays with its expert
+    lines = score.name.replace(" + ", joined).split("\n") if score.experts else ["base alone"]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _LABEL_CHARACTERS))
 
 

@@ -58,7 +58,7 @@ def test_bars_are_the_shares_and_the_lines_their_intervals() -> None:
         "base alone",
         "acme/one@1.0.0",
         "acme/two@1.0.0",
-        "acme/one@1.0.0:0.5\n+ acme/two@1.0.0:0.5",
+        "acme/one@1.0.0:0.5\n+\N{NO-BREAK SPACE}acme/two@1.0.0:0.5",
     ]
     assert figure.get_suptitle() == "acme/one@1.0.0 on sums.jsonl, n = 40"
     top, bottom = axes.get_ylim()[::-1]
