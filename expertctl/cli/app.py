@@ -113,7 +113,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its code."""
     words = sys.argv[1:] if arguments is None else arguments
     _replace_closed_streams()
-    sys.exit(run(words))
+    code = run(words)
+    _let_go_of_stdout()
+    sys.exit(code)
 
 
 def run(words: list[str]) -> int:
@@ -143,6 +145,16 @@ def _replace_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # until the end
+
+
+def _let_go_of_stdout() -> None:
+    """Drop what cannot be written: Python would try again at the end, and exit with 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _refuse_usage(error: TyperException, *, as_json: bool) -> int:
