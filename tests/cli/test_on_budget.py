@@ -82,7 +82,7 @@ def test_a_queued_run_ends_with_130_when_it_is_interrupted(workshop: Workshop, l
             assert queued.stderr is not None
             told = queued.stderr.readline()
             queued.send_signal(signal.SIGINT)
-            out, err = queued.communicate()
+            out, err = queued.communicate(timeout=60)
     assert told.startswith("waiting for memory: ")
     assert (queued.returncode, out, "Traceback" in err) == (130, "", False)
     assert [path for path in running().iterdir() if path.is_dir()] == []

@@ -203,7 +203,7 @@ def test_build_reports_all_problems_at_once(run: Run, work: Path) -> None:
         (["unpack", "none.expert", "out"], 3),
         (["sign", "none.expert", "--key", "nobody"], 3),
         (["export", "none.expert", "--oci"], 3),
-        (["export", "none.expert"], 2),
+        (["export", "none.expert"], 3),
         (["export", ".", "--oci"], 8),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),

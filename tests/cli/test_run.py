@@ -412,7 +412,7 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["-", "--body", "-"], b"x", 2, "cannot both come from stdin"),
         (["p", "--body", "-"], b"\xff", 8, "not UTF-8 at byte 0"),
         (["p", "--body", "nowhere.txt"], None, 3, "nowhere.txt"),
-        (["p", "--body", "."], None, 3, "body ."),
+        (["p", "--body", "."], None, 3, ". cannot be read"),
         (["p", "--template", "{prompt}{prompt}"], None, 2, "{prompt} 2 times"),
         (["p", "--temperature", "2.5"], None, 2, "temperature"),
         (["p", "--max-tokens", "0"], None, 2, "max_tokens"),
