@@ -78,6 +78,8 @@ class Composition:
     """A chain that fits, folded layer by layer; what it costs is known before it is compiled."""
 
     layers: Mapping[str, Folded]
+    numbers: Mapping[str, int]
+    """How many numbers of the plan each layer takes."""
     groups: tuple[tuple[str, ...], ...]
     """Names of layers that are alike, some at a time."""
     soft_prompts: tuple[Tensor, ...]
@@ -86,7 +88,7 @@ class Composition:
     @property
     def nbytes(self) -> int:
         """What `compile` will allocate."""
-        numbers = sum(_elements(folded, self.form) for folded in self.layers.values())
+        numbers = sum(self.numbers.values())
         virtual = sum(prompt.numel() for prompt in self.soft_prompts)
         return numbers * self.form.dtype.itemsize + virtual * torch.float32.itemsize
 
@@ -106,7 +108,7 @@ class Composition:
         size = self.nbytes
         prompts = [prompt.to(torch.float32) for prompt in self.soft_prompts]
         joined = torch.cat(prompts) if prompts else None
-        deltas = _deltas(self.layers, self.groups, self.form, workers=_workers(size))
+        deltas = _deltas(self, workers=_workers(size))
         return CompiledPlan(deltas, joined, size)
 
 
@@ -124,7 +126,8 @@ def compose(experts: Sequence[Weighted], form: Form) -> Composition:
         _check_soft_prompts(expert)
     prompts = [prompt for expert in there for prompt in expert.adapter.soft_prompts]
     layers = _layers(there)
-    return Composition(layers, _groups(layers), tuple(prompts), form)
+    numbers = {name: _elements(folded, form) for name, folded in layers.items()}
+    return Composition(layers, numbers, _groups(layers), tuple(prompts), form)
 
 
 def _workers(size: int) -> int:
@@ -132,20 +135,18 @@ def _workers(size: int) -> int:
     return usable_cores() if size >= _WORTH_THREADS else 1
 
 
-def _deltas(
-    layers: Mapping[str, Folded], groups: Sequence[Sequence[str]], form: Form, *, workers: int
-) -> dict[str, LinearDelta]:
+def _deltas(plan: Composition, *, workers: int) -> dict[str, LinearDelta]:
     """Compile group after group; each copy is small, so torch's own threads stay out of it."""
-    sizes = [sum(_elements(layers[name], form) for name in group) for group in groups]
-    arena = _Arena(_empty(sum(sizes), form), form)
+    sizes = [sum(plan.numbers[name] for name in group) for group in plan.groups]
+    arena = _Arena(_empty(sum(sizes), plan.form), plan.form)
     shares = [arena.share(size) for size in sizes]
-    folded = [[layers[name] for name in group] for group in groups]
+    folded = [[plan.layers[name] for name in group] for group in plan.groups]
     with threads(1), ExitStack() as stack:
         # a new thread has its caches to fill and its heap to grow, so one alone is not worth it
         each = stack.enter_context(ThreadPoolExecutor(workers)).map if workers > 1 else map
         done = list(each(_group, folded, shares))
-    found = dict(zip(chain.from_iterable(groups), chain.from_iterable(done), strict=True))
-    return {module: found[module] for module in layers}
+    found = dict(zip(chain.from_iterable(plan.groups), chain.from_iterable(done), strict=True))
+    return {module: found[module] for module in plan.layers}
 
 
 def _groups(layers: Mapping[str, Folded]) -> tuple[tuple[str, ...], ...]:
