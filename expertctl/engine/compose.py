@@ -69,8 +69,8 @@ BASE_ALONE = CompiledPlan({}, None, 0)
 
 _TOGETHER = 16
 """Layers whose factors are multiplied at a time."""
-_WORTH_THREADS = 8 << 20
-"""A plan of so many bytes is compiled before other threads have woken up."""
+_WORTH_THREADS = 128 << 20
+"""Below so many bytes threads that write small blocks wait for each other more than they gain."""
 
 
 @dataclass(frozen=True, slots=True)
