@@ -82,10 +82,10 @@ def test_what_cannot_be_compared_is_said(
 ) -> None:
     house.install(old)
     (tmp_path / "bad.expert").write_bytes(b"PK\x03\x04")
-    expertctl("diff", "acme/sql", tmp_path / "bad.expert", code=8)
-    expertctl("diff", "acme/sql", tmp_path / "none.expert", code=3)
-    expertctl("diff", "acme/none", old, code=3)
-    expertctl("diff", "acme/sql", code=2)
+    assert "bad.expert" in expertctl("diff", "acme/sql", tmp_path / "bad.expert", code=8).err
+    assert "none.expert" in expertctl("diff", "acme/sql", tmp_path / "none.expert", code=3).err
+    assert "acme/none" in expertctl("diff", "acme/none", old, code=3).err
+    assert "Missing argument" in expertctl("diff", "acme/sql", code=2).err
 
 
 def test_a_flipped_bit_in_the_store_is_found(expertctl: Commands, house: House, old: Path) -> None:
@@ -95,4 +95,6 @@ def test_a_flipped_bit_in_the_store_is_found(expertctl: Commands, house: House, 
     data[-1] ^= 1
     largest.chmod(0o600)
     largest.write_bytes(data)
-    expertctl("diff", "acme/sql", old, code=5)
+    said = expertctl("diff", "acme/sql", old, code=5)
+    assert said.out == ""
+    assert "acme/sql" in said.err

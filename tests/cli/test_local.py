@@ -107,7 +107,7 @@ def test_what_cannot_be_installed_is_told_with_its_code(
 
 
 def test_nothing_to_install_is_a_usage_error(expertctl: Commands) -> None:
-    expertctl("install", code=2)
+    assert "Missing argument" in expertctl("install", code=2).err
 
 
 def test_removing_names_dependants(expertctl: Commands, house: House, shop: Shop) -> None:

@@ -321,7 +321,8 @@ def test_a_file_that_is_no_package_is_refused_by_every_command(
     command: str, content: bytes, run: Run
 ) -> None:
     Path("bad.expert").write_bytes(content)
-    run.refusal(8, command, "bad.expert", *(["--oci"] if command == "export" else []))
+    rest = ["--oci"] if command == "export" else []
+    assert "bad.expert" in run.refusal(8, command, "bad.expert", *rest)
 
 
 def test_a_hostile_package_is_refused_with_the_name_of_the_thing(run: Run, package: Path) -> None:

@@ -233,3 +233,6 @@ def test_a_seat_whose_folder_was_removed_is_no_error(folder: Path) -> None:
         (own / "lock").unlink()
         own.rmdir()
         seat.resize(5)
+        assert not own.exists(), "who was removed takes no room again"
+        with Admission(folder, pause=stuck).queue(100, limit=100, tell=print) as other:
+            assert not other.queued
