@@ -77,6 +77,16 @@ class Home:
         return self.root / "trust.json"
 
     @property
+    def registries(self) -> Path:
+        """What registries said last, and blobs that are half here: see `expertctl.registry`."""
+        return self.root / "registries"
+
+    @property
+    def credentials(self) -> Path:
+        """Tokens for registries, mode 0600."""
+        return self.root / "credentials.json"
+
+    @property
     def config(self) -> Path:
         """The user's settings."""
         return self.root / "config.toml"

@@ -15,6 +15,7 @@ LAYERS = (
     {"schema"},
     {"trust"},
     {"package"},
+    {"registry"},
     {"store"},
     {"routing"},
     {"install"},
@@ -23,6 +24,7 @@ LAYERS = (
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 COMPAT = {"transformers", "peft"}
+SERVER = sorted((ROOT / "registry_server").rglob("*.py"))
 MODULES = sorted((ROOT / "expertctl").rglob("*.py"))
 
 
@@ -76,21 +78,46 @@ def test_only_the_compat_engine_imports_what_replaces_our_own_and_only_when_it_r
     assert not {name.split(".")[0] for name in names} & COMPAT
 
 
+@pytest.mark.parametrize("path", SERVER, ids=module_name)
+def test_the_registry_server_needs_neither_the_engine_nor_the_command_line(path: Path) -> None:
+    used = {stage(name) for name in imported(path)} - {None}
+    assert used <= {"errors", "digest", "reference", "durable", "settings", "regular_file",
+                    "schema", "trust", "package", "registry"}  # fmt: skip
+    assert not {n.split(".")[0] for n in imported(path)} & {"torch", "numpy", *COMPAT}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_only_the_command_line_imports_the_registry_server(path: Path) -> None:
+    server = {name for name in imported(path) if name.split(".")[0] == "registry_server"}
+    assert not server or stage(module_name(path)) == "cli"
+
+
 def test_there_is_no_import_cycle() -> None:
-    names = {module_name(path) for path in MODULES}
-    graph = {module_name(p): {n for n in imported(p) if n in names} for p in MODULES}
+    names = {module_name(path) for path in [*MODULES, *SERVER]}
+    graph = {module_name(p): {n for n in imported(p) if n in names} for p in [*MODULES, *SERVER]}
     while leaves := [name for name, targets in graph.items() if not targets]:
         for leaf in leaves:
             del graph[leaf]
         for targets in graph.values():
             targets.difference_update(leaves)
-    packages = {path.parent for path in MODULES}
+    packages = {path.parent for path in [*MODULES, *SERVER]}
     rest = {name for name in graph if ROOT.joinpath(*name.split(".")) not in packages}
     assert rest == set()
 
 
 def test_stages_are_in_the_order_of_the_design() -> None:
-    order = ["errors", "schema", "trust", "package", "store", "routing", "install", "engine", "cli"]
+    order = [
+        "errors",
+        "schema",
+        "trust",
+        "package",
+        "registry",
+        "store",
+        "routing",
+        "install",
+        "engine",
+        "cli",
+    ]
     assert all(LEVEL[a] < LEVEL[b] for a, b in pairwise(order))
 
 

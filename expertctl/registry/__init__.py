@@ -1,0 +1,1 @@
+"""The client of registries: addresses, credentials, transport, and the signed index."""

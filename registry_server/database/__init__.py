@@ -1,0 +1,1 @@
+"""What the server knows: tables, connections, migrations."""

@@ -1,0 +1,232 @@
+"""The tables of ``registry.db``: who may do what, what there is, and what was published.
+
+Times are seconds since the epoch. Digests are text, ``sha256:…`` or ``sha512:…``. Names are never
+freed: rows of users, namespaces and packages are marked as gone, not deleted.
+"""
+
+from sqlalchemy import (
+    Boolean,
+    CheckConstraint,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+METADATA = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+
+def _id() -> Column[int]:
+    return Column("id", Integer, primary_key=True)
+
+
+USERS = Table(
+    "users",
+    METADATA,
+    _id(),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("admin", Boolean, nullable=False, default=False),
+    Column("created", Float, nullable=False),
+    Column("removed", Float),
+)
+
+TOKENS = Table(
+    "tokens",
+    METADATA,
+    Column("id", String(32), primary_key=True),
+    Column("user_id", ForeignKey("users.id"), nullable=False, index=True),
+    Column("name", String(100), nullable=False),
+    Column("hash", String(64), nullable=False, unique=True),
+    Column("scopes", Text, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+    Column("last_used", Float),
+)
+"""``hash`` is the hex sha256 of the secret, which has 256 bits; ``scopes`` a JSON list of texts."""
+
+NAMESPACES = Table(
+    "namespaces",
+    METADATA,
+    _id(),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("skeleton", String(64), nullable=False, index=True),
+    Column("kind", String(8), nullable=False),
+    Column("read", String(8), nullable=False),
+    Column("quota", Integer),
+    Column("created", Float, nullable=False),
+    CheckConstraint("kind IN ('expert', 'oci')", name="kind"),
+    CheckConstraint("read IN ('public', 'token')", name="read"),
+)
+"""``skeleton`` is the name with look-alike characters folded; ``quota`` in bytes, null: default."""
+
+MEMBERS = Table(
+    "members",
+    METADATA,
+    Column("namespace_id", ForeignKey("namespaces.id"), primary_key=True),
+    Column("user_id", ForeignKey("users.id"), primary_key=True, index=True),
+    Column("role", String(16), nullable=False),
+    CheckConstraint("role IN ('owner', 'publisher')", name="role"),
+)
+
+NAMESPACE_KEYS = Table(
+    "namespace_keys",
+    METADATA,
+    Column("namespace_id", ForeignKey("namespaces.id"), primary_key=True),
+    Column("key_id", String(71), primary_key=True),
+    Column("public_key", Text, nullable=False),
+    Column("statement", LargeBinary),
+    Column("added", Float, nullable=False),
+    Column("revoked", Float),
+    Column("reason", String(500), nullable=False, default=""),
+)
+"""``statement`` is the DSSE envelope by which an older key of the namespace vouches for this."""
+
+REPOSITORIES = Table(
+    "repositories",
+    METADATA,
+    _id(),
+    Column("namespace_id", ForeignKey("namespaces.id"), nullable=False, index=True),
+    Column("name", String(255), nullable=False, unique=True),
+    Column("created", Float, nullable=False),
+)
+"""``name`` is the whole OCI name, ``namespace/…``."""
+
+BLOBS = Table(
+    "blobs",
+    METADATA,
+    Column("digest", String(135), primary_key=True),
+    Column("size", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+)
+"""What lies in the blob storage, once each."""
+
+REPOSITORY_BLOBS = Table(
+    "repository_blobs",
+    METADATA,
+    Column("repository_id", ForeignKey("repositories.id"), primary_key=True),
+    Column("digest", ForeignKey("blobs.digest"), primary_key=True, index=True),
+    Column("added", Float, nullable=False),
+)
+"""Through which repositories a blob can be read; young ones are kept though no manifest needs them.
+"""
+
+MANIFESTS = Table(
+    "manifests",
+    METADATA,
+    Column("repository_id", ForeignKey("repositories.id"), primary_key=True),
+    Column("digest", String(135), primary_key=True),
+    Column("media_type", String(255), nullable=False),
+    Column("artifact_type", String(255)),
+    Column("subject", String(135)),
+    Column("annotations", Text),
+    Column("size", Integer, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+    Column("created", Float, nullable=False),
+    Index("ix_manifests_repository_id_subject", "repository_id", "subject"),
+)
+
+MANIFEST_LINKS = Table(
+    "manifest_links",
+    METADATA,
+    Column("repository_id", Integer, primary_key=True),
+    Column("manifest", String(135), primary_key=True),
+    Column("digest", String(135), primary_key=True),
+    Column("kind", String(8), nullable=False),
+    Index("ix_manifest_links_repository_id_digest", "repository_id", "digest"),
+    CheckConstraint("kind IN ('blob', 'manifest')", name="kind"),
+)
+"""What a manifest names: its config and layers, or the manifests of an index."""
+
+TAGS = Table(
+    "tags",
+    METADATA,
+    Column("repository_id", ForeignKey("repositories.id"), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("digest", String(135), nullable=False),
+    Column("updated", Float, nullable=False),
+)
+
+UPLOADS = Table(
+    "uploads",
+    METADATA,
+    Column("id", String(32), primary_key=True),
+    Column("repository_id", ForeignKey("repositories.id"), nullable=False, index=True),
+    Column("user_id", Integer),
+    Column("size", Integer, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("updated", Float, nullable=False),
+)
+"""Blob uploads that go on; ``size`` is what was received, and counts against the quota."""
+
+PACKAGES = Table(
+    "packages",
+    METADATA,
+    _id(),
+    Column("namespace_id", ForeignKey("namespaces.id"), nullable=False, index=True),
+    Column("name", String(64), nullable=False),
+    Column("skeleton", String(64), nullable=False),
+    Column("description", Text, nullable=False),
+    Column("revision", Integer, nullable=False),
+    Column("index_document", LargeBinary, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("updated", Float, nullable=False),
+    UniqueConstraint("namespace_id", "name"),
+)
+"""``index_document`` is the signed envelope, ``revision`` the version number in it."""
+
+RELEASES = Table(
+    "releases",
+    METADATA,
+    _id(),
+    Column("package_id", ForeignKey("packages.id"), nullable=False),
+    Column("version", String(256), nullable=False),
+    Column("content_digest", String(71), nullable=False),
+    Column("manifest", LargeBinary, nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("published", Float, nullable=False),
+    Column("publisher", Integer),
+    Column("yanked", Float),
+    Column("yank_reason", String(500)),
+    Column("downloads", Integer, nullable=False, default=0),
+    UniqueConstraint("package_id", "version"),
+)
+"""One version; ``manifest`` is its ``expert.json``."""
+
+SIGNED_FORMS = Table(
+    "signed_forms",
+    METADATA,
+    Column("release_id", ForeignKey("releases.id"), primary_key=True),
+    Column("package_digest", String(71), primary_key=True),
+    Column("signer", String(71), nullable=False),
+    Column("published", Float, nullable=False),
+)
+"""The package digests of one version, the newest being the one to install; older stay pullable."""
+
+AUDIT = Table(
+    "audit",
+    METADATA,
+    _id(),
+    Column("time", Float, nullable=False, index=True),
+    Column("actor", String(64)),
+    Column("token_id", String(32)),
+    Column("address", String(64)),
+    Column("action", String(64), nullable=False),
+    Column("target", String(400), nullable=False),
+    Column("detail", Text, nullable=False, default=""),
+)

@@ -1,0 +1,1 @@
+"""The OCI distribution specification v1.1 under ``/v2/``."""

@@ -1,0 +1,1 @@
+"""Running it: serving, health, metrics, logs, backup, garbage collection."""

@@ -1,0 +1,1 @@
+"""From a pushed package to a version in a signed index document."""
