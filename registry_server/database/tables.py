@@ -214,9 +214,13 @@ SIGNED_FORMS = Table(
     Column("release_id", ForeignKey("releases.id"), primary_key=True),
     Column("package_digest", String(71), primary_key=True),
     Column("signer", String(71), nullable=False),
+    Column("size", Integer, nullable=False),
+    Column("position", Integer, nullable=False),
     Column("published", Float, nullable=False),
+    UniqueConstraint("release_id", "position"),
 )
-"""The package digests of one version, the newest being the one to install; older stay pullable."""
+"""The package digests of one version; the one with the highest ``position`` is the newest, which
+counts, older ones stay pullable. ``size`` is that of the OCI manifest."""
 
 AUDIT = Table(
     "audit",
