@@ -15,8 +15,12 @@
     │   ├── UnsignedError                     a signature is demanded and absent
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
+    │   ├── UnauthenticatedError              it wants to know who asks
+    │   ├── ForbiddenError                    who asks may not do that
+    │   └── RateLimitError                    too many requests for now
     ├── BudgetError                  exit 7   memory, disk or quota is used up
-    │   └── DiskFullError
+    │   ├── DiskFullError
+    │   └── TooLargeError                     one object beyond its limit
     ├── InvalidPackageError          exit 8   a package or an input file is malformed
     └── StoreError                   exit 1   the store cannot be used (read-only, damaged)
 
@@ -112,6 +116,29 @@ class RegistryError(ExpertError):
     code = "registry"
 
 
+class UnauthenticatedError(RegistryError):
+    """Nobody is logged in, or with a token that counts no longer."""
+
+    code = "unauthenticated"
+
+
+class ForbiddenError(RegistryError):
+    """Who asks is known, and may not do that."""
+
+    code = "forbidden"
+
+
+class RateLimitError(RegistryError):
+    """Too many requests for now; ``retry_after`` seconds later they are answered again."""
+
+    code = "rate_limit"
+
+    def __init__(self, message: str, *, retry_after: int = 1, hint: str = "") -> None:
+        """Keep the message and how long to wait."""
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
+
+
 class BudgetError(ExpertError):
     """A memory, disk or quota limit would be exceeded."""
 
@@ -122,6 +149,12 @@ class DiskFullError(BudgetError):
     """The disk is full."""
 
     code = "disk_full"
+
+
+class TooLargeError(BudgetError):
+    """One object is larger than the limit for its kind."""
+
+    code = "too_large"
 
 
 class StoreError(ExpertError):
