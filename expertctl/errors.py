@@ -15,6 +15,8 @@
     │   ├── UnsignedError                     a signature is demanded and absent
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
+    │   ├── UnauthenticatedError              the registry does not know who asks
+    │   └── ForbiddenError                    it does, and does not allow it
     │   ├── UnauthenticatedError              it wants to know who asks
     │   ├── ForbiddenError                    who asks may not do that
     │   └── RateLimitError                    too many requests for now
@@ -114,6 +116,18 @@ class RegistryError(ExpertError):
     """The network or a registry failed."""
 
     code = "registry"
+
+
+class UnauthenticatedError(RegistryError):
+    """Nobody is named who may do this: no token, or one that is wrong, expired or revoked."""
+
+    code = "unauthenticated"
+
+
+class ForbiddenError(RegistryError):
+    """Who asks is known, and has no right to do this; nor may this token."""
+
+    code = "forbidden"
 
 
 class UnauthenticatedError(RegistryError):
