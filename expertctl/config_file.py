@@ -14,6 +14,7 @@ from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.settings import CONFIG_KEYS, DEVICES, parse_size, read_config
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
+_SWITCHES = {"offline", "allow_http"}
 _MAX_VALUE = 1000
 LOCK_SECONDS = 30.0
 
@@ -126,8 +127,8 @@ def _checked(key: str, value: str) -> str:
         raise UsageError(f"device {value[:40]!r} is not supported", hint=hint)
     if key == "memory_budget":
         parse_size(value)
-    if key == "offline" and value.lower() not in _TRUE | _FALSE:
-        raise UsageError(f"{value[:40]!r} is not true or false", hint="offline is true or false")
+    if key in _SWITCHES and value.lower() not in _TRUE | _FALSE:
+        raise UsageError(f"{value[:40]!r} is not true or false", hint=f"{key} is true or false")
     return value
 
 

@@ -19,6 +19,7 @@
     │   └── ForbiddenError                    it does, and does not allow it
     │   ├── UnauthenticatedError              it wants to know who asks
     │   ├── ForbiddenError                    who asks may not do that
+    │   ├── OfflineError                      the network is needed, and switched off
     │   └── RateLimitError                    too many requests for now
     ├── BudgetError                  exit 7   memory, disk or quota is used up
     │   ├── DiskFullError
@@ -151,6 +152,12 @@ class RateLimitError(RegistryError):
         """Keep the message and how long to wait."""
         super().__init__(message, hint=hint)
         self.retry_after = retry_after
+
+
+class OfflineError(RegistryError):
+    """The network would be needed, and the person switched it off."""
+
+    code = "offline"
 
 
 class BudgetError(ExpertError):

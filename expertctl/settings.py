@@ -22,6 +22,8 @@ _UNITS: dict[str | None, int] = {
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
     "offline": "EXPERT_OFFLINE",
+    "ca_file": "EXPERT_CA_FILE",
+    "allow_http": "EXPERT_ALLOW_HTTP",
     "device": "EXPERT_DEVICE",
     "memory_budget": "EXPERT_MEMORY_BUDGET",
     "encoder": "EXPERT_ENCODER",
@@ -99,6 +101,10 @@ class Settings:
     home: Home
     registry: str | None = None
     offline: bool = False
+    ca_file: Path | None = None
+    """Certificates that are believed beside those of the system."""
+    allow_http: bool = False
+    """Whether registries beyond this machine may be spoken to without encryption."""
     device: str | None = None
     memory_budget: int | None = None
     encoder: str | None = None
@@ -126,7 +132,9 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     return Settings(
         home=home,
         registry=values.get("registry"),
-        offline=values.get("offline", "0").lower() in {"1", "true", "yes"},
+        offline=_is_true(values.get("offline")),
+        ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
+        allow_http=_is_true(values.get("allow_http")),
         device=values.get("device"),
         memory_budget=parse_size(budget) if budget else None,
         encoder=values.get("encoder"),
@@ -149,6 +157,10 @@ def read_config(path: Path) -> dict[str, str]:
     if problems:
         raise InvalidPackageError(str(path), problems, hint=f"known: {', '.join(CONFIG_KEYS)}")
     return {key: str(value) for key, value in document.items()}
+
+
+def _is_true(value: str | None) -> bool:
+    return (value or "").lower() in {"1", "true", "yes"}
 
 
 def _root(text: str | None) -> Path:

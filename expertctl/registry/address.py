@@ -1,0 +1,114 @@
+"""Where a registry is: scheme, host and port, and nothing else.
+
+Two addresses are the same registry when all three are equal; credentials, pins and what an index
+said last belong to exactly one of them.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from expertctl.errors import UsageError
+
+MAX_LENGTH = 256
+_PORTS = {"https": 443, "http": 80}
+_ADDRESS = re.compile(
+    r"(?:(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*)://)?"
+    r"(?P<host>[a-zA-Z0-9-]{1,63}(?:\.[a-zA-Z0-9-]{1,63})*|\[[0-9a-fA-F:.]{2,45}\])"
+    r"(?::(?P<port>[0-9]{1,5}))?/?"
+)
+_HINT = "write it as registry.example.com, registry.example.com:8443 or https://…"
+_LOCAL = re.compile(r"([a-z0-9-]+\.)*localhost")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RegistryAddress:
+    """One registry; `parse` is what makes it."""
+
+    hostname: str
+    """Lower case; an IPv6 address without its brackets."""
+    port: int
+    scheme: str
+
+    @classmethod
+    def parse(cls, text: str, *, allow_http: bool = False) -> Self:
+        """Read ``host[:port]`` or a URL without path, name or question.
+
+        Without a scheme it is https, but for loopback addresses, which mean http.
+
+        Raises:
+            UsageError: for anything else, and for http to another machine unless it is allowed.
+        """
+        match = _ADDRESS.fullmatch(text) if len(text) <= MAX_LENGTH else None
+        if match is None:
+            raise UsageError(f"{text[:80]!r} is not the address of a registry", hint=_HINT)
+        hostname = _hostname(match["host"], text)
+        local = is_loopback(hostname)
+        scheme = (match["scheme"] or ("http" if local else "https")).lower()
+        if scheme not in _PORTS:
+            raise UsageError(f"{text[:80]!r} is neither https nor http", hint=_HINT)
+        if scheme == "http" and not (local or allow_http):
+            hint = "use https, or `expertctl config set allow_http true` on a network you trust"
+            raise UsageError(f"{text[:80]} would send tokens and packages unencrypted", hint=hint)
+        port = int(match["port"]) if match["port"] else _PORTS[scheme]
+        if not 0 < port < 65536:
+            raise UsageError(f"{text[:80]!r} has no possible port", hint=_HINT)
+        return cls(hostname, port, scheme)
+
+    @property
+    def host(self) -> str:
+        """``host``, or ``host:port`` where the port is not 443: names the registry to people."""
+        name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        return name if self.port == _PORTS["https"] else f"{name}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """``scheme://host[:port]``, without a slash at the end."""
+        name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{name}{port}"
+
+    @property
+    def folder(self) -> str:
+        """The host as the name of a folder on any system."""
+        return self.host.replace(":", "+").replace("[", "").replace("]", "")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is on this machine by its very name."""
+        return is_loopback(self.hostname)
+
+    def __str__(self) -> str:
+        """Return the host."""
+        return self.host
+
+
+def is_loopback(hostname: str) -> bool:
+    """Tell whether a host name or address without brackets means this machine."""
+    if _LOCAL.fullmatch(hostname):
+        return True
+    try:
+        return ipaddress.ip_address(hostname).is_loopback
+    except ValueError:
+        return False
+
+
+def looks_numeric(hostname: str) -> bool:
+    """Tell whether a host is an IP address in any writing that systems accept: 1.2.3.4, 0x7f.1."""
+    if ":" in hostname:
+        return True
+    last = hostname.rstrip(".").rpartition(".")[2].lower()
+    return re.fullmatch(r"[0-9]+|0x[0-9a-f]*", last) is not None
+
+
+def _hostname(text: str, whole: str) -> str:
+    name = text.lower()
+    if name.startswith("["):
+        try:
+            return ipaddress.IPv6Address(name[1:-1]).compressed
+        except ValueError as error:
+            raise UsageError(f"{whole[:80]!r} has no valid address", hint=_HINT) from error
+    if any(label.startswith("-") or label.endswith("-") for label in name.split(".")):
+        raise UsageError(f"{whole[:80]!r} has no valid host name", hint=_HINT)
+    return name
