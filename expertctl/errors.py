@@ -15,8 +15,6 @@
     │   ├── UnsignedError                     a signature is demanded and absent
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
-    │   ├── UnauthenticatedError              the registry does not know who asks
-    │   └── ForbiddenError                    it does, and does not allow it
     │   ├── UnauthenticatedError              it wants to know who asks
     │   ├── ForbiddenError                    who asks may not do that
     │   ├── OfflineError                      the network is needed, and switched off
@@ -127,18 +125,6 @@ class UnauthenticatedError(RegistryError):
 
 class ForbiddenError(RegistryError):
     """Who asks is known, and has no right to do this; nor may this token."""
-
-    code = "forbidden"
-
-
-class UnauthenticatedError(RegistryError):
-    """Nobody is logged in, or with a token that counts no longer."""
-
-    code = "unauthenticated"
-
-
-class ForbiddenError(RegistryError):
-    """Who asks is known, and may not do that."""
 
     code = "forbidden"
 
