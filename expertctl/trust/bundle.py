@@ -6,8 +6,6 @@ compact JSON that the public tool writes, standard base64, one DER encoding. Wha
 also verify is refused, so nobody but the key's holder can make a second file for the same content.
 """
 
-import base64
-import binascii
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from dataclasses import dataclass
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import DigestError, InvalidPackageError, SignatureError
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+from expertctl.trust.dsse import pae, to_base64, unbase64
 from expertctl.trust.keys import PrivateKey, PublicKey
 from expertctl.trust.statement import (
     MAX_BYTES,
@@ -56,12 +55,12 @@ class Bundle:
     def encode(self) -> bytes:
         """Return the bytes of ``model.sig``, spelled as the public tool does."""
         hint = self.key_id.removeprefix("sha256:")
-        signature = {"sig": _base64(self.signature), "keyid": ""}
+        signature = {"sig": to_base64(self.signature), "keyid": ""}
         document = {
             "mediaType": MEDIA_TYPE,
             "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
             "dsseEnvelope": {
-                "payload": _base64(self.payload),
+                "payload": to_base64(self.payload),
                 "payloadType": PAYLOAD_TYPE,
                 "signatures": [signature],
             },
@@ -116,12 +115,6 @@ def verify_bundle(bundle: Bundle, files: Sequence[FileDigest], key: PublicKey) -
     _demand_same_files(bundle, files)
 
 
-def pae(payload_type: str, payload: bytes) -> bytes:
-    """Return the DSSE v1 pre-authentication encoding: what is signed."""
-    kind = payload_type.encode()
-    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
-
-
 def _demand_same_files(bundle: Bundle, files: Sequence[FileDigest]) -> None:
     actual = {file.path: file.digest for file in files if file.path != SIGNATURE_FILE}
     signed = {file.path: file.digest for file in bundle.files}
@@ -172,20 +165,11 @@ def _parse_envelope(value: JsonValue) -> tuple[bytes, bytes]:
     only_one = only(envelope["signatures"], "the signatures")
     signature = take(only_one, {"sig", "keyid"}, "the signature")
     demand(signature["keyid"], "", "the keyid")
-    payload = _unbase64(envelope["payload"], "the payload")
-    return payload, _unbase64(signature["sig"], "the signature")
+    return (
+        _bytes(envelope["payload"], "the payload"),
+        _bytes(signature["sig"], "the signature"),
+    )
 
 
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _unbase64(value: JsonValue, what: str) -> bytes:
-    encoded = text(value, what)
-    try:
-        data = base64.b64decode(encoded, validate=True)
-    except (ValueError, binascii.Error) as error:
-        raise SignatureError(f"model.sig: {what} is not standard base64") from error
-    if _base64(data) != encoded:
-        raise SignatureError(f"model.sig: {what} is not standard base64")
-    return data
+def _bytes(value: JsonValue, what: str) -> bytes:
+    return unbase64(text(value, what), f"model.sig: {what}")

@@ -8,6 +8,7 @@ from jsonschema_rs import Draft202012Validator, meta
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter_config import parse_config
+from expertctl.registry.index_document import IndexDocument
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.validation import problems_of
 
@@ -21,6 +22,7 @@ READERS = {
     "adapter-config-lora": parse_config,
     "adapter-config-ia3": parse_config,
     "adapter-config-prompt": parse_config,
+    "index": IndexDocument.parse,
 }
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from expertctl.digest import Digest, FileDigest, hash_file
 from expertctl.errors import InvalidPackageError, SignatureError
-from expertctl.trust.bundle import MAX_BUNDLE, pae, read_bundle, sign_files, verify_bundle
+from expertctl.trust.bundle import MAX_BUNDLE, read_bundle, sign_files, verify_bundle
+from expertctl.trust.dsse import pae
 from expertctl.trust.keys import ALGORITHMS, Algorithm, PrivateKey, PublicKey
 from tests.trust.forge import (
     CONTENT,

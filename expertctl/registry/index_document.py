@@ -1,0 +1,317 @@
+"""The index document: all that a registry says of one package, as a value and as bytes.
+
+It is the one thing that a client believes of a registry, and only inside the envelope that the
+registry's index key signed (`expertctl.registry.index_envelope`). The form is
+``schemas/index.schema.json``; the bytes are canonical JSON (RFC 8785).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Self
+
+import msgspec
+
+from expertctl.digest import Digest
+from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.reference import PackageName, Reference, Version
+from expertctl.schema.manifest import AdapterKind, BaseRequirement
+from expertctl.schema.strict_json import canonical, load_object
+from expertctl.schema.validation import problems_of
+from expertctl.trust.dsse import to_base64, unbase64
+from expertctl.trust.keys import PublicKey
+
+SCHEMA = 1
+MAX_BYTES = 16 << 20
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+
+
+@dataclass(frozen=True, slots=True)
+class SignedForm:
+    """One signed form of a version: the content with one signature."""
+
+    package_digest: Digest
+    signer: str
+    """The id of the key."""
+    size: int
+    """Bytes of the OCI manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One published version."""
+
+    version: Version
+    content_digest: Digest
+    forms: tuple[SignedForm, ...]
+    """The newest last; an older one can still be pulled."""
+    size: int
+    """Bytes of all files."""
+    published: str
+    """RFC 3339 in UTC, to the second."""
+    yanked: str | None
+    """Why it was yanked, which may be an empty text; ``None`` when it was not."""
+    kinds: tuple[AdapterKind, ...]
+    base: BaseRequirement
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+    description: str = ""
+
+    @property
+    def published_at(self) -> datetime:
+        """When it was published."""
+        return read_time(self.published)
+
+    def form(self, digest: Digest) -> SignedForm | None:
+        """Return the form with a package digest."""
+        return next((form for form in self.forms if form.package_digest == digest), None)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """A publisher key of the namespace."""
+
+    key: PublicKey
+    statement: bytes | None
+    """The envelope in which an older key vouches for it (`expertctl.registry.key_statement`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevokedKey:
+    """A key of the namespace that counts no more, and why."""
+
+    key_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class IndexDocument:
+    """What a registry says of one package at one revision."""
+
+    package: PackageName
+    revision: int
+    updated: str
+    """RFC 3339 in UTC, to the second."""
+    description: str
+    releases: tuple[Release, ...]
+    """Sorted by version."""
+    keys: tuple[KeyEntry, ...] = ()
+    revoked: tuple[RevokedKey, ...] = ()
+
+    @classmethod
+    def parse(cls, data: bytes, *, what: str) -> Self:
+        """Read the bytes of an index document.
+
+        Raises:
+            InvalidPackageError: with every problem, when it is not exactly such a document.
+        """
+        document = load_object(data, what=what, max_bytes=MAX_BYTES)
+        if problems := problems_of(document, "index"):
+            raise InvalidPackageError(what, problems)
+        try:
+            stored = msgspec.convert(document, _Stored)
+            index = cls._of(stored)
+        except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
+            raise InvalidPackageError(what, [str(error)]) from error
+        except ExpertError as error:
+            raise InvalidPackageError(what, [error.message]) from error
+        if problems := list(_inconsistencies(index, stored)):
+            raise InvalidPackageError(what, problems)
+        return index
+
+    @classmethod
+    def _of(cls, stored: "_Stored") -> Self:
+        return cls(
+            package=PackageName.parse(stored.package),
+            revision=stored.revision,
+            updated=stored.updated,
+            description=stored.description,
+            releases=tuple(map(_release, stored.releases)),
+            keys=tuple(map(_key_entry, stored.keys)),
+            revoked=tuple(RevokedKey(entry.key_id, entry.reason) for entry in stored.revoked),
+        )
+
+    def encode(self) -> bytes:
+        """Return the canonical (RFC 8785) JSON of the document.
+
+        Raises:
+            InvalidPackageError: when it would be too large for any client to read.
+        """
+        stored = _Stored(
+            schema=SCHEMA,
+            package=str(self.package),
+            revision=self.revision,
+            updated=self.updated,
+            description=self.description,
+            releases=[_stored_release(release) for release in self.releases],
+            keys=[_stored_key(entry) for entry in self.keys],
+            revoked=[_StoredRevoked(entry.key_id, entry.reason) for entry in self.revoked],
+        )
+        data = canonical(msgspec.to_builtins(stored))
+        if len(data) > MAX_BYTES:
+            problem = f"its index document has {len(data):,} bytes, at most {MAX_BYTES:,} fit"
+            raise InvalidPackageError(str(self.package), [problem])
+        return data
+
+    def release(self, version: Version) -> Release | None:
+        """Return one version."""
+        return next((release for release in self.releases if release.version == version), None)
+
+    def is_revoked(self, key_id: str) -> bool:
+        """Tell whether a key of the namespace counts no more."""
+        return any(entry.key_id == key_id for entry in self.revoked)
+
+
+def write_time(moment: datetime) -> str:
+    """Return a moment as RFC 3339 in UTC, to the second."""
+    return moment.astimezone(UTC).strftime(_TIME)
+
+
+def read_time(text: str) -> datetime:
+    """Read what `write_time` wrote; a text that was not parsed is our own bug."""
+    return datetime.strptime(text, _TIME).replace(tzinfo=UTC)
+
+
+class _StoredForm(msgspec.Struct):
+    package_digest: str
+    signer: str
+    size: int
+
+
+class _StoredBase(msgspec.Struct):
+    name: str
+    revision: str | None
+    arch: str
+    weights: str | None
+    tokenizer: str
+    accepts: tuple[str, ...]
+
+
+class _StoredRelease(msgspec.Struct):
+    version: str
+    content_digest: str
+    forms: list[_StoredForm]
+    size: int
+    published: str
+    yanked: str | None
+    kinds: tuple[AdapterKind, ...]
+    base: _StoredBase
+    requires: tuple[str, ...]
+    conflicts: tuple[str, ...]
+    description: str
+
+
+class _StoredKeyEntry(msgspec.Struct):
+    key_id: str
+    public_key: str
+    statement: str | None
+
+
+class _StoredRevoked(msgspec.Struct):
+    key_id: str
+    reason: str
+
+
+class _Stored(msgspec.Struct):
+    schema: int
+    package: str
+    revision: int
+    updated: str
+    description: str
+    releases: list[_StoredRelease]
+    keys: list[_StoredKeyEntry]
+    revoked: list[_StoredRevoked]
+
+
+def _release(stored: _StoredRelease) -> Release:
+    base = stored.base
+    for text in (*stored.requires, *stored.conflicts):
+        Reference.parse(text)
+    return Release(
+        version=Version.parse(stored.version),
+        content_digest=Digest.parse(stored.content_digest),
+        forms=tuple(
+            SignedForm(Digest.parse(form.package_digest), form.signer, form.size)
+            for form in stored.forms
+        ),
+        size=stored.size,
+        published=stored.published,
+        yanked=stored.yanked,
+        kinds=stored.kinds,
+        base=BaseRequirement(
+            name=base.name,
+            arch=base.arch,
+            tokenizer=base.tokenizer,
+            revision=base.revision,
+            weights=base.weights,
+            accepts=base.accepts,
+        ),
+        requires=stored.requires,
+        conflicts=stored.conflicts,
+        description=stored.description,
+    )
+
+
+def _stored_release(release: Release) -> _StoredRelease:
+    base = release.base
+    return _StoredRelease(
+        version=str(release.version),
+        content_digest=str(release.content_digest),
+        forms=[
+            _StoredForm(str(form.package_digest), form.signer, form.size) for form in release.forms
+        ],
+        size=release.size,
+        published=release.published,
+        yanked=release.yanked,
+        kinds=release.kinds,
+        base=_StoredBase(
+            base.name, base.revision, base.arch, base.weights, base.tokenizer, base.accepts
+        ),
+        requires=release.requires,
+        conflicts=release.conflicts,
+        description=release.description,
+    )
+
+
+def _key_entry(stored: _StoredKeyEntry) -> KeyEntry:
+    key = PublicKey.from_pem(stored.public_key.encode(), what=f"key {stored.key_id}")
+    statement = stored.statement
+    what = f"the statement of key {stored.key_id}"
+    return KeyEntry(key, None if statement is None else unbase64(statement, what))
+
+
+def _stored_key(entry: KeyEntry) -> _StoredKeyEntry:
+    statement = None if entry.statement is None else to_base64(entry.statement)
+    return _StoredKeyEntry(entry.key.key_id, entry.key.pem().decode("ascii"), statement)
+
+
+def _inconsistencies(index: IndexDocument, stored: _Stored) -> Iterator[str]:
+    """Yield what a schema cannot say."""
+    for before, after in pairwise(index.releases):
+        if not before.version < after.version:
+            yield f"releases: {after.version} does not sort after {before.version}"
+    for written, entry in zip(stored.keys, index.keys, strict=True):
+        if written.key_id != entry.key.key_id:
+            yield f"keys: key_id is {written.key_id}, its key has {entry.key.key_id}"
+    forms = [str(f.package_digest) for release in index.releases for f in release.forms]
+    yield from _repeated("package_digest", forms)
+    yield from _repeated("keys", (entry.key.key_id for entry in index.keys))
+    yield from _repeated("revoked", (entry.key_id for entry in index.revoked))
+    for text in {index.updated, *(release.published for release in index.releases)}:
+        if not _is_time(text):
+            yield f"{text} is no moment"
+
+
+def _repeated(what: str, values: Iterable[str]) -> Iterator[str]:
+    counted = sorted(Counter(values).items())
+    yield from (f"{what}: {value} is there twice" for value, count in counted if count > 1)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        read_time(text)
+    except ValueError:
+        return False
+    return True
