@@ -1,7 +1,8 @@
 """Names, versions and constraints: the one place that reads a reference.
 
 Grammar: ``[registry-host/]namespace/name[@constraint]``. Versions are strict semver 2.0 without
-build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``.
+build metadata; constraints are ``1.2.0``, ``^1.2``, ``~1.2``, ``>=1,<2`` and ``*``. In place of a
+constraint, ``sha256:<hex>`` names exact bytes: the digest of a package or of its content.
 """
 
 import re
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from functools import total_ordering
 from typing import Self
 
+from expertctl.digest import Digest
 from expertctl.errors import UsageError
 
 MAX_LENGTH = 256
@@ -98,6 +100,17 @@ class Constraint:
             return False
         return all(_compare(version, operator, bound) for operator, bound in self.bounds)
 
+    @property
+    def pinned(self) -> Version | None:
+        """The one version that is allowed, where the constraint spells it out."""
+        operators = [operator for operator, _ in self.bounds]
+        return self.bounds[0][1] if operators == ["="] else None
+
+    @classmethod
+    def exactly(cls, version: Version) -> Self:
+        """Return the constraint that allows one version."""
+        return cls(str(version), (("=", version),))
+
     def __str__(self) -> str:
         """Return the text that was read."""
         return self.text
@@ -141,10 +154,12 @@ class Reference:
     package: PackageName
     constraint: Constraint = ANY
     registry: str | None = None
+    digest: Digest | None = None
+    """Of the package or of its content; then any version will do."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``[registry-host/]namespace/name[@constraint]``.
+        """Read ``[registry-host/]namespace/name[@constraint|@sha256:<hex>]``.
 
         Raises:
             UsageError: for anything outside the grammar.
@@ -159,16 +174,23 @@ class Reference:
             raise UsageError(f"{registry!r} in {text!r} is not a registry host")
         if at and not constraint:
             raise UsageError(f"{text!r} has nothing after '@'")
+        by_digest = constraint.startswith("sha256:")
         return cls(
             PackageName.parse(rest),
-            Constraint.parse(constraint) if at else ANY,
-            registry or None,
+            Constraint.parse(constraint) if at and not by_digest else ANY,
+            registry.lower() or None,
+            Digest.typed(constraint) if by_digest else None,
         )
+
+    def allows(self, version: Version, *digests: Digest) -> bool:
+        """Tell whether a version with these digests, of the package and its content, will do."""
+        return self.constraint.allows(version) and self.digest in {None, *digests}
 
     def __str__(self) -> str:
         """Return the reference as a person would type it."""
         host = f"{self.registry}/" if self.registry else ""
-        tail = "" if self.constraint == ANY else f"@{self.constraint}"
+        limit = self.digest or self.constraint
+        tail = "" if limit == ANY else f"@{limit}"
         return f"{host}{self.package}{tail}"
 
 

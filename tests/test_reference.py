@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.reference import Constraint, PackageName, Reference, Version
 
@@ -118,3 +119,46 @@ def test_reading_any_text_as_a_reference_gives_a_reference_or_a_usage_error(text
 def test_names_compare_by_namespace_then_name() -> None:
     names = [PackageName.parse(t) for t in ("b/a", "a/b", "a/a")]
     assert [str(n) for n in sorted(names)] == ["a/a", "a/b", "b/a"]
+
+
+HEX = "0123456789abcdef" * 4
+
+
+def test_a_reference_may_name_exact_bytes_in_place_of_versions() -> None:
+    reference = Reference.parse(f"hub.example:8080/acme/sql@sha256:{HEX}")
+    assert (reference.registry, str(reference.package)) == ("hub.example:8080", "acme/sql")
+    assert reference.digest == Digest(HEX)
+    assert str(reference) == f"hub.example:8080/acme/sql@sha256:{HEX}"
+    assert Reference.parse(str(reference)) == reference
+    assert reference.allows(Version.parse("9.9.9"), Digest.of(b""), Digest(HEX))
+    assert not reference.allows(Version.parse("9.9.9"), Digest.of(b""))
+
+
+@pytest.mark.parametrize(
+    "digest",
+    [
+        "sha256:",
+        f"sha256:{HEX.upper()}",
+        f"sha256:{HEX}0",
+        f"sha256:{HEX[1:]}",
+        f"sha512:{HEX}",
+        f"sha256:{HEX},^1",
+        f"sha256:../../{HEX[6:]}",
+    ],
+)
+def test_a_digest_outside_the_grammar_is_refused(digest: str) -> None:
+    with pytest.raises(UsageError):
+        Reference.parse(f"acme/sql@{digest}")
+
+
+def test_hosts_are_compared_without_case() -> None:
+    assert Reference.parse("HUB.example/acme/sql") == Reference.parse("hub.example/acme/sql")
+
+
+def test_a_constraint_tells_whether_it_is_one_version() -> None:
+    version = Version.parse("1.2.0-rc.1")
+    assert Constraint.parse("1.2.0-rc.1").pinned == version
+    assert Constraint.exactly(version).allows(version)
+    assert [Constraint.parse(text).pinned for text in ("*", "^1.2.0", "1.2", ">=1.2.0")] == [
+        None
+    ] * 4

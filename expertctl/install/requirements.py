@@ -40,7 +40,7 @@ class Claims:
         return (
             self.package == wanted.package
             and wanted.registry in {None, self.registry}
-            and wanted.constraint.allows(self.version)
+            and wanted.allows(self.version)
         )
 
 

@@ -97,5 +97,6 @@ def check_expected(contents: PackageContents, expected: Reference) -> None:
     """
     manifest = contents.manifest
     same = manifest.package == expected.package
-    if not (same and expected.constraint.allows(manifest.semver)):
+    digests = contents.package_digest, contents.content_digest
+    if not (same and expected.allows(manifest.semver, *digests)):
         raise TrustError(f"asked for {expected}, but the package is {manifest.ref}")

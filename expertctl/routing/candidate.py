@@ -63,7 +63,8 @@ class Installed:
             return target in {self.stored.content_digest, self.stored.package_digest}
         here = target.registry is None or target.registry == self.stored.registry
         same = target.package == self.stored.package
-        return here and same and target.constraint.allows(self.stored.version)
+        digests = self.stored.package_digest, self.stored.content_digest
+        return here and same and target.allows(self.stored.version, *digests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,7 @@ def is_excluded(expert: Installed, exclude: Sequence[Target]) -> bool:
 
 
 def _excludes(target: Target, expert: Installed) -> bool:
-    if isinstance(target, Digest) or target.constraint.bounds:
+    if isinstance(target, Digest) or target.digest or target.constraint.bounds:
         return expert.is_meant(target)
     return target.package == expert.stored.package
 

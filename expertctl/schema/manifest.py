@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from expertctl.errors import ExpertError, InvalidPackageError
+from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.hint import parse_hint
 from expertctl.schema.strict_json import JsonObject, load_object
@@ -205,14 +205,20 @@ def _beyond_the_schema(manifest: Manifest) -> list[str]:
     """What the schema's patterns cannot decide."""
     problems = _unreadable(PackageName.parse, "name", [manifest.name])
     problems += _unreadable(Version.parse, "version", [manifest.version])
-    problems += _unreadable(Reference.parse, "composition/requires", manifest.composition.requires)
-    problems += _unreadable(
-        Reference.parse, "composition/conflicts", manifest.composition.conflicts
-    )
+    problems += _unreadable(_need, "composition/requires", manifest.composition.requires)
+    problems += _unreadable(_need, "composition/conflicts", manifest.composition.conflicts)
     hint = manifest.routing.hint
     problems += _unreadable(parse_hint, "routing", [hint] if hint is not None else [])
     paths = [p for a in manifest.adapters for p in (a.path, a.config)]
     return problems + [f"two adapters use {p!r}" for p in sorted(set(paths)) if paths.count(p) > 1]
+
+
+def _need(text: str) -> Reference:
+    """Read what a package says of another: versions, for a digest would outlive every fix."""
+    reference = Reference.parse(text)
+    if reference.digest is not None:
+        raise UsageError(f"{text[:80]!r} names a digest, not versions")
+    return reference
 
 
 def _unreadable(read: Callable[[str], object], where: str, texts: Iterable[str]) -> list[str]:

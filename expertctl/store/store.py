@@ -206,7 +206,7 @@ def _fits(expert: StoredExpert, wanted: Reference) -> bool:
     return (
         expert.package == wanted.package
         and wanted.registry in {None, expert.registry}
-        and wanted.constraint.allows(expert.version)
+        and wanted.allows(expert.version, expert.package_digest, expert.content_digest)
     )
 
 
