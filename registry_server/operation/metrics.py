@@ -1,0 +1,137 @@
+"""What is counted about a running server, for Prometheus.
+
+Requests are counted as they end; what the registry holds is read from the database when somebody
+asks, so it is right after a restart and with several workers. Routes are templates, methods a
+closed set: no client can make new time series.
+"""
+
+import os
+from collections.abc import Iterator
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+from sqlalchemy import Table, func, select
+
+from registry_server.database.connection import Database
+from registry_server.database.tables import BLOBS, NAMESPACES, PACKAGES, RELEASES, UPLOADS, USERS
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Set before this module is imported where several workers count together."""
+
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+_COUNTED: tuple[tuple[str, str, Table], ...] = (
+    ("users", "Users, removed ones included.", USERS),
+    ("namespaces", "Namespaces.", NAMESPACES),
+    ("packages", "Packages in the index.", PACKAGES),
+    ("releases", "Published versions.", RELEASES),
+    ("blobs", "Blobs in the storage.", BLOBS),
+    ("uploads_open", "Blob uploads that go on.", UPLOADS),
+)
+
+
+class Metrics:
+    """Counters of one process, or of all workers that share a folder."""
+
+    def __init__(self) -> None:
+        """Make every time series; nothing is counted yet."""
+        self._own = CollectorRegistry()
+        self.requests = Counter(
+            "expertctl_registry_requests",
+            "Requests that were answered.",
+            ["method", "route", "status"],
+            registry=self._own,
+        )
+        self.seconds = Histogram(
+            "expertctl_registry_request_seconds",
+            "Time from the request line to the end of the answer.",
+            ["method", "route"],
+            buckets=_SECONDS,
+            registry=self._own,
+        )
+        self.received = Counter(
+            "expertctl_registry_received_bytes", "Bytes of request bodies.", registry=self._own
+        )
+        self.sent = Counter(
+            "expertctl_registry_sent_bytes", "Bytes of answers.", registry=self._own
+        )
+        self.running = Gauge(
+            "expertctl_registry_requests_running",
+            "Requests that are being answered.",
+            registry=self._own,
+            multiprocess_mode="livesum",
+        )
+        self.publishes = Counter(
+            "expertctl_registry_publishes", "Versions that were published.", registry=self._own
+        )
+        self.uploads = Counter(
+            "expertctl_registry_uploads", "Blobs that were received whole.", registry=self._own
+        )
+        self.collected = Counter(
+            "expertctl_registry_collected_bytes",
+            "Bytes that garbage collection freed.",
+            registry=self._own,
+        )
+
+    def answered(  # one fact each, all by name
+        self, *, method: str, route: str, status: int, seconds: float, received: int, sent: int
+    ) -> None:
+        """Count one request that has ended."""
+        known = method if method in _METHODS else "other"
+        self.requests.labels(known, route, str(status)).inc()
+        self.seconds.labels(known, route).observe(seconds)
+        self.received.inc(received)
+        self.sent.inc(sent)
+
+    def exposition(self, database: Database) -> bytes:
+        """Return everything in the text format, with what the database holds now."""
+        shown = CollectorRegistry()
+        if os.environ.get(SHARED_FOLDER):
+            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # as the library has it
+        else:
+            shown.register(_Forward(self._own))
+        shown.register(_Holdings(database))
+        return generate_latest(shown)
+
+
+class _Forward(Collector):
+    """The time series of one registry, as a part of another."""
+
+    def __init__(self, source: CollectorRegistry) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[object]:  # type: ignore[override]  # Metric, which it re-exports untyped
+        yield from self._source.collect()
+
+
+class _Holdings(Collector):
+    """What the registry holds, counted in the database when it is asked for."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Name no series beforehand: nothing is read only to register this."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        with self._database.read() as connection:
+            counts = {
+                name: connection.scalar(select(func.count()).select_from(table)) or 0
+                for name, _, table in _COUNTED
+            }
+            stored = connection.scalar(select(func.sum(BLOBS.c.size))) or 0
+        for name, text, _ in _COUNTED:
+            yield GaugeMetricFamily(f"expertctl_registry_{name}", text, value=counts[name])
+        text = "Bytes of all blobs."
+        yield GaugeMetricFamily("expertctl_registry_stored_bytes", text, value=stored)
