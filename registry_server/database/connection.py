@@ -1,0 +1,130 @@
+"""The one door to ``registry.db``: short reads, and writes one after another.
+
+SQLite in WAL mode: readers see the last commit and never wait. A writer takes the write lock before
+it looks at anything (``BEGIN IMMEDIATE``), so that what it checks still holds when it commits, and
+a commit is on the disk when it returns (``synchronous=FULL``). All of it is synchronous: callers in
+async code run writes in threads.
+"""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from expertctl.errors import DiskFullError, StoreError
+from registry_server.database.migration import migrate
+
+BUSY_SECONDS = 10
+"""How long a writer waits for another process."""
+
+_CONNECTIONS = 48
+_FULL = ("disk is full", "database or disk is full")
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """Connections to one SQLite file; share it between threads, close it at the end."""
+
+    path: Path
+    _engine: Engine
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open the file, or make it, and bring its tables up to date.
+
+        Raises:
+            StoreError: when it is damaged, locked for too long or of a newer version.
+            DiskFullError: when there is no room.
+        """
+        database = cls(path, _engine(path))
+        with database._guarded(), database._engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+        with database.write() as connection:
+            migrate(connection)
+        return database
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """Lend a connection that sees one state of the database; what it writes is undone.
+
+        Raises:
+            StoreError: when the database cannot be read.
+        """
+        with self._guarded(), self._engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN")
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """Lend the one connection that may write; commit at the end, undo on any error.
+
+        Raises:
+            StoreError: when the database cannot be written.
+            DiskFullError: when there is no room.
+        """
+        with self._guarded(), self._writing, self._engine.connect() as connection:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+            yield connection
+            connection.exec_driver_sql("COMMIT")
+
+    def check_integrity(self) -> None:
+        """Look for damage in the file and for rows that point nowhere.
+
+        Raises:
+            StoreError: when there is any.
+        """
+        with self.read() as connection:
+            found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check")]
+            found += [str(row) for row in connection.exec_driver_sql("PRAGMA foreign_key_check")]
+        if found != ["ok"]:
+            raise StoreError(f"{self.path} is damaged: {'; '.join(found)[:500]}")
+
+    def close(self) -> None:
+        """Give back every connection; nothing may be borrowed any more."""
+        self._engine.dispose()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except IntegrityError:
+            raise
+        except PoolTimeout as error:
+            raise StoreError(f"{self.path.name} is busy", hint="try again in a moment") from error
+        except (SQLAlchemyError, sqlite3.Error) as error:
+            raise _wrapped(error, self.path) from error
+
+
+def _engine(path: Path) -> Engine:
+    engine = create_engine(
+        f"sqlite:///{path}",
+        isolation_level="AUTOCOMMIT",
+        connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
+        pool_size=_CONNECTIONS,
+        max_overflow=0,
+        pool_timeout=BUSY_SECONDS,
+    )
+    event.listen(engine, "connect", _prepare)
+    return engine
+
+
+def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    connection.execute("PRAGMA foreign_keys=ON")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA trusted_schema=OFF")
+
+
+def _wrapped(error: Exception, path: Path) -> StoreError | DiskFullError:
+    fact = str(getattr(error, "orig", None) or error)
+    if any(words in fact for words in _FULL):
+        return DiskFullError(f"{path.name}: {fact}", hint="make room in the registry's data folder")
+    return StoreError(f"{path.name} cannot be used: {fact[:200]}", hint="try again in a moment")

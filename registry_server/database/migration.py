@@ -1,0 +1,52 @@
+"""Bringing the tables of a data folder up to date, by the steps in ``migrations/versions``."""
+
+from pathlib import Path
+
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
+from sqlalchemy import Connection
+
+from expertctl.errors import StoreError
+from registry_server.database.tables import METADATA
+
+_SCRIPTS = Path(__file__).parent / "migrations"
+
+
+def migrate(connection: Connection) -> None:
+    """Take every step that the database has not taken yet, in the caller's transaction.
+
+    Raises:
+        StoreError: when the database was made by a newer version.
+    """
+    config = _config()
+    head = ScriptDirectory.from_config(config).get_current_head()
+    if current_revision(connection) == head:
+        return
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        hint = "run the version of expertctl that last used this folder, or a newer one"
+        raise StoreError(f"the database is of another version: {error}", hint=hint) from error
+
+
+def current_revision(connection: Connection) -> str | None:
+    """Return the last step that was taken, None for an empty database."""
+    return MigrationContext.configure(connection).get_current_revision()
+
+
+def differences(connection: Connection) -> list[object]:
+    """Return what the tables of a database and those of this version do not share."""
+    context = MigrationContext.configure(connection, opts={"compare_type": True})
+    return list(compare_metadata(context, METADATA))
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_SCRIPTS).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    return config

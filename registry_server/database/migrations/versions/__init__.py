@@ -1,0 +1,1 @@
+"""One module a step; each says which one comes before it."""

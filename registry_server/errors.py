@@ -1,0 +1,81 @@
+"""How an error is answered: as OCI wants it below ``/v2/``, as ``{"error": …}`` elsewhere.
+
+Messages reach terminals and logs, so they are printable and bounded here, whatever is in them.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import Scope
+
+from expertctl.errors import ExpertError
+from registry_server.oci.errors import CODE_OF_STATUS, OciCode, OciError
+from registry_server.settings import ServerSettings
+from registry_server.statuses import retry_after, status_of
+
+MAX_TEXT = 1000
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n\u00a1-\ud7ff]")
+_REPOSITORY = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
+
+
+def error_response(error: ExpertError, scope: Scope, settings: ServerSettings) -> Response:
+    """Return the answer to a request that failed, with the headers that its status needs."""
+    status = status_of(error)
+    path = str(scope.get("path", ""))
+    body = _oci_body(error, status) if path.startswith("/v2") else _plain_body(error)
+    headers = {"Cache-Control": "no-store", **_headers(error)}
+    response = Response(json.dumps(body), status, headers, media_type="application/json")
+    if status == 401:
+        for challenge in challenges(settings, _asked_scope(path, str(scope.get("method", "")))):
+            response.headers.append("WWW-Authenticate", challenge)
+    return response
+
+
+def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
+    """Return the values of ``WWW-Authenticate``: a bearer token from ``/token``, or Basic."""
+    url = settings.public_url
+    service = url.partition("://")[2]
+    wanted = f',scope="{scope}"' if scope else ""
+    bearer = f'Bearer realm="{url}/token",service="{service}"{wanted}'
+    return bearer, 'Basic realm="expertctl registry"'
+
+
+def printable(text: str) -> str:
+    """Return a text that can be shown: bounded, without control characters."""
+    shown = _UNPRINTABLE.sub("?", text)
+    return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
+
+
+def _oci_body(error: ExpertError, status: int) -> dict[str, object]:
+    code = (
+        error.oci_code
+        if isinstance(error, OciError)
+        else CODE_OF_STATUS.get(status, OciCode.UNKNOWN)
+    )
+    own = "" if isinstance(error, OciError) else error.code
+    detail = {"code": own, "hint": printable(error.hint)}
+    return {"errors": [{"code": code, "message": printable(error.message), "detail": detail}]}
+
+
+def _plain_body(error: ExpertError) -> dict[str, object]:
+    code = error.oci_code if isinstance(error, OciError) else error.code
+    shown = {"code": code, "message": printable(error.message), "hint": printable(error.hint)}
+    return {"error": shown}
+
+
+def _headers(error: ExpertError) -> Mapping[str, str]:
+    own = error.headers if isinstance(error, OciError) else {}
+    seconds = retry_after(error)
+    return own if seconds is None else {**own, "Retry-After": str(seconds)}
+
+
+def _asked_scope(path: str, method: str) -> str:
+    match = _REPOSITORY.match(path)
+    if match is None:
+        return ""
+    actions = "pull" if method in {"GET", "HEAD"} else "pull,push"
+    if method == "DELETE" and "/blobs/uploads/" not in path:
+        actions = "delete"
+    return f"repository:{match.group(1)}:{actions}"

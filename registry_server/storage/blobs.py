@@ -1,0 +1,123 @@
+"""Where blobs lie: one file each, named by its digest, written once and never changed.
+
+::
+
+    FOLDER/<algorithm>/<first two hex digits>/<hex>
+
+This is all that the rest of the server knows about blobs, so that another kind of storage needs
+these few methods and nothing else. A file is put there (`adopt`) and taken away (`remove`) only
+while the database's write lock is held: so a blob that is garbage and a blob that just came again
+are never mistaken for each other. A file without a row is garbage; a row without a file is damage.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from expertctl.digest import Digest
+from expertctl.durable import make_folders, sync_folder
+from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
+from registry_server.storage.blob_digest import BlobDigest
+
+AnyDigest = BlobDigest | Digest
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlob:
+    """One file of the storage, as a listing finds it."""
+
+    digest: BlobDigest
+    size: int
+    changed: float
+    """When it was put there, in seconds since the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobStorage:
+    """Blobs in a folder; whole and on the disk, or not there."""
+
+    folder: Path
+
+    def path(self, digest: AnyDigest) -> Path:
+        """Return where a blob lies, or would."""
+        algorithm, _, value = str(digest).partition(":")
+        return self.folder / algorithm / value[:2] / value
+
+    @contextmanager
+    def open(self, digest: AnyDigest) -> Iterator[BinaryIO]:
+        """Lend the bytes of a blob, unbuffered.
+
+        Raises:
+            NotFoundError: when there is no such blob.
+            StoreError: when the disk fails.
+        """
+        with disk_errors(), self._opened(digest) as stream:
+            yield stream
+
+    def size(self, digest: AnyDigest) -> int | None:
+        """Return the size of a blob in bytes, None when there is none."""
+        with disk_errors():
+            try:
+                return self.path(digest).stat().st_size
+            except FileNotFoundError:
+                return None
+
+    def adopt(self, temporary: Path, digest: AnyDigest) -> None:
+        """Take in a file of this file system that is flushed and has this digest.
+
+        Raises:
+            DiskFullError: when there is no room.
+            StoreError: when the disk fails.
+        """
+        target = self.path(digest)
+        with disk_errors():
+            make_folders(target.parent)
+            temporary.replace(target)
+            sync_folder(target.parent)
+
+    def remove(self, digest: AnyDigest) -> None:
+        """Remove a blob; one that is not there is no error."""
+        with disk_errors():
+            self.path(digest).unlink(missing_ok=True)
+
+    def blobs(self) -> Iterator[StoredBlob]:
+        """List every blob that lies there; what is not one of ours is passed over."""
+        with disk_errors():
+            for file in sorted(self.folder.glob("*/??/*")):
+                if (digest := _digest_of(file)) and self.path(digest) == file:
+                    entry = file.stat()
+                    yield StoredBlob(digest, entry.st_size, entry.st_mtime)
+
+    def _opened(self, digest: AnyDigest) -> BinaryIO:
+        try:
+            return self.path(digest).open("rb", buffering=0)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"blob {digest} is not in the storage") from error
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Turn what the disk refuses into errors that say whether it is full.
+
+    Raises:
+        DiskFullError: when there is no room.
+        StoreError: for anything else that the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        fact = error.strerror or str(error)
+        if error.errno in _NO_ROOM:
+            raise DiskFullError(f"the registry's disk is full: {fact}") from error
+        raise StoreError(f"the registry's disk fails: {fact}", hint="try again later") from error
+
+
+def _digest_of(file: Path) -> BlobDigest | None:
+    try:
+        return BlobDigest.parse(f"{file.parent.parent.name}:{file.name}")
+    except DigestError:
+        return None
