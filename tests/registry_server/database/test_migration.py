@@ -1,0 +1,39 @@
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import StoreError
+from registry_server.database.connection import Database
+from registry_server.database.migration import current_revision, differences
+
+
+def test_the_steps_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "registry.db")
+    with database.read() as connection:
+        assert differences(connection) == []
+        assert current_revision(connection) == "0001"
+    database.close()
+
+
+def test_a_database_that_is_up_to_date_is_left_as_it_is(tmp_path: Path) -> None:
+    Database.open(tmp_path / "registry.db").close()
+    before = (tmp_path / "registry.db").read_bytes()
+    Database.open(tmp_path / "registry.db").close()
+    assert (tmp_path / "registry.db").read_bytes() == before
+
+
+def test_a_database_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    database = Database.open(tmp_path / "registry.db")
+    with database.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    database.close()
+    with pytest.raises(StoreError, match="of another version") as caught:
+        Database.open(tmp_path / "registry.db")
+    assert "newer" in caught.value.hint
+
+
+def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
+    folder = tmp_path / "50%(here)s"
+    folder.mkdir()
+    Database.open(folder / "registry.db").close()
+    assert (folder / "registry.db").stat().st_size > 0
