@@ -1,0 +1,207 @@
+"""Index documents: made from the rows of a package, signed, and kept in its row.
+
+The rows are the truth and the document is a function of them, its revision and the time. Whoever
+changes a row that the document shows calls `rewrite_index` in the same transaction, so that what
+clients read is always one state: the revision grows by one with each change, never without one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+
+import msgspec
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from expertctl.digest import Digest
+from expertctl.errors import BudgetError, InvalidPackageError
+from expertctl.reference import PackageName, Version
+from expertctl.registry.index_document import (
+    IndexDocument,
+    KeyEntry,
+    Release,
+    RevokedKey,
+    SignedForm,
+    write_time,
+)
+from expertctl.registry.index_envelope import open_index, sign_index
+from expertctl.schema.manifest import Manifest
+from expertctl.trust.keys import PrivateKey
+from registry_server.access.confusable import skeleton
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
+from registry_server.publishing.namespace_key import NamespaceKey, namespace_keys
+
+
+def signed_index(connection: Connection, name: PackageName) -> bytes | None:
+    """Return the envelope of a package's index document, None when there is no such package."""
+    query = (
+        select(PACKAGES.c.index_document)
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .where(NAMESPACES.c.name == name.namespace, PACKAGES.c.name == name.name)
+    )
+    return connection.execute(query).scalar_one_or_none()
+
+
+def package_id(connection: Connection, namespace: NamespaceRow, name: str) -> int | None:
+    """Return the row id of a package, None when there is none."""
+    query = select(PACKAGES.c.id).where(
+        PACKAGES.c.namespace_id == namespace.id, PACKAGES.c.name == name
+    )
+    return connection.execute(query).scalar_one_or_none()
+
+
+def insert_package(
+    connection: Connection, namespace: NamespaceRow, name: str, *, now: float
+) -> int:
+    """Make the row of a package; its document is written by `rewrite_index` before the commit."""
+    row = {
+        "namespace_id": namespace.id,
+        "name": name,
+        "skeleton": skeleton(name),
+        "description": "",
+        "revision": 0,
+        "index_document": b"",
+        "created": now,
+        "updated": now,
+    }
+    made = connection.execute(insert(PACKAGES).values(row))
+    assert made.inserted_primary_key is not None
+    return int(made.inserted_primary_key[0])
+
+
+def rewrite_index(connection: Connection, package: int, *, key: PrivateKey, now: float) -> None:
+    """Make and sign the next document of a package, in the transaction that changed its rows.
+
+    Raises:
+        BudgetError: when no client could read it any more: too many versions, forms or keys.
+    """
+    row = connection.execute(
+        select(PACKAGES.c.name, PACKAGES.c.revision, PACKAGES.c.namespace_id, NAMESPACES.c.name)
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .where(PACKAGES.c.id == package)
+    ).one()
+    name, revision, namespace_id, namespace = row
+    document = document_of(
+        PackageName(namespace, name),
+        releases_of(connection, package),
+        namespace_keys(connection, namespace_id),
+        revision=revision + 1,
+        now=now,
+    )
+    values = {
+        "revision": document.revision,
+        "index_document": _readable(document, key),
+        "description": document.description,
+        "updated": now,
+    }
+    connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
+
+
+def rewrite_namespace(
+    connection: Connection, namespace: NamespaceRow, *, key: PrivateKey, now: float
+) -> None:
+    """Make the next document of every package of a namespace: its keys have changed."""
+    packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id == namespace.id)
+    for package in list(connection.execute(packages.order_by(PACKAGES.c.id)).scalars()):
+        rewrite_index(connection, package, key=key, now=now)
+
+
+def document_of(
+    package: PackageName,
+    releases: Sequence[Release],
+    keys: Iterable[NamespaceKey],
+    *,
+    revision: int,
+    now: float,
+) -> IndexDocument:
+    """Return the document for these releases and keys."""
+    known = tuple(keys)
+    return IndexDocument(
+        package=package,
+        revision=revision,
+        updated=moment(now),
+        description=leading(releases).description,
+        releases=tuple(sorted(releases, key=lambda release: release.version)),
+        keys=tuple(KeyEntry(k.key, k.statement) for k in known if k.revoked is None),
+        revoked=tuple(RevokedKey(k.key_id, k.reason) for k in known if k.revoked is not None),
+    )
+
+
+def leading(releases: Iterable[Release]) -> Release:
+    """Return the release that speaks for a package: the newest final one that is not yanked.
+
+    Where there is none, a prerelease speaks, else a yanked one.
+    """
+    return max(releases, key=lambda r: (r.yanked is None, not r.version.prerelease, r.version))
+
+
+def releases_of(connection: Connection, package: int) -> list[Release]:
+    """Return every version of a package, in no order."""
+    forms = _forms_of(connection, package)
+    query = select(
+        RELEASES.c.id,
+        RELEASES.c.version,
+        RELEASES.c.content_digest,
+        RELEASES.c.manifest,
+        RELEASES.c.size,
+        RELEASES.c.published,
+        RELEASES.c.yanked,
+        func.coalesce(RELEASES.c.yank_reason, "").label("yank_reason"),
+    ).where(RELEASES.c.package_id == package)
+    return [_release(row, forms) for row in connection.execute(query)]
+
+
+def moment(seconds: float) -> str:
+    """Return a time as index documents say it."""
+    return write_time(datetime.fromtimestamp(seconds, UTC))
+
+
+def _readable(document: IndexDocument, key: PrivateKey) -> bytes:
+    """Sign a document, and read it as a client will: one that nobody can read helps nobody."""
+    what = f"the index of {document.package}"
+    try:
+        envelope = sign_index(document, key)
+        same = open_index(envelope, key=key.public, package=document.package) == document
+    except InvalidPackageError as error:
+        hint = "ask whoever runs the registry; what was published before is not affected"
+        raise BudgetError(f"{what} would be too large: {error.message}", hint=hint) from error
+    assert same, f"{what} does not read as it was written"
+    return envelope
+
+
+def _forms_of(connection: Connection, package: int) -> Mapping[int, list[SignedForm]]:
+    query = (
+        select(
+            SIGNED_FORMS.c.release_id,
+            SIGNED_FORMS.c.package_digest,
+            SIGNED_FORMS.c.signer,
+            SIGNED_FORMS.c.size,
+        )
+        .join(RELEASES, RELEASES.c.id == SIGNED_FORMS.c.release_id)
+        .where(RELEASES.c.package_id == package)
+        .order_by(SIGNED_FORMS.c.release_id, SIGNED_FORMS.c.position)
+    )
+    forms: dict[int, list[SignedForm]] = {}
+    for release, digest, signer, size in connection.execute(query):
+        forms.setdefault(release, []).append(SignedForm(Digest.parse(digest), signer, size))
+    return forms
+
+
+def _release(
+    row: Row[int, str, str, bytes, int, float, float | None, str],
+    forms: Mapping[int, list[SignedForm]],
+) -> Release:
+    """Make a release; its manifest was checked when it was published, so it is only decoded."""
+    manifest = msgspec.json.decode(row.manifest, type=Manifest)
+    return Release(
+        version=Version.parse(row.version),
+        content_digest=Digest.parse(row.content_digest),
+        forms=tuple(forms[row.id]),
+        size=row.size,
+        published=moment(row.published),
+        yanked=None if row.yanked is None else row.yank_reason,
+        kinds=tuple(dict.fromkeys(entry.kind for entry in manifest.adapters)),
+        base=manifest.base,
+        requires=manifest.composition.requires,
+        conflicts=manifest.composition.conflicts,
+        description=manifest.description,
+    )

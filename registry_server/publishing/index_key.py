@@ -1,0 +1,49 @@
+"""The index key: the file that signs every index document of this registry.
+
+It is made once, by ``registry init``. A registry whose key is gone, damaged or another than the one
+that signed so far publishes nothing: clients believe only the key whose fingerprint they pinned.
+"""
+
+from pathlib import Path
+
+from expertctl.errors import ExpertError, StoreError
+from expertctl.trust.keys import KeyRing, PrivateKey
+
+_RESTORE = "put it back from a backup: clients have pinned this key and believe no other"
+
+
+def create_index_key(path: Path) -> PrivateKey:
+    """Make the key of a new registry.
+
+    Raises:
+        UsageError: when there is a key already, which is never overwritten.
+    """
+    return KeyRing(path.parent).create(path.stem)
+
+
+def load_index_key(path: Path) -> PrivateKey:
+    """Read the key of a registry.
+
+    Raises:
+        StoreError: when it is missing, damaged, or others could read it.
+    """
+    try:
+        return KeyRing(path.parent).private(path.stem)
+    except ExpertError as error:
+        message = f"the registry's index key cannot be used: {error.message}"
+        raise StoreError(message, hint=error.hint if path.exists() else _RESTORE) from error
+    except OSError as error:
+        message = f"the registry's index key {path} cannot be read: {error.strerror}"
+        raise StoreError(message, hint=_RESTORE) from error
+
+
+def demand_index_key(path: Path, expected: str) -> None:
+    """Demand that the key file is still there and is the one with this id.
+
+    Raises:
+        StoreError: when it is not.
+    """
+    found = load_index_key(path).public.key_id
+    if found != expected:
+        message = f"{path} holds the key {found}, but this registry signs with {expected}"
+        raise StoreError(message, hint=_RESTORE)
