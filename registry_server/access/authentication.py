@@ -1,0 +1,103 @@
+"""Who asks, and how often they may: looked at before any other part of the server.
+
+Sets ``scope["state"]["identity"]``. There are no cookies and no forms, so no other site can make a
+browser act for its user.
+"""
+
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from anyio import to_thread
+from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from expertctl.errors import (
+    DiskFullError,
+    ExpertError,
+    RateLimitError,
+    StoreError,
+    UnauthenticatedError,
+)
+from registry_server.access import tokens
+from registry_server.access.address import client_address, limit_key, networks
+from registry_server.access.authorization import secret_of
+from registry_server.access.identity import Identity
+from registry_server.access.rates import Rates
+from registry_server.access.sessions import PREFIX, SessionKey
+from registry_server.errors import error_response
+from registry_server.registry import Registry
+
+
+def identity_of(request: HTTPConnection) -> Identity:
+    """Return who asks."""
+    identity = request.scope["state"]["identity"]
+    assert isinstance(identity, Identity)
+    return identity
+
+
+class Authentication:
+    """Names who asks, or refuses: 401 for a secret that is none, 429 for too many requests."""
+
+    def __init__(self, app: ASGIApp, registry: Registry) -> None:
+        """Begin with full buckets."""
+        limits = registry.settings.limits
+        self._app = app
+        self._registry = registry
+        self._proxies = networks(registry.settings.trusted_proxies)
+        self._sessions = SessionKey.derive(registry.index_key)
+        self._requests = Rates(limits.requests_per_minute, time.monotonic)
+        self._failures = Rates(limits.failures_per_minute, time.monotonic)
+        self._touches = Rates(1, time.monotonic)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            identity = self._admit(scope)
+        except ExpertError as error:
+            await error_response(error, scope, self._registry.settings)(scope, receive, send)
+            return
+        scope.setdefault("state", {})["identity"] = identity
+        await self._app(scope, receive, send)
+        if identity.token_id and not self._touches.take(identity.token_id):
+            await to_thread.run_sync(self._touch, identity.token_id)
+
+    def _admit(self, scope: Scope) -> Identity:
+        """A short read of the database, cheaper here than the way to a thread and back."""
+        address = client_address(scope, self._proxies)
+        key = limit_key(address)
+        identity = self._identify(Headers(scope=scope), address, key)
+        if seconds := self._requests.take(identity.token_id or key):
+            raise RateLimitError("too many requests", retry_after=seconds)
+        return identity
+
+    def _identify(self, headers: Headers, address: str, key: str) -> Identity:
+        if "authorization" not in headers:
+            return Identity(address=address)
+        if seconds := self._failures.wait(key):
+            raise RateLimitError("too many failed logins from this address", retry_after=seconds)
+        identity = self._find(secret_of(headers))
+        if identity is None:
+            self._failures.take(key)
+            raise UnauthenticatedError(
+                "the token is wrong, expired or revoked",
+                hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
+            )
+        return replace(identity, address=address)
+
+    def _find(self, secret: str | None) -> Identity | None:
+        if not secret:
+            return None
+        with self._registry.database.read() as connection:
+            if secret.startswith(PREFIX):
+                return self._sessions.find(connection, secret)
+            return tokens.find(connection, secret)
+
+    def _touch(self, token_id: str) -> None:
+        """Remember the use for people to look at; a full disk must not turn readers away."""
+        with suppress(StoreError, DiskFullError), self._registry.database.write() as connection:
+            tokens.touch(connection, token_id)
