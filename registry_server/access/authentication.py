@@ -24,8 +24,9 @@ from registry_server.access import tokens
 from registry_server.access.address import client_address, limit_key, networks
 from registry_server.access.authorization import secret_of
 from registry_server.access.identity import Identity
+from registry_server.access.known import KnownSecrets
 from registry_server.access.rates import Rates
-from registry_server.access.sessions import PREFIX, SessionKey
+from registry_server.access.sessions import SessionKey
 from registry_server.errors import error_response
 from registry_server.registry import Registry
 
@@ -46,7 +47,8 @@ class Authentication:
         self._app = app
         self._registry = registry
         self._proxies = networks(registry.settings.trusted_proxies)
-        self._sessions = SessionKey.derive(registry.index_key)
+        sessions = SessionKey.derive(registry.index_key)
+        self._known = KnownSecrets(registry.database, sessions)
         self._requests = Rates(limits.requests_per_minute, time.monotonic)
         self._failures = Rates(limits.failures_per_minute, time.monotonic)
         self._touches = Rates(1, time.monotonic)
@@ -80,7 +82,8 @@ class Authentication:
             return Identity(address=address)
         if seconds := self._failures.wait(key):
             raise RateLimitError("too many failed logins from this address", retry_after=seconds)
-        identity = self._find(secret_of(headers))
+        secret = secret_of(headers)
+        identity = self._known.find(secret) if secret else None
         if identity is None:
             self._failures.take(key)
             raise UnauthenticatedError(
@@ -88,14 +91,6 @@ class Authentication:
                 hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
             )
         return replace(identity, address=address)
-
-    def _find(self, secret: str | None) -> Identity | None:
-        if not secret:
-            return None
-        with self._registry.database.read() as connection:
-            if secret.startswith(PREFIX):
-                return self._sessions.find(connection, secret)
-            return tokens.find(connection, secret)
 
     def _touch(self, token_id: str) -> None:
         """Remember the use for people to look at; a full disk must not turn readers away."""

@@ -29,12 +29,35 @@ _CONNECTIONS = 48
 _FULL = ("disk is full", "database or disk is full")
 
 
+class _Watch:
+    """A connection that only looks whether another one, of any process, has committed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    def version(self) -> int:
+        with self._lock:
+            if self._connection is None:
+                address = f"{self._path.absolute().as_uri()}?mode=ro"
+                self._connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+            return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+
 @dataclass(frozen=True, slots=True)
 class Database:
     """Connections to one SQLite file; share it between threads, close it at the end."""
 
     path: Path
     _engine: Engine
+    _watch: _Watch
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -45,7 +68,7 @@ class Database:
             StoreError: when it is damaged, locked for too long or of a newer version.
             DiskFullError: when there is no room.
         """
-        database = cls(path, _engine(path))
+        database = cls(path, _engine(path), _Watch(path))
         with database._guarded(), database._engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
         with database.write() as connection:
@@ -76,6 +99,15 @@ class Database:
             yield connection
             connection.exec_driver_sql("COMMIT")
 
+    def version(self) -> int:
+        """Return a number that is another one after each commit; much cheaper than any read.
+
+        Raises:
+            StoreError: when the database cannot be read.
+        """
+        with self._guarded():
+            return self._watch.version()
+
     def check_integrity(self) -> None:
         """Look for damage in the file and for rows that point nowhere.
 
@@ -90,6 +122,7 @@ class Database:
 
     def close(self) -> None:
         """Give back every connection; nothing may be borrowed any more."""
+        self._watch.close()
         self._engine.dispose()
 
     @contextmanager

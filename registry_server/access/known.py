@@ -1,0 +1,55 @@
+"""Whom secrets stand for, remembered for as long as nothing at all was written.
+
+Every request names a secret, and most come between two writes: then the answer of the last time is
+the answer of now. Any commit, by any worker, forgets everything, so that a token that is revoked is
+dead at once. What ends by itself carries its end. Secrets are remembered by their hash.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from registry_server.access import tokens
+from registry_server.access.identity import Identity
+from registry_server.access.sessions import PREFIX, SessionKey
+from registry_server.database.connection import Database
+
+MAX_KNOWN = 10_000
+
+
+@dataclass(slots=True)
+class KnownSecrets:
+    """The identities of one state of the database."""
+
+    database: Database
+    sessions: SessionKey
+    _version: int = -1
+    _known: dict[str, Identity] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, secret: str) -> Identity | None:
+        """Return whom a secret stands for now, None when nobody.
+
+        Raises:
+            StoreError: when the database cannot be read; nobody is believed then.
+        """
+        hashed = tokens.digest(secret)
+        with self._lock:
+            self._forget_when_written()
+            found = self._known.get(hashed)
+            if found is None and (found := self._read(secret)) is not None:
+                self._known[hashed] = found
+        ended = found is not None and found.expires is not None and found.expires <= time.time()
+        return None if ended else found
+
+    def _forget_when_written(self) -> None:
+        version = self.database.version()
+        if version != self._version or len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+            self._version = version
+
+    def _read(self, secret: str) -> Identity | None:
+        with self.database.read() as connection:
+            if secret.startswith(PREFIX):
+                return self.sessions.find(connection, secret)
+            return tokens.find(connection, secret)
