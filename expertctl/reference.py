@@ -14,6 +14,8 @@ from expertctl.digest import Digest
 from expertctl.errors import UsageError
 
 MAX_LENGTH = 256
+FROM_FILE = "local"
+"""In place of the host of a registry: what came from a file."""
 NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(

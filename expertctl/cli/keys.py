@@ -8,10 +8,10 @@ import typer
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings
+from expertctl.trust.grant import TrustedKey
 from expertctl.trust.keys import Algorithm, KeyRing, read_pem, write_new
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.publisher import OwnKey, Publisher
-from expertctl.trust.record import TrustedKey
 
 app = typer.Typer(
     no_args_is_help=True, help="Your own signing keys.", add_completion=False, rich_markup_mode=None

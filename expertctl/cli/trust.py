@@ -8,9 +8,10 @@ import typer
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import UsageError
 from expertctl.settings import load_settings
+from expertctl.trust.grant import Grant, TrustedKey
 from expertctl.trust.keys import PublicKey, key_name, read_pem
 from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import Grant, TrustedKey, TrustRecord
+from expertctl.trust.record import TrustRecord
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -11,7 +11,8 @@ from expertctl.install.remove import fits
 from expertctl.install.requirements import Claims
 from expertctl.store.base_record import StoredBase
 from expertctl.store.ref import StoredExpert
-from expertctl.trust.record import Grant, TrustRecord
+from expertctl.trust.grant import Grant
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)

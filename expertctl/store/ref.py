@@ -11,12 +11,12 @@ from typing import TypeVar
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.errors import ExpertError, InvalidPackageError
-from expertctl.reference import PackageName, Version
+from expertctl.reference import FROM_FILE, PackageName, Version
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
 SCHEMA = 1
 MAX_BYTES = 1 << 20
-LOCAL = "local"
+LOCAL = FROM_FILE
 """The registry of what was installed from a file."""
 MISMATCH = "base mismatch allowed"
 """What a warning about a base that does not fit contains."""

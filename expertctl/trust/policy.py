@@ -16,14 +16,10 @@ from expertctl.digest import Digest
 from expertctl.durable import write_atomic
 from expertctl.errors import NotFoundError, StoreError, TrustError, UsageError
 from expertctl.reference import PackageName
+from expertctl.trust.grant import KnownRegistry, Revocation, TrustedKey, grants_for
 from expertctl.trust.keys import PublicKey, key_name
-from expertctl.trust.record import (
-    MAX_BYTES,
-    Revocation,
-    TrustedKey,
-    TrustRecord,
-    grants_for,
-)
+from expertctl.trust.record import TrustRecord
+from expertctl.trust.trust_file import MAX_BYTES
 
 LOCK_SECONDS = 30.0
 
@@ -60,17 +56,20 @@ class TrustStore:
         name: str,
         namespaces: Sequence[str],
         content_digests: Sequence[str] | None = None,
+        registry: str | None = None,
     ) -> TrustedKey:
         """Trust a key for namespaces, beside what it is trusted for already.
 
-        ``content_digests`` limits it, in these namespaces, to those contents.
+        ``content_digests`` limits it, in these namespaces, to those contents; ``registry``, a host,
+        to packages from there.
 
         Raises:
             RevokedError: when the key was revoked.
             UsageError: when the name or a namespace is not one.
         """
-        added = TrustedKey(key, key_name(name), grants_for(namespaces, content_digests))
-        trusted = self._change(lambda record: record.with_key(added)).trusted(key.key_id)
+        grants = grants_for(namespaces, content_digests, registry=registry)
+        added = TrustedKey(key, key_name(name), grants)
+        trusted = self.change(lambda record: record.with_key(added)).trusted(key.key_id)
         assert trusted is not None
         return trusted
 
@@ -80,7 +79,7 @@ class TrustStore:
         Raises:
             NotFoundError: when it is not trusted.
         """
-        self._change(lambda record: record.without_key(key_id))
+        self.change(lambda record: record.without_key(key_id))
 
     def revoke(self, key_id: str, reason: str = "") -> Revocation:
         """Refuse all that a key signed or will sign, for good; the key need not be known.
@@ -88,7 +87,7 @@ class TrustStore:
         Raises:
             UsageError: when the id or the reason is not one.
         """
-        changed = self._change(lambda record: record.with_revocation(key_id, reason))
+        changed = self.change(lambda record: record.with_revocation(key_id, reason))
         revocation = changed.revocation(key_id)
         assert revocation is not None
         return revocation
@@ -121,22 +120,55 @@ class TrustStore:
             raise UsageError(f"{len(found)} keys are called {text!r}", hint=f"give the id: {ids}")
         return found[0]
 
-    def authorise(self, key_id: str, *, package: PackageName, content_digest: Digest) -> PublicKey:
+    def authorise(
+        self,
+        key_id: str,
+        *,
+        package: PackageName,
+        content_digest: Digest,
+        registry: str | None = None,
+    ) -> PublicKey:
         """Return the key when it may vouch for this content under this name.
+
+        ``registry`` is the host of the registry that the package came from; ``None``: a file.
 
         Raises:
             RevokedError: when the key was revoked.
             TrustError: when it is not trusted, or not for this namespace or content.
         """
-        return self.read().authorise(key_id, package=package, content_digest=content_digest)
+        return self.read().authorise(
+            key_id, package=package, content_digest=content_digest, registry=registry
+        )
+
+    def add_registry(self, known: KnownRegistry) -> KnownRegistry:
+        """Accept the index key of a registry; the namespaces that it names move to it.
+
+        Raises:
+            UsageError: when its host is what stands for files.
+        """
+        added = self.change(lambda record: record.with_registry(known)).registry(known.host)
+        assert added is not None
+        return added
+
+    def remove_registry(self, host: str) -> None:
+        """Forget a registry and the keys that were pinned from it; its revocations stay.
+
+        Raises:
+            NotFoundError: when it is not known.
+        """
+        self.change(lambda record: record.without_registry(host))
 
     def check_integrity(self) -> None:
         """Read the file and write it in memory; raise when the two differ in meaning."""
         record = self.read()
         assert TrustRecord.parse(record.encode(), what=str(self.path)) == record
 
-    def _change(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
-        """Apply a change to what the file says while nobody else writes; return the result."""
+    def change(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
+        """Apply a change to what the file says while nobody else writes; return the result.
+
+        Raises:
+            StoreError: when another process writes it for too long.
+        """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FileLock(f"{self.path}.lock", timeout=self.lock_seconds, mode=0o600)
         try:

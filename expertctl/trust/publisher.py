@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from expertctl.errors import NotFoundError, RevokedError, UsageError
+from expertctl.trust.grant import Revocation, TrustedKey, grants_for
 from expertctl.trust.keys import Algorithm, KeyRing, PrivateKey, PublicKey
 from expertctl.trust.policy import TrustStore
-from expertctl.trust.record import Revocation, TrustedKey, TrustRecord, grants_for
+from expertctl.trust.record import TrustRecord
 
 OWN_NAMESPACE = "local"
 

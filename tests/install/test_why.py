@@ -7,7 +7,7 @@ import pytest
 from expertctl.install.requirements import dependants, with_requirements
 from expertctl.install.why import Link, Why, why
 from expertctl.reference import Reference
-from expertctl.trust.record import Grant
+from expertctl.trust.grant import Grant
 from tests.factories import write_base
 from tests.store.shop import BASE_NAME, House, Shop, a_key
 

@@ -20,16 +20,10 @@ from expertctl.errors import (
 )
 from expertctl.reference import PackageName
 from expertctl.schema.validation import problems_of
+from expertctl.trust.grant import Grant, Revocation, TrustedKey, grants_for, namespace_of
 from expertctl.trust.keys import PrivateKey, PublicKey
-from expertctl.trust.record import (
-    MAX_BYTES,
-    Grant,
-    Revocation,
-    TrustedKey,
-    TrustRecord,
-    grants_for,
-    namespace_of,
-)
+from expertctl.trust.record import TrustRecord
+from expertctl.trust.trust_file import MAX_BYTES
 from tests.trust.forge import put, rfc_key
 
 EXAMPLES = Path(__file__).parents[2] / "schemas" / "examples" / "trust"
