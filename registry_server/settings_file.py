@@ -51,6 +51,29 @@ def write_settings(settings: ServerSettings) -> None:
     write_atomic(settings_path(settings.data), text.encode("utf-8"), mode=0o600)
 
 
+def overridden(
+    settings: ServerSettings,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    certificate: Path | None = None,
+    private_key: Path | None = None,
+) -> ServerSettings:
+    """Return the settings with what was given on the command line instead.
+
+    Raises:
+        InvalidPackageError: when a value is impossible.
+    """
+    changed = replace(
+        settings,
+        host=settings.host if host is None else host,
+        port=settings.port if port is None else port,
+        certificate=settings.certificate if certificate is None else certificate.absolute(),
+        private_key=settings.private_key if private_key is None else private_key.absolute(),
+    )
+    return check_settings(changed)
+
+
 def check_settings(settings: ServerSettings) -> ServerSettings:
     """Return settings that were not read from a file, when a file could say them.
 

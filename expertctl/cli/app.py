@@ -49,6 +49,7 @@ COMMANDS: dict[str, str] = {
     "route": "run:route",
     "run": "run:run",
     "chat": "chat:chat",
+    "registry": "registry:app",
 }
 """Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""
 

@@ -1,0 +1,122 @@
+"""``expertctl registry``: run a registry of one's own.
+
+The server is an extra, imported only by the commands that need it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, note
+from expertctl.errors import UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Run a registry of your own.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+DataFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The registry's data folder.")]
+
+
+@app.command()
+def init(
+    data: DataFolder,
+    url: Annotated[
+        str | None,
+        typer.Option(help="The address that users see, such as https://experts.acme.io."),
+    ] = None,
+    read: Annotated[
+        Literal["public", "token"],
+        typer.Option(help="Who may read namespaces that do not say so themselves."),
+    ] = "token",
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="The port to listen on.")] = 8080,
+    new_admin_token: Annotated[
+        bool, typer.Option("--new-admin-token", help="Only make another admin token.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a registry. Its first admin token is shown once, on stdout.
+
+    Example: expertctl registry init /srv/registry --url https://experts.example.org
+    """
+    with _server_extra():
+        from registry_server.operation import new_registry
+        from registry_server.settings import ServerSettings
+    if new_admin_token:
+        secret = new_registry.new_admin_token(data.absolute())
+        emit({"user": "admin", "token": secret}, secret, as_json=as_json)
+        note("this is a new token of admin; the older ones still work, not shown again")
+        return
+    settings = ServerSettings(data=data.absolute(), host=host, port=port, url=url, read=read)
+    made = new_registry.init_registry(settings)
+    address, fingerprint = made.settings.public_url, made.fingerprint
+    trust = f"expertctl trust registry add {address} --fingerprint {fingerprint}"
+    document = {"data": str(settings.data), "url": address, "fingerprint": fingerprint}
+    document |= {"user": "admin", "token": made.token, "trust": trust}
+    emit(document, made.token, as_json=as_json)
+    note(
+        f"this is the token of admin, not shown again: `expertctl login {address}` takes it\n"
+        f"fingerprint {fingerprint}\n"
+        f"whoever installs from here trusts it first:\n  {trust}\n"
+        f"start it with `expertctl registry serve {data}`"
+    )
+
+
+@app.command()
+def serve(
+    data: DataFolder,
+    host: Annotated[str | None, typer.Option(help="Listen on this address.")] = None,
+    port: Annotated[int | None, typer.Option(help="Listen on this port; 0 is a free one.")] = None,
+    workers: Annotated[int, typer.Option(help="How many processes answer.")] = 1,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate chain, PEM.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate's key, PEM.")
+    ] = None,
+    insecure_http: Annotated[
+        bool, typer.Option("--insecure-http", help="Let tokens cross a network in clear text.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve a registry until SIGTERM or Ctrl-C. Says where on stderr; the log goes there too.
+
+    Example: expertctl registry serve /srv/registry --port 8080
+    """
+    with _server_extra():
+        from registry_server.operation.listening import Listening
+        from registry_server.operation.serve import serve as serve_registry
+        from registry_server.settings_file import overridden, read_settings
+    settings = overridden(
+        read_settings(data), host=host, port=port, certificate=tls_cert, private_key=tls_key
+    )
+
+    def report(address: Listening) -> None:
+        document = {"url": address.url, "host": address.host, "port": address.port}
+        emit(document, "", as_json=as_json)
+        sys.stdout.flush()
+        note(f"listening on {address.url}")
+
+    serve_registry(settings, workers=workers, insecure=insecure_http, report=report)
+
+
+@contextmanager
+def _server_extra() -> Iterator[None]:
+    """Import parts of the server inside, which few installations have.
+
+    Raises:
+        UsageError: when the extra is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").split(".")[0]
+        message = f"the registry server is not installed: {missing} is missing"
+        raise UsageError(message, hint="pip install 'expertctl[registry]'") from error

@@ -1,0 +1,51 @@
+"""``python -m registry_server DIR``: serve a registry, as ``expertctl registry serve`` does."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from expertctl.errors import ExpertError
+from registry_server.operation.listening import Listening
+from registry_server.operation.serve import serve
+from registry_server.settings_file import overridden, read_settings
+
+
+def main(words: Sequence[str]) -> int:
+    """Serve until told to end; return the exit code."""
+    given = _parser().parse_args(words)
+    try:
+        settings = overridden(
+            read_settings(given.data),
+            host=given.host,
+            port=given.port,
+            certificate=given.tls_cert,
+            private_key=given.tls_key,
+        )
+        serve(settings, workers=given.workers, insecure=given.insecure_http, report=_report)
+    except ExpertError as error:
+        hint = f"\n\nhint: {error.hint}" if error.hint else ""
+        sys.stderr.write(f"error: {error.message}{hint}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m registry_server", description=__doc__)
+    parser.add_argument("data", type=Path, metavar="DIR", help="the data folder")
+    parser.add_argument("--host", help="the address to listen on")
+    parser.add_argument("--port", type=int, help="0 takes a free one")
+    parser.add_argument("--workers", type=int, default=1, help="processes that answer")
+    parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate chain, PEM")
+    parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its private key, PEM")
+    parser.add_argument("--insecure-http", action="store_true", help="clear text to others")
+    return parser
+
+
+def _report(address: Listening) -> None:
+    sys.stderr.write(f"listening on {address.url}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
