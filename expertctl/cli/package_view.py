@@ -76,7 +76,7 @@ def built_text(built: Built) -> str:
 
 def inspect_text(contents: PackageContents) -> str:
     """Return what a package says about itself, for people."""
-    rows = [["name", contents.manifest.ref], *_manifest_rows(contents.manifest)]
+    rows = [["name", contents.manifest.ref], *manifest_rows(contents.manifest)]
     rows += [["adapter", _adapter_text(spec)] for spec in contents.adapters]
     rows += [
         ["content", str(contents.content_digest)],
@@ -85,16 +85,17 @@ def inspect_text(contents: PackageContents) -> str:
     ]
     files = [[f.path, human_size(f.size), str(f.digest)] for f in contents.files]
     width = max(len(row[0]) for row in rows)
-    head = "\n".join(f"{name.ljust(width)}  {_one_line(value)}" for name, value in rows)
+    head = "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in rows)
     return f"{head}\n\n{table(['file', 'size', 'digest'], files)}"
 
 
-def _one_line(text: str) -> str:
-    """A package's words stay in their row: a line of theirs could pose as one of ours."""
+def one_line(text: str) -> str:
+    """Keep a package's words in their row: a line of theirs could pose as one of ours."""
     return " ".join(text.split())
 
 
-def _manifest_rows(manifest: Manifest) -> list[list[str]]:
+def manifest_rows(manifest: Manifest) -> list[list[str]]:
+    """Return what a manifest says, a row for each thing, without what it leaves out."""
     base, routing = manifest.base, manifest.routing
     rows = [
         ["description", manifest.description],
