@@ -18,6 +18,7 @@
     │   ├── UnauthenticatedError              it wants to know who asks
     │   ├── ForbiddenError                    who asks may not do that
     │   ├── OfflineError                      the network is needed, and switched off
+    │   ├── UnreachableError                  a connection failed or broke
     │   └── RateLimitError                    too many requests for now
     ├── BudgetError                  exit 7   memory, disk or quota is used up
     │   ├── DiskFullError
@@ -144,6 +145,20 @@ class OfflineError(RegistryError):
     """The network would be needed, and the person switched it off."""
 
     code = "offline"
+
+
+class UnreachableError(RegistryError):
+    """A connection failed or broke, or whoever answers cannot now; later it may work."""
+
+    code = "unreachable"
+
+    def __init__(
+        self, message: str, *, sent: bool = True, retry_after: float | None = None, hint: str = ""
+    ) -> None:
+        """Say whether the request may have arrived, and how long the other side asks to wait."""
+        super().__init__(message, hint=hint)
+        self.sent = sent
+        self.retry_after = retry_after
 
 
 class BudgetError(ExpertError):

@@ -1,0 +1,346 @@
+"""HTTP to registries: credentials stay where they belong, answers are bounded, failures named.
+
+A login is shown to the scheme, host and port it was made for and to nobody else: not to where a
+redirect leads, even if that leads back. Nothing is sent at all while offline.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urljoin
+
+import httpx2
+
+from expertctl import __version__
+from expertctl.errors import OfflineError, RegistryError, UnreachableError
+from expertctl.registry.address import RegistryAddress, is_loopback, looks_numeric
+from expertctl.registry.challenge import MAX_ANSWER, Logins
+from expertctl.registry.credentials import Credential, CredentialStore
+from expertctl.registry.refusal import MAX_ERROR_BYTES, refusal, shown
+from expertctl.registry.retry import Retries
+from expertctl.registry.wire import Timeouts, Wire, translated
+from expertctl.settings import Settings
+
+MAX_REDIRECTS = 5
+MAX_URL = 16 << 10
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_READING = frozenset({"GET", "HEAD"})
+_REPEATABLE = frozenset({"GET", "HEAD", "PUT", "DELETE"})
+
+Chunks = Callable[[], Iterator[bytes]]
+"""Begins a body anew: a request may be sent again after a login or a broken connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request to a registry."""
+
+    method: str
+    address: RegistryAddress
+    target: str
+    """Path and query, or a whole URL that the registry gave."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes | Chunks | None = None
+    scope: str = ""
+    """What a token is asked for: ``repository:acme/sql:pull``."""
+
+    @property
+    def what(self) -> str:
+        """The request as messages name it, without what may be secret in a query."""
+        return f"{self.method} {shown(self.target.partition('?')[0], 200)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer, its body within the bound that was asked for."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAnswer:
+    """An answer whose body is still to come, once."""
+
+    status: int
+    headers: Mapping[str, str]
+    url: str
+    chunks: Iterator[bytes]
+    """Raises `UnreachableError` where the connection breaks."""
+
+
+class Http:
+    """Sends requests to registries; to be used with ``with``, from any number of threads."""
+
+    def __init__(
+        self,
+        credentials: CredentialStore | None = None,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        ca_file: Path | None = None,
+        offline: bool = False,
+        timeouts: Timeouts | None = None,
+        retries: Retries | None = None,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        """Keep how to reach registries; ``transport`` replaces sockets in tests."""
+        self._credentials = credentials
+        self._environment = environment
+        self._offline = offline
+        self._timeouts = timeouts or Timeouts()
+        self._retries = retries or Retries()
+        self._transport = transport or Wire(
+            timeouts=self._timeouts, ca_file=ca_file, environment=environment
+        )
+        self._logins = Logins(self._credential, self._fetch_token)
+        self._found: dict[str, Credential | None] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        """Begin; connections are opened when they are needed."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close every connection."""
+        self._transport.close()
+
+    @property
+    def retries(self) -> Retries:
+        """When something is tried again."""
+        return self._retries
+
+    def request(
+        self,
+        call: Call,
+        *,
+        max_bytes: int,
+        accept: Collection[int] = frozenset({200}),
+        repeatable: bool | None = None,
+    ) -> Answer:
+        """Send a request and read its answer; what may be repeated is tried again.
+
+        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived.
+
+        Raises:
+            UnreachableError: when the registry cannot be reached, or not for long enough.
+            ExpertError: for a refusal, by its status; `NotFoundError` for 404.
+            RegistryError: when the answer is too large or not understood.
+        """
+        again = call.method in _REPEATABLE if repeatable is None else repeatable
+        return self._retries.run(lambda: self._once(call, max_bytes, accept), repeatable=again)
+
+    @contextmanager
+    def stream(
+        self, call: Call, *, accept: Collection[int] = frozenset({200})
+    ) -> Iterator[OpenAnswer]:
+        """Send a request and lend its answer as it comes; tried again only until it begins.
+
+        Raises:
+            UnreachableError: also while the body is read.
+            ExpertError: as `request`.
+        """
+        repeatable = call.method in _REPEATABLE
+        response = self._retries.run(lambda: self._opened(call, accept), repeatable=repeatable)
+        try:
+            yield OpenAnswer(
+                response.status_code, _headers(response), str(response.url), _chunks(response)
+            )
+        finally:
+            response.close()
+
+    def _once(self, call: Call, max_bytes: int, accept: Collection[int]) -> Answer:
+        response = self._opened(call, accept)
+        try:
+            body = b"" if call.method == "HEAD" else self._read(response, max_bytes)
+            return Answer(response.status_code, _headers(response), body, str(response.url))
+        finally:
+            response.close()
+
+    def _opened(self, call: Call, accept: Collection[int]) -> httpx2.Response:
+        """Return an answer with one of the statuses hoped for, its body unread."""
+        response = self._followed(call)
+        if response.status_code in accept:
+            return response
+        try:
+            body = b"" if call.method == "HEAD" else self._read_error(response)
+        finally:
+            response.close()
+        host = call.address.host
+        status, headers = response.status_code, _headers(response)
+        raise refusal(status, headers, body, host=host, what=call.what)
+
+    def _followed(self, call: Call) -> httpx2.Response:
+        """Send a request and go where it is sent on to, without the login once it has left."""
+        url = _url(urljoin(f"{call.address.url}/", call.target), call.address)
+        home, seen = call.address.url, {str(url)}
+        at_home = _origin(url) == home
+        for _ in range(MAX_REDIRECTS + 1):
+            response = self._authenticated(call, url) if at_home else self._send(call, url, None)
+            if response.status_code not in _REDIRECTS:
+                return response
+            location = response.headers.get("location", "")
+            response.close()
+            url = _next(call, url, location)
+            if str(url) in seen:
+                raise RegistryError(f"{call.address.host}: {call.what}: redirects in a loop")
+            seen.add(str(url))
+            at_home = at_home and _origin(url) == home
+        message = f"{call.address.host}: {call.what}: more than {MAX_REDIRECTS} redirects"
+        raise RegistryError(message)
+
+    def _authenticated(self, call: Call, url: httpx2.URL) -> httpx2.Response:
+        shown_first = self._logins.known(call.address, call.scope)
+        response = self._send(call, url, shown_first)
+        if response.status_code != 401:
+            return response
+        header = ", ".join(response.headers.get_list("www-authenticate"))
+        wanted = self._logins.answer(call.address, call.scope, header, refused=shown_first)
+        if wanted is None:
+            return response
+        response.close()
+        return self._send(call, url, wanted)
+
+    def _send(self, call: Call, url: httpx2.URL, authorization: str | None) -> httpx2.Response:
+        if self._offline:
+            raise OfflineError(
+                f"{call.address.host} is needed, and expertctl is offline",
+                hint="leave out --offline, EXPERT_OFFLINE and the setting `offline`",
+            )
+        headers = {
+            **call.headers,
+            "Accept-Encoding": "identity",
+            "User-Agent": f"expertctl/{__version__}",
+        }
+        if authorization:
+            headers["Authorization"] = authorization
+        body = call.body() if callable(call.body) else call.body
+        request = httpx2.Request(call.method, url, headers=headers, content=body)
+        with translated(url.netloc.decode("ascii", "replace")):
+            response = self._transport.handle_request(request)
+        response.request = request
+        return response
+
+    def _read(self, response: httpx2.Response, max_bytes: int) -> bytes:
+        name = response.url.netloc.decode("ascii", "replace")
+        length = response.headers.get("content-length", "")
+        too_long = RegistryError(f"{name}: an answer of more than {max_bytes} bytes")
+        if length.isdigit() and int(length[:20]) > max_bytes:
+            raise too_long
+        parts, size = [], 0
+        deadline = time.monotonic() + self._timeouts.answer
+        for chunk in _chunks(response):
+            parts.append(chunk)
+            size += len(chunk)
+            if size > max_bytes:
+                raise too_long
+            if time.monotonic() > deadline:
+                raise UnreachableError(f"{name}: the answer takes too long")
+        return b"".join(parts)
+
+    def _read_error(self, response: httpx2.Response) -> bytes:
+        """Return the body of a refusal, or nothing: the status alone is clear enough."""
+        try:
+            return self._read(response, MAX_ERROR_BYTES)
+        except RegistryError:
+            return b""
+
+    def _credential(self, address: RegistryAddress) -> Credential | None:
+        with self._lock:
+            if address.url not in self._found:
+                store = self._credentials
+                found = store.for_address(address, self._environment) if store else None
+                self._found[address.url] = found
+            return self._found[address.url]
+
+    def _fetch_token(self, url: str, authorization: str | None) -> bytes:
+        """Ask a realm, which may not send on to anywhere else."""
+        target = httpx2.URL(url)
+        address = RegistryAddress.parse(_origin(target), allow_http=True)
+        call = Call("GET", address, url)
+        response = self._send(call, target, authorization)
+        try:
+            body = self._read(response, MAX_ANSWER) if response.status_code == 200 else b""
+            if response.status_code == 200:
+                return body
+            body = self._read_error(response)
+        finally:
+            response.close()
+        what = "asking for a token"
+        status = 401 if response.status_code in {400, 403} else response.status_code
+        raise refusal(status, _headers(response), body, host=address.host, what=what)
+
+
+@contextmanager
+def open_http(settings: Settings, environment: Mapping[str, str] = os.environ) -> Iterator[Http]:
+    """Lend what the user's settings say: credentials, certificates, offline or not."""
+    store = CredentialStore(settings.home.credentials)
+    http = Http(store, environment=environment, ca_file=settings.ca_file, offline=settings.offline)
+    with http:
+        yield http
+
+
+def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
+    """Return where a redirect leads, if one may go there."""
+    host = call.address.host
+    if call.method not in _READING:
+        raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
+    if not location or len(location) > MAX_URL:
+        raise RegistryError(f"{host}: {call.what}: redirected to nowhere")
+    target = _url(urljoin(str(url), location), call.address)
+    named = shown(f"{target.scheme}://{target.host}", 200)
+    if target.scheme == "http" and url.scheme == "https":
+        raise RegistryError(f"{host}: {call.what}: redirected to {named}, which is not encrypted")
+    if _origin(target) == call.address.url or call.address.is_loopback:
+        return target
+    if is_loopback(target.host) or (looks_numeric(target.host) and target.scheme == "http"):
+        raise RegistryError(f"{host}: {call.what}: redirected to {named}, within a network")
+    return target
+
+
+def _url(text: str, address: RegistryAddress) -> httpx2.URL:
+    try:
+        url = httpx2.URL(text)
+        if url.scheme in {"http", "https"} and url.host and not url.userinfo:
+            return url
+    except httpx2.InvalidURL:
+        pass
+    raise RegistryError(f"{address.host}: it names {shown(text, 200)!r}, which is no plain URL")
+
+
+def _origin(url: httpx2.URL) -> str:
+    """Return scheme, host and port as `RegistryAddress.url` writes them."""
+    host = url.raw_host.decode("ascii")
+    name = f"[{host}]" if ":" in host else host
+    default = {"https": 443, "http": 80}[url.scheme]
+    port = "" if url.port in {None, default} else f":{url.port}"
+    return f"{url.scheme}://{name}{port}"
+
+
+def _headers(response: httpx2.Response) -> dict[str, str]:
+    return {name.lower(): value for name, value in response.headers.items()}
+
+
+def _chunks(response: httpx2.Response) -> Iterator[bytes]:
+    name = response.url.netloc.decode("ascii", "replace")
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in {"identity", ""}:
+        raise RegistryError(
+            f"{name}: its answer is compressed ({shown(encoding, 40)}), which nobody asked for",
+            hint="a proxy between may do that; the registry must send packages as they are",
+        )
+    with translated(name):
+        yield from response.iter_raw()

@@ -1,0 +1,249 @@
+"""The OCI distribution interface of any registry: manifests, tags, blobs.
+
+What is asked for by digest is returned only if it has that digest; what is asked for by tag only
+if the registry names the digest that it has.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import quote, urlencode
+
+from expertctl.digest import Digest, Progress, no_progress
+from expertctl.errors import DigestError, ExpertError, NotFoundError, RegistryError
+from expertctl.package.layout import INDEX_TYPE, MANIFEST_TYPE, MAX_MANIFEST_BYTES
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.http import Answer, Call, Http, OpenAnswer
+from expertctl.registry.refusal import shown
+from expertctl.registry.upload import Upload, Uploader
+from expertctl.schema.strict_json import load_object
+
+MAX_FOREIGN_MANIFEST = 4 << 20
+MAX_TAGS_ANSWER = 4 << 20
+MAX_TAG_PAGES = 1000
+PAGE = 1000
+_DIGEST_HEADER = "docker-content-digest"
+_TYPES = f"{MANIFEST_TYPE}, {INDEX_TYPE}"
+_REPOSITORY = re.compile(
+    r"(?=.{1,255}\Z)[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"
+)
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NEXT = re.compile(r"<([^<>]{1,4096})>\s*;\s*rel=\"?next\"?")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteManifest:
+    """A manifest as a registry has it; ``digest`` is that of ``data``."""
+
+    digest: Digest
+    data: bytes
+    media_type: str
+
+
+@dataclass(frozen=True, slots=True)
+class OciClient:
+    """Speaks to one registry; repositories are named ``namespace/name``."""
+
+    http: Http
+    address: RegistryAddress
+    uploads: Path | None = field(default=None)
+    """Where uploads that broke off are remembered; None: they begin anew in another process."""
+
+    def ping(self) -> None:
+        """Check that there is a registry, and that it knows who asks.
+
+        Raises:
+            UnauthenticatedError: when it wants a login, or another one.
+        """
+        self.http.request(Call("GET", self.address, "/v2/"), max_bytes=MAX_TAGS_ANSWER)
+
+    def manifest(
+        self, repository: str, reference: str | Digest, *, max_bytes: int = MAX_MANIFEST_BYTES
+    ) -> RemoteManifest:
+        """Return a manifest by tag or digest.
+
+        Raises:
+            NotFoundError: when there is none.
+            DigestError: when the bytes are not those of the digest.
+        """
+        call = self._call("GET", repository, _manifest_path(reference), {"Accept": _TYPES})
+        answer = self.http.request(call, max_bytes=max_bytes)
+        digest = Digest.of(answer.body)
+        self._check_digest(answer, digest, reference, repository)
+        return RemoteManifest(digest, answer.body, answer.headers.get("content-type", ""))
+
+    def manifest_digest(self, repository: str, tag: str) -> Digest | None:
+        """Return the digest that a registry says a tag has, None where there is no such tag.
+
+        Raises:
+            RegistryError: when it does not say so.
+        """
+        call = self._call("HEAD", repository, _manifest_path(tag), {"Accept": _TYPES})
+        try:
+            answer = self.http.request(call, max_bytes=0)
+        except NotFoundError:
+            return None
+        return self._named_digest(answer, repository)
+
+    def put_manifest(
+        self,
+        repository: str,
+        reference: str | Digest,
+        data: bytes,
+        *,
+        media_type: str = MANIFEST_TYPE,
+    ) -> Digest:
+        """Store a manifest under a tag or its digest.
+
+        Raises:
+            ConflictError: when the tag is taken.
+        """
+        call = Call(
+            "PUT",
+            self.address,
+            _path(repository, _manifest_path(reference)),
+            headers={"Content-Type": media_type},
+            body=data,
+            scope=_scope(repository, "pull,push"),
+        )
+        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={201})
+        return Digest.of(data)
+
+    def delete_manifest(self, repository: str, digest: Digest) -> None:
+        """Remove a manifest where the registry allows it.
+
+        Raises:
+            NotFoundError: when it is not there.
+        """
+        target, scope = _path(repository, _manifest_path(digest)), _scope(repository, "delete")
+        call = Call("DELETE", self.address, target, scope=scope)
+        self.http.request(call, max_bytes=MAX_TAGS_ANSWER, accept={202})
+
+    def has_blob(self, repository: str, digest: Digest) -> bool:
+        """Tell whether a repository has a blob."""
+        try:
+            call = self._call("HEAD", repository, f"blobs/{digest}")
+            self.http.request(call, max_bytes=0)
+        except NotFoundError:
+            return False
+        return True
+
+    @contextmanager
+    def blob(
+        self, repository: str, digest: Digest, *, headers: Mapping[str, str] | None = None
+    ) -> Iterator[OpenAnswer]:
+        """Lend a blob's bytes, or with a ``Range`` header the rest of them; nothing is checked.
+
+        Raises:
+            NotFoundError: when it is not there.
+        """
+        call = self._call("GET", repository, f"blobs/{digest}", headers)
+        with self.http.stream(call, accept={200, 206, 416}) as answer:
+            yield answer
+
+    def upload(
+        self,
+        repository: str,
+        digest: Digest,
+        size: int,
+        open_blob: Callable[[], AbstractContextManager[BinaryIO]],
+        *,
+        mount_from: str | None = None,
+        progress: Progress = no_progress,
+    ) -> bool:
+        """Send a blob unless it is there; tell whether its bytes travelled.
+
+        Raises:
+            DigestError: when the bytes are not those of the digest.
+        """
+        if self.has_blob(repository, digest):
+            progress(size)
+            return False
+        scope = _scope(repository, "pull,push")
+        if mount_from is not None:
+            scope += " " + _scope(mount_from, "pull")
+        target = Upload(_path(repository, "blobs/uploads/"), scope, digest, size, mount_from)
+        uploader = Uploader(self.http, self.address, self.uploads)
+        return uploader.send(target, open_blob, progress=progress)
+
+    def tags(self, repository: str) -> list[str]:
+        """Return every tag of a repository, page by page.
+
+        Raises:
+            NotFoundError: when there is no such repository.
+        """
+        found: list[str] = []
+        target: str | None = _path(repository, "tags/list") + "?" + urlencode({"n": PAGE})
+        for _ in range(MAX_TAG_PAGES):
+            if target is None:
+                return found
+            call = Call("GET", self.address, target, scope=_scope(repository, "pull"))
+            answer = self.http.request(call, max_bytes=MAX_TAGS_ANSWER)
+            found += self._tags(answer)
+            target = self._next_page(answer)
+        raise RegistryError(f"{self.address.host}: the tags of {repository} never end")
+
+    def _call(
+        self, method: str, repository: str, rest: str, headers: Mapping[str, str] | None = None
+    ) -> Call:
+        target, scope = _path(repository, rest), _scope(repository, "pull")
+        return Call(method, self.address, target, headers=headers or {}, scope=scope)
+
+    def _check_digest(
+        self, answer: Answer, digest: Digest, reference: str | Digest, repository: str
+    ) -> None:
+        if isinstance(reference, Digest):
+            expected: Digest | None = reference
+        else:
+            named = _DIGEST_HEADER in answer.headers
+            expected = self._named_digest(answer, repository) if named else None
+        if expected not in {None, digest}:
+            message = f"{self.address.host}: the manifest of {repository} is not {expected}"
+            raise DigestError(message, hint="something between alters it, or the registry does")
+
+    def _named_digest(self, answer: Answer, repository: str) -> Digest:
+        text = answer.headers.get(_DIGEST_HEADER, "")
+        try:
+            return Digest.parse(text)
+        except DigestError as error:
+            fact = f"{shown(text, 80)!r} is no sha256 digest" if text else "it names no digest"
+            raise RegistryError(f"{self.address.host}: {repository}: {fact}") from error
+
+    def _tags(self, answer: Answer) -> list[str]:
+        try:
+            document = load_object(answer.body, what="the tags", max_bytes=MAX_TAGS_ANSWER)
+        except ExpertError as error:
+            raise RegistryError(f"{self.address.host}: {error.message}") from error
+        tags = document.get("tags") or []
+        return (
+            [t for t in tags if isinstance(t, str) and _TAG.fullmatch(t)]
+            if isinstance(tags, list)
+            else []
+        )
+
+    def _next_page(self, answer: Answer) -> str | None:
+        """Return path and query of the next page; a page on another host is none."""
+        match = _NEXT.search(answer.headers.get("link", ""))
+        if match is None:
+            return None
+        target = match[1].removeprefix(self.address.url)
+        return target if target.startswith("/") and not target.startswith("//") else None
+
+
+def _path(repository: str, rest: str) -> str:
+    if not _REPOSITORY.fullmatch(repository):
+        raise NotFoundError(f"{shown(repository, 80)!r} cannot be the name of a repository")
+    return f"/v2/{repository}/{rest}"
+
+
+def _manifest_path(reference: str | Digest) -> str:
+    if isinstance(reference, str) and not _TAG.fullmatch(reference):
+        raise NotFoundError(f"{shown(reference, 80)!r} cannot be a tag")
+    return f"manifests/{quote(str(reference), safe=':')}"
+
+
+def _scope(repository: str, actions: str) -> str:
+    return f"repository:{repository}:{actions}"

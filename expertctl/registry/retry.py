@@ -1,0 +1,60 @@
+"""When something is tried again: failures that may pass, with growing, random pauses."""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from expertctl.errors import RateLimitError, UnreachableError
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often and after how long; sleep and chance can be given by tests."""
+
+    attempts: int = 5
+    first_pause: float = 0.5
+    longest_pause: float = 15.0
+    longest_asked: float = 60.0
+    """A server that asks for a longer pause is not waited for."""
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random
+
+    def run(self, operation: Callable[[], _Result], *, repeatable: bool = True) -> _Result:
+        """Do something until it works; a request that may have arrived only if it is repeatable.
+
+        Raises:
+            UnreachableError: the last one, when every attempt failed.
+            RateLimitError: likewise.
+        """
+        for attempt in range(1, self.attempts + 1):
+            try:
+                return operation()
+            except (UnreachableError, RateLimitError) as error:
+                if not repeatable and isinstance(error, UnreachableError) and error.sent:
+                    raise
+                self.pause(attempt, error)
+        raise AssertionError("the last pause raises")
+
+    def pause(self, attempt: int, error: UnreachableError | RateLimitError) -> None:
+        """Wait after a failed attempt, the first being 1.
+
+        Raises:
+            UnreachableError: when that was the last, or the pause asked for is too long.
+            RateLimitError: likewise.
+        """
+        asked = error.retry_after or 0.0
+        if attempt >= self.attempts or asked > self.longest_asked:
+            error.message = self._final(error.message, attempt, asked)
+            error.args = (error.message,)
+            raise error
+        pause = min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1))
+        self.sleep(max(asked, pause * (0.5 + self.chance() / 2)))
+
+    def _final(self, message: str, attempt: int, asked: float) -> str:
+        if asked > self.longest_asked:
+            return f"{message}; it asks to wait {asked:.0f} seconds"
+        return f"{message} (tried {attempt} times)" if attempt > 1 else message

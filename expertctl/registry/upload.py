@@ -1,0 +1,382 @@
+"""Sending blobs: in one piece when small, else in chunks that go on where they broke off.
+
+Where an upload stands is what the registry says, never what was remembered; a file beside only
+remembers its address, so that another process can ask. Bytes go to the registry itself: an upload
+that is to continue on another host is refused.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urlencode, urljoin, urlsplit
+
+from expertctl.digest import CHUNK, Digest, Progress, no_progress
+from expertctl.durable import make_folders, write_atomic
+from expertctl.errors import (
+    DigestError,
+    ExpertError,
+    NotFoundError,
+    RateLimitError,
+    RegistryError,
+    UnreachableError,
+)
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.http import Answer, Call, Chunks, Http
+from expertctl.registry.refusal import shown
+from expertctl.schema.strict_json import canonical, load_object
+
+CHUNK_BYTES = 16 << 20
+"""A chunk is what a broken connection can cost; also what is sent in one piece at most."""
+MAX_CHUNK = 1 << 30
+MAX_ANSWER = 1 << 20
+MAX_STATE = 64 << 10
+_RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,15})")
+
+Open = Callable[[], AbstractContextManager[BinaryIO]]
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A blob that shall get to a registry."""
+
+    path: str
+    """Where uploads begin: ``/v2/<name>/blobs/uploads/``."""
+    scope: str
+    digest: Digest
+    size: int
+    mount_from: str | None = None
+    """A repository of the same registry that has it, as far as we know."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """An upload that the registry has begun."""
+
+    location: str
+    offset: int = 0
+    chunk: int = CHUNK_BYTES
+
+
+class _ChunksRefusedError(Exception):
+    """The registry takes no chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uploader:
+    """Sends blobs to one registry."""
+
+    http: Http
+    address: RegistryAddress
+    folder: Path | None
+    chunk_bytes: int = CHUNK_BYTES
+
+    def send(self, upload: Upload, open_blob: Open, *, progress: Progress = no_progress) -> bool:
+        """Send a blob; tell whether its bytes travelled, or it could be mounted.
+
+        Raises:
+            DigestError: when the bytes are not those of the digest.
+            UnreachableError: when it does not get on; what is there is remembered.
+        """
+        state = self._state_path(upload)
+        session = None if upload.mount_from else self._remembered(upload, state)
+        session = session or self._begin(upload)
+        if session is None:
+            progress(upload.size)
+            return False
+        counted = _Counted(progress)
+        with open_blob() as stream:
+            self._transfer(upload, _Source(stream, upload), session, state, counted)
+        if state is not None:
+            state.unlink(missing_ok=True)
+        return True
+
+    def _transfer(
+        self,
+        upload: Upload,
+        source: "_Source",
+        session: _Session,
+        state: Path | None,
+        counted: "_Counted",
+    ) -> None:
+        if upload.size <= session.chunk and session.offset == 0:
+            self._monolithic(upload, source, session, counted)
+            return
+        try:
+            session = self._chunks(upload, source, session, state, counted)
+        except _ChunksRefusedError:
+            self._monolithic(upload, source, self._new_session(upload), counted)
+            return
+        source.demand_digest()
+        self._finish(upload, session.location, None, repeatable=True)
+
+    def _begin(self, upload: Upload) -> _Session | None:
+        """Start an upload; None when the registry mounted the blob instead."""
+        query = {"mount": str(upload.digest), "from": upload.mount_from}
+        target = upload.path + (f"?{urlencode(query)}" if upload.mount_from else "")
+        call = self._call(upload, "POST", target, body=b"")
+        answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={201, 202}, repeatable=True)
+        if answer.status == 201 and upload.mount_from:
+            return None
+        least = answer.headers.get("oci-chunk-min-length", "")
+        wanted = int(least) if re.fullmatch(r"[0-9]{1,12}", least) else 0
+        if wanted > MAX_CHUNK:
+            raise RegistryError(f"{self.address.host}: it wants chunks of {wanted} bytes")
+        return _Session(self._location(answer), 0, max(self.chunk_bytes, wanted))
+
+    def _monolithic(
+        self, upload: Upload, source: "_Source", session: _Session, counted: "_Counted"
+    ) -> None:
+        """Send all in one piece; a session that a broken attempt used up is begun anew."""
+        body = source.body(0, upload.size, counted)
+        sessions = iter([session])
+
+        def attempt() -> None:
+            fresh = next(sessions, None) or self._new_session(upload)
+            self._finish(upload, fresh.location, body, repeatable=False)
+
+        try:
+            self.http.retries.run(attempt)
+        except (UnreachableError, RateLimitError):
+            raise
+        except ExpertError:
+            source.demand_digest()  # ours to blame before the registry is
+            raise
+
+    def _new_session(self, upload: Upload) -> _Session:
+        session = self._begin(replace(upload, mount_from=None))
+        assert session is not None
+        return session
+
+    def _chunks(
+        self,
+        upload: Upload,
+        source: "_Source",
+        session: _Session,
+        state: Path | None,
+        counted: "_Counted",
+    ) -> _Session:
+        failures = 0
+        while session.offset < upload.size:
+            self._remember(state, session)
+            counted.at(session.offset)
+            before = session.offset
+            try:
+                session = self._chunk(upload, source, session, counted)
+                failures = 0
+            except (UnreachableError, RateLimitError) as error:
+                failures += 1
+                self.http.retries.pause(failures, error)
+                session = self._where(upload, session)
+                failures = 0 if session.offset > before else failures
+        return session
+
+    def _chunk(
+        self, upload: Upload, source: "_Source", session: _Session, counted: "_Counted"
+    ) -> _Session:
+        start, end = session.offset, min(session.offset + session.chunk, upload.size)
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(end - start),
+            "Content-Range": f"{start}-{end - 1}",
+        }
+        call = Call(
+            "PATCH",
+            self.address,
+            session.location,
+            headers=headers,
+            body=source.body(start, end, counted),
+            scope=upload.scope,
+        )
+        answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={202, 404, 405, 416, 501})
+        if answer.status == 416:
+            return self._after_disorder(upload, session)
+        if answer.status != 202:
+            raise _ChunksRefusedError
+        offset = _offset(answer, end)
+        if not start < offset <= end:
+            raise RegistryError(
+                f"{self.address.host}: it says to have {offset} bytes of a blob, sent were {end}"
+            )
+        return replace(session, location=self._location(answer), offset=offset)
+
+    def _after_disorder(self, upload: Upload, session: _Session) -> _Session:
+        """Go on where the registry says; it must be elsewhere than where we thought."""
+        found = self._where(upload, session)
+        if found.offset == session.offset:
+            raise RegistryError(f"{self.address.host}: it refuses the chunk that it asked for")
+        return found
+
+    def _where(self, upload: Upload, session: _Session) -> _Session:
+        """Ask how much has arrived."""
+        call = self._call(upload, "GET", session.location)
+        answer = self.http.request(call, max_bytes=MAX_ANSWER, accept={204, 404})
+        if answer.status == 404:
+            return self._new_session(upload)
+        offset = _offset(answer, 0)
+        if offset > upload.size:
+            raise RegistryError(f"{self.address.host}: it says to have more than was sent")
+        return replace(session, location=self._location(answer), offset=offset)
+
+    def _finish(
+        self, upload: Upload, location: str, body: Chunks | None, *, repeatable: bool
+    ) -> None:
+        separator = "&" if "?" in location else "?"
+        target = f"{location}{separator}{urlencode({'digest': str(upload.digest)})}"
+        headers = {
+            "Content-Type": "application/octet-stream",
+            "Content-Length": str(upload.size if body else 0),
+        }
+        call = Call(
+            "PUT", self.address, target, headers=headers, body=body or b"", scope=upload.scope
+        )
+        try:
+            self.http.request(call, max_bytes=MAX_ANSWER, accept={201}, repeatable=repeatable)
+        except NotFoundError:
+            if not self._arrived(upload):  # or the answer to an earlier attempt was lost
+                raise
+
+    def _arrived(self, upload: Upload) -> bool:
+        target = upload.path.removesuffix("uploads/") + str(upload.digest)
+        call = self._call(upload, "HEAD", target)
+        return self.http.request(call, max_bytes=0, accept={200, 404}).status == 200
+
+    def _call(self, upload: Upload, method: str, target: str, body: bytes | None = None) -> Call:
+        return Call(method, self.address, target, body=body, scope=upload.scope)
+
+    def _location(self, answer: Answer) -> str:
+        """Return where an upload goes on, which must be the same registry.
+
+        Raises:
+            RegistryError: when it is elsewhere, or nowhere.
+        """
+        text = answer.headers.get("location", "")
+        target = urljoin(answer.url, text)
+        try:
+            parts = urlsplit(target)
+            there = RegistryAddress.parse(f"{parts.scheme}://{parts.netloc}", allow_http=True)
+        except (ValueError, ExpertError) as error:
+            raise self._elsewhere(text) from error
+        if not text or there != self.address:
+            raise self._elsewhere(text)
+        return target.removeprefix(self.address.url)
+
+    def _elsewhere(self, text: str) -> RegistryError:
+        return RegistryError(
+            f"{self.address.host}: the upload shall go on at "
+            f"{shown(text.partition('?')[0], 200)!r}, which is not this registry",
+            hint="nothing was sent there; behind a proxy a registry must know its own address",
+        )
+
+    def _state_path(self, upload: Upload) -> Path | None:
+        if self.folder is None or upload.size <= self.chunk_bytes:
+            return None
+        name = hashlib.sha256(
+            f"{self.address.url}{upload.path}{upload.digest}".encode()
+        ).hexdigest()
+        return self.folder / f"{name}.json"
+
+    def _remember(self, state: Path | None, session: _Session) -> None:
+        if state is not None:
+            make_folders(state.parent, mode=0o700)
+            document = {"location": session.location, "chunk": session.chunk}
+            write_atomic(state, canonical(document), mode=0o600)
+
+    def _remembered(self, upload: Upload, state: Path | None) -> _Session | None:
+        if state is None:
+            return None
+        try:
+            document = load_object(state.read_bytes(), what="an upload", max_bytes=MAX_STATE)
+        except (OSError, ExpertError):
+            return None
+        location, chunk = document.get("location"), document.get("chunk")
+        if not isinstance(location, str) or not location.startswith("/v2/"):
+            return None
+        if not isinstance(chunk, int) or not 0 < chunk <= MAX_CHUNK:
+            return None
+        with suppress(NotFoundError):
+            return self._where(upload, _Session(location, 0, chunk))
+        return None
+
+
+def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
+    """Forget uploads that nobody went on with for ``age`` seconds."""
+    for path in folder.glob("*.json") if folder.is_dir() else ():
+        with suppress(FileNotFoundError):
+            if abs(now - path.stat().st_mtime) >= age:
+                path.unlink()
+
+
+class _Counted:
+    """Reports progress by position, so that bytes sent twice count once."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._position = 0
+
+    def at(self, position: int) -> None:
+        """Say how far the blob is sent."""
+        if position != self._position:
+            self._progress(position - self._position)
+            self._position = position
+
+
+class _Source:
+    """The blob's bytes, hashed once each while they are sent in order."""
+
+    def __init__(self, stream: BinaryIO, upload: Upload) -> None:
+        self._stream = stream
+        self._upload = upload
+        self._hashed = 0
+        self._hasher = hashlib.sha256()
+
+    def body(self, start: int, end: int, counted: _Counted) -> Chunks:
+        """Return what reads a part, as often as it is sent.
+
+        Raises:
+            DigestError: when the file has become shorter.
+        """
+        return lambda: self._part(start, end, counted)
+
+    def demand_digest(self) -> None:
+        """Check all bytes, those too that an earlier process sent.
+
+        Raises:
+            DigestError: when they are not those of the digest.
+        """
+        self._hash_to(self._upload.size)
+        if self._hasher.hexdigest() != self._upload.digest.hex:
+            raise DigestError(f"what is sent as {self._upload.digest} has another digest")
+
+    def _part(self, start: int, end: int, counted: _Counted) -> Iterator[bytes]:
+        position = start
+        self._stream.seek(start)
+        while position < end:
+            data = self._stream.read(min(CHUNK, end - position))
+            if not data:
+                raise DigestError(f"{self._upload.digest}: the file has become shorter")
+            if position == self._hashed:
+                self._hasher.update(data)
+                self._hashed += len(data)
+            position += len(data)
+            yield data
+            counted.at(position)
+
+    def _hash_to(self, end: int) -> None:
+        self._stream.seek(self._hashed, os.SEEK_SET)
+        while self._hashed < end and (data := self._stream.read(min(CHUNK, end - self._hashed))):
+            self._hasher.update(data)
+            self._hashed += len(data)
+
+
+def _offset(answer: Answer, default: int) -> int:
+    """Return how many bytes a registry has, by its ``Range: 0-<last>``."""
+    text = answer.headers.get("range", "")
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return default
+    return 0 if match[1] == "0" and not default else int(match[1]) + 1

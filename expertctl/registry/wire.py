@@ -1,0 +1,290 @@
+"""Connections: TLS, proxies, and the watch over answers that never come or never end.
+
+No certificate is accepted unseen: there is no switch for that. A machine's own addresses are
+reached directly, whatever the environment says about proxies.
+"""
+
+import ssl
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import httpcore2
+import httpx2
+
+from expertctl.errors import RegistryError, UnreachableError, UsageError
+from expertctl.registry.address import is_loopback
+
+MIN_BYTES = 1024
+"""What must arrive within `Timeouts.stall` seconds for an answer to count as going on."""
+MAX_CONNECTIONS = 16
+_TRANSIENT = (
+    httpcore2.NetworkError,
+    httpcore2.TimeoutException,
+    httpcore2.ProtocolError,
+    httpcore2.ProxyError,
+    httpx2.TransportError,
+)
+_NEVER_SENT = (httpcore2.ConnectError, httpcore2.ConnectTimeout, httpcore2.ProxyError)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """How long to wait, in seconds."""
+
+    connect: float = 10.0
+    stall: float = 30.0
+    """Without a byte sent, or `MIN_BYTES` received."""
+    answer: float = 300.0
+    """For the whole of an answer that is no blob."""
+
+
+class Wire(httpx2.BaseTransport):
+    """Sends one request and returns its answer, unread: no redirect, cookie or login of its own."""
+
+    def __init__(
+        self, *, timeouts: Timeouts, ca_file: Path | None, environment: Mapping[str, str]
+    ) -> None:
+        """Keep how to connect; nothing is opened yet."""
+        self._timeouts = timeouts
+        self._ca_file = ca_file
+        self._environment = environment
+        self._context: ssl.SSLContext | None = None
+        self._pools: dict[str, httpcore2.ConnectionPool] = {}
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Send a request.
+
+        Raises:
+            UnreachableError: when the connection cannot be made or breaks.
+            RegistryError: when the other side cannot prove who it is.
+        """
+        url, limits = request.url, self._timeouts
+        target = httpcore2.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+        )
+        waits = {"connect": limits.connect, "read": limits.stall, "write": limits.stall}
+        assert isinstance(request.stream, Iterable)
+        raw = httpcore2.Request(
+            method=request.method,
+            url=target,
+            headers=request.headers.raw,
+            content=request.stream,
+            extensions={"timeout": waits},
+        )
+        with translated(url.netloc.decode("ascii", "replace")):
+            answer = self._pool(url).handle_request(raw)
+        return httpx2.Response(
+            answer.status, headers=answer.headers, stream=_Stream(answer), request=request
+        )
+
+    def close(self) -> None:
+        """Close every connection."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools = {}
+
+    def _pool(self, url: httpx2.URL) -> httpcore2.ConnectionPool:
+        proxy = proxy_for(url, self._environment)
+        if proxy not in self._pools:
+            self._pools.setdefault(proxy or "", self._new_pool(proxy))
+        return self._pools[proxy or ""]
+
+    def _new_pool(self, proxy: str | None) -> httpcore2.ConnectionPool:
+        if self._context is None:
+            self._context = _tls_context(self._ca_file)
+        backend = _WatchedBackend(self._timeouts.stall)
+        if proxy is None:
+            return httpcore2.ConnectionPool(
+                ssl_context=self._context,
+                max_connections=MAX_CONNECTIONS,
+                network_backend=backend,
+            )
+        url, auth = _proxy_parts(proxy)
+        return httpcore2.HTTPProxy(
+            url,
+            proxy_auth=auth,
+            ssl_context=self._context,
+            proxy_ssl_context=self._context if url.scheme == b"https" else None,
+            max_connections=MAX_CONNECTIONS,
+            network_backend=backend,
+        )
+
+
+@contextmanager
+def translated(host: str) -> Iterator[None]:
+    """Turn what libraries raise about connections into errors of ours.
+
+    Raises:
+        UnreachableError: when a connection cannot be made or breaks.
+        RegistryError: when the other side cannot prove who it is.
+    """
+    try:
+        yield
+    except _TRANSIENT as error:
+        untrusted = _untrusted(error)
+        if untrusted is not None:
+            raise RegistryError(
+                f"{host}: its certificate is not accepted: {untrusted.verify_message}",
+                hint="if it is your own, name the CA that signed it: "
+                "`expertctl config set ca_file FILE`",
+            ) from error
+        sent = not isinstance(error, _NEVER_SENT)
+        raise UnreachableError(f"{host}: {_reason(error)}", sent=sent) from error
+
+
+def proxy_for(url: httpx2.URL, environment: Mapping[str, str]) -> str | None:
+    """Return the proxy that the environment names for a URL; never one for this machine."""
+    if is_loopback(url.host):
+        return None
+    excluded = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    if any(_covers(entry.strip().lower(), url) for entry in excluded.split(",")):
+        return None
+    names = (f"{url.scheme}_proxy", f"{url.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
+    return next((value for name in names if (value := environment.get(name))), None)
+
+
+def _covers(entry: str, url: httpx2.URL) -> bool:
+    name, _, port = entry.partition(":") if entry.count(":") == 1 else (entry, "", "")
+    if port and port != str(url.port or (443 if url.scheme == "https" else 80)):
+        return False
+    bare = name.removeprefix("*").removeprefix(".")
+    return entry == "*" or (bare != "" and (url.host == bare or url.host.endswith(f".{bare}")))
+
+
+def _proxy_parts(text: str) -> tuple[httpcore2.URL, tuple[str, str] | None]:
+    try:
+        url = httpx2.URL(text if "://" in text else f"http://{text}")
+    except httpx2.InvalidURL as error:
+        raise UsageError(f"the proxy of the environment is not a URL: {error}") from error
+    if url.scheme not in {"http", "https"} or not url.host:
+        raise UsageError(
+            f"the proxy of the environment, {url.scheme}://{url.host}, is not an HTTP proxy",
+            hint="set HTTPS_PROXY to http://host:port",
+        )
+    auth = (unquote(url.username), unquote(url.password)) if url.username else None
+    target = httpcore2.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=b"/")
+    return target, auth
+
+
+def _tls_context(ca_file: Path | None) -> ssl.SSLContext:
+    context = httpcore2.default_ssl_context()
+    if ca_file is not None:
+        try:
+            context.load_verify_locations(cafile=ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(
+                f"{ca_file}: no certificates can be read there",
+                hint="ca_file (EXPERT_CA_FILE) names a file of PEM certificates",
+            ) from error
+    return context
+
+
+def _untrusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case httpcore2.ConnectTimeout():
+            return "no connection in time"
+        case httpcore2.ReadTimeout():
+            return "the answer stalled"
+        case httpcore2.WriteTimeout():
+            return "it stopped reading what is sent"
+        case httpcore2.ProxyError():
+            return f"the proxy refuses: {_line(error)}"
+        case httpcore2.ConnectError():
+            return f"no connection: {_line(error)}"
+        case httpcore2.ProtocolError():
+            return f"the answer broke off or is not HTTP: {_line(error)}"
+        case _:
+            return f"the connection broke: {_line(error)}"
+
+
+def _line(error: Exception) -> str:
+    text = "".join(c if c.isprintable() else " " for c in str(error))
+    return text[:200] or type(error).__name__
+
+
+class _Stream(httpx2.SyncByteStream):
+    """The body of an answer, as it comes."""
+
+    def __init__(self, answer: httpcore2.Response) -> None:
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[bytes]:
+        assert isinstance(self._answer.stream, Iterable)
+        yield from self._answer.stream
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+class _WatchedBackend(httpcore2.NetworkBackend):
+    """Opens connections whose answers must go on."""
+
+    def __init__(self, stall: float) -> None:
+        self._backend = httpcore2.SyncBackend()
+        self._stall = stall
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore2.NetworkStream:
+        stream = self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
+        return _WatchedStream(stream, self._stall)
+
+
+class _WatchedStream(httpcore2.NetworkStream):
+    """Counts the time spent waiting since the last request or the last `MIN_BYTES`.
+
+    A timeout of each read alone would let one byte now and then hold a client for ever.
+    """
+
+    def __init__(self, stream: httpcore2.NetworkStream, stall: float) -> None:
+        self._stream = stream
+        self._stall = stall
+        self._left, self._received = stall, 0
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        if self._left <= 0:
+            raise httpcore2.ReadTimeout
+        started = time.monotonic()
+        data = self._stream.read(max_bytes, timeout=self._left)
+        self._left -= time.monotonic() - started
+        self._received += len(data)
+        if self._received >= MIN_BYTES:
+            self._left, self._received = self._stall, 0
+        return data
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._left, self._received = self._stall, 0
+        self._stream.write(buffer, timeout=timeout)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,
+    ) -> httpcore2.NetworkStream:
+        stream = self._stream.start_tls(ssl_context, server_hostname, timeout)
+        return _WatchedStream(stream, self._stall)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
