@@ -1,0 +1,360 @@
+"""Our registry server against Debian's docker-registry, and ``install`` against ``oras pull``.
+
+Both servers keep files on the same disk and are asked by the same client over loopback: blobs
+through ``http.client``, which does next to nothing itself, manifests through ``ab``, which keeps
+eight connections busy. Ours checks a token, rights, limits and quota on every request and logs it;
+the rival runs without any of that.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.harness import Row, Run, absent, compare, judged, main, timed
+from benchmarks.inputs import write_lora, write_package
+from benchmarks.servers import (
+    DOCKER_REGISTRY,
+    EXPERTCTL,
+    Server,
+    docker_registry,
+    our_server,
+)
+from expertctl.trust.keys import PrivateKey
+
+BLOB_BYTES = 256 << 20
+BIG_BYTES = 1 << 30
+CHUNK = 1 << 20
+REQUESTS = 3000
+CONNECTIONS = 8
+PACKAGES = 50
+RANK = 2
+"""Makes packages of 5 MB."""
+MAX_SERVER_BYTES = 200_000_000
+RIVAL = "docker-registry 2.8"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
+
+ORAS_PULL = """
+import json, sys
+from oras.client import OrasClient
+host, token, folder, targets = json.loads(sys.argv[1])
+client = OrasClient(hostname=host, insecure=True, auth_backend="basic")
+client.login(hostname=host, username="admin", password=token)
+for number, target in enumerate(targets):
+    client.pull(target=target, outdir=f"{folder}/{number}")
+"""
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Compare the two servers, then the two clients on ours."""
+    if DOCKER_REGISTRY is None or shutil.which("ab") is None:
+        install = "apt-get install docker-registry apache2-utils"
+        return [absent("all", rival=RIVAL, install=install, target=">= 1.0")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with our_server(folder / "ours") as ours, docker_registry(folder / "theirs") as theirs:
+            _namespace(ours, "bench", kind="oci")
+            rows = [
+                _blob_get(ours, theirs, rounds),
+                _blob_put(ours, theirs, rounds),
+                _manifest_get(ours, theirs, rounds),
+            ]
+        with our_server(folder / "memory") as ours:
+            _namespace(ours, "bench", kind="oci")
+            rows.append(_memory(ours))
+        with our_server(folder / "install") as ours:
+            rows.append(_install(ours, folder, rounds=min(rounds, 5)))
+    return rows
+
+
+def _blob_get(ours: Server, theirs: Server, rounds: int) -> Row:
+    data = np.random.default_rng(0).bytes(BLOB_BYTES)
+    runs = []
+    for server in (ours, theirs):
+        digest = _put_blob(server, "bench/get", data)
+        runs.append(_getting(server, f"/v2/bench/get/blobs/{digest}"))
+    row = compare("blob GET, 256 MiB", *runs, rival=RIVAL, rounds=rounds)
+    return _as_rate(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
+
+
+def _blob_put(ours: Server, theirs: Server, rounds: int) -> Row:
+    runs = [_putting(server, BLOB_BYTES) for server in (ours, theirs)]
+    row = compare("blob PUT, 256 MiB", *runs, rival=RIVAL, rounds=rounds)
+    return _as_rate(row, BLOB_BYTES / 1e6, "MB/s", ">= 1.0")
+
+
+def _manifest_get(ours: Server, theirs: Server, rounds: int) -> Row:
+    runs = []
+    for server in (ours, theirs):
+        digest = _put_manifest(server, "bench/manifest")
+        runs.append(_asking(server, f"/v2/bench/manifest/manifests/{digest}"))
+    row = compare("manifest GET by digest", *runs, rival=RIVAL, rounds=rounds)
+    return _as_rate(row, REQUESTS, "requests/s", ">= 0.5")
+
+
+def _memory(server: Server) -> Row:
+    """The most that the server's processes hold together while 1 GiB is sent to them."""
+    with _Watch(server.process.pid) as peak:
+        _putting(server, BIG_BYTES)()
+    row = Row(
+        "server memory, upload of 1 GiB",
+        ours=round(peak[0] / 1e6, 1),
+        rival="the limit",
+        theirs=MAX_SERVER_BYTES / 1e6,
+        unit="MB",
+        better="lower",
+        ratio=round(peak[0] / MAX_SERVER_BYTES, 3),
+        spread=None,
+    )
+    return judged(row, "<= 1.0")
+
+
+def _install(server: Server, folder: Path, *, rounds: int) -> Row:
+    """One ``install`` of 50 packages into a new home, against 50 pulls in one process."""
+    home = folder / "publisher"
+    references = _publish_packages(server, folder, home)
+    case = f"install of {PACKAGES} packages of 5 MB, cold"
+    targets = [f"{server.host}/{ref.replace('@', ':')}" for ref in references]
+    row = compare(
+        case,
+        timed(lambda: _install_all(server, folder / "home", home, references)),
+        timed(lambda: _pull_all(server, folder / "pulled", targets)),
+        rival="oras pull, one after another",
+        rounds=rounds,
+    )
+    return _as_rate(row, PACKAGES, "packages/s", ">= 2.0")
+
+
+def _getting(server: Server, path: str) -> Run:
+    buffer = bytearray(CHUNK)
+
+    def get() -> None:
+        connection = http.client.HTTPConnection(server.host)
+        connection.request("GET", path, headers=server.headers)
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.status
+        size = 0
+        while count := answer.readinto(buffer):
+            size += count
+        assert size == BLOB_BYTES, size
+        connection.close()
+
+    return timed(get)
+
+
+def _putting(server: Server, size: int) -> Run:
+    """Send a blob that is new every time: one MiB that changes, repeated."""
+    rng = np.random.default_rng(os.getpid())
+    count = size // CHUNK
+
+    def run() -> float:
+        piece = rng.bytes(CHUNK)
+        hasher = hashlib.sha256()
+        for _ in range(count):
+            hasher.update(piece)
+        digest = f"sha256:{hasher.hexdigest()}"
+        pieces = (piece for _ in range(count))
+        return timed(lambda: _send_blob(server, "bench/put", pieces, size, digest))()
+
+    return run
+
+
+def _asking(server: Server, path: str) -> Run:
+    """Ask the same thing over several connections that stay open."""
+    headers = [f"{k}: {v}" for k, v in {**server.headers, "Accept": MANIFEST_TYPE}.items()]
+    words = [word for header in headers for word in ("-H", header)]
+    counts = ["-n", str(REQUESTS), "-c", str(CONNECTIONS)]
+    command = ["ab", "-q", "-k", *counts, *words, f"{server.url}{path}"]
+
+    def run() -> float:
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        failed = re.search(r"^Failed requests: +(\d+)", output, re.MULTILINE)
+        assert failed is not None, output
+        assert failed[1] == "0", output
+        assert "Non-2xx" not in output, output
+        taken = re.search(r"^Time taken for tests: +([\d.]+)", output, re.MULTILINE)
+        assert taken, output
+        return float(taken[1])
+
+    return run
+
+
+def _put_blob(server: Server, repository: str, data: bytes) -> str:
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    view = memoryview(data)
+    pieces = (bytes(view[i : i + CHUNK]) for i in range(0, len(data), CHUNK))
+    _send_blob(server, repository, pieces, len(data), digest)
+    return digest
+
+
+def _send_blob(
+    server: Server, repository: str, pieces: Iterator[bytes], size: int, digest: str
+) -> None:
+    begun = _asked(server, "POST", f"/v2/{repository}/blobs/uploads/", status=202)
+    location = begun.headers["Location"].removeprefix(server.url)
+    mark = "&" if "?" in location else "?"
+    headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+    _asked(server, "PUT", f"{location}{mark}digest={digest}", pieces, headers, status=201)
+
+
+def _put_manifest(server: Server, repository: str) -> str:
+    config, layer = _put_blob(server, repository, b"{}"), _put_blob(server, repository, b"layer")
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": MANIFEST_TYPE,
+        "config": {"mediaType": EMPTY_TYPE, "digest": config, "size": 2},
+        "layers": [{"mediaType": "application/octet-stream", "digest": layer, "size": 5}],
+    }
+    data = json.dumps(manifest).encode()
+    headers = {"Content-Type": MANIFEST_TYPE}
+    _asked(server, "PUT", f"/v2/{repository}/manifests/1", data, headers, status=201)
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def _asked(
+    server: Server,
+    method: str,
+    path: str,
+    body: bytes | Iterator[bytes] | None = None,
+    headers: dict[str, str] | None = None,
+    *,
+    status: int,
+) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(server.host)
+    connection.request(method, path, body, {**server.headers, **(headers or {})})
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == status, (method, path, answer.status, content[:300])
+    connection.close()
+    return answer
+
+
+def _namespace(server: Server, name: str, *, kind: str) -> None:
+    body = json.dumps({"name": name, "kind": kind}).encode()
+    headers = {"Content-Type": "application/json"}
+    _asked(server, "POST", "/api/v1/namespaces", body, headers, status=201)
+
+
+class _Watch:
+    """Samples the memory of a process and its children; the first item is the peak in bytes."""
+
+    def __init__(self, pid: int) -> None:
+        """Watch the tree of one process."""
+        self._process = psutil.Process(pid)
+        self._peak = [0]
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> list[int]:
+        """Begin to sample."""
+        self._thread.start()
+        return self._peak
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop."""
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.02):
+            tree = [self._process, *self._process.children(recursive=True)]
+            self._peak[0] = max(self._peak[0], sum(p.memory_info().rss for p in tree))
+
+
+def _publish_packages(server: Server, folder: Path, home: Path) -> list[str]:
+    """Publish packages of about 5 MB, each with weights of its own; return their references."""
+    key = PrivateKey.generate("ecdsa-p256")
+    files = []
+    for number in range(PACKAGES):
+        source = write_lora(folder / f"adapter-{number}", seed=number, rank=RANK)
+        files.append(folder / f"p{number}.expert")
+        write_package(source, files[-1], name=f"bench/p{number}", key=key)
+        shutil.rmtree(source)
+    _namespace(server, "bench", kind="expert")
+    pem = json.dumps({"public_key": key.public.pem().decode(), "statement": None}).encode()
+    headers = {"Content-Type": "application/json"}
+    _asked(server, "POST", "/api/v1/namespaces/bench/keys", pem, headers, status=201)
+    _prepare_home(server, home)
+    _expertctl(["trust", "add", str(_written(folder / "bench.pem", key.public.pem())),
+                "--namespace", "bench"], server, home)  # fmt: skip
+    _expertctl(["publish", *map(str, files)], server, home)
+    return [f"bench/p{number}@1.0.0" for number in range(PACKAGES)]
+
+
+def _prepare_home(server: Server, home: Path) -> None:
+    """Trust the registry, as `registry init` tells its users to."""
+    registry = json.loads(_asked_body(server, "/api/v1/"))
+    fingerprint = registry["index_key"]["key_id"]
+    _expertctl(["trust", "registry", "add", server.url, "--fingerprint", fingerprint], server, home)
+
+
+def _install_all(server: Server, home: Path, like: Path, references: list[str]) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(mode=0o700)
+    shutil.copy(like / "trust.json", home / "trust.json")
+    _expertctl(["install", "--json", *references], server, home)
+
+
+def _pull_all(server: Server, folder: Path, targets: list[str]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    words = json.dumps([server.host, server.token, str(folder), targets])
+    environment = {**os.environ, "HOME": str(folder)}
+    command = [sys.executable, "-c", ORAS_PULL, words]
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    assert len(list(folder.glob("*/*"))) >= PACKAGES
+
+
+def _expertctl(words: list[str], server: Server, home: Path) -> None:
+    environment = {
+        **os.environ,
+        "EXPERT_HOME": str(home),
+        "EXPERT_REGISTRY": server.url,
+        "EXPERT_TOKEN": server.token or "",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run([EXPERTCTL, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def _asked_body(server: Server, path: str) -> bytes:
+    connection = http.client.HTTPConnection(server.host)
+    connection.request("GET", path, headers=server.headers)
+    return connection.getresponse().read()
+
+
+def _written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def _as_rate(row: Row, amount: float, unit: str, target: str) -> Row:
+    """Turn milliseconds for an amount into a rate, of which more is better."""
+    assert row.ours is not None
+    assert row.theirs is not None
+    assert row.ratio is not None
+    assert row.spread is not None
+    rates = [round(amount / value * 1000, 1) for value in (row.ours, row.theirs)]
+    low, high = (round(1 / value, 3) for value in reversed(row.spread))
+    better = replace(
+        row, ours=rates[0], theirs=rates[1], unit=unit, better="higher",
+        ratio=round(1 / row.ratio, 3), spread=(low, high),
+    )  # fmt: skip
+    return judged(better, target)
+
+
+if __name__ == "__main__":
+    main("registry", measure, rounds=7)
