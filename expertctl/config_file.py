@@ -11,11 +11,24 @@ from filelock import FileLock, Timeout
 
 from expertctl.durable import make_folders, write_atomic
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.settings import CONFIG_KEYS, DEVICES, parse_size, read_config
+from expertctl.settings import (
+    CONFIG_KEYS,
+    DEVICES,
+    parse_age,
+    parse_names,
+    parse_size,
+    read_config,
+)
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 _SWITCHES = {"offline", "allow_http"}
 _MAX_VALUE = 1000
+_READERS = {
+    "memory_budget": parse_size,
+    "minimum_release_age": parse_age,
+    "minimum_release_age_exclude": parse_names,
+}
+"""What refuses a value that cannot be one."""
 LOCK_SECONDS = 30.0
 
 
@@ -125,8 +138,8 @@ def _checked(key: str, value: str) -> str:
     if key == "device" and value not in DEVICES:
         hint = f"supported: {', '.join(DEVICES)}"
         raise UsageError(f"device {value[:40]!r} is not supported", hint=hint)
-    if key == "memory_budget":
-        parse_size(value)
+    if key in _READERS:
+        _READERS[key](value)
     if key in _SWITCHES and value.lower() not in _TRUE | _FALSE:
         raise UsageError(f"{value[:40]!r} is not true or false", hint=f"{key} is true or false")
     return value

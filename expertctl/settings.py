@@ -9,9 +9,11 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from expertctl.errors import InvalidPackageError, UsageError
+from expertctl.reference import PackageName
 
 _SIZE = re.compile(r"([0-9]{1,15})\s*([kKMGT]i?)?B?")
 _UNITS: dict[str | None, int] = {
@@ -19,11 +21,15 @@ _UNITS: dict[str | None, int] = {
     **{u: int(1000 ** (i + 1)) for i, u in enumerate("KMGT")},
     **{f"{u}i": int(1024 ** (i + 1)) for i, u in enumerate("KMGT")},
 }
+_AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
+_MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
     "offline": "EXPERT_OFFLINE",
     "ca_file": "EXPERT_CA_FILE",
     "allow_http": "EXPERT_ALLOW_HTTP",
+    "minimum_release_age": "EXPERT_MINIMUM_RELEASE_AGE",
+    "minimum_release_age_exclude": "EXPERT_MINIMUM_RELEASE_AGE_EXCLUDE",
     "device": "EXPERT_DEVICE",
     "memory_budget": "EXPERT_MEMORY_BUDGET",
     "encoder": "EXPERT_ENCODER",
@@ -45,6 +51,30 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text[:40]!r} is not a size", hint="write 512MiB, 2GB or bytes")
     number, unit = match.groups()
     return int(number) * _UNITS[unit.upper().replace("I", "i") if unit else None]
+
+
+def parse_age(text: str) -> timedelta:
+    """Read a span of time: ``90m``, ``12h``, ``3d``, ``2w``; ``0`` is none.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{text[:40]!r} is not a span of time", hint="write 12h, 3d or 2w")
+    return timedelta(minutes=int(match[1] or 0) * _MINUTES[match[2] or "m"])
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Read namespaces and names of packages with commas between them.
+
+    Raises:
+        UsageError: when one of them is neither.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    for name in names:
+        PackageName.parse(name if "/" in name else f"{name}/any")
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +134,8 @@ class Settings:
     ca_file: Path | None = None
     """Certificates that are believed beside those of the system."""
     allow_http: bool = False
+    minimum_release_age: timedelta | None = None
+    minimum_release_age_exclude: tuple[str, ...] = ()
     """Whether registries beyond this machine may be spoken to without encryption."""
     device: str | None = None
     memory_budget: int | None = None
@@ -128,13 +160,15 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """
     home = find_home(environment)
     values = {**read_config(home.config), **_from_environment(environment)}
-    budget = values.get("memory_budget")
+    budget, age = values.get("memory_budget"), values.get("minimum_release_age")
     return Settings(
         home=home,
         registry=values.get("registry"),
         offline=_is_true(values.get("offline")),
         ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
         allow_http=_is_true(values.get("allow_http")),
+        minimum_release_age=parse_age(age) if age else None,
+        minimum_release_age_exclude=parse_names(values.get("minimum_release_age_exclude", "")),
         device=values.get("device"),
         memory_budget=parse_size(budget) if budget else None,
         encoder=values.get("encoder"),

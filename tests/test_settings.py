@@ -1,11 +1,12 @@
 """Settings: sizes, precedence of the environment over config.toml, clear refusals."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from expertctl.errors import InvalidPackageError, UsageError
-from expertctl.settings import load_settings, parse_size
+from expertctl.settings import load_settings, parse_age, parse_names, parse_size
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,27 @@ def test_a_home_that_nobody_has_is_named() -> None:
     with pytest.raises(UsageError, match=r"^~nosuchuser/x: there is no such home") as caught:
         load_settings({"EXPERT_HOME": "~nosuchuser/x"})
     assert "EXPERT_HOME" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("0", 0), ("90m", 90), ("12h", 720), ("3d", 4320), ("2 w", 20160)]
+)
+def test_a_span_of_time_is_read(text: str, minutes: int) -> None:
+    assert parse_age(text) == timedelta(minutes=minutes)
+
+
+@pytest.mark.parametrize("text", ["", "3", "3 days", "-1d", "1.5d", "3D", "999999d", "\u0661d"])
+def test_what_is_no_span_of_time_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="span of time"):
+        parse_age(text)
+
+
+def test_who_need_not_wait_is_a_list_of_names(home: Path) -> None:
+    home.mkdir()
+    text = 'minimum_release_age = "3d"\nminimum_release_age_exclude = "acme, beta/sql"\n'
+    (home / "config.toml").write_text(text)
+    settings = load_settings()
+    assert settings.minimum_release_age == timedelta(days=3)
+    assert settings.minimum_release_age_exclude == ("acme", "beta/sql")
+    with pytest.raises(UsageError, match="not a package name"):
+        parse_names("acme/*")
