@@ -50,6 +50,17 @@ def statement_signer(
     return signer.key_id
 
 
+def claimed_signer(data: bytes) -> str:
+    """Return whom a statement names as its signer, unverified; empty when it is malformed."""
+    try:
+        what = "a key statement"
+        return Envelope.parse(
+            data, payload_type=PAYLOAD_TYPE, max_bytes=MAX_BYTES, what=what
+        ).key_id
+    except SignatureError:
+        return ""
+
+
 def _about(namespace: str, key: PublicKey) -> _Stored:
     return _Stored(key.key_id, namespace, key.pem().decode("ascii"))
 

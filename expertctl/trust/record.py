@@ -105,6 +105,14 @@ class TrustRecord:
             for grant in key.grants
         )
 
+    def pinned_keys(self, host: str, namespace: str) -> list[PublicKey]:
+        """Return the keys that count for a namespace because a registry's index said so."""
+        return [
+            trusted.key
+            for trusted in self.keys
+            if any(g.registry == host and g.namespace == namespace for g in trusted.grants)
+        ]
+
     def vouching_keys(self, host: str, namespace: str) -> list[PublicKey]:
         """Return the keys that may sign anything in a namespace of a registry."""
         return [

@@ -1,0 +1,141 @@
+"""Publisher keys from an index: pinned at first, later only with a pinned key's word.
+
+At the first install of a namespace from a registry its word is taken for the keys of the namespace.
+From then on a new key counts when a key that counts already vouches for it (`key_statement`), or
+when the person adds it. Revocations are taken over at once. All of it holds for that namespace of
+that registry and for nothing else.
+"""
+
+from collections.abc import Sequence
+
+from expertctl.errors import RevokedError, TrustError
+from expertctl.reference import PackageName
+from expertctl.registry.index_document import IndexDocument, KeyEntry, Release, SignedForm
+from expertctl.registry.key_statement import claimed_signer, statement_signer
+from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.keys import PublicKey
+from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
+
+
+def pin(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> list[str]:
+    """Take over what an index says of the keys of its namespace; return what a person should know.
+
+    Raises:
+        TrustError: when ``trust.json`` may not be believed or would grow too large.
+        StoreError: when it cannot be written.
+    """
+    before = trust.read()
+    after = pinned(before, document, known)
+    if after == before:
+        return []
+    after = trust.change(lambda record: pinned(record, document, known))
+    return _told(before, after, document, known)
+
+
+def pinned(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -> TrustRecord:
+    """Return what is trusted after an index was believed; revocations come first."""
+    namespace, host = document.package.namespace, known.host
+    reasons = [(entry.key_id, _line(entry.reason)) for entry in document.revoked]
+    record = record.with_registry_revocations(host, namespace, reasons)
+    entries = [e for e in document.keys if not _is_revoked(record, e.key, namespace, host)]
+    if not record.is_pinned(host, namespace):
+        keys = [entry.key for entry in entries]
+    else:
+        keys = _vouched_for(entries, record.vouching_keys(host, namespace), namespace)
+    return record.with_pins(host, namespace, keys) if keys else record
+
+
+def trusted_form(
+    release: Release, *, package: PackageName, host: str, record: TrustRecord
+) -> SignedForm:
+    """Return the newest signed form of a version whose signer may sign it.
+
+    Raises:
+        RevokedError: when there is none, and the signer of the newest was revoked.
+        TrustError: when there is none.
+    """
+    problems = []
+    for form in reversed(release.forms):
+        problem = signer_problem(form, release, package=package, host=host, record=record)
+        if problem is None:
+            return form
+        problems.append(problem)
+    raise problems[0]
+
+
+def signer_problem(
+    form: SignedForm, release: Release, *, package: PackageName, host: str, record: TrustRecord
+) -> TrustError | None:
+    """Return why the signer of a form may not sign it; ``None`` when it may."""
+    try:
+        record.authorise(
+            form.signer, package=package, content_digest=release.content_digest, registry=host
+        )
+    except RevokedError as error:
+        return error
+    except TrustError as error:
+        return TrustError(
+            f"{package}@{release.version} from {host} is signed by {form.signer}, for which no key "
+            f"that is trusted for {package.namespace} vouches",
+            hint="ask its publisher; if the key is theirs: `expertctl trust add KEY.pem "
+            f"--namespace {package.namespace} --registry {host}` ({error.message})",
+        )
+    return None
+
+
+def _vouched_for(
+    entries: Sequence[KeyEntry], vouching: Sequence[PublicKey], namespace: str
+) -> list[PublicKey]:
+    """Return the keys that lead back to one that counts; each statement is read once."""
+    waiting: dict[str, list[KeyEntry]] = {}
+    for entry in entries:
+        if entry.statement is not None and (signer := claimed_signer(entry.statement)):
+            waiting.setdefault(signer, []).append(entry)
+    ready = list(vouching)
+    seen = {key.key_id for key in vouching}
+    found = [entry.key for entry in entries if entry.key.key_id in seen]
+    while ready:
+        signer_key = ready.pop()
+        for entry in waiting.pop(signer_key.key_id, []):
+            if entry.key.key_id not in seen and _vouches(signer_key, entry, namespace):
+                seen.add(entry.key.key_id)
+                ready.append(entry.key)
+                found.append(entry.key)
+    return found
+
+
+def _vouches(signer: PublicKey, entry: KeyEntry, namespace: str) -> bool:
+    assert entry.statement is not None
+    try:
+        statement_signer(entry.statement, namespace=namespace, new=entry.key, keys=[signer])
+    except TrustError:  # a bad statement is worth as much as none
+        return False
+    return True
+
+
+def _is_revoked(record: TrustRecord, key: PublicKey, namespace: str, host: str) -> bool:
+    return record.revocation(key.key_id, namespace=namespace, registry=host) is not None
+
+
+def _line(reason: str) -> str:
+    """Return a reason as one line that can be printed."""
+    return "".join(c if c.isprintable() else " " for c in reason)
+
+
+def _told(
+    before: TrustRecord, after: TrustRecord, document: IndexDocument, known: KnownRegistry
+) -> list[str]:
+    namespace, host = document.package.namespace, known.host
+    old = {key.key_id for key in before.pinned_keys(host, namespace)}
+    new = [k.key_id for k in after.pinned_keys(host, namespace) if k.key_id not in old]
+    first = not before.is_pinned(host, namespace)
+    why = "at its first install" if first else "a trusted key vouches for it"
+    told = [f"{key_id} may sign {namespace}/* of {host} from now on: {why}" for key_id in new]
+    known_before = set(before.revoked)
+    told += [
+        f"{r.key_id} was revoked for {namespace}/* of {host}" + (f": {r.reason}" * bool(r.reason))
+        for r in after.revoked
+        if r not in known_before
+    ]
+    return told
