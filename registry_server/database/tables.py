@@ -186,9 +186,15 @@ PACKAGES = Table(
     Column("index_document", LargeBinary, nullable=False),
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
+    Column("latest", String(256)),
+    Column("search_text", Text, nullable=False, server_default=""),
     UniqueConstraint("namespace_id", "name"),
 )
-"""``index_document`` is the signed envelope, ``revision`` the version number in it."""
+"""``index_document`` is the signed envelope, ``revision`` the version number in it.
+
+``latest`` is the version that speaks for the package, null when all are yanked; ``search_text`` is
+what it is found by, folded to lower case, one space between words.
+"""
 
 RELEASES = Table(
     "releases",

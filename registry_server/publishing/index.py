@@ -29,6 +29,7 @@ from registry_server.access.confusable import skeleton
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
 from registry_server.publishing.namespace_key import NamespaceKey, namespace_keys
+from registry_server.publishing.search_text import search_text
 
 
 def signed_index(connection: Connection, name: PackageName) -> bytes | None:
@@ -92,6 +93,7 @@ def rewrite_index(connection: Connection, package: int, *, key: PrivateKey, now:
         "index_document": _readable(document, key),
         "description": document.description,
         "updated": now,
+        **_found_by(connection, package, document),
     }
     connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
 
@@ -153,6 +155,19 @@ def releases_of(connection: Connection, package: int) -> list[Release]:
 def moment(seconds: float) -> str:
     """Return a time as index documents say it."""
     return write_time(datetime.fromtimestamp(seconds, UTC))
+
+
+def _found_by(
+    connection: Connection, package: int, document: IndexDocument
+) -> dict[str, str | None]:
+    """Return what searches look at; a package whose versions are all yanked is not found."""
+    speaking = leading(document.releases)
+    query = select(RELEASES.c.manifest).where(
+        RELEASES.c.package_id == package, RELEASES.c.version == str(speaking.version)
+    )
+    manifest = msgspec.json.decode(connection.execute(query).scalar_one(), type=Manifest)
+    latest = str(speaking.version) if speaking.yanked is None else None
+    return {"latest": latest, "search_text": search_text(document.package, manifest)}
 
 
 def _readable(document: IndexDocument, key: PrivateKey) -> bytes:

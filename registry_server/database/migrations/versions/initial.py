@@ -151,6 +151,8 @@ def _packages() -> None:
         sa.Column("index_document", sa.LargeBinary(), nullable=False),
         sa.Column("created", sa.Float(), nullable=False),
         sa.Column("updated", sa.Float(), nullable=False),
+        sa.Column("latest", sa.String(length=256), nullable=True),
+        sa.Column("search_text", sa.Text(), server_default="", nullable=False),
         sa.ForeignKeyConstraint(
             ["namespace_id"], ["namespaces.id"], name=op.f("fk_packages_namespace_id_namespaces")
         ),
