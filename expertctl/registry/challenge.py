@@ -72,6 +72,10 @@ class Logins:
                 return session.authorization
         return None
 
+    def shown(self, address: RegistryAddress) -> bool:
+        """Tell whether a registry has asked who asks, and was answered."""
+        return any(url == address.url for url, _ in self._sessions)
+
     def answer(
         self, address: RegistryAddress, scope: str, header: str, *, refused: str | None
     ) -> str | None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from filelock import FileLock, Timeout
 
@@ -48,6 +49,30 @@ class Credential:
             raise UsageError("a token is one word of printable ASCII characters")
         if not self.user.isprintable() or ":" in self.user or not 0 < len(self.user) <= 256:
             raise UsageError("a user name is printable, without a colon")
+
+
+class Credentials(Protocol):
+    """Where credentials come from."""
+
+    def for_address(
+        self, address: RegistryAddress, environment: Mapping[str, str]
+    ) -> Credential | None:
+        """Return what to show a registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneCredential:
+    """A credential that is not kept yet, for its registry alone."""
+
+    address: RegistryAddress
+    credential: Credential
+
+    def for_address(
+        self, address: RegistryAddress, environment: Mapping[str, str]
+    ) -> Credential | None:
+        """Return it for the registry that it belongs to."""
+        del environment
+        return self.credential if address == self.address else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from expertctl import __version__
 from expertctl.errors import OfflineError, RegistryError, UnreachableError
 from expertctl.registry.address import RegistryAddress, is_loopback, looks_numeric
 from expertctl.registry.challenge import MAX_ANSWER, Logins
-from expertctl.registry.credentials import Credential, CredentialStore
+from expertctl.registry.credentials import Credential, Credentials, CredentialStore
 from expertctl.registry.refusal import MAX_ERROR_BYTES, refusal, shown
 from expertctl.registry.retry import Retries
 from expertctl.registry.wire import Timeouts, Wire, translated
@@ -83,7 +83,7 @@ class Http:
 
     def __init__(
         self,
-        credentials: CredentialStore | None = None,
+        credentials: Credentials | None = None,
         *,
         environment: Mapping[str, str] = os.environ,
         ca_file: Path | None = None,
@@ -122,6 +122,10 @@ class Http:
     def retries(self) -> Retries:
         """When something is tried again."""
         return self._retries
+
+    def asked_who(self, address: RegistryAddress) -> bool:
+        """Tell whether a registry was shown a login, or at least a token for anybody."""
+        return self._logins.shown(address)
 
     def request(
         self,
@@ -284,12 +288,24 @@ class Http:
         raise refusal(status, _headers(response), body, host=address.host, what=what)
 
 
+def http_for(
+    settings: Settings,
+    credentials: Credentials | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Http:
+    """Return what the user's settings say: logins, certificates, offline or not."""
+    return Http(
+        credentials or CredentialStore(settings.home.credentials),
+        environment=environment,
+        ca_file=settings.ca_file,
+        offline=settings.offline,
+    )
+
+
 @contextmanager
 def open_http(settings: Settings, environment: Mapping[str, str] = os.environ) -> Iterator[Http]:
-    """Lend what the user's settings say: credentials, certificates, offline or not."""
-    store = CredentialStore(settings.home.credentials)
-    http = Http(store, environment=environment, ca_file=settings.ca_file, offline=settings.offline)
-    with http:
+    """Lend `http_for` the settings, with the logins that are kept."""
+    with http_for(settings, environment=environment) as http:
         yield http
 
 

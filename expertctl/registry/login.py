@@ -1,0 +1,73 @@
+"""Trying a login before it is kept: what a registry says about who shows it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.errors import (
+    ExpertError,
+    OfflineError,
+    RateLimitError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.api_client import ApiClient
+from expertctl.registry.credentials import Credential, OneCredential
+from expertctl.registry.http import Http, http_for
+from expertctl.registry.oci_client import OciClient
+from expertctl.registry.tokens import Token, whoami
+from expertctl.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """Who one is to a registry."""
+
+    address: RegistryAddress
+    credential: Credential
+    admin: bool = False
+    token: Token | None = None
+    """What our own registry says about the token; other registries say nothing."""
+    checked: bool = True
+    """False where a registry lets anybody in and so never looked at it."""
+
+
+def try_login(
+    settings: Settings,
+    address: RegistryAddress,
+    credential: Credential,
+    environment: Mapping[str, str],
+) -> Login:
+    """Show a credential to its registry and return who that makes one.
+
+    Raises:
+        UnauthenticatedError: when the registry does not accept it.
+        UnreachableError: when it cannot be asked.
+    """
+    with http_for(settings, OneCredential(address, credential), environment) as http:
+        if _is_ours(ApiClient(http, address)):
+            return _our_login(ApiClient(http, address), credential)
+        OciClient(http, address).ping()
+        return Login(address, credential, checked=_was_asked(http, address))
+
+
+def _is_ours(api: ApiClient) -> bool:
+    try:
+        return "index_key" in api.get("")
+    except (OfflineError, RateLimitError, UnauthenticatedError, UnreachableError):
+        raise
+    except ExpertError:
+        return False
+
+
+def _our_login(api: ApiClient, credential: Credential) -> Login:
+    found = whoami(api)
+    if found.user is None:
+        message = f"{api.address.host}: the token is not known there"
+        raise UnauthenticatedError(message, hint="make one with `expertctl token new`, or ask")
+    known = Credential(found.user, credential.secret, credential.realm)
+    return Login(api.address, known, found.admin, found.token)
+
+
+def _was_asked(http: Http, address: RegistryAddress) -> bool:
+    return http.asked_who(address)
