@@ -4,6 +4,7 @@ The server is an extra, imported only by the commands that need it.
 """
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, note
+from expertctl.cli.output import JsonFlag, emit, human_size, note
 from expertctl.errors import UsageError
 
 app = typer.Typer(
@@ -105,6 +106,71 @@ def serve(
         note(f"listening on {address.url}")
 
     serve_registry(settings, workers=workers, insecure=insecure_http, report=report)
+
+
+@app.command()
+def backup(
+    data: DataFolder,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder of the backup.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy a registry, running or not; the same target again takes only what is new.
+
+    The copy holds the index key: keep it as safe as the registry.
+
+    Example: expertctl registry backup /srv/registry /mnt/backup/registry
+    """
+    with _server_extra():
+        from registry_server.operation.backup import back_up
+        from registry_server.settings_file import read_settings
+    done = back_up(read_settings(data), target.absolute())
+    text = f"{done.blobs} blobs, {human_size(done.bytes)}"
+    text += f"; {done.new} new, {human_size(done.new_bytes)}"
+    document = {"target": str(target.absolute()), "blobs": done.blobs, "bytes": done.bytes}
+    document |= {"new_blobs": done.new, "new_bytes": done.new_bytes}
+    emit(document, text, as_json=as_json)
+
+
+@app.command()
+def restore(
+    target: Annotated[Path, typer.Argument(metavar="BACKUP", help="The folder of the backup.")],
+    data: Annotated[Path, typer.Argument(metavar="DIR", help="A new, or an empty folder.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a registry out of a backup; every digest is checked first.
+
+    Example: expertctl registry restore /mnt/backup/registry /srv/registry
+    """
+    with _server_extra():
+        from registry_server.operation.restore import restore as restore_registry
+    done = restore_registry(target.absolute(), data.absolute())
+    document = {"data": str(data.absolute()), "blobs": done.blobs, "bytes": done.bytes}
+    emit(document, f"{done.blobs} blobs, {human_size(done.bytes)}", as_json=as_json)
+
+
+@app.command()
+def gc(
+    data: DataFolder,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove blobs that no package needs and uploads that stopped; the server may run.
+
+    Example: expertctl registry gc /srv/registry --dry-run
+    """
+    with _server_extra():
+        from registry_server.operation.gc import collect, survey
+        from registry_server.registry import open_registry
+        from registry_server.settings_file import read_settings
+    registry = open_registry(read_settings(data))
+    try:
+        found = (survey if dry_run else collect)(registry, now=time.time())
+    finally:
+        registry.close()
+    text = f"{found.blobs} blobs, {human_size(found.bytes)}; {found.uploads} uploads"
+    document = {"blobs": found.blobs, "bytes": found.bytes, "uploads": found.uploads}
+    verb = "would be removed" if dry_run else "removed"
+    emit({**document, "removed": not dry_run}, f"{verb}: {text}", as_json=as_json)
 
 
 @contextmanager
