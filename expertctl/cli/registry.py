@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from expertctl.cli import registry_people
 from expertctl.cli.output import JsonFlag, emit, human_size, note
 from expertctl.errors import UsageError
 
@@ -21,6 +22,10 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(registry_people.user, name="user")
+app.add_typer(registry_people.namespace, name="namespace")
+app.add_typer(registry_people.keys, name="keys")
 
 DataFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The registry's data folder.")]
 

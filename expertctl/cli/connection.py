@@ -1,0 +1,94 @@
+"""The registry that a command talks to: the one that was named, or the one that is meant."""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from expertctl.errors import UsageError
+from expertctl.reference import Reference
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.api_client import ApiClient
+from expertctl.registry.http import open_http
+from expertctl.registry.oci_client import OciClient
+from expertctl.settings import Settings
+from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
+
+RegistryOption = Annotated[
+    str | None,
+    typer.Option("--registry", metavar="HOST", help="Another registry than the one that is set."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One registry and what speaks with it."""
+
+    address: RegistryAddress
+    api: ApiClient
+    oci: OciClient
+
+    @property
+    def host(self) -> str:
+        """What the registry is called."""
+        return self.address.host
+
+
+@contextmanager
+def connected(
+    settings: Settings, wanted: Reference | None, registry: str | None
+) -> Iterator[Connection]:
+    """Lend the registry of ``--registry``, else of the reference, else of its namespace."""
+    named = _named(wanted, registry)
+    namespaces = {wanted.package.namespace} if wanted is not None else set()
+    with connected_for(settings, namespaces, named) as connection:
+        yield connection
+
+
+@contextmanager
+def connected_for(
+    settings: Settings, namespaces: Collection[str], registry: str | None
+) -> Iterator[Connection]:
+    """Lend the registry that was named, else the one that all these namespaces belong to."""
+    address = _address(settings, namespaces, registry)
+    with open_http(settings) as http:
+        yield Connection(
+            address,
+            ApiClient(http, address),
+            OciClient(http, address, settings.home.registries / "uploads"),
+        )
+
+
+def _named(wanted: Reference | None, registry: str | None) -> str | None:
+    host = wanted.registry if wanted is not None else None
+    if registry is not None and host is not None and registry != host:
+        raise UsageError(f"{wanted} and --registry {registry} name two registries")
+    return registry or host
+
+
+def _address(
+    settings: Settings, namespaces: Collection[str], registry: str | None
+) -> RegistryAddress:
+    record = TrustStore(settings.home.trust).read()
+    chosen = registry or _home(record, namespaces) or settings.registry
+    if chosen is None:
+        hint = "`expertctl config set registry HOST`, EXPERT_REGISTRY or --registry HOST"
+        raise UsageError("no registry is set", hint=hint)
+    address = RegistryAddress.parse(chosen, allow_http=True)
+    known = record.registry(address.host)
+    return RegistryAddress.parse(
+        known.url if known is not None else chosen, allow_http=settings.allow_http
+    )
+
+
+def _home(record: TrustRecord, namespaces: Collection[str]) -> str | None:
+    """Return the registry that namespaces belong to, if they belong to one."""
+    homes = {host for namespace in namespaces for host in record.homes(namespace)}
+    if len(homes) > 1:
+        names = ", ".join(sorted(homes))
+        message = f"{', '.join(sorted(namespaces))}: known from {names}"
+        raise UsageError(message, hint="say which with --registry HOST")
+    return homes.pop() if homes else None

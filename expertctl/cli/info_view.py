@@ -1,0 +1,152 @@
+"""How ``expertctl info`` shows a package: what the registry says, and what is known here of it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from expertctl.cli.output import human_size, table
+from expertctl.cli.package_view import manifest_rows, one_line
+from expertctl.digest import Digest
+from expertctl.errors import BaseMismatchError, TrustError
+from expertctl.package.compatibility import check_base
+from expertctl.reference import PackageName
+from expertctl.registry.package_pages import PackagePage, Release, VersionPage
+from expertctl.schema.manifest import Manifest, manifest_of
+from expertctl.settings import Home
+from expertctl.store.bases import BaseStore
+from expertctl.store.ref import StoredExpert
+from expertctl.trust.policy import TrustStore
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a registry has of a package, and one of its versions."""
+
+    host: str
+    page: PackagePage
+    version: VersionPage
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What this machine makes of a version on offer."""
+
+    manifest: Manifest
+    trusted: bool
+    """Whether its signer's key counts here."""
+    base: str | None
+    """The base here that it fits."""
+
+
+def judged(offer: Offer, home: Home) -> Known:
+    """Compare a version on offer with what is trusted and added here."""
+    what = f"{offer.host}: expert.json of {offer.page.name[:80]}"
+    manifest = manifest_of(offer.version.manifest, what=what)
+    return Known(manifest, _is_trusted(manifest, offer, home), _base_here(manifest, home))
+
+
+def _is_trusted(manifest: Manifest, offer: Offer, home: Home) -> bool:
+    signer, digest = offer.version.signer, Digest.parse(offer.version.content_digest)
+    trust = TrustStore(home.trust)
+    try:
+        trust.authorise(signer or "", package=manifest.package, content_digest=digest)
+    except TrustError:
+        return False
+    return True
+
+
+def _base_here(manifest: Manifest, home: Home) -> str | None:
+    for base in BaseStore(home.bases).bases():
+        try:
+            check_base(manifest, base.identity)
+        except BaseMismatchError:
+            continue
+        return base.name
+    return None
+
+
+def info_document(
+    package: PackageName,
+    offer: Offer | None,
+    known: Known | None,
+    here: Sequence[StoredExpert],
+) -> dict[str, object]:
+    """Return all of it."""
+    installed = [
+        {
+            "version": str(expert.version),
+            "registry": expert.registry,
+            "content_digest": str(expert.content_digest),
+            "package_digest": str(expert.package_digest),
+        }
+        for expert in here
+    ]
+    there = None
+    if offer is not None and known is not None:
+        there = {
+            "registry": offer.host,
+            **asdict(offer.page),
+            "shown": {
+                **asdict(offer.version),
+                "trusted": known.trusted,
+                "base_here": known.base,
+            },
+            "install": _install_line(offer),
+        }
+    return {"name": str(package), "offer": there, "installed": installed}
+
+
+def info_text(
+    package: PackageName,
+    offer: Offer | None,
+    known: Known | None,
+    here: Sequence[StoredExpert],
+) -> str:
+    """Return the same for people."""
+    rows = [["name", str(package)]]
+    if offer is not None and known is not None:
+        rows += _offer_rows(offer, known)
+    rows += [["installed", f"{e.version} from {e.registry}, {e.content_digest}"] for e in here]
+    width = max(len(name) for name, _ in rows)
+    head = "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in rows)
+    return f"{head}\n\n{_versions(offer.page)}" if offer is not None else head
+
+
+def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
+    version = offer.version
+    trusted = "trusted here" if known.trusted else "not trusted here"
+    rows = [
+        ["registry", offer.host],
+        ["shown", f"{version.version}{_yanked(version)}"],
+        *manifest_rows(known.manifest),
+        ["base here", known.base or "no; `expertctl base add` adds it"],
+        ["size", human_size(version.size)],
+        ["owners", ", ".join(offer.page.owners)],
+        ["signed by", f"{version.signer or 'nobody'}, {trusted}"],
+        ["content", version.content_digest],
+        ["package", version.package_digest],
+        ["install", _install_line(offer)],
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _versions(page: PackagePage) -> str:
+    rows = [
+        [
+            one_line(release.version),
+            one_line(release.published),
+            human_size(release.size),
+            str(release.downloads),
+            one_line((release.signer or "-").removeprefix("sha256:")[:12]),
+            one_line(_yanked(release).strip(" ()")),
+        ]
+        for release in page.versions
+    ]
+    return table(["VERSION", "PUBLISHED", "SIZE", "DOWNLOADS", "SIGNER", "STATE"], rows)
+
+
+def _yanked(release: Release) -> str:
+    return f" (yanked: {release.yanked})" if release.yanked is not None else ""
+
+
+def _install_line(offer: Offer) -> str:
+    return f"expertctl install {offer.host}/{offer.page.name}@{offer.version.version}"

@@ -1,0 +1,195 @@
+"""``expertctl publish`` and ``yank``: what changes what a registry offers."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.connection import RegistryOption, connected, connected_for
+from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table
+from expertctl.cli.target import reading
+from expertctl.errors import UsageError
+from expertctl.reference import Reference, Version
+from expertctl.registry import package_pages
+from expertctl.registry.publish import (
+    Destination,
+    Parcel,
+    Shipment,
+    in_order,
+    plan_shipment,
+    read_parcel,
+    send,
+)
+from expertctl.registry.tokens import whoami
+from expertctl.settings import load_settings
+from expertctl.trust.policy import TrustStore
+
+_NOW = {"new": "published", "signed anew": "signed anew", "published": "already published"}
+_THEN = {
+    "new": "would be published",
+    "signed anew": "would be signed anew",
+    "published": "already published",
+}
+
+
+def publish(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Signed .expert files.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what would travel, and the room there is.")
+    ] = False,
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Publish packages. Each is checked here first; its version never changes afterwards.
+
+    Example: expertctl publish sql-1.0.0.expert
+    """
+    settings = load_settings()
+    trust = TrustStore(settings.home.trust)
+    parcels = in_order([_read(path, trust, as_json=as_json) for path in files])
+    namespaces = {parcel.package.namespace for parcel in parcels}
+    with connected_for(settings, namespaces, registry) as connection:
+        to = Destination(connection.oci, connection.api, settings.home.registries)
+        user = _user(to)
+        note(f"publishing to {to.host}" + (f" as {user}" if user else ""))
+        shipments = [_shipped(each, to, dry_run=dry_run, as_json=as_json) for each in parcels]
+    words = _THEN if dry_run else _NOW
+    document = {
+        "registry": to.host,
+        "user": user,
+        "dry_run": dry_run,
+        "packages": [_document(each, to.host, words[each.state]) for each in shipments],
+    }
+    shown = _plan_text if dry_run else _done_text
+    text = "\n\n".join(shown(each, to.host, words[each.state]) for each in shipments)
+    emit(document, text, as_json=as_json)
+
+
+def yank(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A version: acme/sql@1.0.0.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="Why; everybody who asks for it is told.")
+    ] = "",
+    undo: Annotated[bool, typer.Option("--undo", help="Let the version count again.")] = False,
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take a version back. Only who has it in a lock file is still given it.
+
+    Example: expertctl yank acme/sql@1.0.0 --reason "drops rows"
+    """
+    if undo == bool(reason):
+        raise UsageError("say why with --reason TEXT, or take it back with --undo")
+    wanted = Reference.parse(ref)
+    version = exact(wanted)
+    with connected(load_settings(), wanted, registry) as connection:
+        if undo:
+            package_pages.unyank(connection.api, wanted.package, version)
+        else:
+            package_pages.yank(connection.api, wanted.package, version, reason)
+    name = f"{wanted.package}@{version}"
+    document = {"ref": name, "registry": connection.host, "yanked": reason or None}
+    done = "counts again" if undo else f"was yanked: {reason}"
+    emit(document, f"{name} {done}", as_json=as_json)
+
+
+def exact(wanted: Reference) -> Version:
+    """Return the one version that a reference names.
+
+    Raises:
+        UsageError: when it names none, or a range.
+    """
+    version = wanted.constraint.pinned
+    if version is None:
+        hint = f"write {wanted.package}@1.0.0"
+        raise UsageError(f"{wanted} does not name one version", hint=hint)
+    return version
+
+
+def _read(path: Path, trust: TrustStore, *, as_json: bool) -> Parcel:
+    with reading("checking", path, as_json=as_json) as report:
+        return read_parcel(path, trust, progress=report)
+
+
+def _user(to: Destination) -> str | None:
+    return whoami(to.api).user if to.api is not None else None
+
+
+def _shipped(parcel: Parcel, to: Destination, *, dry_run: bool, as_json: bool) -> Shipment:
+    """Plan one package, and send it unless that is all that was asked."""
+    shipment = plan_shipment(parcel, to)
+    if not dry_run:
+        with progress(f"publishing {parcel.ref}", shipment.size, as_json=as_json) as report:
+            send(shipment, to, progress=report)
+    return shipment
+
+
+def _document(shipment: Shipment, host: str, outcome: str) -> dict[str, object]:
+    parcel, room = shipment.parcel, shipment.room
+    return {
+        "ref": parcel.ref,
+        "path": str(parcel.path),
+        "outcome": outcome,
+        "content_digest": str(parcel.contents.content_digest),
+        "package_digest": str(parcel.contents.package_digest),
+        "signer": parcel.signer,
+        "sent": [{"digest": str(digest), "size": size} for digest, size in shipment.missing],
+        "bytes": shipment.size,
+        "quota": room.quota if room is not None else None,
+        "used": room.used if room is not None else None,
+        "install": _install_line(shipment, host),
+    }
+
+
+def _done_text(shipment: Shipment, host: str, outcome: str) -> str:
+    contents = shipment.parcel.contents
+    lines = [
+        f"{outcome}: {shipment.parcel.ref} on {host}, {_sent(shipment, 'sent')}",
+        f"content  {contents.content_digest}",
+        f"package  {contents.package_digest}",
+        f"signer   {shipment.parcel.signer}",
+        f"install  {_install_line(shipment, host)}",
+    ]
+    return "\n".join(lines)
+
+
+def _plan_text(shipment: Shipment, host: str, outcome: str) -> str:
+    head = f"{outcome}: {shipment.parcel.ref} on {host}, {_sent(shipment, 'to send')}"
+    return "\n".join([head, *_room_lines(shipment), table(*_rows(shipment))])
+
+
+def _rows(shipment: Shipment) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    missing = dict(shipment.missing)
+    names = {f.digest: f.path for f in reversed(shipment.parcel.contents.layout.layers)}
+    rows = [
+        [
+            names.get(digest, "(configuration)"),
+            human_size(size),
+            "travels" if digest in missing else "is there",
+            str(digest),
+        ]
+        for digest, size in shipment.parcel.blobs
+    ]
+    return ["FILE", "SIZE", "STATE", "DIGEST"], rows
+
+
+def _room_lines(shipment: Shipment) -> list[str]:
+    room, left = shipment.room, shipment.left
+    if room is None or room.quota is None or left is None:
+        return []
+    name = room.name
+    used = f"{name}: {human_size(room.used)} of {human_size(room.quota)} used"
+    fits = f", {human_size(left)} left"
+    short = "; this may not fit" if shipment.size > left else ""
+    return [f"{used}{fits}{short}"]
+
+
+def _sent(shipment: Shipment, word: str) -> str:
+    count = len(shipment.missing)
+    files = f"{count} of {len(shipment.parcel.blobs)} blobs"
+    return f"{files} {word}, {human_size(shipment.size)}"
+
+
+def _install_line(shipment: Shipment, host: str) -> str:
+    return f"expertctl install {host}/{shipment.parcel.ref}"

@@ -1,0 +1,113 @@
+"""``expertctl search`` and ``info``: what a registry offers. All that it says is shown as text."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.connection import Connection, RegistryOption, connected
+from expertctl.cli.info_view import Offer, info_document, info_text, judged
+from expertctl.cli.output import JsonFlag, emit, note, table
+from expertctl.cli.package_view import one_line
+from expertctl.errors import NotFoundError, RegistryError
+from expertctl.reference import Reference, Version
+from expertctl.registry.package_pages import Hit, package_page, version_page
+from expertctl.registry.package_pages import search as find
+from expertctl.settings import Home, load_settings
+from expertctl.store.ref import StoredExpert
+from expertctl.store.store import Store
+
+LIMIT = 20
+MAX_LIMIT = 100
+_WIDEST = 60
+"""Letters of a description in a table."""
+
+
+def search(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="A word of what it is or does.")],
+    limit: Annotated[
+        int, typer.Option("--limit", min=1, max=MAX_LIMIT, help="How many to show.")
+    ] = LIMIT,
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Search the names, descriptions and keywords of one registry.
+
+    Example: expertctl search sql
+    """
+    with connected(load_settings(), None, registry) as connection:
+        found = find(connection.api, text, limit=limit)
+    document = {
+        "registry": connection.host,
+        "results": [asdict(hit) for hit in found.results],
+        "more": found.next is not None,
+    }
+    if not found.results:
+        note(f"nothing on {connection.host} fits {text!r}")
+    emit(document, _hits_text(found.results), as_json=as_json)
+    if found.next is not None:
+        note(f"there are more than {limit}; `--limit {MAX_LIMIT}`, or say more exactly what")
+
+
+def info(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="A package, or a version of one.")],
+    registry: RegistryOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show what a registry says about a package, and what of it is here.
+
+    Example: expertctl info acme/sql
+    """
+    settings, wanted = load_settings(), Reference.parse(ref)
+    here = _installed(settings.home, wanted)
+    try:
+        with connected(settings, wanted, registry) as connection:
+            there = _ask(connection, wanted)
+    except (NotFoundError, RegistryError) as error:
+        if not here:
+            raise
+        note(f"only what is installed: {error.message}")
+        there = None
+    known = judged(there, settings.home) if there is not None else None
+    document = info_document(wanted.package, there, known, here)
+    emit(document, info_text(wanted.package, there, known, here), as_json=as_json)
+
+
+def _ask(connection: Connection, wanted: Reference) -> Offer:
+    """Return a package with one of its versions: the one that is named, else the newest."""
+    page = package_page(connection.api, wanted.package)
+    fitting = [r for r in page.versions if wanted.allows(Version.parse(r.version))]
+    newest = next((r for r in fitting if r.version == page.latest), None)
+    chosen = newest or max(fitting, key=lambda r: Version.parse(r.version), default=None)
+    if chosen is None:
+        have = ", ".join(one_line(release.version) for release in page.versions[:10])
+        message = f"{connection.host} has no {wanted.package} that fits {wanted.constraint}"
+        raise NotFoundError(message, hint=f"it has {have or 'no version'}")
+    version = version_page(connection.api, wanted.package, Version.parse(chosen.version))
+    return Offer(connection.host, page, version)
+
+
+def _installed(home: Home, wanted: Reference) -> list[StoredExpert]:
+    experts = Store(home.store).scan().experts
+    return [expert for expert in experts if expert.package == wanted.package]
+
+
+def _hits_text(hits: Sequence[Hit]) -> str:
+    rows = [
+        [
+            one_line(hit.name),
+            one_line(hit.version),
+            one_line("+".join(hit.kinds)),
+            one_line(hit.base),
+            str(hit.downloads),
+            _cut(one_line(hit.description)),
+        ]
+        for hit in hits
+    ]
+    header = ["NAME", "VERSION", "KIND", "BASE", "DOWNLOADS", "DESCRIPTION"]
+    return table(header, rows) if rows else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

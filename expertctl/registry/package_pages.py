@@ -1,0 +1,141 @@
+"""What a registry says about packages: for people who look, never a base for trust.
+
+Install believes the signed index document alone; this is what ``search`` and ``info`` show.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from urllib.parse import quote, urlencode
+
+from expertctl.digest import Digest
+from expertctl.errors import ExpertError, RegistryError
+from expertctl.reference import PackageName, Version
+from expertctl.registry.answers import answer
+from expertctl.registry.api_client import ApiClient
+from expertctl.schema.strict_json import JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A package that a search found, by its newest version."""
+
+    name: str
+    version: str
+    description: str = ""
+    task: str = ""
+    kinds: tuple[str, ...] = ()
+    base: str = ""
+    downloads: int = 0
+    updated: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """One page of a search; ``next`` is where the following one begins."""
+
+    results: tuple[Hit, ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One version of a package."""
+
+    version: str
+    content_digest: str
+    package_digest: str
+    published: str = ""
+    yanked: str | None = None
+    """Why it was taken back, if it was."""
+    size: int = 0
+    signer: str | None = None
+    downloads: int = 0
+    kinds: tuple[str, ...] = ()
+    base: JsonObject | str = ""
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def base_name(self) -> str:
+        """What the base model is called."""
+        return self.base if isinstance(self.base, str) else str(self.base.get("name", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class PackagePage:
+    """A package with all its versions."""
+
+    name: str
+    description: str = ""
+    latest: str | None = None
+    owners: tuple[str, ...] = ()
+    versions: tuple[Release, ...] = ()
+
+    def release(self, version: str) -> Release | None:
+        """Return one version."""
+        return next((each for each in self.versions if each.version == version), None)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPage(Release):
+    """One version with its ``expert.json``, which nobody verified here."""
+
+    manifest: JsonObject = field(default_factory=dict)
+
+
+def search(api: ApiClient, text: str, *, limit: int, cursor: str | None = None) -> Hits:
+    """Return the packages whose name, description or keywords fit a text."""
+    wanted = {"q": text, "limit": str(limit), **({"cursor": cursor} if cursor else {})}
+    document = api.get(f"search?{urlencode(wanted)}")
+    return answer(document, Hits, host=api.address.host)
+
+
+def package_page(api: ApiClient, package: PackageName) -> PackagePage:
+    """Return a package with its versions.
+
+    Raises:
+        NotFoundError: when there is none of this name that the user may read.
+    """
+    page = answer(api.get(f"packages/{package}"), PackagePage, host=api.address.host)
+    _check(page.name, package, page.versions, api.address.host)
+    return page
+
+
+def version_page(api: ApiClient, package: PackageName, version: Version) -> VersionPage:
+    """Return one version.
+
+    Raises:
+        NotFoundError: when there is none that the user may read.
+    """
+    document = api.get(f"packages/{package}/{quote(str(version))}")
+    page = answer(document, VersionPage, host=api.address.host)
+    _check(str(package), package, [page], api.address.host)
+    return page
+
+
+def yank(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:
+    """Take a version back: nobody is given it any more but who locked it."""
+    api.put(_yank_path(package, version), {"reason": reason})
+
+
+def unyank(api: ApiClient, package: PackageName, version: Version) -> None:
+    """Let a version that was taken back count again."""
+    api.delete(_yank_path(package, version))
+
+
+def _yank_path(package: PackageName, version: Version) -> str:
+    return f"packages/{package}/{quote(str(version))}/yank"
+
+
+def _check(name: str, package: PackageName, releases: Iterable[Release], host: str) -> None:
+    """Refuse an answer about another package, or with versions that are none."""
+    try:
+        same = PackageName.parse(name) == package
+        for release in releases:
+            Version.parse(release.version)
+            Digest.parse(release.content_digest)
+            Digest.parse(release.package_digest)
+    except ExpertError as error:
+        raise RegistryError(f"{host} about {package}: {error.message}") from error
+    if not same:
+        raise RegistryError(f"{host} was asked for {package} and answered about another package")

@@ -1,0 +1,78 @@
+"""Access tokens of a registry: made for one use, shown once, taken back by their id."""
+
+import re
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from expertctl.errors import UsageError
+from expertctl.registry.answers import answer
+from expertctl.registry.api_client import ApiClient
+
+_LIFETIME = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as it is listed: without its secret."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...] = ()
+    created: str | None = None
+    expires: str | None = None
+    last_used: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken(Token):
+    """A token with its secret, which the registry shows once."""
+
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whoami:
+    """Whose credentials a registry sees."""
+
+    user: str | None
+    admin: bool = False
+    token: Token | None = None
+
+
+def parse_lifetime(text: str) -> int:
+    """Read how long a token lives, ``90d`` say, in seconds.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _LIFETIME.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text[:40]!r} is not a time to live", hint="write 90d, 12h or 2w")
+    return int(match.group(1)) * _SECONDS[match.group(2)]
+
+
+def whoami(api: ApiClient) -> Whoami:
+    """Return whose credentials the registry sees."""
+    return answer(api.get("whoami"), Whoami, host=api.address.host)
+
+
+def tokens(api: ApiClient) -> list[Token]:
+    """Return the user's live tokens."""
+    return list(answer(api.get("tokens"), _Tokens, host=api.address.host).tokens)
+
+
+def new_token(api: ApiClient, name: str, *, scopes: list[str], lifetime: int | None) -> NewToken:
+    """Make a token that may do what its scopes say; none: what the user may."""
+    document = api.post("tokens", {"name": name, "scopes": list(scopes), "expires_in": lifetime})
+    return answer(document, NewToken, host=api.address.host)
+
+
+def revoke_token(api: ApiClient, token_id: str) -> None:
+    """Take a token back."""
+    api.delete(f"tokens/{quote(token_id, safe='')}")
