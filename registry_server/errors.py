@@ -34,12 +34,16 @@ def error_response(error: ExpertError, scope: Scope, settings: ServerSettings) -
 
 
 def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
-    """Return the values of ``WWW-Authenticate``: a bearer token from ``/token``, or Basic."""
+    """Return the values of ``WWW-Authenticate``: Basic, or a bearer token from ``/token``.
+
+    Basic comes first: clients that know one scheme take the first header, and some take them both
+    for one, whose last realm counts.
+    """
     url = settings.public_url
     service = url.partition("://")[2]
     wanted = f',scope="{scope}"' if scope else ""
     bearer = f'Bearer realm="{url}/token",service="{service}"{wanted}'
-    return bearer, 'Basic realm="expertctl registry"'
+    return 'Basic realm="expertctl registry"', bearer
 
 
 def printable(text: str) -> str:
@@ -77,5 +81,5 @@ def _asked_scope(path: str, method: str) -> str:
         return ""
     actions = "pull" if method in {"GET", "HEAD"} else "pull,push"
     if method == "DELETE" and "/blobs/uploads/" not in path:
-        actions = "delete"
+        actions = "pull,delete"
     return f"repository:{match.group(1)}:{actions}"

@@ -99,6 +99,26 @@ class Database:
             yield connection
             connection.exec_driver_sql("COMMIT")
 
+    @contextmanager
+    def jot(self) -> Iterator[Connection]:
+        """Write as `write` does, but do not wait for the disk.
+
+        A killed process loses none of it. A power cut may, up to the next `write`: this is for
+        what can be done again, such as the beginning of an upload.
+
+        Raises:
+            StoreError: when the database cannot be written.
+            DiskFullError: when there is no room.
+        """
+        with self._guarded(), self._writing, self._engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
+            try:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                yield connection
+                connection.exec_driver_sql("COMMIT")
+            finally:
+                _settle(connection)
+
     def version(self) -> int:
         """Return a number that is another one after each commit; much cheaper than any read.
 
@@ -154,6 +174,14 @@ def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     connection.execute("PRAGMA foreign_keys=ON")
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA trusted_schema=OFF")
+
+
+def _settle(connection: Connection) -> None:
+    """Undo what was not committed, and wait for the disk again from here on."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    driver.rollback()
+    driver.execute("PRAGMA synchronous=FULL")
 
 
 def _wrapped(error: Exception, path: Path) -> StoreError | DiskFullError:

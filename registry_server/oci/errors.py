@@ -27,6 +27,7 @@ class OciCode(StrEnum):
     UNSUPPORTED = "UNSUPPORTED"
     TOO_MANY_REQUESTS = "TOOMANYREQUESTS"
     UNAVAILABLE = "UNAVAILABLE"
+    UPLOAD_BUSY = "BLOB_UPLOAD_BUSY"
     UNKNOWN = "UNKNOWN"
 
 
@@ -49,6 +50,7 @@ OCI_STATUS: dict[OciCode, int] = {
     OciCode.UNSUPPORTED: 405,
     OciCode.TOO_MANY_REQUESTS: 429,
     OciCode.UNAVAILABLE: 503,
+    OciCode.UPLOAD_BUSY: 409,
     OciCode.UNKNOWN: 500,
 }
 """Statuses of the errors that this server finds itself."""

@@ -4,9 +4,15 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import Connection, and_, delete, insert, select
 
-from registry_server.database.tables import MANIFEST_LINKS, MANIFESTS, REPOSITORY_BLOBS, TAGS
+from registry_server.database.tables import (
+    MANIFEST_LINKS,
+    MANIFESTS,
+    REPOSITORIES,
+    REPOSITORY_BLOBS,
+    TAGS,
+)
 from registry_server.oci.errors import OciCode, OciError
 from registry_server.oci.manifest_document import ManifestDocument
 from registry_server.storage.blob_digest import BlobDigest
@@ -29,6 +35,27 @@ def find(connection: Connection, repository_id: int, digest: str) -> StoredManif
     columns = (MANIFESTS.c.digest, MANIFESTS.c.media_type, MANIFESTS.c.content)
     own = (MANIFESTS.c.repository_id == repository_id, MANIFESTS.c.digest == digest)
     row = connection.execute(select(*columns).where(*own)).first()
+    return None if row is None else StoredManifest(row[0], row[1], row[2])
+
+
+def look_up(
+    connection: Connection, repository: str, reference: BlobDigest | str
+) -> StoredManifest | None:
+    """Return a manifest by the name of its repository, and its digest or a tag."""
+    query = (
+        select(MANIFESTS.c.digest, MANIFESTS.c.media_type, MANIFESTS.c.content)
+        .join(REPOSITORIES, REPOSITORIES.c.id == MANIFESTS.c.repository_id)
+        .where(REPOSITORIES.c.name == repository)
+    )
+    if isinstance(reference, BlobDigest):
+        query = query.where(MANIFESTS.c.digest == str(reference))
+    else:
+        same = (
+            TAGS.c.repository_id == MANIFESTS.c.repository_id,
+            TAGS.c.digest == MANIFESTS.c.digest,
+        )
+        query = query.join(TAGS, and_(*same)).where(TAGS.c.name == reference)
+    row = connection.execute(query).first()
     return None if row is None else StoredManifest(row[0], row[1], row[2])
 
 
