@@ -3,7 +3,8 @@
 ::
 
     store/blobs/sha256/<hex>                           one file of a package
-    store/refs/<registry>/<namespace>/<name>/<version> the commit of one installed expert
+    store/refs/<registry>/<namespace>/<name>/<version> the commit of one installed expert; registry
+                                                       is a host, ':' as '+', or local: from a file
     store/staging/<token>/                             what one install is writing now
     store/leases/<token>/                              blobs that one process is using now
     store/derived/<content digest>/                    what was computed from one package
@@ -14,12 +15,13 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError
 from expertctl.reference import PackageName, Version
-from expertctl.store.ref import StoredExpert, parse_ref
+from expertctl.store.ref import LOCAL, StoredExpert, parse_ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,14 @@ class StorePaths:
 
     def ref(self, registry: str, package: PackageName, version: Version) -> Path:
         """Where the ref of an expert is, if it is installed."""
-        return self.refs / registry / package.namespace / package.name / str(version)
+        place = self.refs / _folder_of(registry)
+        return place / package.namespace / package.name / str(version)
+
+    def refs_of(self, package: PackageName, version: Version) -> list[Path]:
+        """Return the refs of one version, whatever the registry: more than one after a crash."""
+        places = (Path(entry.path) for entry in _entries(str(self.refs)))
+        paths = (place / package.namespace / package.name / str(version) for place in places)
+        return [path for path in paths if path.is_file()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +102,8 @@ class Scan:
 
     experts: tuple[StoredExpert, ...]
     damaged: tuple[DamagedRef, ...]
+    shadowed: tuple[StoredExpert, ...] = ()
+    """What was left where an expert came from before, by a process that was killed."""
 
 
 def scan(paths: StorePaths) -> Scan:
@@ -107,8 +118,20 @@ def scan(paths: StorePaths) -> Scan:
         except InvalidPackageError as error:
             namespace, name, version = path.parts[-3:]
             damaged.append(DamagedRef(path, f"{namespace}/{name}@{version}", error.problems[0]))
-    experts.sort(key=lambda e: (e.package, e.version, e.registry))
-    return Scan(tuple(experts), tuple(damaged))
+    experts.sort(key=lambda e: (e.package, e.version, e.registry == LOCAL, e.registry))
+    shadowed = [b for a, b in pairwise(experts) if _is_shadow(a, b)]
+    shown = [e for e in experts if e not in shadowed] if shadowed else experts
+    return Scan(tuple(shown), tuple(damaged), tuple(shadowed))
+
+
+def _is_shadow(shown: StoredExpert, other: StoredExpert) -> bool:
+    """Tell whether one stands for both: its registry took over from a file, or from another."""
+    return shown.ref == other.ref and shown.content_digest == other.content_digest
+
+
+def _folder_of(registry: str) -> str:
+    """Return a host as the name of a folder on any system, as `RegistryAddress.folder` does."""
+    return registry.replace(":", "+").replace("[", "").replace("]", "")
 
 
 def read_ref(paths: StorePaths, path: Path) -> StoredExpert:

@@ -15,7 +15,7 @@ from expertctl.digest import Digest, hash_file
 from expertctl.errors import DigestError, NotFoundError, StoreError
 from expertctl.reference import ANY, Reference
 from expertctl.store.paths import Scan, StorePaths, file_size, scan
-from expertctl.store.ref import StoredExpert
+from expertctl.store.ref import LOCAL, StoredExpert
 
 if TYPE_CHECKING:
     from expertctl.package.verify import VerifiedPackage
@@ -124,11 +124,16 @@ class Store:
         return begin(self.paths)
 
     def add(
-        self, package: "VerifiedPackage", staging: "Staging", *, warnings: Sequence[str] = ()
+        self,
+        package: "VerifiedPackage",
+        staging: "Staging",
+        *,
+        warnings: Sequence[str] = (),
+        registry: str = LOCAL,
     ) -> "Added":
         """Publish one package whose blobs are staged; see `Transaction.add`."""
         with self.transaction() as changes:
-            return changes.add(package, staging, warnings=warnings)
+            return changes.add(package, staging, warnings=warnings, registry=registry)
 
     def remove(self, expert: StoredExpert) -> "Freed":
         """Remove an expert, and the blobs that nothing else needs now."""

@@ -75,48 +75,61 @@ class Transaction:
         return scan(self._paths)
 
     def add(
-        self, package: VerifiedPackage, staging: Staging, *, warnings: Sequence[str] = ()
+        self,
+        package: VerifiedPackage,
+        staging: Staging,
+        *,
+        warnings: Sequence[str] = (),
+        registry: str = LOCAL,
     ) -> Added:
-        """Publish a package whose blobs are staged.
+        """Publish a package whose blobs are staged; ``registry`` is where it came from.
 
-        The blobs replace those that are there: so installing again repairs damage.
+        The blobs replace those that are there: so installing again repairs damage. One version of a
+        name is there once: a registry takes it over from a file or from another registry, a file
+        from none, so that what a registry revokes later is still heard.
 
         Raises:
             ConflictError: when the version is installed with other content.
         """
-        new = expert_of(package, warnings)
+        new = expert_of(package, warnings, registry=registry)
         old = self._installed(new)
         expert, outcome = _decide(old, new)
-        path = self._paths.ref(new.registry, new.package, new.version)
+        path = self._paths.ref(expert.registry, expert.package, expert.version)
         for digest in {file.digest for file in new.layers}:
             make_folders(self._paths.blobs, mode=0o755)
             publish(staging.path(digest), self._paths.blob(digest))
         sync_folder(self._paths.blobs)
         if old != expert:
             self._write_ref(expert, path, staging)
+        for place in self._paths.refs_of(expert.package, expert.version):
+            if place != path:
+                self.discard(place)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
         self._free(file.digest for file in superseded)
         return Added(expert, outcome)
 
-    def check(self, package: VerifiedPackage) -> None:
+    def check(self, package: VerifiedPackage, *, registry: str = LOCAL) -> None:
         """Do what `add` does before it publishes anything.
 
         Raises:
             ConflictError: when the version is installed with other content.
         """
-        new = expert_of(package, ())
+        new = expert_of(package, (), registry=registry)
         _decide(self._installed(new), new)
 
     def remove(self, expert: StoredExpert) -> Freed:
         """Remove an expert, and the blobs that nothing else needs now."""
-        self.discard(self._paths.ref(expert.registry, expert.package, expert.version))
+        shown = self._paths.ref(expert.registry, expert.package, expert.version)
+        places = self._paths.refs_of(expert.package, expert.version)
+        for place in sorted(places, key=lambda place: place == shown):
+            self.discard(place)
         return self._free(file.digest for file in expert.layers)
 
     def discard(self, ref: Path) -> None:
         """Remove a ref, damaged or not; its blobs stay."""
         ref.unlink(missing_ok=True)
         sync_folder(ref.parent)
-        for folder in (ref.parent, ref.parent.parent):
+        for folder in ref.parents[:3]:
             if not any(folder.iterdir()):
                 folder.rmdir()
 
@@ -127,6 +140,8 @@ class Transaction:
             StoreError: when a ref is damaged: its blobs cannot be told from garbage.
         """
         garbage = garbage_of(self._paths, age=age)
+        for expert in self.scan().shadowed:
+            self.discard(self._paths.ref(expert.registry, expert.package, expert.version))
         for path in self._paths.blobs.glob(".*.tmp"):
             path.unlink()
         for digest in garbage.blobs:
@@ -142,11 +157,13 @@ class Transaction:
 
     def _installed(self, new: StoredExpert) -> StoredExpert | None:
         """Return what the new one would replace; a damaged ref is as good as none."""
-        path = self._paths.ref(new.registry, new.package, new.version)
-        try:
-            return read_ref(self._paths, path)
-        except (FileNotFoundError, InvalidPackageError):
-            return None
+        found = []
+        for path in self._paths.refs_of(new.package, new.version):
+            try:
+                found.append(read_ref(self._paths, path))
+            except (FileNotFoundError, InvalidPackageError):
+                continue
+        return min(found, key=lambda old: (old.registry == LOCAL, old.registry), default=None)
 
     def _write_ref(self, expert: StoredExpert, path: Path, staging: Staging) -> None:
         with staged_file(staging.ref) as write:
@@ -217,26 +234,34 @@ def _referenced(now: Scan) -> set[Digest]:
 
 
 def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, Outcome]:
-    """Return what the ref shall say; a signature is never taken away."""
+    """Return what the ref shall say; neither a signature nor a registry is ever taken away."""
     if old is None:
         return new, "installed"
     if old.content_digest != new.content_digest:
+        there = "" if old.registry == new.registry else f", {_source(old.registry)}"
         raise ConflictError(
-            f"{new.ref} is already installed with other content",
+            f"{new.ref} is already installed{there} with other content",
             hint=f"a version never changes its content: build it as another version, or first "
             f"`expertctl remove {new.ref}`",
         )
+    registry = old.registry if new.registry == LOCAL else new.registry
     if new.signer is None or old.package_digest == new.package_digest:
-        return replace(old, warnings=new.warnings), "already installed"
-    return new, "re-signed"
+        return replace(old, registry=registry, warnings=new.warnings), "already installed"
+    return replace(new, registry=registry), "re-signed"
 
 
-def expert_of(package: VerifiedPackage, warnings: Sequence[str]) -> StoredExpert:
-    """Return a verified package as the store records it."""
+def _source(registry: str) -> str:
+    return "from a file" if registry == LOCAL else f"from {registry}"
+
+
+def expert_of(
+    package: VerifiedPackage, warnings: Sequence[str], *, registry: str = LOCAL
+) -> StoredExpert:
+    """Return a verified package as the store records it; ``registry`` is where it came from."""
     contents = package.contents
     manifest = contents.manifest
     return StoredExpert(
-        registry=LOCAL,
+        registry=registry,
         package=manifest.package,
         version=manifest.semver,
         content_digest=contents.content_digest,
