@@ -177,7 +177,10 @@ def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> I
     try:
         bundle = read_bundle(store.blob_path(expert.signature.digest).read_bytes())
         key = trust.authorise(
-            bundle.key_id, package=expert.package, content_digest=expert.content_digest
+            bundle.key_id,
+            package=expert.package,
+            content_digest=expert.content_digest,
+            registry=expert.registry,
         )
         verify_bundle(bundle, expert.files, key)
     except RevokedError as error:

@@ -116,12 +116,16 @@ def _sound(claims: Sequence[Claims]) -> set[Claims]:
 def _vouching(expert: StoredExpert, trust: TrustRecord) -> Vouching | None:
     if expert.signer is None:
         return None
-    trusted, revocation = trust.trusted(expert.signer), trust.revocation(expert.signer)
-    grants = trusted.grants if trusted else ()
+    namespace = expert.package.namespace
+    trusted = trust.trusted(expert.signer)
+    revocation = trust.revocation(
+        expert.signer, namespace=namespace, registry=expert.registry
+    )
+    origin = trust.origin(namespace, expert.registry)
     matching = [
         grant
-        for grant in grants
-        if grant.namespace == expert.package.namespace and grant.allows(expert.content_digest)
+        for grant in (trusted.grants if trusted else ())
+        if grant.covers(namespace, registry=origin) and grant.allows(expert.content_digest)
     ]
     return Vouching(
         expert.signer,

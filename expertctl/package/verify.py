@@ -6,11 +6,11 @@ Only this module makes one. Nothing here needs the network.
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Progress, no_progress
-from expertctl.errors import SignatureError, TrustError, UnsignedError
+from expertctl.digest import Digest, Progress, no_progress
+from expertctl.errors import DigestError, SignatureError, TrustError, UnsignedError
 from expertctl.package.archive_reader import DISCARD, BlobSink
 from expertctl.package.read import PackageContents, read_package
-from expertctl.reference import Reference
+from expertctl.reference import FROM_FILE, Reference
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
@@ -44,9 +44,15 @@ def verify_file(
 
 
 def verify_contents(
-    contents: PackageContents, trust: TrustStore, *, expected: Reference | None = None
+    contents: PackageContents,
+    trust: TrustStore,
+    *,
+    expected: Reference | None = None,
+    registry: str = FROM_FILE,
 ) -> VerifiedPackage:
     """Demand the package that was asked for, signed by a key that may sign it.
+
+    ``registry`` is where it came from: what is trusted there alone counts too.
 
     Raises:
         UnsignedError: when there is no signature.
@@ -61,16 +67,18 @@ def verify_contents(
             hint="ask its publisher for a signed one, or sign it with `expertctl sign FILE`",
         )
     try:
-        key = _verify_signature(contents, contents.signature, trust)
+        key = _verify_signature(contents, contents.signature, trust, registry)
     except SignatureError as error:  # of several packages, say which
         raise SignatureError(f"{manifest.ref}: {error.message}", hint=error.hint) from error
     return VerifiedPackage(contents, key.key_id)
 
 
-def _verify_signature(contents: PackageContents, signature: bytes, trust: TrustStore) -> PublicKey:
+def _verify_signature(
+    contents: PackageContents, signature: bytes, trust: TrustStore, registry: str
+) -> PublicKey:
     bundle = read_bundle(signature)
     package, digest = contents.manifest.package, contents.content_digest
-    key = trust.authorise(bundle.key_id, package=package, content_digest=digest)
+    key = trust.authorise(bundle.key_id, package=package, content_digest=digest, registry=registry)
     verify_bundle(bundle, contents.files, key)
     return key
 
@@ -86,6 +94,17 @@ def accept_unsigned(contents: PackageContents) -> VerifiedPackage:
             f"{contents.manifest.ref} is signed, so its signature counts",
             hint="see `expertctl verify` and `expertctl trust`",
         )
+    return VerifiedPackage(contents, None)
+
+
+def accept_named(contents: PackageContents, named: Digest) -> VerifiedPackage:
+    """Accept a package that the user named by its exact bytes, whoever signed it.
+
+    Raises:
+        DigestError: when these are other bytes.
+    """
+    if named not in {contents.package_digest, contents.content_digest}:
+        raise DigestError(f"{contents.manifest.ref} is not {named}")
     return VerifiedPackage(contents, None)
 
 

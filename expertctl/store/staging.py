@@ -37,6 +37,11 @@ class Staging:
         """Where a staged blob is."""
         return self.folder / digest.hex
 
+    def adopt(self, digest: Digest, source: Path) -> None:
+        """Have a blob that is somewhere else already; it stays there too."""
+        self.path(digest).unlink(missing_ok=True)
+        _link(source, self.path(digest))
+
     def part(self, name: str, digests: Iterable[Digest]) -> "Staging":
         """Return a staging inside this one with some of its blobs, which others may have too."""
         part = Staging(self.folder / name)

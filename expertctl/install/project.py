@@ -1,0 +1,248 @@
+"""``experts.toml``: the experts that a project, or this user, wants.
+
+::
+
+    [experts]
+    "acme/sql" = "^1.2"
+    "hub.example/beta/chat" = "*"
+
+    [registries]
+    beta = "hub.example"
+
+It is read strictly. It comes with somebody's project, so it never adds trust and never moves a
+namespace: a registry that it names must be known to the user already.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from filelock import FileLock, Timeout
+
+from expertctl.durable import make_folders, write_atomic
+from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError, StoreError, UsageError
+from expertctl.reference import PackageName, Reference
+from expertctl.registry.address import RegistryAddress
+from expertctl.regular_file import open_regular
+
+PROJECT = "experts.toml"
+MAX_BYTES = 1 << 20
+MAX_EXPERTS = 200
+LOCK_SECONDS = 30.0
+T = TypeVar("T")
+_TABLES = {"experts", "registries"}
+_HEADER = re.compile(r"^[ \t]*\[[ \t]*experts[ \t]*\][ \t]*(?:#.*)?$", re.MULTILINE)
+_MARKER = re.compile(r"^(<{7}|={7}|>{7})", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """What ``experts.toml`` says."""
+
+    experts: tuple[Reference, ...] = ()
+    """Sorted by name; of each package one."""
+    registries: tuple[tuple[str, str], ...] = ()
+    """Namespaces, and the registries that they shall come from."""
+
+    @classmethod
+    def parse(cls, text: str, *, what: str) -> Self:
+        """Read the text of the file.
+
+        Raises:
+            InvalidPackageError: with every problem, when it is not such a file.
+        """
+        document = read_toml(text, what=what)
+        problems = [f"unknown table {key!r}" for key in document if key not in _TABLES]
+        experts = _each(document, "experts", _expert, problems)
+        registries = _each(document, "registries", _registry, problems)
+        names = [reference.package for reference in experts]
+        problems += [
+            f"{name} is there twice" for name in sorted(set(names)) if names.count(name) > 1
+        ]
+        if len(experts) > MAX_EXPERTS:
+            problems.append(f"more than {MAX_EXPERTS} experts")
+        if problems:
+            raise InvalidPackageError(what, problems, hint='in [experts]: "acme/sql" = "^1.2"')
+        mapping = dict(registries)
+        located = [_located(reference, mapping) for reference in experts]
+        return cls(tuple(sorted(located, key=lambda r: r.package)), tuple(sorted(registries)))
+
+    def wanted(self, package: PackageName) -> Reference | None:
+        """Return what is wanted of a package."""
+        return next((r for r in self.experts if r.package == package), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectFile:
+    """One ``experts.toml`` and the lock file beside it."""
+
+    path: Path
+    guard: Path
+    """Held by whoever changes such a file; it lies in the user's home, not in the project."""
+
+    @property
+    def lock_path(self) -> Path:
+        """Where its lock file is."""
+        return self.path.with_name("expert.lock")
+
+    def exists(self) -> bool:
+        """Tell whether there is such a file."""
+        return self.path.is_file()
+
+    def read(self) -> Project:
+        """Read the file; one that is not there wants nothing.
+
+        Raises:
+            InvalidPackageError: when it is not such a file.
+        """
+        return Project.parse(read_text(self.path), what=str(self.path))
+
+    def save(self, references: Mapping[PackageName, Reference]) -> None:
+        """Write what is wanted of some packages, in place of what was; all else stays.
+
+        Raises:
+            InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+        """
+        self._change({package: _line(reference) for package, reference in references.items()})
+
+    def drop(self, package: PackageName) -> bool:
+        """Take a package out; tell whether it was there.
+
+        Raises:
+            InvalidPackageError: when the file cannot be read, or is written in an unusual way.
+        """
+        if self.read().wanted(package) is None:
+            return False
+        self._change({package: ""})
+        return True
+
+    def _change(self, lines: Mapping[PackageName, str]) -> None:
+        make_folders(self.guard.parent, mode=0o700)
+        with _locked(self.guard):
+            before, text = self.read(), read_text(self.path)
+            for package, line in lines.items():
+                text = _replaced(text, package, line)
+            self._check_meaning(before, text, lines)
+            write_atomic(self.path, text.encode("utf-8"))
+
+    def _check_meaning(self, before: Project, text: str, lines: Mapping[PackageName, str]) -> None:
+        """Demand that a line-wise change did what it should and nothing else."""
+        added = "".join(line for line in lines.values() if line)
+        wanted = Project.parse(f"[experts]\n{added}", what=str(self.path)).experts
+        kept = tuple(r for r in before.experts if r.package not in lines)
+        try:
+            found = Project.parse(text, what=str(self.path))
+        except InvalidPackageError:
+            found = Project()
+        if {str(r) for r in found.experts} != {
+            str(_located(r, dict(before.registries))) for r in (*kept, *wanted)
+        } or found.registries != before.registries:
+            problems = ["it is written in a way that cannot be changed line by line"]
+            raise InvalidPackageError(str(self.path), problems, hint="edit it by hand")
+
+
+def read_text(path: Path) -> str:
+    """Return a bounded regular file as text; one that is not there is empty.
+
+    Raises:
+        InvalidPackageError: when it is too large, no text or no regular file.
+    """
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except NotFoundError:
+        return ""
+    if len(data) > MAX_BYTES:
+        raise InvalidPackageError(str(path), [f"more than {MAX_BYTES} bytes"])
+    try:
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InvalidPackageError(str(path), ["not UTF-8 text"]) from error
+
+
+def read_toml(text: str, *, what: str) -> dict[str, object]:
+    """Read TOML that a person or a merge may have damaged.
+
+    Raises:
+        InvalidPackageError: when it is not TOML; the markers of a merge are named.
+    """
+    if match := _MARKER.search(text):
+        line = text.count("\n", 0, match.start()) + 1
+        problem = f"line {line} is the marker of a merge conflict"
+        hint = "choose one side in experts.toml, then `expertctl lock` writes expert.lock anew"
+        raise InvalidPackageError(what, [problem], hint=hint)
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # tomllib's own is a ValueError, among others
+        raise InvalidPackageError(what, [f"not valid TOML: {error}"]) from error
+
+
+def _each(
+    document: Mapping[str, object],
+    table: str,
+    read: Callable[[str, str], T],
+    problems: list[str],
+) -> list[T]:
+    rows = document.get(table, {})
+    if not isinstance(rows, dict):
+        problems.append(f"{table} is not a table")
+        return []
+    found = []
+    for key, value in rows.items():
+        try:
+            if not isinstance(value, str):
+                raise UsageError("its value is not text")
+            found.append(read(key, value))
+        except ExpertError as error:
+            problems.append(f"[{table}] {key[:80]!r}: {error.message}")
+    return found
+
+
+def _expert(name: str, constraint: str) -> Reference:
+    if "@" in name:
+        raise UsageError("a name holds no '@'")
+    return Reference.parse(f"{name}@{constraint}")
+
+
+def _registry(namespace: str, host: str) -> tuple[str, str]:
+    PackageName.parse(f"{namespace}/any")
+    return namespace, RegistryAddress.parse(host, allow_http=True).host
+
+
+def _located(reference: Reference, registries: Mapping[str, str]) -> Reference:
+    """Return a reference with the registry that the file gives to its namespace."""
+    host = reference.registry or registries.get(reference.package.namespace)
+    return Reference(reference.package, reference.constraint, host, reference.digest)
+
+
+def _line(reference: Reference) -> str:
+    name, _, constraint = str(reference).partition("@")
+    return f'"{name}" = "{constraint or "*"}"\n'
+
+
+def _replaced(text: str, package: PackageName, line: str) -> str:
+    pattern = re.compile(
+        rf'^[ \t]*"(?:[^"/\n]*/)?{re.escape(str(package))}"[ \t]*=.*(?:\n|\Z)', re.MULTILINE
+    )
+    if pattern.search(text):
+        return pattern.sub(lambda _: line, text, count=1)
+    header = _HEADER.search(text)
+    if header is not None:
+        end = header.end()
+        return f"{text[:end]}\n{line}{text[end:].removeprefix(chr(10))}"
+    gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
+    return f"{text}{gap}[experts]\n{line}"
+
+
+@contextmanager
+def _locked(guard: Path) -> Iterator[None]:
+    try:
+        with FileLock(guard, timeout=LOCK_SECONDS, thread_local=False):
+            yield
+    except Timeout as error:
+        message = f"{guard} is held for too long by another process"
+        raise StoreError(message, hint="try again when that has ended") from error
