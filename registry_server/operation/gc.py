@@ -14,6 +14,7 @@ which uploads put files in place. A crash leaves rows that are fewer than the fi
 next collection takes the rest.
 """
 
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -97,15 +98,20 @@ def _stale_uploads(connection: Connection, cutoff: float) -> list[str]:
 def _strays(registry: Registry, cutoff: float) -> list[Path]:
     """Return old files among the uploads that belong to none that goes on."""
     with disk_errors():
-        old = [
-            path
-            for path in sorted(registry.settings.uploads.iterdir())
-            if path.lstat().st_mtime < cutoff and not path.is_dir()
-        ]
+        found = sorted(registry.settings.uploads.iterdir())
+        old = [path for path in found if _is_old_file(path, cutoff)]
     with registry.database.read() as connection:
         query = select(UPLOADS.c.id).where(UPLOADS.c.updated >= cutoff)
         going_on = set(connection.execute(query).scalars())
     return [path for path in old if path.name not in going_on]
+
+
+def _is_old_file(path: Path, cutoff: float) -> bool:
+    try:
+        entry = path.lstat()
+    except FileNotFoundError:  # it became a blob meanwhile
+        return False
+    return entry.st_mtime < cutoff and not stat.S_ISDIR(entry.st_mode)
 
 
 def _collect_links(database: Database, cutoff: float) -> None:

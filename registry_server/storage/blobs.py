@@ -12,7 +12,7 @@ are never mistaken for each other. A file without a row is garbage; a row withou
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -89,8 +89,9 @@ class BlobStorage:
         with disk_errors():
             for file in sorted(self.folder.glob("*/??/*")):
                 if (digest := _digest_of(file)) and self.path(digest) == file:
-                    entry = file.stat()
-                    yield StoredBlob(digest, entry.st_size, entry.st_mtime)
+                    with suppress(FileNotFoundError):  # removed since it was listed
+                        entry = file.stat()
+                        yield StoredBlob(digest, entry.st_size, entry.st_mtime)
 
     def _opened(self, digest: AnyDigest) -> BinaryIO:
         try:

@@ -1,13 +1,10 @@
 """Packages in memory, and ways to hand them to a registry without a network."""
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from sqlalchemy.dialects.sqlite import insert
 
 from expertctl.digest import Digest, FileDigest
 from expertctl.package.layout import CONFIG, Layout, content_digest, layout_of, read_manifest
@@ -20,11 +17,11 @@ from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
 from registry_server.access import namespaces
 from registry_server.access.identity import Identity
-from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS
-from registry_server.oci import manifests, repositories
+from registry_server.oci import blobs, manifests, repositories
 from registry_server.publishing.commit import Published, publish
 from registry_server.publishing.routes import read_index
 from registry_server.registry import Registry
+from registry_server.storage.blob_digest import BlobDigest
 from tests.factories import make_package, write_base
 
 
@@ -91,21 +88,17 @@ def make_template(folder: Path) -> Template:
 
 def upload(registry: Registry, parcel: Parcel) -> None:
     """Put the blobs of a package into its repository, as finished uploads do."""
-    now = time.time()
     with registry.database.write() as connection:
         namespace = namespaces.get(connection, parcel.name.namespace)
         repository = repositories.find_or_create(
             connection, name=str(parcel.name), namespace_id=namespace.id
         )
         for digest, data in parcel.blobs.items():
-            temporary = registry.settings.uploads / digest.hex
+            temporary = registry.settings.data / digest.hex
             temporary.write_bytes(data)
             registry.storage.adopt(temporary, digest)
-            blob = {"digest": str(digest), "size": len(data), "created": now}
-            connection.execute(insert(BLOBS).values(blob).on_conflict_do_nothing())
-            link = {"repository_id": repository.id, "digest": str(digest), "added": now}
-            fresh = insert(REPOSITORY_BLOBS).values(link)
-            connection.execute(fresh.on_conflict_do_update(set_={"added": now}))
+            blobs.enter(connection, BlobDigest.parse(str(digest)), len(data))
+            blobs.link(connection, repository.id, BlobDigest.parse(str(digest)))
 
 
 def send(registry: Registry, identity: Identity, parcel: Parcel) -> Published:
