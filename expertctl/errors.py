@@ -4,6 +4,7 @@
 
     ExpertError                      exit 1
     ├── UsageError                   exit 2   the call itself is wrong
+    │   └── MediaTypeError                    a body is in a form that is not read
     ├── NotFoundError                exit 3   a package, key, base or file is missing
     │   └── MissingDependencyError            a required expert is not there
     ├── IncompatibleError            exit 4   two things do not fit together
@@ -50,6 +51,12 @@ class UsageError(ExpertError):
     """The call itself is wrong: an argument, an empty prompt, a bad combination."""
 
     code = "usage"
+
+
+class MediaTypeError(UsageError):
+    """The body of a request is in a form that is not read there."""
+
+    code = "media_type"
 
 
 class NotFoundError(ExpertError):

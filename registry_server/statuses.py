@@ -7,6 +7,7 @@ from expertctl.errors import (
     ForbiddenError,
     IncompatibleError,
     InvalidPackageError,
+    MediaTypeError,
     NotFoundError,
     RateLimitError,
     RegistryError,
@@ -23,6 +24,7 @@ RETRY_SECONDS = 5
 
 _BY_CLASS: dict[type[ExpertError], int] = {
     UsageError: 400,
+    MediaTypeError: 415,
     InvalidPackageError: 400,
     TrustError: 400,
     UnauthenticatedError: 401,

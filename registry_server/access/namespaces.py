@@ -4,7 +4,7 @@ import re
 import time
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
 from expertctl.errors import ConflictError, NotFoundError, UsageError
 from expertctl.reference import NAME_PATTERN
@@ -40,13 +40,16 @@ def check_name(name: str, what: str) -> None:
     """Demand a name of lower-case letters, digits and single dashes.
 
     Raises:
-        UsageError: for any other, and for reserved words and what looks like them.
+        UsageError: for any other.
+        ConflictError: for reserved words and what looks like them.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         hint = "lower-case letters, digits and single dashes, 64 at most"
         raise UsageError(f"{name[:80]!r} is not a name for a {what}", hint=hint)
     if is_reserved(name):
-        raise UsageError(f"{name!r} is a reserved word, or looks like one", hint="choose another")
+        raise ConflictError(
+            f"{name!r} is a reserved word, or looks like one", hint="choose another"
+        )
 
 
 def create(
@@ -86,9 +89,11 @@ def get(connection: Connection, name: str) -> NamespaceRow:
     return found
 
 
-def listed(connection: Connection, *, limit: int, after: str = "") -> list[NamespaceRow]:
-    """Return namespaces by name, those after ``after`` only."""
-    query = select(*_COLUMNS).where(NAMESPACES.c.name > after)
+def listed(
+    connection: Connection, where: ColumnElement[bool], *, limit: int, after: str = ""
+) -> list[NamespaceRow]:
+    """Return the namespaces for which a condition holds by name, those after ``after`` only."""
+    query = select(*_COLUMNS).where(where, NAMESPACES.c.name > after)
     return [_namespace(row) for row in connection.execute(query.order_by("name").limit(limit))]
 
 

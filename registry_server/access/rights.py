@@ -55,8 +55,20 @@ def authorise(
     return row
 
 
+def demand_user(identity: Identity) -> None:
+    """Demand that somebody is named.
+
+    Raises:
+        UnauthenticatedError: when nobody is.
+    """
+    if identity.user_id is None:
+        raise UnauthenticatedError(
+            "this needs a token", hint="log in with `expertctl login`, or set EXPERT_TOKEN"
+        )
+
+
 def demand(identity: Identity, action: Action) -> None:
-    """Demand a right that belongs to no namespace: ADMIN, or being anybody at all.
+    """Demand a right that belongs to no namespace, such as ADMIN.
 
     Raises:
         UnauthenticatedError: when nobody is named.
@@ -90,10 +102,7 @@ def readable(identity: Identity) -> ColumnElement[bool]:
 def _demand_scope(
     identity: Identity, action: Action, namespace: str | None, package: str | None
 ) -> None:
-    if identity.user_id is None:
-        raise UnauthenticatedError(
-            "this needs a token", hint="log in with `expertctl login`, or set EXPERT_TOKEN"
-        )
+    demand_user(identity)
     if not identity.covers(action, namespace, package):
         place = f" in {namespace[:64]}" if namespace else ""
         raise ForbiddenError(

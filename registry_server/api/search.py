@@ -1,0 +1,140 @@
+"""Search: the packages whose name, description, task, tags or keywords hold every word asked for.
+
+Words are looked for as they are, with ``instr``: there are no wildcards and no patterns, so nothing
+has to be escaped and no query can be made slow. The order is the whole name, the beginning of it,
+a part of it, whole words elsewhere, parts of words; then what is downloaded most. Packages whose
+versions are all yanked are not found.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from sqlalchemy import ColumnElement, Connection, and_, case, func, literal, select
+
+from expertctl.errors import UsageError
+from expertctl.schema.manifest import AdapterKind, Manifest
+from registry_server.access import rights
+from registry_server.access.identity import Identity
+from registry_server.api.wire import Input, Limit, Output, Time, moment, number_of
+from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES
+from registry_server.publishing.search_text import words_of
+
+MAX_QUERY = 200
+MAX_WORDS = 8
+MAX_OFFSET = 10_000
+
+_FULL: ColumnElement[str] = NAMESPACES.c.name.concat("/").concat(PACKAGES.c.name)
+_DOWNLOADS = (
+    select(func.coalesce(func.sum(RELEASES.c.downloads), 0))
+    .where(RELEASES.c.package_id == PACKAGES.c.id)
+    .correlate(PACKAGES)
+    .scalar_subquery()
+)
+
+
+class SearchQuery(Input, frozen=True):
+    """What is searched for; nothing finds everything."""
+
+    q: Annotated[str, Meta(max_length=MAX_QUERY, description="Words that must all be there.")] = ""
+    limit: Limit = 20
+    cursor: Annotated[str, Meta(pattern="^([1-9][0-9]{0,3})?$")] = ""
+
+
+class SearchResult(Output, frozen=True):
+    """A package, by the version that speaks for it."""
+
+    name: str
+    version: str
+    description: str
+    task: str
+    kinds: list[AdapterKind]
+    base: str
+    downloads: int
+    updated: Time
+
+
+class SearchPage(Output, frozen=True):
+    """Packages, what fits best first."""
+
+    results: list[SearchResult]
+    next: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is searched for, folded: as a name would be written, and as words."""
+
+    text: str
+    words: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, query: str) -> "Wanted":
+        """Read what somebody typed.
+
+        Raises:
+            UsageError: when it has too many words.
+        """
+        words = tuple(dict.fromkeys(words_of(query).split()))
+        if len(words) > MAX_WORDS:
+            raise UsageError(f"search for {MAX_WORDS} words at most")
+        return cls("-".join(query.casefold().split()), words)
+
+
+def find_packages(connection: Connection, identity: Identity, query: SearchQuery) -> SearchPage:
+    """Return one page of the packages that ``identity`` may read and that hold every word."""
+    wanted, offset = Wanted.parse(query.q), number_of(query.cursor) or 0
+    rows = connection.execute(
+        select(_FULL, PACKAGES.c.latest, PACKAGES.c.updated, _DOWNLOADS, RELEASES.c.manifest)
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .join(RELEASES, _is_latest())
+        .where(rights.readable(identity), *_holding(wanted))
+        .order_by(_rank(wanted), _DOWNLOADS.desc(), _FULL)
+        .limit(query.limit + 1)
+        .offset(offset)
+    ).all()
+    following = offset + query.limit
+    more = str(following) if len(rows) > query.limit and following < MAX_OFFSET else None
+    return SearchPage([_result(*row) for row in rows[: query.limit]], more)
+
+
+def _is_latest() -> ColumnElement[bool]:
+    same = RELEASES.c.version == PACKAGES.c.latest
+    return and_(RELEASES.c.package_id == PACKAGES.c.id, same)
+
+
+def _holding(wanted: Wanted) -> list[ColumnElement[bool]]:
+    return [func.instr(PACKAGES.c.search_text, word) > 0 for word in wanted.words]
+
+
+def _rank(wanted: Wanted) -> ColumnElement[int]:
+    if not wanted.words:
+        return literal(0)
+    whole = [func.instr(PACKAGES.c.search_text, f" {word} ") > 0 for word in wanted.words]
+    full = _FULL
+    return case(
+        (PACKAGES.c.name == wanted.text, 0),
+        (full == wanted.text, 0),
+        (func.instr(PACKAGES.c.name, wanted.text) == 1, 1),
+        (func.instr(full, wanted.text) == 1, 1),
+        (func.instr(full, wanted.text) > 0, 2),
+        (and_(*whole), 3),
+        else_=4,
+    )
+
+
+def _result(
+    name: str, version: str, updated: float, downloads: int, manifest: bytes
+) -> SearchResult:
+    facts = msgspec.json.decode(manifest, type=Manifest)
+    return SearchResult(
+        name=name,
+        version=version,
+        description=facts.description,
+        task=facts.routing.task,
+        kinds=list(dict.fromkeys(entry.kind for entry in facts.adapters)),
+        base=facts.base.name,
+        downloads=downloads,
+        updated=moment(updated),
+    )

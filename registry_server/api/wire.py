@@ -1,0 +1,102 @@
+"""The words of ``/api/v1``: the kinds of text and number that bodies and answers are made of.
+
+Types that come in refuse keys that they do not know. Times are RFC 3339 in UTC, sizes are bytes.
+The same types check requests and make the OpenAPI document.
+"""
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from expertctl.errors import UsageError
+from expertctl.registry.index_document import write_time
+
+MAX_PAGE = 100
+MAX_BYTES = 2**53 - 1
+_WORD = r"[a-z0-9]+(-[a-z0-9]+)*"
+_NUMBER = r"(0|[1-9][0-9]{0,8})"
+_IDENTIFIER = r"(0|[1-9][0-9]{0,8}|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
+
+Name = Annotated[str, Meta(pattern=f"^{_WORD}$", max_length=64, examples=["acme"])]
+VersionText = Annotated[
+    str,
+    Meta(
+        pattern=rf"^{_NUMBER}\.{_NUMBER}\.{_NUMBER}(-{_IDENTIFIER}(\.{_IDENTIFIER})*)?$",
+        max_length=128,
+        examples=["1.2.0"],
+    ),
+]
+KeyId = Annotated[str, Meta(pattern="^sha256:[0-9a-f]{64}$")]
+TokenId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+ScopeText = Annotated[
+    str,
+    Meta(
+        pattern=rf"^(admin|(read|push|delete|yank|manage)(:{_WORD}(/{_WORD})?)?)$",
+        max_length=200,
+        examples=["read", "push:acme/sql"],
+    ),
+]
+Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
+Line = Annotated[str, Meta(min_length=1, max_length=100, description="One printable line.")]
+Reason = Annotated[str, Meta(min_length=1, max_length=500, description="One printable line.")]
+Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE, description="How many at most.")]
+Cursor = Annotated[
+    str, Meta(max_length=100, description="What `next` of the page before said; empty at first.")
+]
+Quota = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Read = Literal["public", "token"]
+Kind = Literal["expert", "oci"]
+Role = Literal["owner", "publisher"]
+
+
+class Input(Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that a client sends."""
+
+
+class Output(Struct, frozen=True):
+    """Something that the server answers."""
+
+
+class Page(Input, frozen=True):
+    """Which part of a list is wanted."""
+
+    limit: Limit = MAX_PAGE
+    cursor: Cursor = ""
+
+
+class ErrorFacts(Output, frozen=True):
+    """What went wrong: a stable word, a sentence, and the way out where there is one."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class ErrorAnswer(Output, frozen=True):
+    """The answer to a request that failed."""
+
+    error: ErrorFacts
+
+
+def moment(seconds: float) -> str:
+    """Return a time as text."""
+    return write_time(datetime.fromtimestamp(seconds, UTC))
+
+
+def perhaps(seconds: float | None) -> str | None:
+    """Return a time as text, None when there is none."""
+    return None if seconds is None else moment(seconds)
+
+
+def number_of(cursor: str) -> int | None:
+    """Read a cursor that is a number, None from an empty one.
+
+    Raises:
+        UsageError: when it is not one that an answer gave.
+    """
+    if not cursor:
+        return None
+    if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= 15):
+        raise UsageError("the cursor is not one that this registry gave")
+    return int(cursor)
