@@ -79,6 +79,14 @@ def held_address(settings: ServerSettings) -> Iterator[Listening]:
         yield Listening(address[0], address[1], settings.certificate is not None)
 
 
+def is_answering(address: Listening) -> bool:
+    """Tell whether something accepts connections there."""
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((address.host, address.port)) == 0
+
+
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = found[0]

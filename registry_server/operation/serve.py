@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +27,7 @@ from starlette.applications import Starlette
 
 from expertctl.errors import RegistryError, UsageError
 from registry_server.operation.data_lock import serving
-from registry_server.operation.listening import Listening, demand_secure, held_address
+from registry_server.operation.listening import Listening, demand_secure, held_address, is_answering
 from registry_server.operation.log import LOGGING, configure_log
 from registry_server.settings import ServerSettings
 from registry_server.settings_file import check_settings, read_settings
@@ -33,8 +35,10 @@ from registry_server.settings_file import check_settings, read_settings
 DATA_VARIABLE = "EXPERT_REGISTRY_DATA"
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_SECONDS = 30
+START_SECONDS = 120
 MAX_WORKERS = 64
 HEADER_MILLISECONDS = 15_000
+_LOOK_SECONDS = 0.02
 _DEATH_SIGNAL = 1
 """``PR_SET_PDEATHSIG`` of prctl(2)."""
 
@@ -64,7 +68,7 @@ def application() -> Starlette:
 def serve(
     settings: ServerSettings, *, workers: int, insecure: bool, report: Callable[[Listening], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT; call ``report`` with the address before listening.
+    """Serve until SIGTERM or SIGINT; call ``report`` with the address once it answers there.
 
     Raises:
         UsageError: when tokens would travel in clear text (see `demand_secure`).
@@ -82,7 +86,7 @@ def serve(
             os.environ[SHARED_METRICS] = shared
         server = _server(settings, address, workers)
         _check_data(settings)
-        report(address)
+        server.on_startup(partial(_report_soon, address, report))
         load = partial(_load_worker, replace(settings, port=address.port), os.getpid())
         _run(server, load)
 
@@ -117,6 +121,20 @@ def _run(server: MPServer, load: Callable[[], Starlette]) -> None:
         if error.code:
             message = "a worker of the server ended by itself"
             raise RegistryError(message, hint="the lines above say why") from error
+
+
+def _report_soon(address: Listening, report: Callable[[Listening], None]) -> None:
+    """Tell the address when the first worker accepts connections, in a thread."""
+
+    def watch() -> None:
+        ended = time.monotonic() + START_SECONDS
+        while time.monotonic() < ended:
+            time.sleep(_LOOK_SECONDS)
+            if is_answering(address):
+                report(address)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _check_data(settings: ServerSettings) -> None:
