@@ -74,7 +74,7 @@ def flags_of(expert: StoredExpert, signers: Signers) -> list[str]:
     """Return what is unusual about an installed expert, a word each."""
     flags = {
         "unsigned": expert.signer is None,
-        "revoked": expert.signer in signers.revoked,
+        "revoked": signers.has_revoked(expert),
         "mismatch": expert.mismatched,
     }
     return [name for name, holds in flags.items() if holds]

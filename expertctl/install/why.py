@@ -118,9 +118,7 @@ def _vouching(expert: StoredExpert, trust: TrustRecord) -> Vouching | None:
         return None
     namespace = expert.package.namespace
     trusted = trust.trusted(expert.signer)
-    revocation = trust.revocation(
-        expert.signer, namespace=namespace, registry=expert.registry
-    )
+    revocation = trust.revocation(expert.signer, namespace=namespace, registry=expert.registry)
     origin = trust.origin(namespace, expert.registry)
     matching = [
         grant

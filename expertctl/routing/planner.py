@@ -25,6 +25,7 @@ from expertctl.store.paths import DamagedRef
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class Planner:
         trusted = self.trust.read()
         now = self.store.scan()
         for stored in now.experts:
-            revoked = stored.signer is not None and trusted.revocation(stored.signer) is not None
+            revoked = _is_revoked(stored, trusted)
             try:
                 readable.append(Installed(stored, self.store.manifest(stored), revoked))
             except ExpertError as error:
@@ -258,6 +259,16 @@ def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]
 
 def _best_score(result: RoutingResult) -> float:
     return max((expert.score for expert in result.plan.experts), default=float("-inf"))
+
+
+def _is_revoked(stored: StoredExpert, trusted: TrustRecord) -> bool:
+    """Tell whether the key was revoked, everywhere or by the registry that this came from."""
+    if stored.signer is None:
+        return False
+    namespace = stored.package.namespace
+    return (
+        trusted.revocation(stored.signer, namespace=namespace, registry=stored.registry) is not None
+    )
 
 
 def _broken(stored: StoredExpert, error: ExpertError) -> str:

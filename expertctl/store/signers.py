@@ -4,17 +4,23 @@
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from expertctl.store.ref import LOCAL, StoredExpert
+from expertctl.trust.homes import Belonging, homes, only_home
 
 
 @dataclass(frozen=True, slots=True)
 class Signers:
-    """Names by key id, and the ids of revoked keys."""
+    """Names by key id, what is revoked where, and which registry a namespace belongs to."""
 
-    names: dict[str, str]
-    revoked: frozenset[str]
+    names: dict[str, str] = field(default_factory=dict)
+    revoked: frozenset[tuple[str, str | None, str | None]] = frozenset()
+    """Key id, registry and namespace; without the two it is revoked everywhere."""
+    meant: frozenset[Belonging] = frozenset()
+    pinned: frozenset[Belonging] = frozenset()
 
     def shown(self, key_id: str | None) -> str:
         """Return what to call a signer: a name, the start of an id, or a dash."""
@@ -22,13 +28,43 @@ class Signers:
             return "-"
         return self.names.get(key_id, key_id.removeprefix("sha256:")[:12])
 
+    def has_revoked(self, expert: StoredExpert) -> bool:
+        """Tell whether the key of an expert was revoked, everywhere or where it came from."""
+        if expert.signer is None:
+            return False
+        namespace, origin = expert.package.namespace, self._origin(expert)
+        scoped = origin is not None and (expert.signer, origin, namespace) in self.revoked
+        return scoped or (expert.signer, None, None) in self.revoked
+
+    def _origin(self, expert: StoredExpert) -> str | None:
+        if expert.registry != LOCAL:
+            return expert.registry
+        namespace = expert.package.namespace
+        return only_home(homes(namespace, meant=self.meant, pinned=self.pinned))
+
 
 def read_signers(path: Path) -> Signers:
     """Read the names; a file that is missing or damaged names nobody (`doctor` reports it)."""
     try:
-        document: Any = json.loads(path.read_bytes())
-        names = {str(key["key_id"]): str(key["name"]) for key in document["keys"]}
-        revoked = frozenset(str(entry["key_id"]) for entry in document["revoked"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Signers({}, frozenset())
-    return Signers(names, revoked)
+        return _signers(json.loads(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Signers()
+
+
+def _signers(document: Any) -> Signers:
+    keys, registries = document["keys"], document.get("registries", [])
+    granted = {
+        (grant["registry"], grant["namespace"])
+        for key in keys
+        for grant in key["grants"]
+        if grant.get("registry")
+    }
+    return Signers(
+        names={str(key["key_id"]): str(key["name"]) for key in keys},
+        revoked=frozenset(
+            (entry["key_id"], entry.get("registry"), entry.get("namespace"))
+            for entry in document["revoked"]
+        ),
+        meant=frozenset((r["host"], name) for r in registries for name in r["namespaces"]),
+        pinned=frozenset(granted | {(r["host"], name) for r in registries for name in r["pinned"]}),
+    )

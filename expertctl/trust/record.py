@@ -9,6 +9,7 @@ belongs to, if there is one.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Self
 
 from expertctl.digest import Digest
@@ -21,6 +22,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import FROM_FILE, PackageName
 from expertctl.trust.grant import Grant, KnownRegistry, Revocation, TrustedKey
+from expertctl.trust.homes import homes, only_home
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.trust_file import TrustFile, read_trust, write_trust
 
@@ -67,7 +69,7 @@ class TrustRecord:
         package came from, or that the namespace of a file belongs to, says of the namespace.
         """
         scopes: set[tuple[str, str] | None] = {None}
-        if namespace is not None and (origin := self._origin(namespace, registry)):
+        if namespace is not None and (origin := self.origin(namespace, registry)):
             scopes.add((origin, namespace))
         return next((r for r in self.revoked if r.key_id == key_id and r.scope in scopes), None)
 
@@ -84,17 +86,21 @@ class TrustRecord:
 
         The one that the person named for it, else all from which its keys were pinned.
         """
-        meant = tuple(r.host for r in self.registries if namespace in r.namespaces)
-        if meant:
-            return meant
-        pinned = {r.host for r in self.registries if namespace in r.pinned}
-        granted = {
-            grant.registry
+        granted = (
+            (grant.registry, grant.namespace)
             for key in self.keys
             for grant in key.grants
-            if grant.registry is not None and grant.namespace == namespace
-        }
-        return tuple(sorted(pinned | granted))
+            if grant.registry is not None
+        )
+        pinned = ((r.host, name) for r in self.registries for name in r.pinned)
+        meant = ((r.host, name) for r in self.registries for name in r.namespaces)
+        return homes(namespace, meant=meant, pinned=chain(pinned, granted))
+
+    def origin(self, namespace: str, registry: str | None) -> str | None:
+        """Return the registry whose word counts; for a file the one home of its namespace."""
+        if registry not in {None, FROM_FILE}:
+            return registry
+        return only_home(self.homes(namespace))
 
     def is_pinned(self, host: str, namespace: str) -> bool:
         """Tell whether the keys of a namespace of a registry are fixed already."""
@@ -239,7 +245,7 @@ class TrustRecord:
             RevokedError: when the key was revoked, whatever else is known of it.
             TrustError: when it is not trusted, or not for this namespace or content.
         """
-        origin = self._origin(package.namespace, registry)
+        origin = self.origin(package.namespace, registry)
         if revocation := self.revocation(key_id, namespace=package.namespace, registry=origin):
             hint = f"wait for a version of {package} that is signed with another key"
             raise RevokedError(f"{package}: {_told(revocation)}", hint=hint)
@@ -251,13 +257,6 @@ class TrustRecord:
             raise TrustError(message, hint=f"if you know whose it is: {use}")
         _demand_grant(trusted, package, content_digest, origin)
         return trusted.key
-
-    def _origin(self, namespace: str, registry: str | None) -> str | None:
-        """Return the registry whose word counts; for a file the one home of its namespace."""
-        if registry not in {None, FROM_FILE}:
-            return registry
-        homes = self.homes(namespace)
-        return homes[0] if len(homes) == 1 else None
 
     def _demand_unrevoked(self, key_id: str, grant: Grant) -> None:
         namespace = grant.namespace if grant.registry else None

@@ -174,13 +174,18 @@ def test_names_of_signers_are_read_for_display(tmp_path: Path) -> None:
     path = tmp_path / "trust.json"
     ids = ["sha256:" + c * 64 for c in "ab"]
     path.write_text(
-        json.dumps({"keys": [{"key_id": ids[0], "name": "me"}], "revoked": [{"key_id": ids[1]}]})
+        json.dumps(
+            {
+                "keys": [{"key_id": ids[0], "name": "me", "grants": []}],
+                "revoked": [{"key_id": ids[1]}],
+            }
+        )
     )
     signers = read_signers(path)
     assert signers.shown(ids[0]) == "me"
     assert signers.shown(ids[1]) == "b" * 12
     assert signers.shown(None) == "-"
-    assert signers.revoked == {ids[1]}
+    assert signers.revoked == {(ids[1], None, None)}
     for text in ("", "[]", "{}", '{"keys": 1, "revoked": []}', "\ud800".encode(errors="replace")):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         assert read_signers(path).names == {}
