@@ -189,7 +189,7 @@ class Http:
 
     def _followed(self, call: Call) -> httpx2.Response:
         """Send a request and go where it is sent on to, without the login once it has left."""
-        url = _url(urljoin(f"{call.address.url}/", call.target), call.address)
+        url = _url(f"{call.address.url}/", call.target, call.address)
         home, seen = call.address.url, {str(url)}
         at_home = _origin(url) == home
         for _ in range(MAX_REDIRECTS + 1):
@@ -316,7 +316,7 @@ def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
         raise RegistryError(f"{host}: {call.what}: redirected, which is not followed")
     if not location or len(location) > MAX_URL:
         raise RegistryError(f"{host}: {call.what}: redirected to nowhere")
-    target = _url(urljoin(str(url), location), call.address)
+    target = _url(str(url), location, call.address)
     named = shown(f"{target.scheme}://{target.host}", 200)
     if target.scheme == "http" and url.scheme == "https":
         raise RegistryError(f"{host}: {call.what}: redirected to {named}, which is not encrypted")
@@ -327,12 +327,13 @@ def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
     return target
 
 
-def _url(text: str, address: RegistryAddress) -> httpx2.URL:
+def _url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
+    """Return where a path or URL leads that was found at ``base``."""
     try:
-        url = httpx2.URL(text)
+        url = httpx2.URL(urljoin(base, text))
         if url.scheme in {"http", "https"} and url.host and not url.userinfo:
             return url
-    except httpx2.InvalidURL:
+    except (httpx2.InvalidURL, ValueError):
         pass
     raise RegistryError(f"{address.host}: it names {shown(text, 200)!r}, which is no plain URL")
 

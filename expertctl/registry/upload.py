@@ -255,8 +255,8 @@ class Uploader:
             RegistryError: when it is elsewhere, or nowhere.
         """
         text = answer.headers.get("location", "")
-        target = urljoin(answer.url, text)
         try:
+            target = urljoin(answer.url, text)
             parts = urlsplit(target)
             there = RegistryAddress.parse(f"{parts.scheme}://{parts.netloc}", allow_http=True)
         except (ValueError, ExpertError) as error:

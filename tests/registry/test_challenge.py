@@ -1,0 +1,215 @@
+"""Who is asked for a token, and who sees the login: attack 90 without sockets."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.errors import RegistryError, UnauthenticatedError
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.challenge import (
+    Challenge,
+    Logins,
+    check_realm,
+    read_challenges,
+)
+from expertctl.registry.credentials import Credential
+
+HOME = RegistryAddress.parse("r.example")
+LOCAL = RegistryAddress.parse("127.0.0.1:8080")
+BASIC = "Basic bWU6c2VjcmV0"
+
+
+@dataclass
+class Realm:
+    """Answers like a token server, and remembers what it was shown."""
+
+    answer: object = None
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def __call__(self, url: str, authorization: str | None) -> bytes:
+        self.asked.append((url, authorization))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return json.dumps(self.answer or {"token": f"t{len(self.asked)}"}).encode()
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def logins(realm: Realm, credential: Credential | None, clock: Clock | None = None) -> Logins:
+    return Logins(lambda _: credential, realm, clock=clock or Clock())
+
+
+ME = Credential("me", "secret")
+
+
+@pytest.mark.parametrize(
+    ("header", "challenges"),
+    [
+        ('Basic realm="x"', [Challenge("basic", {"realm": "x"})]),
+        (
+            'Bearer realm="https://a/t",service="s",scope="r:a:pull,push"',
+            [Challenge("bearer", {"realm": "https://a/t", "service": "s",
+                                  "scope": "r:a:pull,push"})],
+        ),
+        (
+            'Bearer realm="a\\"b", Basic realm=plain',
+            [Challenge("bearer", {"realm": 'a"b'}), Challenge("basic", {"realm": "plain"})],
+        ),
+        ("Negotiate, Basic", [Challenge("negotiate", {}), Challenge("basic", {})]),
+        ('Bearer realm="first",realm="second"', [Challenge("bearer", {"realm": "first"})]),
+        ('realm="nobody\'s"', []),
+        ("", []),
+        ('Bearer realm="never ends', [Challenge("bearer", {})]),
+    ],
+)  # fmt: skip
+def test_every_challenge_of_a_header_is_read(header: str, challenges: list[Challenge]) -> None:
+    assert read_challenges(header) == challenges
+
+
+@given(st.text(max_size=300))
+def test_no_header_breaks_the_reader(header: str) -> None:
+    for challenge in read_challenges(header):
+        assert challenge.scheme == challenge.scheme.lower()
+
+
+@pytest.mark.parametrize(
+    "realm",
+    [
+        "http://r.example/token", "http://auth.example/token", "https://169.254.169.254/latest",
+        "https://[fe80::1]/t", "https://2852039166/t", "https://0xa9fea9fe/t", "https://10.0.0.1/t",
+        "https://metadata.google.internal/computeMetadata", "https://metadata/x",
+        "https://localhost/t", "https://127.0.0.1:2375/t", "file:///etc/passwd", "gopher://a.example/",
+        "https://r.example@evil.example/t", "https://r.example\\@evil.example", "//evil.example/t",
+        "https://evil.example/#@r.example", "/token", "", "https://", "https://a b/t", "https://r.example:port/",
+    ],
+)  # fmt: skip
+def test_a_realm_that_reaches_into_a_network_or_is_unencrypted_is_not_asked(realm: str) -> None:
+    with pytest.raises(RegistryError) as caught:
+        check_realm(realm, HOME)
+    assert "nothing was sent" in caught.value.hint
+
+
+def test_a_realm_is_known_by_its_origin() -> None:
+    assert check_realm("https://R.example:443/token?a=b", HOME) == HOME.url
+    assert check_realm("https://auth.example/token", HOME) == "https://auth.example"
+    assert check_realm("http://127.0.0.1:8080/token", LOCAL) == LOCAL.url
+    assert check_realm("http://localhost:9/token", LOCAL) == "http://localhost:9"
+
+
+def test_the_own_realm_sees_the_login_and_its_token_is_kept_for_a_scope() -> None:
+    realm, clock = Realm({"token": "short", "expires_in": 100}), Clock()
+    known = logins(realm, ME, clock)
+    header = 'Bearer realm="https://r.example/token",service="r",scope="everything"'
+    assert known.known(HOME, "repository:a/b:pull") is None
+    first = known.answer(HOME, "repository:a/b:pull", header, refused=None)
+    assert first == known.known(HOME, "repository:a/b:pull") == "Bearer short"
+    url = "https://r.example/token?service=r&scope=repository%3Aa%2Fb%3Apull"
+    assert realm.asked == [(url, BASIC)]
+    assert known.known(HOME, "repository:a/b:pull,push") is None
+    clock.now = 91.0
+    assert known.known(HOME, "repository:a/b:pull") is None
+
+
+def test_a_realm_on_another_host_does_not_see_the_login() -> None:
+    realm = Realm()
+    header = 'Bearer realm="https://auth.example/token"'
+    assert logins(realm, ME).answer(HOME, "", header, refused=None) == "Bearer t1"
+    assert realm.asked == [("https://auth.example/token", None)]
+
+
+def test_a_realm_that_the_person_named_sees_the_login() -> None:
+    realm = Realm()
+    header = 'Bearer realm="https://auth.example/token?x=1",service="s"'
+    named = Credential("me", "secret", "https://auth.example")
+    logins(realm, named).answer(HOME, "", header, refused=None)
+    assert realm.asked == [("https://auth.example/token?x=1&service=s", BASIC)]
+    logins(realm, Credential("me", "secret", "https://auth.example:8443")).answer(
+        HOME, "", header, refused=None
+    )
+    assert realm.asked[-1][1] is None
+
+
+def test_another_realm_that_refuses_is_named_with_the_way_to_allow_it() -> None:
+    realm = Realm(UnauthenticatedError("auth.example: it wants to know who asks"))
+    header = 'Bearer realm="https://auth.example/token"'
+    with pytest.raises(UnauthenticatedError) as caught:
+        logins(realm, ME).answer(HOME, "", header, refused=None)
+    assert "--realm https://auth.example" in caught.value.hint
+    own = 'Bearer realm="https://r.example/t"'
+    with pytest.raises(UnauthenticatedError) as caught:
+        logins(realm, ME).answer(HOME, "", own, refused=None)
+    assert caught.value.hint == "log in with `expertctl login r.example`"
+
+
+def test_a_hostile_scope_does_not_widen_what_is_asked_for() -> None:
+    realm = Realm()
+    header = 'Bearer realm="https://r.example/t",scope="repository:victim/x:push"'
+    logins(realm, ME).answer(HOME, "repository:a/b:pull", header, refused=None)
+    assert realm.asked[0][0].endswith("?scope=repository%3Aa%2Fb%3Apull")
+
+
+def test_basic_is_answered_once_asked_for_and_remembered_for_every_scope() -> None:
+    known = logins(Realm(), ME)
+    assert known.known(HOME, "a") is None
+    assert known.shown(HOME) is False
+    assert known.answer(HOME, "a", 'Basic realm="x"', refused=None) == BASIC
+    assert known.known(HOME, "b") == BASIC
+    assert known.shown(HOME) is True
+    assert known.answer(HOME, "a", 'Basic realm="x"', refused=BASIC) is None
+
+
+def test_without_a_login_there_is_nothing_to_say_to_basic() -> None:
+    assert logins(Realm(), None).answer(HOME, "", 'Basic realm="x"', refused=None) is None
+    assert logins(Realm(), ME).answer(HOME, "", "Negotiate", refused=None) is None
+
+
+def test_a_token_of_ours_is_shown_at_once_and_not_again_when_it_is_refused() -> None:
+    realm = Realm()
+    known = logins(realm, Credential("me", "xpt_1"))
+    assert known.known(HOME, "any") == "Bearer xpt_1"
+    header = 'Bearer realm="https://r.example/token", Basic realm="x"'
+    assert known.answer(HOME, "any", header, refused="Bearer xpt_1") is None
+    assert realm.asked == []
+
+
+def test_two_threads_that_are_challenged_at_once_ask_once() -> None:
+    realm = Realm()
+    known = logins(realm, ME)
+    header = 'Bearer realm="https://r.example/t"'
+    first = known.answer(HOME, "s", header, refused=None)
+    assert known.answer(HOME, "s", header, refused=None) == first
+    assert len(realm.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"token": ""}, {"token": 1}, {"nothing": "x"}, {"token": "a\r\nb"}, {"token": "a b"},
+     {"token": "x" * 20_000}],
+)  # fmt: skip
+def test_a_realm_without_a_sane_token_is_an_error(answer: dict[str, object]) -> None:
+    with pytest.raises(RegistryError, match="no token"):
+        logins(Realm(answer), ME).answer(
+            HOME, "", 'Bearer realm="https://r.example/t"', refused=None
+        )
+
+
+@pytest.mark.parametrize(
+    ("life", "seconds"), [(100, 90), (None, 54), (-5, 54), ("x", 54), (1e99, 54)]
+)
+def test_how_long_a_token_lives_is_bounded(life: object, seconds: float) -> None:
+    clock = Clock()
+    known = logins(Realm({"access_token": "t", "expires_in": life}), ME, clock)
+    known.answer(HOME, "s", 'Bearer realm="https://r.example/t"', refused=None)
+    clock.now = seconds - 1
+    assert known.known(HOME, "s") == "Bearer t"
+    clock.now = seconds + 1
+    assert known.known(HOME, "s") is None

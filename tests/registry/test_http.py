@@ -1,0 +1,538 @@
+"""The client against a registry that lies, over real sockets: where a login goes, what is refused.
+
+The server is `127.0.0.1` to the client, and under the name `localhost` another host.
+"""
+
+import base64
+import gzip
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from socket import AF_INET, SOCK_STREAM, socket
+
+import pytest
+
+from expertctl.errors import (
+    BudgetError,
+    ConflictError,
+    ForbiddenError,
+    InvalidPackageError,
+    NotFoundError,
+    OfflineError,
+    RateLimitError,
+    RegistryError,
+    UnauthenticatedError,
+    UnreachableError,
+)
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.credentials import CredentialStore
+from expertctl.registry.http import MAX_REDIRECTS, Call, Http, open_http
+from expertctl.settings import load_settings
+from tests.registry.certificates import self_signed
+from tests.registry.hostile import (
+    SECRET,
+    HostileServer,
+    Pauses,
+    Reply,
+    Request,
+    Script,
+    Serve,
+    Stall,
+    client,
+    reply,
+    serve,
+)
+
+__all__ = ["serve"]
+
+BASIC = "Basic " + base64.b64encode(f"me:{SECRET}".encode()).decode()
+ASKS_BASIC = {"WWW_Authenticate": 'Basic realm="x"'}
+
+
+def get(http: Http, server: HostileServer, target: str = "/x", max_bytes: int = 1000) -> bytes:
+    return http.request(Call("GET", server.address, target), max_bytes=max_bytes).body
+
+
+def logins_seen(*servers: HostileServer) -> list[str | None]:
+    return [request.login for server in servers for request in server.seen]
+
+
+def behind_basic(answer: Reply) -> Script:
+    return lambda request: answer if request.login else reply(401, **ASKS_BASIC)
+
+
+def test_a_login_is_shown_once_it_is_asked_for(serve: Serve) -> None:
+    server = serve(behind_basic(reply(200, b"hello")))
+    with client(server) as http:
+        assert get(http, server) == b"hello"
+        assert get(http, server) == b"hello"
+    assert logins_seen(server) == [None, BASIC, BASIC]
+    assert {r.headers["accept-encoding"] for r in server.seen} == {"identity"}
+    assert all("cookie" not in r.headers for r in server.seen)
+
+
+def test_a_token_of_ours_is_shown_at_once(serve: Serve) -> None:
+    server = serve(reply(200, b"hello"))
+    with client(server, secret="xpt_1") as http:
+        get(http, server)
+    assert logins_seen(server) == ["Bearer xpt_1"]
+
+
+def test_another_registry_never_sees_the_login(serve: Serve) -> None:
+    mine, other = serve(reply(401, **ASKS_BASIC)), serve(reply(401, **ASKS_BASIC))
+    with client(mine, secret="xpt_1") as http, pytest.raises(UnauthenticatedError, match="log"):
+        raise_hint(http, other)
+    assert logins_seen(other) == [None]
+
+
+def raise_hint(http: Http, server: HostileServer) -> None:
+    try:
+        get(http, server)
+    except UnauthenticatedError as error:
+        raise UnauthenticatedError(error.hint) from error
+
+
+def test_the_token_of_another_host_stays_here(serve: Serve, tmp_path: Path) -> None:  # attack 103
+    server, right = serve(reply(401, **ASKS_BASIC)), "r.example"
+    environment = {"EXPERT_TOKEN": "xpt_" + "s" * 43, "EXPERT_REGISTRY": right}
+    store = CredentialStore(tmp_path / "credentials.json")
+    with Http(store, environment=environment) as http, pytest.raises(UnauthenticatedError):
+        get(http, server)
+    assert logins_seen(server) == [None]
+    environment["EXPERT_REGISTRY"] = server.url
+    with Http(store, environment=environment) as http, pytest.raises(UnauthenticatedError):
+        get(http, server)
+    assert logins_seen(server) == [None, "Bearer " + environment["EXPERT_TOKEN"]]
+
+
+# attack 90: the realm of a Bearer challenge
+
+
+def bearer(realm: str) -> bytes:
+    return reply(401, WWW_Authenticate=f'Bearer realm="{realm}",service="s"')
+
+
+def test_the_own_realm_gets_the_login_and_its_token_opens(serve: Serve) -> None:
+    def script(request: Request) -> Reply:
+        if request.path == "/token":
+            return reply(200, b'{"token": "short", "expires_in": 300}')
+        opened = request.login == "Bearer short"
+        return reply(200, b"in") if opened else bearer(f"http://{request.headers['host']}/token")
+
+    server = serve(script)
+    with client(server) as http:
+        call = Call("GET", server.address, "/x", scope="repository:a/b:pull")
+        assert http.request(call, max_bytes=10).body == b"in"
+        assert http.request(call, max_bytes=10).body == b"in"
+        assert http.asked_who(server.address)
+    assert logins_seen(server) == [None, BASIC, "Bearer short", "Bearer short"]
+    assert server.seen[1].target == "/token?service=s&scope=repository%3Aa%2Fb%3Apull"
+
+
+def test_a_realm_on_another_host_gets_no_login(serve: Serve) -> None:
+    thief = serve(reply(200, b'{"token": "anonymous"}'))
+    server = serve(lambda r: reply(200, b"public") if r.login else bearer(thief.other_name + "/t"))
+    with client(server) as http:
+        assert get(http, server) == b"public"
+    assert logins_seen(thief) == [None]
+    assert logins_seen(server) == [None, "Bearer anonymous"]
+
+
+def test_a_realm_on_another_port_is_another_host(serve: Serve) -> None:
+    thief = serve(reply(200, b'{"token": "anonymous"}'))
+    server = serve(lambda r: reply(200) if r.login else bearer(thief.url + "/t"))
+    with client(server) as http, pytest.raises(RegistryError, match="within a network"):
+        get(http, server)
+    assert thief.seen == []
+
+
+def test_a_realm_that_the_person_named_gets_the_login(serve: Serve) -> None:
+    trusted = serve(reply(200, b'{"token": "t"}'))
+    server = serve(lambda r: reply(200) if r.login else bearer(trusted.other_name + "/t"))
+    with client(server, realm=trusted.other_name) as http:
+        get(http, server)
+    assert logins_seen(trusted) == [BASIC]
+
+
+@pytest.mark.parametrize(
+    "realm",
+    ["http://169.254.169.254/latest/meta-data", "http://2852039166/", "http://[::1]:1/t",
+     "file:///etc/passwd", "http://metadata.google.internal/x"],
+)  # fmt: skip
+def test_a_realm_within_the_network_is_not_asked(serve: Serve, realm: str) -> None:
+    server = serve(bearer(realm))
+    with client(server) as http, pytest.raises(RegistryError, match="it sends logins to"):
+        get(http, server)
+    assert logins_seen(server) == [None]
+
+
+def test_an_unencrypted_realm_of_an_encrypted_registry_is_not_asked(
+    serve: Serve, tmp_path: Path
+) -> None:
+    tls, ca = self_signed(tmp_path)
+    thief = serve(reply(200, b'{"token": "t"}'))
+    server = serve(bearer(thief.other_name + "/t"), tls)
+    with client(server, ca_file=ca) as http, pytest.raises(RegistryError, match="not encrypted"):
+        get(http, server)
+    assert thief.seen == []
+
+
+def test_a_realm_that_redirects_is_not_followed(serve: Serve) -> None:
+    thief = serve(reply(200, b'{"token": "t"}'))
+
+    def script(request: Request) -> Reply:
+        if request.path == "/token":
+            return reply(307, Location=thief.url + "/steal")
+        return bearer(f"http://{request.headers['host']}/token")
+
+    server = serve(script)
+    with client(server) as http, pytest.raises(RegistryError, match="asking for a token"):
+        get(http, server)
+    assert thief.seen == []
+
+
+# attack 92: redirects
+
+
+def test_a_redirect_to_another_host_is_followed_without_the_login(serve: Serve) -> None:
+    storage = serve(reply(200, b"blob"))
+    server = serve(lambda r: reply(307, Location=storage.other_name + "/signed?key=1"))
+    with client(server, secret="xpt_1") as http:
+        call = Call("GET", server.address, "/blob", headers={"Range": "bytes=0-"})
+        assert http.request(call, max_bytes=10).body == b"blob"
+    assert logins_seen(server, storage) == ["Bearer xpt_1", None]
+    assert storage.seen[0].headers["range"] == "bytes=0-"
+    assert storage.seen[0].target == "/signed?key=1"
+
+
+def test_a_401_after_a_redirect_away_is_not_answered(serve: Serve) -> None:
+    thief = serve(reply(401, **ASKS_BASIC))
+    server = serve(reply(302, Location=thief.other_name))
+    with client(server) as http, pytest.raises(UnauthenticatedError):
+        get(http, server)
+    assert logins_seen(server, thief) == [None, None]
+
+
+def test_a_redirect_away_and_back_does_not_bring_the_login_back(serve: Serve) -> None:
+    def script(request: Request) -> Reply:
+        return reply(302, Location=f"{other.other_name}/") if request.path == "/x" else reply(200)
+
+    server = serve(script)
+    other = serve(lambda _: reply(302, Location=f"{server.url}/private"))
+    with client(server, secret="xpt_1") as http:
+        get(http, server)
+    assert [(r.path, r.login) for r in server.seen] == [("/x", "Bearer xpt_1"), ("/private", None)]
+
+
+def test_a_redirect_within_the_registry_keeps_the_login(serve: Serve) -> None:
+    server = serve(lambda r: reply(200) if r.path == "/y" else reply(308, Location="y"))
+    with client(server, secret="xpt_1") as http:
+        get(http, server)
+    assert logins_seen(server) == ["Bearer xpt_1", "Bearer xpt_1"]
+
+
+def test_an_encrypted_registry_cannot_redirect_to_an_unencrypted_host(
+    serve: Serve, tmp_path: Path
+) -> None:
+    tls, ca = self_signed(tmp_path)
+    thief = serve(reply(200, b"evil"))
+    server = serve(reply(302, Location=thief.other_name), tls)
+    with client(server, ca_file=ca) as http, pytest.raises(RegistryError, match="not encrypted"):
+        get(http, server)
+    assert thief.seen == []
+
+
+def test_a_redirect_in_a_loop_is_named(serve: Serve) -> None:
+    server = serve(lambda r: reply(302, Location="/b" if r.path == "/a" else "/a"))
+    with client(server) as http, pytest.raises(RegistryError, match="in a loop"):
+        get(http, server, "/a")
+    assert len(server.seen) == 2
+
+
+def test_redirects_without_end_are_cut_off(serve: Serve) -> None:
+    server = serve(lambda r: reply(302, Location=r.path + "x"))
+    with client(server) as http, pytest.raises(RegistryError, match="more than 5 redirects"):
+        get(http, server)
+    assert len(server.seen) == MAX_REDIRECTS + 1
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["", "file:///etc/passwd", "gopher://x/", "http://user:pw@localhost/", "http://", "http://[::",
+     "javascript:alert(1)", "x" * 20_000],
+)  # fmt: skip
+def test_a_redirect_to_nowhere_is_refused(serve: Serve, location: str) -> None:
+    server = serve(reply(302, Location=location))
+    with client(server) as http, pytest.raises(RegistryError):
+        get(http, server)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_what_writes_is_not_redirected(serve: Serve, method: str) -> None:
+    thief = serve(reply(200))
+    server = serve(reply(307, Location=thief.other_name))
+    with client(server) as http, pytest.raises(RegistryError, match="not followed"):
+        http.request(Call(method, server.address, "/x", body=b"private"), max_bytes=10)
+    assert thief.seen == []
+
+
+# attack 93, 95: bodies and texts
+
+
+def test_an_endless_body_is_cut_off(serve: Serve) -> None:
+    def endless(_: Request) -> Iterator[bytes]:
+        yield reply(200, length=-1)
+        while True:
+            yield b"x" * 65536
+
+    server = serve(endless)
+    with client(server) as http, pytest.raises(RegistryError, match="more than 1000 bytes"):
+        get(http, server)
+
+
+def test_a_body_that_promises_too_much_is_not_read(serve: Serve) -> None:
+    server = serve(lambda _: [reply(200, length=10**12), Stall()])
+    with client(server) as http, pytest.raises(RegistryError, match="more than 1000 bytes"):
+        get(http, server)
+
+
+@pytest.mark.parametrize("cut", range(len(reply(200, b'{"a": 1}'))))
+def test_an_answer_that_ends_early_is_never_taken_for_whole(serve: Serve, cut: int) -> None:
+    server = serve(reply(200, b'{"a": 1}')[:cut])
+    with client(server, attempts=1) as http, pytest.raises(UnreachableError):
+        get(http, server)
+
+
+@pytest.mark.parametrize("sent", [b"", reply(200, b"x" * 10)[:-10], b"HTTP/1.1 200"])
+def test_an_answer_that_stalls_is_given_up(serve: Serve, sent: bytes) -> None:
+    server = serve(lambda _: [sent, Stall()])
+    with (
+        client(server, attempts=1, stall=0.1) as http,
+        pytest.raises(UnreachableError, match="stalled"),
+    ):
+        get(http, server)
+
+
+def test_an_answer_that_trickles_is_given_up(serve: Serve) -> None:
+    tick = threading.Event()
+
+    def trickle(_: Request) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nX: "
+        while not tick.wait(0.02):
+            yield b"y"
+
+    server = serve(trickle)
+    with (
+        client(server, attempts=1, stall=0.2) as http,
+        pytest.raises(UnreachableError, match="stalled"),
+    ):
+        get(http, server)
+    tick.set()
+
+
+def test_a_compressed_answer_is_refused(serve: Serve) -> None:
+    server = serve(reply(200, gzip.compress(b"x" * 100), Content_Encoding="gzip"))
+    with client(server) as http, pytest.raises(RegistryError, match="compressed"):
+        get(http, server)
+
+
+def test_headers_without_end_are_refused(serve: Serve) -> None:
+    def endless(_: Request) -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\n"
+        while True:
+            yield b"X-More: " + b"y" * 8000 + b"\r\n"
+
+    server = serve(endless)
+    with client(server, attempts=1) as http, pytest.raises(UnreachableError, match="not HTTP"):
+        get(http, server)
+
+
+def test_what_is_not_http_is_named(serve: Serve) -> None:
+    server = serve(b"SSH-2.0-OpenSSH_9.2\r\n")
+    with client(server, attempts=1) as http, pytest.raises(UnreachableError, match="not HTTP"):
+        get(http, server)
+
+
+def test_control_characters_of_a_server_reach_no_terminal(serve: Serve) -> None:
+    body = b'{"errors": [{"code": "DENIED", "message": "\\u001b]0;owned\\u0007\\u202egnp.exe"}]}'
+    server = serve(reply(403, body, Warning="299 - \x1b[31mevil"))
+    with client(server) as http, pytest.raises(ForbiddenError) as caught:
+        get(http, server, "/%1b[2J")
+    assert caught.value.message.isprintable()
+    assert "]0;owned gnp.exe" in caught.value.message
+
+
+def test_the_message_of_a_server_is_bounded(serve: Serve) -> None:
+    body = b'{"error": {"code": "x", "message": "' + b"a" * 60_000 + b'", "hint": "b"}}'
+    server = serve(reply(400, body))
+    with client(server) as http, pytest.raises(RegistryError) as caught:
+        get(http, server)
+    assert len(caught.value.message) < 1000
+    assert caught.value.hint == "b"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, RegistryError), (401, UnauthenticatedError), (403, ForbiddenError),
+     (404, NotFoundError), (409, ConflictError), (413, BudgetError), (429, RateLimitError),
+     (500, UnreachableError), (503, UnreachableError), (301, RegistryError)],
+)  # fmt: skip
+def test_a_status_is_one_kind_of_error(
+    serve: Serve, status: int, kind: type[RegistryError]
+) -> None:
+    server = serve(reply(status, b"<html>"))
+    with client(server, attempts=1) as http, pytest.raises(kind, match=server.address.host):
+        get(http, server)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [(403, "budget", BudgetError), (422, "invalid_package", InvalidPackageError),
+     (400, "unheard_of", RegistryError)],
+)  # fmt: skip
+def test_our_own_server_may_say_more_than_a_status(
+    serve: Serve, status: int, code: str, kind: type[RegistryError]
+) -> None:
+    detail = f'{{"errors": [{{"message": "m", "detail": {{"code": "{code}", "hint": "h"}}}}]}}'
+    server = serve(reply(status, detail.encode()))
+    with client(server) as http, pytest.raises(kind, match="m") as caught:
+        get(http, server)
+    assert caught.value.hint == "h"
+
+
+# bad networks
+
+
+def test_a_server_that_is_busy_is_asked_again_after_growing_pauses(serve: Serve) -> None:
+    answers = iter([reply(503), reply(429, Retry_After="7"), b"", reply(200, b"at last")])
+    server, pauses = serve(lambda _: next(answers)), Pauses()
+    with client(server, attempts=5, pauses=pauses) as http:
+        assert get(http, server) == b"at last"
+    assert pauses.seconds == [0.5, 7.0, 2.0]
+
+
+def test_the_last_failure_names_host_reason_and_number(serve: Serve) -> None:
+    server = serve(reply(502))
+    with client(server, attempts=3) as http, pytest.raises(UnreachableError) as caught:
+        get(http, server, "/x?secret=1")
+    expected = f"{server.address.host}: GET /x: no answer behind the proxy (tried 3 times)"
+    assert caught.value.message == expected
+    assert len(server.seen) == 3
+
+
+def test_a_pause_of_an_hour_is_not_waited_for(serve: Serve) -> None:
+    server, pauses = serve(reply(429, Retry_After="3600")), Pauses()
+    with client(server, pauses=pauses) as http, pytest.raises(RateLimitError, match="3600 sec"):
+        get(http, server)
+    assert pauses.seconds == []
+
+
+def test_what_may_have_arrived_is_not_posted_twice(serve: Serve) -> None:
+    server = serve(b"")
+    with client(server) as http, pytest.raises(UnreachableError):
+        http.request(Call("POST", server.address, "/x", body=b"once"), max_bytes=10)
+    assert len(server.seen) == 1
+
+
+def test_what_cannot_have_arrived_is_tried_again() -> None:
+    with socket(AF_INET, SOCK_STREAM) as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = RegistryAddress.parse(f"127.0.0.1:{unused.getsockname()[1]}")
+        pauses = Pauses()
+        with client(pauses=pauses) as http, pytest.raises(UnreachableError, match="no connection"):
+            http.request(Call("POST", address, "/x", body=b"x"), max_bytes=10)
+    assert len(pauses.seconds) == 2
+
+
+def test_offline_nothing_is_sent(serve: Serve) -> None:
+    server = serve(reply(200))
+    with Http(None, offline=True) as http, pytest.raises(OfflineError, match="offline"):
+        get(http, server)
+    assert server.seen == []
+
+
+def test_a_streamed_answer_comes_as_it_is_sent(serve: Serve) -> None:
+    server = serve(reply(200, b"x" * 200_000))
+    with client(server) as http, http.stream(Call("GET", server.address, "/x")) as answer:
+        assert sum(len(chunk) for chunk in answer.chunks) == 200_000
+    with client(server) as http, http.stream(Call("GET", server.address, "/x")):
+        pass  # what is not read is not waited for
+
+
+def test_a_body_is_begun_anew_for_every_attempt(serve: Serve) -> None:
+    answers = iter([reply(401, **ASKS_BASIC), reply(503), reply(201)])
+    server = serve(lambda _: next(answers))
+    body = {"Content-Length": "3"}
+    with client(server) as http:
+        call = Call("PUT", server.address, "/x", headers=body, body=lambda: iter([b"abc"]))
+        http.request(call, max_bytes=10, accept={201})
+    assert [request.body for request in server.seen] == [b"abc"] * 3
+
+
+# attack 96, 97: proxies and certificates
+
+
+def test_a_self_signed_certificate_is_refused_and_accepted_with_its_ca_file(
+    serve: Serve, tmp_path: Path
+) -> None:
+    tls, ca = self_signed(tmp_path)
+    server, pauses = serve(reply(200, b"private"), tls), Pauses()
+    with client(server, pauses=pauses) as http, pytest.raises(RegistryError) as caught:
+        get(http, server)
+    assert "its certificate is not accepted: self-signed certificate" in caught.value.message
+    assert "ca_file" in caught.value.hint
+    assert (server.seen, pauses.seconds) == ([], [])
+    with client(server, ca_file=ca) as http:
+        assert get(http, server) == b"private"
+
+
+def test_a_certificate_for_another_name_is_refused(serve: Serve, tmp_path: Path) -> None:
+    tls, ca = self_signed(tmp_path, name="other.example")
+    server = serve(reply(200), tls)
+    there = RegistryAddress.parse(server.other_name)
+    with client(ca_file=ca) as http, pytest.raises(RegistryError, match="not accepted"):
+        http.request(Call("GET", there, "/"), max_bytes=10)
+    assert server.seen == []
+
+
+def test_what_is_no_tls_at_all_is_named(serve: Serve) -> None:
+    server = serve(reply(200))
+    there = RegistryAddress.parse(server.url.replace("http:", "https:"))
+    with (
+        client(attempts=1, connect=0.5) as http,
+        pytest.raises(UnreachableError, match="no connection"),
+    ):
+        http.request(Call("GET", there, "/"), max_bytes=10)
+
+
+def test_the_settings_say_which_ca_is_believed(
+    serve: Serve, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls, ca = self_signed(tmp_path)
+    server = serve(reply(200, b"private"), tls)
+    monkeypatch.setenv("EXPERT_CA_FILE", str(ca))
+    with open_http(load_settings()) as http:
+        assert get(http, server) == b"private"
+
+
+def test_a_proxy_never_sees_what_is_for_this_machine(serve: Serve) -> None:
+    proxy, server = serve(reply(200, b"proxy")), serve(reply(200, b"direct"))
+    environment = {"http_proxy": proxy.url, "HTTPS_PROXY": proxy.url, "ALL_PROXY": proxy.url}
+    with client(server, environment=environment) as http:
+        assert get(http, server) == b"direct"
+    assert proxy.seen == []
+
+
+def test_a_proxy_is_used_for_other_machines_and_sees_no_login_of_theirs(serve: Serve) -> None:
+    proxy = serve(reply(407))
+    environment = {"HTTPS_PROXY": proxy.url.replace("://", "://user:pw@")}
+    there = RegistryAddress.parse("registry.example")
+    with (
+        client(environment=environment, attempts=1) as http,
+        pytest.raises(UnreachableError, match=r"registry\.example: the proxy refuses"),
+    ):
+        http.request(Call("GET", there, "/v2/"), max_bytes=10)
+    [request] = proxy.seen
+    assert (request.method, request.target) == ("CONNECT", "registry.example:443")
+    assert request.headers["proxy-authorization"] == "Basic dXNlcjpwdw=="
+    assert request.login is None
