@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,14 @@ class Template:
             blobs[signature.digest] = bundle
         layout = layout_of(described, signature)
         return Parcel(PackageName.parse(name), version, layout, blobs)
+
+
+def signed_again(parcel: Parcel, key: PrivateKey) -> Parcel:
+    """The same content with the signature of another key."""
+    bundle = sign_files(parcel.layout.files, name=parcel.ref, key=key)
+    signature = FileDigest("model.sig", len(bundle), Digest.of(bundle))
+    layout = layout_of(parcel.layout.files, signature)
+    return replace(parcel, layout=layout, blobs={**parcel.blobs, signature.digest: bundle})
 
 
 def make_template(folder: Path) -> Template:

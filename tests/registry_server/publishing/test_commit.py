@@ -21,7 +21,6 @@ from expertctl.errors import (
     UnsignedError,
 )
 from expertctl.package.layout import layout_of
-from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.identity import ANONYMOUS, Action, Identity, Scope
 from registry_server.database.tables import (
@@ -43,6 +42,7 @@ from tests.registry_server.publishing.parcels import (
     push,
     read,
     send,
+    signed_again,
     upload,
 )
 from tests.registry_server.served import Served
@@ -64,14 +64,6 @@ def tag_of(registry: Registry, parcel: Parcel) -> str | None:
         return connection.execute(
             select(TAGS.c.digest).where(TAGS.c.name == parcel.version)
         ).scalar_one_or_none()
-
-
-def signed_again(parcel: Parcel, key: PrivateKey) -> Parcel:
-    """The same content with the signature of another key."""
-    bundle = sign_files(parcel.layout.files, name=parcel.ref, key=key)
-    signature = FileDigest("model.sig", len(bundle), Digest.of(bundle))
-    layout = layout_of(parcel.layout.files, signature)
-    return replace(parcel, layout=layout, blobs={**parcel.blobs, signature.digest: bundle})
 
 
 def trust_bob(registry: Registry, owner: Identity, bob: PrivateKey) -> None:
