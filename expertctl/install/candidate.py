@@ -1,14 +1,19 @@
 """What could be installed: one version of one package, whoever offers it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Literal
 
 from expertctl.digest import Digest
 from expertctl.package.read import PackageContents
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.store.ref import LOCAL, StoredExpert
+
+Verdict = Literal["trusted", "unknown", "revoked"]
+Judge = Callable[[Release, SignedForm], Verdict]
+"""Says what the key that signed a form is worth here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +25,7 @@ class Candidate:
     registry: str
     content_digest: Digest
     package_digests: tuple[Digest, ...]
-    """Of its signed forms, the best first: where none is named, that one is taken."""
+    """Of its signed forms, the newest of a trusted key first: it is taken where none is named."""
     requires: tuple[Reference, ...] = ()
     conflicts: tuple[Reference, ...] = ()
     base: str = ""
@@ -29,6 +34,8 @@ class Candidate:
     published: datetime | None = None
     yanked: str | None = None
     """Why it was yanked; None when it was not."""
+    revoked: bool = False
+    """Whether every key that signed it was revoked."""
     given: bool = False
     """Whether the bytes are here already: installed, or in a file that the person named."""
 
@@ -57,10 +64,9 @@ class Candidate:
         return not all(wanted.allows(self.version) for wanted in own)
 
 
-def published(index: IndexDocument, registry: str) -> list[Candidate]:
-    """Return the versions of an index that somebody vouches for, in its order."""
-    found = [(release, _forms(release, index)) for release in index.releases]
-    return [_of_release(index.package, r, forms, registry) for r, forms in found if forms]
+def published(index: IndexDocument, registry: str, judge: Judge) -> list[Candidate]:
+    """Return the versions of an index, in its order."""
+    return [_of_release(index.package, release, registry, judge) for release in index.releases]
 
 
 def installed(expert: StoredExpert) -> Candidate:
@@ -96,27 +102,24 @@ def in_file(contents: PackageContents) -> Candidate:
     )
 
 
-def _of_release(
-    package: PackageName, release: Release, forms: Sequence[SignedForm], registry: str
-) -> Candidate:
+def _of_release(package: PackageName, release: Release, registry: str, judge: Judge) -> Candidate:
+    verdicts = {form: judge(release, form) for form in reversed(release.forms)}
+    good = [form for form, verdict in verdicts.items() if verdict == "trusted"]
+    rest = [form for form in verdicts if form not in good]
     return Candidate(
         package=package,
         version=release.version,
         registry=registry,
         content_digest=release.content_digest,
-        package_digests=tuple(form.package_digest for form in forms),
+        package_digests=tuple(form.package_digest for form in (*good, *rest)),
         requires=_read(release.requires),
         conflicts=_read(release.conflicts),
         base=release.base.name,
         size=release.size,
         published=release.published_at,
         yanked=release.yanked,
+        revoked=set(verdicts.values()) == {"revoked"},
     )
-
-
-def _forms(release: Release, index: IndexDocument) -> list[SignedForm]:
-    """Return the signed forms whose key still counts, the newest first."""
-    return [form for form in reversed(release.forms) if not index.is_revoked(form.signer)]
 
 
 def _read(texts: Sequence[str]) -> tuple[Reference, ...]:

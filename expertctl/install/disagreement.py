@@ -32,6 +32,8 @@ class Need:
     home: str | None = None
     """Where to look for it when it names no registry: that of its asker's own namespace."""
     refused: bool = False
+    by_hand: bool = False
+    """Whether a person typed it, who may name any registry."""
 
     @classmethod
     def of(
@@ -167,6 +169,8 @@ def _note(candidate: Candidate, age: ReleaseAge) -> str:
         return f"{candidate.version} was yanked" + (
             f": {candidate.yanked}" * bool(candidate.yanked)
         )
+    if candidate.revoked:
+        return f"the key of {candidate.version} was revoked"
     ripe = age.ripe_at(candidate)
     if ripe is not None:
         return f"{candidate.version} waits until {shown(ripe)}"

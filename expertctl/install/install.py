@@ -1,9 +1,10 @@
 """Installing packages: verified, checked against each other and the bases, published.
 
-They come from files, or from one set that was exported elsewhere; the checks are the same.
-Everything given in one call counts together. Nothing is published before all of it has passed; then
-each is published after what it requires, so that being killed leaves no expert without its needs.
-When one cannot be published, those before it are taken back.
+They come from files, from one set that was exported elsewhere, or from registries
+(`expertctl.install.order`); the checks are the same. Everything given in one call counts together.
+Nothing is published before all of it has passed; then each is published after what it requires, so
+that being killed leaves no expert without its needs. When one cannot be published, those before it
+are taken back.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,8 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from expertctl.digest import Progress, no_progress
-from expertctl.errors import ConflictError, ExpertError, UnsignedError, UsageError
+from expertctl.digest import Digest, Progress, no_progress
+from expertctl.errors import (
+    ConflictError,
+    ExpertError,
+    RevokedError,
+    SignatureError,
+    TrustError,
+    UnsignedError,
+    UsageError,
+)
 from expertctl.install.fit import fit
 from expertctl.install.requirements import (
     Claims,
@@ -22,13 +31,18 @@ from expertctl.install.requirements import (
 )
 from expertctl.package.numbers import doubts
 from expertctl.package.read import PackageContents, read_package, read_set
-from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
+from expertctl.package.verify import (
+    VerifiedPackage,
+    accept_named,
+    accept_unsigned,
+    verify_contents,
+)
 from expertctl.reference import Reference
 from expertctl.routing.index import RoutingIndex
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.ref import StoredExpert
+from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
 from expertctl.store.transaction import Outcome, Transaction
@@ -45,11 +59,26 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """A package whose bytes are here and right; nobody has vouched for it yet."""
+
+    contents: PackageContents
+    staging: Staging
+    registry: str = LOCAL
+    """The host that it came from."""
+    expected: Reference | None = None
+    """What was asked for."""
+    named: Digest | None = None
+    """Its exact bytes, where a person named them: whoever signed them then."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     """A verified package in its staging."""
 
     package: VerifiedPackage
     staging: Staging
+    registry: str
     lasting: tuple[str, ...] = ()
     momentary: tuple[str, ...] = ()
 
@@ -83,10 +112,16 @@ def install_files(
     if not paths:
         raise UsageError("nothing to install", hint="expertctl install FILE…")
     with ExitStack() as stack:
-        staged = _from_files(paths, store, stack, progress)
-        candidates = _vouched_for(staged, trust, allow_unsigned=allow_unsigned)
-        fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
-        return _installed(fitted, store, catalogue, index)
+        return install_staged(
+            stage_files(paths, store, stack, progress),
+            store=store,
+            bases=bases,
+            trust=trust,
+            catalogue=catalogue,
+            index=index,
+            allow_unsigned=allow_unsigned,
+            allow_base_mismatch=allow_base_mismatch,
+        )
 
 
 def install_set(
@@ -112,36 +147,83 @@ def install_set(
         StoreError: when the store cannot be written.
     """
     with store.stage() as staging:
-        staged = _from_set(path, staging, progress)
-        candidates = _vouched_for(staged, trust, allow_unsigned=allow_unsigned)
-        fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
-        return _installed(fitted, store, catalogue, index)
+        return install_staged(
+            _from_set(path, staging, progress),
+            store=store,
+            bases=bases,
+            trust=trust,
+            catalogue=catalogue,
+            index=index,
+            allow_unsigned=allow_unsigned,
+            allow_base_mismatch=allow_base_mismatch,
+        )
 
 
-_Staged = tuple[PackageContents, Staging]
+def install_staged(
+    staged: Iterable[Staged],
+    *,
+    store: Store,
+    bases: BaseStore,
+    trust: TrustStore,
+    catalogue: Catalogue | None = None,
+    index: RoutingIndex | None = None,
+    allow_unsigned: bool = False,
+    allow_base_mismatch: bool = False,
+) -> list[Installed]:
+    """Verify packages whose bytes are here, and install all or none of them.
+
+    Raises:
+        NotFoundError: when something that a package requires is missing.
+        TrustError: when nobody who is trusted vouches for one.
+        IncompatibleError: when they do not fit a base, each other or what is installed.
+        StoreError: when the store cannot be written.
+    """
+    candidates = [_vouched_for(item, trust, allow_unsigned=allow_unsigned) for item in staged]
+    fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
+    return _installed(fitted, store, catalogue, index)
 
 
-def _from_files(
-    paths: Sequence[Path], store: Store, stack: ExitStack, progress: Progress
-) -> Iterator[_Staged]:
+def stage_files(
+    paths: Iterable[Path], store: Store, stack: ExitStack, progress: Progress
+) -> Iterator[Staged]:
+    """Read files into folders that last until the stack is closed.
+
+    Raises:
+        NotFoundError: when a file is missing.
+        InvalidPackageError: when one is malformed.
+    """
     for path in paths:
         staging = stack.enter_context(store.stage())
-        yield read_package(path, sink=staging, progress=progress), staging
+        yield Staged(read_package(path, sink=staging, progress=progress), staging)
 
 
-def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[_Staged]:
+def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[Staged]:
     for number, contents in enumerate(read_set(path, sink=staging, progress=progress)):
         digests = {file.digest for file in contents.layout.layers}
-        yield contents, staging.part(str(number), digests)
+        yield Staged(contents, staging.part(str(number), digests))
 
 
-def _vouched_for(
-    staged: Iterable[_Staged], trust: TrustStore, *, allow_unsigned: bool
-) -> list[_Candidate]:
-    return [
-        _Candidate(_vouched(contents, trust, allow_unsigned=allow_unsigned), staging)
-        for contents, staging in staged
-    ]
+def _vouched_for(staged: Staged, trust: TrustStore, *, allow_unsigned: bool) -> _Candidate:
+    if staged.named is not None:
+        return _named(staged, staged.named, trust)
+    package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
+    return _Candidate(package, staged.staging, staged.registry)
+
+
+def _named(staged: Staged, digest: Digest, trust: TrustStore) -> _Candidate:
+    """Accept the exact bytes that a person named, though nobody who is trusted signed them."""
+    place = staged.staging, staged.registry
+    try:
+        package = verify_contents(
+            staged.contents, trust, expected=staged.expected, registry=staged.registry
+        )
+        return _Candidate(package, *place)
+    except (RevokedError, SignatureError):
+        raise
+    except TrustError as error:
+        package = accept_named(staged.contents, digest)
+        warning = f"accepted because you named its exact bytes: {error.message}"
+        return _Candidate(package, *place, lasting=(warning,))
 
 
 def _installed(
@@ -160,14 +242,15 @@ def _installed(
     ]
 
 
-def _vouched(
-    contents: PackageContents, trust: TrustStore, *, allow_unsigned: bool
-) -> VerifiedPackage:
-    if contents.signature is None and allow_unsigned:
+def _vouched(staged: Staged, trust: TrustStore, *, allow_unsigned: bool) -> VerifiedPackage:
+    contents = staged.contents
+    if contents.signature is None and allow_unsigned and staged.registry == LOCAL:
         return accept_unsigned(contents)
     try:
-        return verify_contents(contents, trust)
+        return verify_contents(contents, trust, expected=staged.expected, registry=staged.registry)
     except UnsignedError as error:
+        if staged.registry != LOCAL:
+            raise
         hint = f"{error.hint}; or install it all the same with --allow-unsigned"
         raise UnsignedError(error.message, hint=hint) from error
 
@@ -181,7 +264,7 @@ def _fitted(
         contents = candidate.package.contents
         lasting, momentary = fit(contents, known, allow_mismatch=allow_mismatch)
         odd = [f"{candidate.manifest.ref}: {d}" for d in doubts(contents, candidate.staging.blob)]
-        told = (*lasting, *odd)
+        told = (*candidate.lasting, *lasting, *odd)
         fitted.append(replace(candidate, lasting=told, momentary=tuple(momentary)))
     return fitted
 
@@ -192,9 +275,9 @@ def _checked(candidates: Sequence[_Candidate], changes: Transaction) -> list[_Ca
     for candidate in candidates:
         ref = candidate.manifest.ref
         unique[ref] = _preferred(unique.get(ref), candidate)
-        changes.check(candidate.package)
+        changes.check(candidate.package, registry=candidate.registry)
     installed = [Claims.of(expert) for expert in changes.scan().experts]
-    new = {ref: _claims(candidate.manifest) for ref, candidate in unique.items()}
+    new = {ref: _claims(candidate) for ref, candidate in unique.items()}
     check_conflicts(list(new.values()), installed)
     check_requirements(list(new.values()), installed)
     return [unique[claims.ref] for claims in in_order(list(new.values()))]
@@ -212,13 +295,14 @@ def _preferred(first: _Candidate | None, second: _Candidate) -> _Candidate:
     return first if first.package.signer or not second.package.signer else second
 
 
-def _claims(manifest: Manifest) -> Claims:
-    composition = manifest.composition
+def _claims(candidate: _Candidate) -> Claims:
+    manifest, composition = candidate.manifest, candidate.manifest.composition
     return Claims(
         manifest.package,
         manifest.semver,
         tuple(Reference.parse(text) for text in composition.requires),
         tuple(Reference.parse(text) for text in composition.conflicts),
+        candidate.registry,
     )
 
 
@@ -236,7 +320,12 @@ def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list
 
 
 def _publish(candidate: _Candidate, changes: Transaction) -> Installed:
-    added = changes.add(candidate.package, candidate.staging, warnings=candidate.lasting)
+    added = changes.add(
+        candidate.package,
+        candidate.staging,
+        warnings=candidate.lasting,
+        registry=candidate.registry,
+    )
     warnings = [*candidate.lasting, *candidate.momentary]
     if added.expert.signer is None:
         warnings.append(f"{added.expert.ref} is not signed: nobody vouches for it")

@@ -28,8 +28,9 @@ MAX_ROUNDS = 2_000
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
-Index = Callable[[PackageName, str | None], Sequence[Candidate]]
-"""Asks a registry, the one that is named or else the one of the namespace, for all versions."""
+Index = Callable[[Reference, bool], Sequence[Candidate]]
+"""Asks for all versions of a package; its registry, if one is named, was named by a person, or not
+(by a package or a project file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,26 +245,30 @@ class _Provider(AbstractProvider[Need, _Choice, PackageName]):
             return True
         named = any(need.names_one_version and need.from_person for need in needs)
         ripe = self._universe.age.ripe_at(candidate) is None
-        return ripe and (candidate.yanked is None or named)
+        doubtful = candidate.revoked or candidate.yanked is not None
+        return ripe and (named or not doubtful)
 
     def _offered(self, package: PackageName, needs: Sequence[Need]) -> Offer:
-        hosts = {need.wanted.registry for need in needs} - {None}
-        hosts = hosts or {need.home for need in needs} - {None}
+        named = {need.wanted.registry for need in needs} - {None}
+        homes = {need.home for need in needs} - {None}
+        hosts = named or homes
         if len(hosts) > 1:
             return Offer((), f"{' and '.join(sorted(map(str, hosts)))} are two registries")
-        return self._asked_once(package, next(iter(hosts), None))
+        host = next(iter(hosts), None)
+        by_hand = host in {n.wanted.registry for n in needs if n.by_hand} | homes
+        return self._asked_once(Reference(package, registry=host), by_hand)
 
-    def _asked_once(self, package: PackageName, host: str | None) -> Offer:
-        key = package, host
+    def _asked_once(self, wanted: Reference, by_hand: bool) -> Offer:
+        key = wanted.package, wanted.registry
         if key not in self._published:
             if len(self._published) >= MAX_PACKAGES:
                 raise _too_deep(f"more than {MAX_PACKAGES} packages")
-            self._published[key] = self._ask(package, host)
+            self._published[key] = self._ask(wanted, by_hand)
         return self._published[key]
 
-    def _ask(self, package: PackageName, host: str | None) -> Offer:
+    def _ask(self, wanted: Reference, by_hand: bool) -> Offer:
         try:
-            found = self._universe.index(package, host)
+            found = self._universe.index(wanted, by_hand)
         except (NotFoundError, OfflineError) as error:
             return Offer((), error.message)
         return Offer(tuple(sorted(found, key=lambda c: c.version)))

@@ -1,11 +1,12 @@
 """What registries offer, as values."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.install.candidate import Candidate
+from expertctl.install.resolve import Index
 from expertctl.reference import PackageName, Reference
 
 HOST = "hub.example"
@@ -40,12 +41,11 @@ def a_candidate(
     )
 
 
-def index_of(
-    offered: Sequence[Candidate], asked: list[PackageName] | None = None
-) -> Callable[[PackageName, str | None], list[Candidate]]:
+def index_of(offered: Sequence[Candidate], asked: list[PackageName] | None = None) -> Index:
     """A registry that has these, and notes what it was asked for."""
 
-    def index(package: PackageName, host: str | None) -> list[Candidate]:
+    def index(wanted: Reference, by_hand: bool) -> list[Candidate]:
+        package, host = wanted.package, wanted.registry
         if asked is not None:
             asked.append(package)
         found = [c for c in offered if c.package == package and host in {None, c.registry}]

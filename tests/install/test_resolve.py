@@ -266,19 +266,19 @@ def test_a_namespace_mate_is_looked_for_where_its_asker_came_from() -> None:
     offered = {"acme/top": top, "acme/b": a_candidate("acme/b@1.0.0", registry="one.example"),
                "beta/c": a_candidate("beta/c@1.0.0")}  # fmt: skip
 
-    def index(package: PackageName, host: str | None) -> list[Candidate]:
-        hosts.append(host)
-        return [offered[str(package)]]
+    def index(wanted: Reference, by_hand: bool) -> list[Candidate]:
+        hosts.append(wanted.registry)
+        return [offered[str(wanted.package)]]
 
     resolve(asked("one.example/acme/top"), Universe(index))
     assert hosts == ["one.example", "one.example", None]
 
 
 def test_a_registry_that_fails_is_not_one_that_has_nothing() -> None:
-    def broken(package: PackageName, host: str | None) -> list[Candidate]:
+    def broken(wanted: Reference, by_hand: bool) -> list[Candidate]:
         raise RegistryError(f"{HOST}: bad gateway")
 
-    def offline(package: PackageName, host: str | None) -> list[Candidate]:
+    def offline(wanted: Reference, by_hand: bool) -> list[Candidate]:
         raise OfflineError("expertctl is offline")
 
     with pytest.raises(RegistryError, match="bad gateway"):
@@ -288,7 +288,8 @@ def test_a_registry_that_fails_is_not_one_that_has_nothing() -> None:
 
 
 def test_an_endless_chain_of_packages_ends() -> None:
-    def index(package: PackageName, host: str | None) -> list[Candidate]:
+    def index(wanted: Reference, by_hand: bool) -> list[Candidate]:
+        package = wanted.package
         number = int(package.name[1:])
         return [a_candidate(f"{package}@1.0.0", requires=[f"acme/p{number + 1}"])]
 
@@ -300,7 +301,8 @@ def test_thousands_of_versions_that_all_disagree_end(monkeypatch: pytest.MonkeyP
     """Each of eight packages, with 500 versions, wants a version of the next that is not there."""
     monkeypatch.setattr(module, "MAX_ROUNDS", 300)
 
-    def index(package: PackageName, host: str | None) -> list[Candidate]:
+    def index(wanted: Reference, by_hand: bool) -> list[Candidate]:
+        package = wanted.package
         number = int(package.name[1:])
         after = [f"acme/p{(number + 1) % 8}@^1", f"acme/p{(number + 3) % 8}@<1.{number}.0"]
         return [

@@ -1,0 +1,194 @@
+"""What registries offer this user: versions from index documents that were believed.
+
+A person's reference chooses its registry; what a package or a project file says moves nothing
+(`expertctl.registry.known`). Each index is asked for once in a command. Nothing is written to
+``trust.json`` before something is going to be installed.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from expertctl.digest import Digest
+from expertctl.errors import (
+    ExpertError,
+    NotFoundError,
+    OfflineError,
+    RegistryError,
+    RevokedError,
+    UnreachableError,
+    UsageError,
+)
+from expertctl.install.candidate import Candidate, Judge, Verdict, published
+from expertctl.install.resolve import Chosen
+from expertctl.reference import PackageName, Reference
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.api_client import ApiClient
+from expertctl.registry.http import Http, open_http
+from expertctl.registry.index_client import fetch_index
+from expertctl.registry.index_document import IndexDocument, Release, SignedForm
+from expertctl.registry.index_store import IndexStore
+from expertctl.registry.known import (
+    address_of,
+    choose_registry,
+    known_registry,
+    required_registry,
+)
+from expertctl.registry.oci_client import OciClient
+from expertctl.registry.pins import pin, pinned, signer_problem
+from expertctl.settings import Settings
+from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.policy import TrustStore
+
+
+class Sources:
+    """Owns what was asked of registries in one command."""
+
+    def __init__(self, http: Http, trust: TrustStore, settings: Settings) -> None:
+        """Ask through ``http``; nothing is asked yet."""
+        self.http = http
+        self.settings = settings
+        self._trust = trust
+        self._before = trust.read()
+        self._record = self._before
+        self._indexes = IndexStore(settings.home.registries)
+        self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
+        self._plain: set[str] = set()
+
+    def candidates(self, wanted: Reference, by_hand: bool) -> list[Candidate]:
+        """Return all versions of a package; ``by_hand`` says that a person named the registry.
+
+        Raises:
+            NotFoundError: when its registry does not have it, or none is set.
+            TrustError: when the registry is not known, or may not have the namespace.
+            RegistryError: when it cannot be reached, or has no index.
+        """
+        address = self.address(wanted, by_hand)
+        document = self._document(self._known(address, wanted), wanted.package)
+        return published(document, address.host, self._judge(wanted.package, address.host))
+
+    def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
+        """Return the registry that a reference means.
+
+        Raises:
+            NotFoundError: when none is set.
+            TrustError: when it may not have the namespace.
+        """
+        choose = choose_registry if by_hand else required_registry
+        allow_http = self.settings.allow_http
+        if wanted.registry is not None and wanted.registry in self._plain:
+            return choose_registry(wanted, self._before, None, allow_http=allow_http)
+        try:
+            return choose(wanted, self._before, self.settings.registry, allow_http=allow_http)
+        except UsageError as error:
+            if wanted.registry is None and self.settings.registry is None:
+                raise NotFoundError(error.message, hint=error.hint) from error
+            raise
+
+    def has_index(self, address: RegistryAddress) -> bool:
+        """Tell whether the user knows the index key of a registry."""
+        return self._before.registry(address.host) is not None
+
+    def vouches(self, address: RegistryAddress, package: PackageName) -> bool:
+        """Tell whether the user trusts a key for the namespace of a package from there."""
+        return bool(self._before.vouching_keys(address.host, package.namespace))
+
+    def without_index(self, address: RegistryAddress) -> None:
+        """Remember that packages came from a registry that has no index."""
+        self._plain.add(address.host)
+
+    def client(self, host: str) -> OciClient:
+        """Return what speaks with a registry."""
+        known = self._before.registry(host)
+        allow_http = self.settings.allow_http
+        address = address_of(known) if known else RegistryAddress.parse(host, allow_http=allow_http)
+        return OciClient(self.http, address)
+
+    def release(self, candidate: Candidate) -> tuple[IndexDocument, Release] | None:
+        """Return what the index says of a candidate; None when it comes from none."""
+        document = self._documents.get((candidate.registry, candidate.package))
+        release = document.release(candidate.version) if document else None
+        return (document, release) if document and release else None
+
+    def demand_signer(self, candidate: Candidate, digest: Digest) -> None:
+        """Demand that the signer of a form may sign it.
+
+        Raises:
+            TrustError: when it may not, or the index has no such form.
+        """
+        found = self.release(candidate)
+        form = found[1].form(digest) if found else None
+        if found is None or form is None:
+            message = f"{candidate.registry} has no {candidate.ref} with the digest {digest}"
+            raise RegistryError(message, hint="`expertctl lock` writes expert.lock anew")
+        host, package = candidate.registry, candidate.package
+        problem = signer_problem(form, found[1], package=package, host=host, record=self._record)
+        if problem is not None:
+            raise problem
+
+    def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
+        """Tell whether a key counts no more for a namespace."""
+        namespace = package.namespace
+        if key_id is None:
+            return False
+        found = self._record.revocation(key_id, namespace=namespace, registry=registry)
+        return found is not None
+
+    def pin(self, chosen: Iterable[Chosen]) -> list[str]:
+        """Fix the publisher keys of what is going to be installed; return what changed."""
+        told = []
+        for item in chosen:
+            key = item.candidate.registry, item.candidate.package
+            known = self._before.registry(item.candidate.registry)
+            if known is not None and key in self._documents:
+                told += pin(self._documents[key], known, self._trust)
+        return told
+
+    def _document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
+        key = known.host, package
+        if key not in self._documents:
+            offline = self.settings.offline
+            document = fetch_index(self.http, known, package, self._indexes, offline=offline)
+            self._record = pinned(self._record, document, known)
+            self._documents[key] = document
+        return self._documents[key]
+
+    def _known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
+        host, package = address.host, wanted.package
+        if host in self._plain:
+            hint = f"name its exact bytes too: {host}/{package}@sha256:…"
+            raise NotFoundError(f"{host} has no index to find {package} in", hint=hint)
+        if self.has_index(address) or self.settings.offline or _speaks_api(self.http, address):
+            return known_registry(address, self._before)
+        raise RegistryError(
+            f"{host} has no index of experts: it is a plain OCI registry, so nothing there tells "
+            f"which versions of {package} are right",
+            hint=f"name the exact bytes, {host}/{package}@sha256:…, or trust its publisher, "
+            f"`expertctl trust add KEY.pem --namespace {package.namespace} --registry {host}`, "
+            f"and name an exact version",
+        )
+
+    def _judge(self, package: PackageName, host: str) -> Judge:
+        def judge(release: Release, form: SignedForm) -> Verdict:
+            problem = signer_problem(form, release, package=package, host=host, record=self._record)
+            if problem is None:
+                return "trusted"
+            return "revoked" if isinstance(problem, RevokedError) else "unknown"
+
+        return judge
+
+
+@contextmanager
+def open_sources(settings: Settings, trust: TrustStore) -> Iterator[Sources]:
+    """Lend what asks the registries of this user; nothing is sent while offline."""
+    with open_http(settings) as http:
+        yield Sources(http, trust, settings)
+
+
+def _speaks_api(http: Http, address: RegistryAddress) -> bool:
+    """Tell whether a registry is one of ours."""
+    try:
+        return "index_key" in ApiClient(http, address).get("/api/v1/")
+    except (UnreachableError, OfflineError):
+        raise
+    except ExpertError:
+        return False
