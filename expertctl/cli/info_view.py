@@ -25,6 +25,11 @@ class Offer:
     page: PackagePage
     version: VersionPage
 
+    @property
+    def release(self) -> Release:
+        """That version."""
+        return self.version.release
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -45,7 +50,7 @@ def judged(offer: Offer, home: Home) -> Known:
 
 
 def _is_trusted(manifest: Manifest, offer: Offer, home: Home) -> bool:
-    signer, digest = offer.version.signer, Digest.parse(offer.version.content_digest)
+    signer, digest = offer.release.signer, Digest.parse(offer.release.content_digest)
     trust = TrustStore(home.trust)
     try:
         trust.authorise(signer or "", package=manifest.package, content_digest=digest)
@@ -86,7 +91,8 @@ def info_document(
             "registry": offer.host,
             **asdict(offer.page),
             "shown": {
-                **asdict(offer.version),
+                **asdict(offer.release),
+                "manifest": offer.version.manifest,
                 "trusted": known.trusted,
                 "base_here": known.base,
             },
@@ -112,7 +118,7 @@ def info_text(
 
 
 def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
-    version = offer.version
+    version = offer.release
     trusted = "trusted here" if known.trusted else "not trusted here"
     rows = [
         ["registry", offer.host],
@@ -149,4 +155,4 @@ def _yanked(release: Release) -> str:
 
 
 def _install_line(offer: Offer) -> str:
-    return f"expertctl install {offer.host}/{offer.page.name}@{offer.version.version}"
+    return f"expertctl install {offer.host}/{offer.page.name}@{offer.release.version}"

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.connection import RegistryOption, connected
-from expertctl.cli.output import JsonFlag, emit, human_size, note, table
+from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.cli.package_view import one_line
 from expertctl.errors import UsageError
 from expertctl.registry import people
@@ -33,7 +33,7 @@ ReadOption = Annotated[
     Read | None, typer.Option("--read", help="Who may read: public, or token for users alone.")
 ]
 QuotaOption = Annotated[
-    str | None, typer.Option("--quota", metavar="SIZE", help="How many bytes fit: 20GB.")
+    str | None, typer.Option("--quota", metavar="SIZE", help="What fits: 20GB, or default.")
 ]
 
 
@@ -88,7 +88,8 @@ def remove_user(
 def add_namespace(
     name: NamespaceName,
     owner: Annotated[
-        list[str] | None, typer.Option("--owner", metavar="USER", help="Manages it; repeatable.")
+        list[str] | None,
+        typer.Option("--owner", metavar="USER", help="Manages it; default: you; repeatable."),
     ] = None,
     kind: Annotated[
         str, typer.Option(help="expert, or oci for anything but experts.", metavar="expert|oci")
@@ -102,12 +103,9 @@ def add_namespace(
 
     Example: expertctl registry namespace add acme --owner alice
     """
-    options: JsonObject = {"kind": kind, **_options(read, quota)}
+    options: JsonObject = {"kind": kind, **_options(read, quota), "owners": [*(owner or ())]}
     with connected(load_settings(), None, registry) as connection:
-        people.add_namespace(connection.api, name, options)
-        for each in owner or []:
-            people.add_member(connection.api, name, each, "owner")
-        made = people.namespace(connection.api, name)
+        made = people.add_namespace(connection.api, name, options)
     emit(_namespace_document(made, connection.host), _one_namespace(made), as_json=as_json)
 
 
@@ -189,16 +187,18 @@ def add_key(
     public = people.find_key(ring, key)
     with connected(load_settings(), None, registry) as connection:
         by = people.vouching(people.namespace(connection.api, namespace), ring, public)
-        people.add_key(connection.api, namespace, public, by=by)
-    vouched = by.public.key_id if by is not None else None
+        added = people.add_key(connection.api, namespace, public, by=by)
+    warn(added.warnings)
     document = {
         "registry": connection.host,
         "namespace": namespace,
         "key_id": public.key_id,
-        "vouched_for_by": vouched,
+        "vouched_by": added.vouched_by,
+        "warnings": list(added.warnings),
     }
     text = f"{public.key_id}\nmay sign {namespace}/* on {connection.host}"
-    emit(document, text + (f"\nvouched for by {vouched}" if vouched else ""), as_json=as_json)
+    text += f"\nvouched for by {added.vouched_by}" if added.vouched_by else ""
+    emit(document, text, as_json=as_json)
 
 
 @keys.command("list")
@@ -245,7 +245,9 @@ def revoke_key(
 
 def _options(read: Read | None, quota: str | None) -> JsonObject:
     options: JsonObject = {} if read is None else {"read": read}
-    return options if quota is None else {**options, "quota": parse_size(quota)}
+    if quota is None:
+        return options
+    return {**options, "quota": None if quota == "default" else parse_size(quota)}
 
 
 def _user_document(found: User) -> dict[str, object]:
@@ -253,8 +255,6 @@ def _user_document(found: User) -> dict[str, object]:
 
 
 def _rank(found: User) -> str:
-    if found.removed is not None:
-        return "removed"
     return "admin" if found.admin else "user"
 
 

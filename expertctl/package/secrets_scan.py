@@ -9,19 +9,19 @@ _LONGEST = 64
 _CHUNK = 1 << 20
 
 
-def holds_private_key(path: Path) -> bool:
-    """Tell whether a file holds a private key in PEM, of whatever kind."""
+def secret_in_file(path: Path) -> str | None:
+    """Return what secret a file of any size holds; see `secret_in`."""
     tail = b""
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK):
-            if _PRIVATE_KEY.search(tail + chunk):
-                return True
+            if found := secret_in(tail + chunk):
+                return found
             tail = chunk[-_LONGEST:]
-    return False
+    return None
 
 
 def secret_in(data: bytes) -> str | None:
-    """Return what secret a small file holds: a private key, or a token of a registry."""
+    """Return what secret bytes hold: a private key in PEM of any kind, a token of a registry."""
     if _PRIVATE_KEY.search(data):
         return "a private key"
     return "an access token" if _TOKEN.search(data) else None

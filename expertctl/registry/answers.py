@@ -4,14 +4,32 @@ Fields that are not known here are passed over, so that a newer registry can say
 as it came; whoever shows it makes it harmless.
 """
 
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+from urllib.parse import urlencode
 
 import msgspec
 
 from expertctl.errors import RegistryError
+from expertctl.registry.api_client import ApiClient
 from expertctl.schema.strict_json import JsonObject
 
+MAX_PAGES = 1000
+PAGE = 100
+
 Kind = TypeVar("Kind")
+
+
+class Page(Protocol):
+    """A part of a list; ``next`` is where the following part begins."""
+
+    @property
+    def next(self) -> str | None:
+        """The cursor of the following part, None at the end."""
+        ...
+
+
+SomePage = TypeVar("SomePage", bound=Page)
 
 
 def answer(document: JsonObject, kind: type[Kind], *, host: str) -> Kind:
@@ -26,3 +44,19 @@ def answer(document: JsonObject, kind: type[Kind], *, host: str) -> Kind:
         message = f"{host} answered with something else than was asked for: {error}"
         hint = f"is {host} a registry of this kind, and of a version that fits?"
         raise RegistryError(message, hint=hint) from error
+
+
+def pages(api: ApiClient, path: str, kind: type[SomePage]) -> Iterator[SomePage]:
+    """Read a list part by part.
+
+    Raises:
+        RegistryError: when it is something else, or never ends.
+    """
+    wanted = {"limit": str(PAGE)}
+    for _ in range(MAX_PAGES):
+        page = answer(api.get(f"{path}?{urlencode(wanted)}"), kind, host=api.address.host)
+        yield page
+        if page.next is None:
+            return
+        wanted["cursor"] = page.next
+    raise RegistryError(f"{api.address.host}: the list of {path} never ends")

@@ -4,7 +4,7 @@ Install believes the signed index document alone; this is what ``search`` and ``
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
 from expertctl.digest import Digest
@@ -12,6 +12,7 @@ from expertctl.errors import ExpertError, RegistryError
 from expertctl.reference import PackageName, Version
 from expertctl.registry.answers import answer
 from expertctl.registry.api_client import ApiClient
+from expertctl.schema.manifest import BaseRequirement
 from expertctl.schema.strict_json import JsonObject
 
 
@@ -51,14 +52,9 @@ class Release:
     signer: str | None = None
     downloads: int = 0
     kinds: tuple[str, ...] = ()
-    base: JsonObject | str = ""
+    base: BaseRequirement | None = None
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
-
-    @property
-    def base_name(self) -> str:
-        """What the base model is called."""
-        return self.base if isinstance(self.base, str) else str(self.base.get("name", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +67,13 @@ class PackagePage:
     owners: tuple[str, ...] = ()
     versions: tuple[Release, ...] = ()
 
-    def release(self, version: str) -> Release | None:
-        """Return one version."""
-        return next((each for each in self.versions if each.version == version), None)
-
 
 @dataclass(frozen=True, slots=True)
-class VersionPage(Release):
+class VersionPage:
     """One version with its ``expert.json``, which nobody verified here."""
 
-    manifest: JsonObject = field(default_factory=dict)
+    release: Release
+    manifest: JsonObject
 
 
 def search(api: ApiClient, text: str, *, limit: int, cursor: str | None = None) -> Hits:
@@ -108,9 +101,12 @@ def version_page(api: ApiClient, package: PackageName, version: Version) -> Vers
         NotFoundError: when there is none that the user may read.
     """
     document = api.get(f"packages/{package}/{quote(str(version))}")
-    page = answer(document, VersionPage, host=api.address.host)
-    _check(str(package), package, [page], api.address.host)
-    return page
+    manifest = document.get("manifest")
+    if not isinstance(manifest, dict):
+        raise RegistryError(f"{api.address.host} about {package}: there is no manifest")
+    release = answer(document, Release, host=api.address.host)
+    _check(str(package), package, [release], api.address.host)
+    return VersionPage(release, manifest)
 
 
 def yank(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:

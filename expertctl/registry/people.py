@@ -1,17 +1,22 @@
 """Users, namespaces and their publisher keys, as a registry keeps them."""
 
 import base64
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from expertctl.errors import NotFoundError
-from expertctl.registry.answers import answer
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.reference import NAME_PATTERN
+from expertctl.registry.answers import answer, pages
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.key_statement import sign_statement
 from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.keys import KeyRing, PrivateKey, PublicKey, read_pem
+
+MAX_NAME = 64
+_NAME = re.compile(NAME_PATTERN)
 
 Role = Literal["owner", "publisher"]
 Read = Literal["public", "token"]
@@ -24,7 +29,6 @@ class User:
     name: str
     admin: bool = False
     created: str | None = None
-    removed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,15 @@ class NamespaceKey:
     public_key: str = ""
     revoked: bool = False
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AddedKey:
+    """A key that was just added, and what the registry has to say about that."""
+
+    key_id: str
+    vouched_by: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +79,18 @@ class Namespace:
 @dataclass(frozen=True, slots=True)
 class _Users:
     users: tuple[User, ...]
+    next: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Namespaces:
     namespaces: tuple[Namespace, ...]
+    next: str | None = None
 
 
 def users(api: ApiClient) -> list[User]:
     """Return everybody who has an account."""
-    return list(answer(api.get("users"), _Users, host=api.address.host).users)
+    return [each for page in pages(api, "users", _Users) for each in page.users]
 
 
 def add_user(api: ApiClient, name: str, *, admin: bool) -> NewUser:
@@ -85,12 +100,12 @@ def add_user(api: ApiClient, name: str, *, admin: bool) -> NewUser:
 
 def remove_user(api: ApiClient, name: str) -> None:
     """Let a user in no longer; the name is never given to another."""
-    api.delete(f"users/{_quoted(name)}")
+    api.delete(f"users/{_named(name)}")
 
 
 def namespaces(api: ApiClient) -> list[Namespace]:
     """Return the namespaces that the user may see."""
-    return list(answer(api.get("namespaces"), _Namespaces, host=_host(api)).namespaces)
+    return [each for page in pages(api, "namespaces", _Namespaces) for each in page.namespaces]
 
 
 def namespace(api: ApiClient, name: str) -> Namespace:
@@ -99,7 +114,7 @@ def namespace(api: ApiClient, name: str) -> Namespace:
     Raises:
         NotFoundError: when there is none that the user may see.
     """
-    return answer(api.get(f"namespaces/{_quoted(name)}"), Namespace, host=_host(api))
+    return answer(api.get(f"namespaces/{_named(name)}"), Namespace, host=_host(api))
 
 
 def add_namespace(api: ApiClient, name: str, options: JsonObject) -> Namespace:
@@ -109,7 +124,7 @@ def add_namespace(api: ApiClient, name: str, options: JsonObject) -> Namespace:
 
 def set_namespace(api: ApiClient, name: str, options: JsonObject) -> Namespace:
     """Change who may read a namespace, or its quota."""
-    path = f"namespaces/{_quoted(name)}"
+    path = f"namespaces/{_named(name)}"
     return answer(api.patch(path, options), Namespace, host=_host(api))
 
 
@@ -145,17 +160,18 @@ def vouching(found: Namespace, ring: KeyRing, new: PublicKey) -> PrivateKey | No
     return ring.private(name) if name is not None else None
 
 
-def add_key(api: ApiClient, name: str, key: PublicKey, *, by: PrivateKey | None) -> None:
+def add_key(api: ApiClient, name: str, key: PublicKey, *, by: PrivateKey | None) -> AddedKey:
     """Let a key sign packages of a namespace; ``by`` is an older key that vouches for it."""
     statement = sign_statement(namespace=name, new=key, by=by) if by is not None else None
     vouched = base64.b64encode(statement).decode("ascii") if statement is not None else None
     body: JsonObject = {"public_key": key.pem().decode("ascii"), "statement": vouched}
-    api.post(f"namespaces/{_quoted(name)}/keys", body)
+    document = api.post(f"namespaces/{_named(name)}/keys", body)
+    return answer(document, AddedKey, host=_host(api))
 
 
 def revoke_key(api: ApiClient, name: str, key_id: str, *, reason: str) -> None:
     """Let a key sign nothing more, and tell everybody who installs from the namespace."""
-    api.delete(f"namespaces/{_quoted(name)}/keys/{_quoted(key_id)}", {"reason": reason})
+    api.delete(f"namespaces/{_named(name)}/keys/{quote(key_id)}", {"reason": reason})
 
 
 def _host(api: ApiClient) -> str:
@@ -163,9 +179,16 @@ def _host(api: ApiClient) -> str:
 
 
 def _member(name: str, user: str) -> str:
-    return f"namespaces/{_quoted(name)}/members/{_quoted(user)}"
+    return f"namespaces/{_named(name)}/members/{_named(user)}"
 
 
-def _quoted(text: str) -> str:
-    """A name in a path is one segment of it, whatever somebody typed."""
-    return quote(text, safe="")
+def _named(text: str) -> str:
+    """Return a name as a segment of a path, once it is one.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    if not (_NAME.fullmatch(text) and len(text) <= MAX_NAME):
+        hint = "lower-case letters, digits and single dashes, at most 64"
+        raise UsageError(f"{text[:80]!r} is not the name of a user or namespace", hint=hint)
+    return text

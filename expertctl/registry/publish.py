@@ -218,7 +218,7 @@ def _room(parcel: Parcel, api: ApiClient) -> Namespace:
 def _state(parcel: Parcel, api: ApiClient) -> State:
     manifest, contents = parcel.contents.manifest, parcel.contents
     try:
-        there = version_page(api, manifest.package, manifest.semver)
+        there = version_page(api, manifest.package, manifest.semver).release
     except NotFoundError:
         return "new"
     if there.content_digest != str(contents.content_digest):

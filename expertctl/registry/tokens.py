@@ -2,12 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from urllib.parse import quote
 
 from expertctl.errors import UsageError
-from expertctl.registry.answers import answer
+from expertctl.registry.answers import answer, pages
 from expertctl.registry.api_client import ApiClient
 
+_ID = re.compile(r"[0-9a-f]{1,64}")
 _LIFETIME = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -34,6 +34,7 @@ class NewToken(Token):
 @dataclass(frozen=True, slots=True)
 class _Tokens:
     tokens: tuple[Token, ...]
+    next: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def whoami(api: ApiClient) -> Whoami:
 
 def tokens(api: ApiClient) -> list[Token]:
     """Return the user's live tokens."""
-    return list(answer(api.get("tokens"), _Tokens, host=api.address.host).tokens)
+    return [each for page in pages(api, "tokens", _Tokens) for each in page.tokens]
 
 
 def new_token(api: ApiClient, name: str, *, scopes: list[str], lifetime: int | None) -> NewToken:
@@ -74,5 +75,13 @@ def new_token(api: ApiClient, name: str, *, scopes: list[str], lifetime: int | N
 
 
 def revoke_token(api: ApiClient, token_id: str) -> None:
-    """Take a token back."""
-    api.delete(f"tokens/{quote(token_id, safe='')}")
+    """Take a token back.
+
+    Raises:
+        UsageError: when that is no id.
+        NotFoundError: when there is none, or it is somebody else's.
+    """
+    if not _ID.fullmatch(token_id):
+        hint = "`expertctl token list` shows the ids"
+        raise UsageError(f"{token_id[:8]!r}… is not the id of a token", hint=hint)
+    api.delete(f"tokens/{token_id}")

@@ -1,0 +1,292 @@
+"""``publish`` and ``yank`` through the entry point, against a live registry."""
+
+from pathlib import Path
+
+import pytest
+
+from expertctl.package.read import read_package
+from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.keys import PrivateKey
+from expertctl.trust.policy import TrustStore
+from registry_server.access.identity import Action, Scope
+from tests.cli.commands import Commands, expertctl
+from tests.package.forge import files_of, framed, repack, tar_of
+from tests.registry.live import Live
+from tests.registry.publishing_world import (
+    Workshop,
+    admin,
+    alice,
+    live,
+    log_in,
+    tiny_base,
+    trust,
+    workshop,
+)
+
+__all__ = ["admin", "alice", "expertctl", "live", "tiny_base", "trust", "workshop"]
+
+
+@pytest.fixture
+def key(expertctl: Commands, alice: str, workshop: Workshop) -> str:
+    """The id of alice's key, which counts in acme."""
+    said = expertctl("registry", "keys", "add", "me", "--namespace", "acme", "--json")
+    return str(said.document["key_id"])
+
+
+def test_publish_says_what_is_there_now(
+    expertctl: Commands, live: Live, key: str, workshop: Workshop
+) -> None:
+    path = workshop.package()
+    contents = read_package(path)
+    said = expertctl("publish", path, "--json")
+    (package,) = said.document["packages"]
+    sent = package.pop("sent")
+    assert said.document["registry"] == live.host
+    assert (said.document["user"], said.document["dry_run"]) == ("alice", False)
+    assert package == {
+        "ref": "acme/sql@1.0.0",
+        "path": str(path),
+        "outcome": "published",
+        "content_digest": str(contents.content_digest),
+        "package_digest": str(contents.package_digest),
+        "signer": key,
+        "bytes": sum(blob["size"] for blob in sent),
+        "quota": 50_000_000_000,
+        "used": 0,
+        "install": f"expertctl install {live.host}/acme/sql@1.0.0",
+    }
+    assert len(sent) == len(contents.layout.blobs) + 1
+
+
+def test_publish_for_people(expertctl: Commands, live: Live, key: str, workshop: Workshop) -> None:
+    said = expertctl("publish", workshop.package())
+    lines = said.out.splitlines()
+    assert lines[0].startswith(f"published: acme/sql@1.0.0 on {live.host}, 5 of 5 blobs sent")
+    assert [line.split()[0] for line in lines[1:]] == ["content", "package", "signer", "install"]
+    assert said.err == f"publishing to {live.host} as alice\n"
+
+
+def test_publishing_again_says_so(expertctl: Commands, key: str, workshop: Workshop) -> None:
+    path = workshop.package()
+    expertctl("publish", path)
+    said = expertctl("publish", path)
+    assert said.out.startswith("already published: acme/sql@1.0.0")
+    assert "0 of 5 blobs sent, 0 B" in said.out
+
+
+def test_a_dry_run_shows_what_would_travel_and_sends_nothing(
+    expertctl: Commands, live: Live, key: str, workshop: Workshop
+) -> None:
+    expertctl("publish", workshop.package())
+    second = workshop.package(version="1.1.0")
+    said = expertctl("publish", second, "--dry-run")
+    assert said.out.startswith(f"would be published: acme/sql@1.1.0 on {live.host}, 2 of 5 blobs")
+    assert "acme: " in said.out
+    assert "50.0 GB used, 50.0 GB left" in said.out
+    states = {line.split()[0]: "travels" in line for line in said.out.splitlines()[3:]}
+    assert states == {
+        "(configuration)": False,
+        "adapter_config.json": False,
+        "adapter_model.safetensors": False,
+        "expert.json": True,
+        "model.sig": True,
+    }
+    again = expertctl("publish", second, "--dry-run", "--json").document
+    assert again["packages"][0]["outcome"] == "would be published"
+    expertctl("info", "acme/sql@1.1.0", code=3)
+
+
+def test_a_dry_run_says_when_it_may_not_fit(
+    expertctl: Commands, live: Live, key: str, workshop: Workshop, admin: str, home: Path
+) -> None:
+    live.served.namespace("small", kind="expert", owner="alice", quota=1000)
+    TrustStore(home / "trust.json").add(workshop.key.public, name="me", namespaces=["small"])
+    expertctl("registry", "keys", "add", "me", "--namespace", "small")
+    path = workshop.package("small/sql")
+    assert "may not fit" in expertctl("publish", path, "--dry-run").out
+    said = expertctl("publish", path, "--json", code=7)
+    assert said.document["error"]["code"] == "budget"
+
+
+def test_another_content_says_that_a_version_never_changes(
+    expertctl: Commands, key: str, workshop: Workshop
+) -> None:
+    expertctl("publish", workshop.package())
+    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    assert "a version never changes" in expertctl("publish", other, code=4).err
+
+
+def test_an_unsigned_file_is_refused_without_a_registry(
+    expertctl: Commands, workshop: Workshop
+) -> None:
+    said = expertctl("publish", workshop.package(key=None), code=5)
+    assert "expertctl sign" in said.err
+
+
+def test_without_a_registry_the_hint_says_how_to_set_one(
+    expertctl: Commands, workshop: Workshop
+) -> None:
+    said = expertctl("publish", workshop.package(), code=2)
+    assert "no registry is set" in said.err
+    assert "config set registry" in said.err
+
+
+def test_without_a_login_the_hint_is_the_login(
+    expertctl: Commands, live: Live, workshop: Workshop
+) -> None:
+    said = expertctl("publish", workshop.package(), "--registry", live.host, code=6)
+    assert "expertctl login" in said.err
+
+
+def test_a_registry_that_is_not_there_is_named(expertctl: Commands, workshop: Workshop) -> None:
+    said = expertctl("publish", workshop.package(), "--registry", "127.0.0.1:1", code=6)
+    assert "127.0.0.1:1" in said.err
+
+
+def test_a_fresh_administrator_is_led_from_error_to_error_to_a_published_package(
+    expertctl: Commands, live: Live, admin: str, home: Path, workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    log_in(live, home, admin)
+    monkeypatch.setenv("EXPERT_REGISTRY", live.host)
+    path = workshop.package()
+    assert "`expertctl registry namespace add acme`" in expertctl("publish", path, code=3).err
+    expertctl("registry", "namespace", "add", "acme")
+    said = expertctl("publish", path, code=5)
+    assert "`expertctl registry keys add KEY --namespace acme`" in said.err
+    expertctl("registry", "keys", "add", "me", "--namespace", "acme")
+    assert expertctl("publish", path).out.startswith("published: acme/sql@1.0.0")
+
+
+def test_several_files_go_in_the_order_of_what_they_require(
+    expertctl: Commands, key: str, workshop: Workshop
+) -> None:
+    top = workshop.package("acme/top", composition={"requires": ["acme/bottom"]})
+    bottom = workshop.package("acme/bottom")
+    said = expertctl("publish", top, bottom, "--json")
+    assert [p["ref"] for p in said.document["packages"]] == ["acme/bottom@1.0.0", "acme/top@1.0.0"]
+
+
+def test_of_several_files_one_that_is_bad_stops_all_before_anything_travels(
+    expertctl: Commands, key: str, workshop: Workshop
+) -> None:
+    good, bad = workshop.package("acme/good"), workshop.package("acme/bad", key=None)
+    expertctl("publish", good, bad, code=5)
+    expertctl("info", "acme/good", code=3)
+
+
+def test_attack_100_a_package_with_a_token_in_it_is_not_published(
+    expertctl: Commands, alice: str, key: str, workshop: Workshop
+) -> None:
+    path = workshop.package()
+    files = files_of(tar_of(path))
+    framed(repack({**files, "README.md": f"use {alice}".encode()}), path)
+    expertctl("sign", path, "--key", "me")
+    said = expertctl("publish", path, code=8)
+    assert "README.md: holds an access token" in said.err
+    assert alice not in said.err + said.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["login", "--token", "x"], ["login", "--password", "x"], ["publish", "--token", "x", "f"]],
+)
+def test_attack_100_a_token_on_the_command_line_is_no_option(
+    words: list[str], expertctl: Commands
+) -> None:
+    """Every user of the machine could read it in the process list."""
+    assert "No such option" in expertctl(*words, code=2).err
+
+
+def test_attack_80_a_token_never_shows_in_what_is_said(
+    expertctl: Commands, live: Live, alice: str, key: str, home: Path, workshop: Workshop
+) -> None:
+    limited = live.served.token("alice", Scope(Action.READ))
+    log_in(live, home, limited)
+    said = expertctl("publish", workshop.package(), "--json", code=6)
+    assert said.document["error"]["code"] == "forbidden"
+    log_in(live, home, "xpt_" + "0" * 43)
+    also = expertctl("publish", workshop.package(), code=6)
+    for text in (said.out, said.err, also.out, also.err):
+        assert "xpt_" not in text
+
+
+def test_attack_80_a_token_of_a_removed_user_publishes_nothing(
+    expertctl: Commands, live: Live, alice: str, key: str, admin: str, home: Path,
+    workshop: Workshop,
+) -> None:  # fmt: skip
+    live.served.user("second")
+    log_in(live, home, admin)
+    expertctl("registry", "namespace", "member", "acme", "second", "--role", "owner")
+    expertctl("registry", "user", "remove", "alice")
+    log_in(live, home, alice)
+    assert "expertctl login" in expertctl("publish", workshop.package(), code=6).err
+
+
+def test_yank_and_back(expertctl: Commands, live: Live, key: str, workshop: Workshop) -> None:
+    expertctl("publish", workshop.package())
+    said = expertctl("yank", "acme/sql@1.0.0", "--reason", "drops rows", "--json")
+    expected = {"ref": "acme/sql@1.0.0", "registry": live.host, "yanked": "drops rows"}
+    assert said.document == expected
+    assert "(yanked: drops rows)" in expertctl("info", "acme/sql@1.0.0").out
+    assert "counts again" in expertctl("yank", "acme/sql@1.0.0", "--undo").out
+    assert "yanked" not in expertctl("info", "acme/sql").out
+
+
+def test_attack_79_somebody_who_does_not_own_it_yanks_nothing(
+    expertctl: Commands, live: Live, key: str, home: Path, workshop: Workshop
+) -> None:
+    expertctl("publish", workshop.package())
+    log_in(live, home, live.served.user("mallory"))
+    said = expertctl("yank", "acme/sql@1.0.0", "--reason", "mine", "--json", code=6)
+    assert said.document["error"]["code"] == "forbidden"
+    assert "yanked" not in expertctl("info", "acme/sql").out
+
+
+def test_attack_79_a_reason_with_control_characters_is_refused_or_shown_without_them(
+    expertctl: Commands, key: str, workshop: Workshop
+) -> None:
+    expertctl("publish", workshop.package())
+    said = expertctl("yank", "acme/sql@1.0.0", "--reason", "a\x1b[31mb\nsigner  you", code=2)
+    assert "\x1b" not in said.err
+    expertctl("yank", "acme/sql@1.0.0", "--reason", "<script>alert(1)</script>")
+    assert "(yanked: <script>alert(1)</script>)" in expertctl("info", "acme/sql@1.0.0").out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["acme/sql@1.0.0"], "--reason"),
+        (["acme/sql@1.0.0", "--reason", "x", "--undo"], "--undo"),
+        (["acme/sql", "--reason", "x"], "does not name one version"),
+        (["acme/sql@^1", "--reason", "x"], "does not name one version"),
+        (
+            ["a.example/acme/sql@1.0.0", "--reason", "x", "--registry", "b.example"],
+            "two registries",
+        ),
+    ],
+)
+def test_a_yank_that_says_too_little_or_too_much_is_a_slip(
+    words: list[str], said: str, expertctl: Commands
+) -> None:
+    assert said in expertctl("yank", *words, code=2).err
+
+
+def test_the_registry_that_a_namespace_was_given_to_is_the_one_that_is_meant(
+    expertctl: Commands, live: Live, key: str, workshop: Workshop, trust: TrustStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    index_key = live.served.registry.index_key.public
+    trust.add_registry(KnownRegistry(live.host, live.url, index_key, namespaces=("acme",)))
+    monkeypatch.setenv("EXPERT_REGISTRY", "127.0.0.1:1")
+    assert expertctl("publish", workshop.package(), "--json").document["registry"] == live.host
+
+
+def test_a_key_of_somebody_else_is_not_taken_for_ones_own(
+    expertctl: Commands, key: str, workshop: Workshop, trust: TrustStore
+) -> None:
+    stranger = PrivateKey.generate()
+    path = workshop.package(key=stranger)
+    assert "trust" in expertctl("publish", path, code=5).err
+    trust.add(stranger.public, name="stranger", namespaces=["acme"])
+    assert stranger.public.key_id in expertctl("publish", path, code=5).err
