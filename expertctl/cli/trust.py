@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli import trust_registry
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.errors import UsageError
+from expertctl.reference import FROM_FILE
+from expertctl.registry.address import RegistryAddress
 from expertctl.settings import load_settings
-from expertctl.trust.grant import Grant, TrustedKey
+from expertctl.trust.grant import Grant, Revocation, TrustedKey
 from expertctl.trust.keys import PublicKey, key_name, read_pem
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -21,18 +24,25 @@ app = typer.Typer(
 )
 
 
+app.add_typer(trust_registry.app, name="registry")
+
+
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
-    """List the trusted keys with their namespaces, and the revoked ones.
+    """List the trusted keys with their namespaces, the revoked ones, and the known registries.
 
     Example: expertctl trust list
     """
     record = _store().read()
-    revoked = [{"key_id": r.key_id, "reason": r.reason} for r in record.revoked]
-    document = {"keys": [_shown(key, record) for key in record.keys], "revoked": revoked}
+    document = {
+        "keys": [_shown(key, record) for key in record.keys],
+        "revoked": [_revocation(revocation) for revocation in record.revoked],
+        "registries": [trust_registry.document(known) for known in record.registries],
+    }
     if not record.keys and not record.revoked:
         note("nobody is trusted yet; `expertctl keys new NAME` or `expertctl trust add FILE`")
-    emit(document, _text(record), as_json=as_json)
+    tables = [_text(record), trust_registry.text(record.registries)]
+    emit(document, "\n\n".join(filter(None, tables)), as_json=as_json)
 
 
 @app.command()
@@ -44,6 +54,10 @@ def add(
     name: Annotated[
         str | None, typer.Option(help="What to call the key; by default the file's name.")
     ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Only for packages from there; else from anywhere."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Trust a publisher's key for namespaces.
@@ -51,8 +65,9 @@ def add(
     Example: expertctl trust add acme.pem --namespace acme
     """
     key = PublicKey.from_pem(read_pem(file), what=str(file))
-    trusted = _store().add(key, name=name or _name_of(file), namespaces=namespace)
-    covered = ", ".join(f"{namespace}/*" for namespace in trusted.namespaces)
+    host = None if registry is None else _host(registry)
+    trusted = _store().add(key, name=name or _name_of(file), namespaces=namespace, registry=host)
+    covered = _covered(trusted.grants)
     text = f"{trusted.name}  {trusted.key_id}\ntrusted for {covered}"
     emit(_document(trusted), text, as_json=as_json)
 
@@ -76,6 +91,13 @@ def _store() -> TrustStore:
     return TrustStore(load_settings().home.trust)
 
 
+def _host(text: str) -> str:
+    host = RegistryAddress.parse(text, allow_http=True).host
+    if host == FROM_FILE:
+        raise UsageError(f"{FROM_FILE!r} stands for what came from files, not for a registry")
+    return host
+
+
 def _name_of(file: Path) -> str:
     try:
         return key_name(file.name.split(".")[0])
@@ -89,7 +111,11 @@ def _document(trusted: TrustedKey) -> dict[str, object]:
         "algorithm": trusted.key.algorithm,
         "key_id": trusted.key_id,
         "grants": [
-            {"namespace": grant.namespace, "content_digests": grant.content_digests}
+            {
+                "namespace": grant.namespace,
+                "content_digests": grant.content_digests,
+                "registry": grant.registry,
+            }
             for grant in trusted.grants
         ],
     }
@@ -100,10 +126,20 @@ def _shown(trusted: TrustedKey, record: TrustRecord) -> dict[str, object]:
     return {**_document(trusted), "revoked": revoked}
 
 
+def _revocation(revocation: Revocation) -> dict[str, object]:
+    return {
+        "key_id": revocation.key_id,
+        "reason": revocation.reason,
+        "registry": revocation.registry,
+        "namespace": revocation.namespace,
+    }
+
+
 def _text(record: TrustRecord) -> str:
-    rows = [[k.name, _covered(k.grants), _state(k, record), k.key_id] for k in record.keys]
+    rows = [[k.name, _covered(k.grants), _state(k.key_id, record), k.key_id] for k in record.keys]
     known = {key.key_id for key in record.keys}
-    rows += [["-", "-", "revoked", r.key_id] for r in record.revoked if r.key_id not in known]
+    others = dict.fromkeys(r.key_id for r in record.revoked if r.key_id not in known)
+    rows += [["-", "-", _state(key_id, record), key_id] for key_id in others]
     return table(["NAME", "MAY SIGN", "STATE", "KEY ID"], rows) if rows else ""
 
 
@@ -112,11 +148,17 @@ def _covered(grants: tuple[Grant, ...]) -> str:
 
 
 def _limit(grant: Grant) -> str:
+    where = f" of {grant.registry}" if grant.registry else ""
     if grant.content_digests is None:
-        return ""
+        return where
     count = len(grant.content_digests)
-    return f" ({count} content{'s' if count > 1 else ''})"
+    return f"{where} ({count} content{'s' if count > 1 else ''})"
 
 
-def _state(trusted: TrustedKey, record: TrustRecord) -> str:
-    return "revoked" if record.revocation(trusted.key_id) else "ok"
+def _state(key_id: str, record: TrustRecord) -> str:
+    """Return whether a key is revoked, and if so not everywhere, where."""
+    if record.revocation(key_id):
+        return "revoked"
+    scopes = [r.scope for r in record.revoked if r.key_id == key_id and r.scope]
+    where = ", ".join(f"{namespace}/* of {host}" for host, namespace in scopes)
+    return f"revoked for {where}" if where else "ok"

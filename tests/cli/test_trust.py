@@ -47,7 +47,7 @@ def test_add_trusts_a_key_under_the_name_of_its_file(
         "name": "acme",
         "algorithm": "ecdsa-p256",
         "key_id": KEY.key_id,
-        "grants": [{"namespace": "acme", "content_digests": None}],
+        "grants": [{"namespace": "acme", "content_digests": None, "registry": None}],
     }
     assert TrustStore(home / "trust.json").find("acme").key == KEY
 
@@ -124,10 +124,13 @@ def test_list_shows_keys_limits_and_revocations(
         ("acme", True),
         ("starter", False),
     ]
-    assert document["keys"][1]["grants"] == [{"namespace": "starter", "content_digests": [content]}]
+    assert document["keys"][1]["grants"] == [
+        {"namespace": "starter", "content_digests": [content], "registry": None}
+    ]
+    everywhere = {"registry": None, "namespace": None}
     assert document["revoked"] == [
-        {"key_id": KEY.key_id, "reason": "stolen"},
-        {"key_id": f"sha256:{'ab' * 32}", "reason": ""},
+        {"key_id": KEY.key_id, "reason": "stolen", **everywhere},
+        {"key_id": f"sha256:{'ab' * 32}", "reason": "", **everywhere},
     ]
     assert app.run(["trust", "list"]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
@@ -141,7 +144,7 @@ def test_list_shows_keys_limits_and_revocations(
 def test_an_empty_list_is_an_empty_document_and_a_note(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_json(capsys, "list") == {"keys": [], "revoked": []}
+    assert run_json(capsys, "list") == {"keys": [], "revoked": [], "registries": []}
     assert app.run(["trust", "list"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -156,7 +159,7 @@ def test_remove_forgets_a_key_by_name_or_id(
     run_json(capsys, "add", str(acme), "--namespace", "acme")
     removed = run_json(capsys, "remove", "acme" if by == "name" else KEY.key_id)
     assert removed["key_id"] == KEY.key_id
-    assert run_json(capsys, "list") == {"keys": [], "revoked": []}
+    assert run_json(capsys, "list") == {"keys": [], "revoked": [], "registries": []}
     assert run_json(capsys, "remove", "acme", code=3)["error"]["code"] == "not_found"
 
 

@@ -1,0 +1,134 @@
+"""``expertctl trust registry``: whose index is believed, and which namespaces are whose."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.errors import UsageError
+from expertctl.registry.address import RegistryAddress
+from expertctl.settings import Settings, load_settings
+from expertctl.trust.grant import KnownRegistry, namespace_of
+from expertctl.trust.keys import PublicKey, read_pem
+from expertctl.trust.policy import TrustStore
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Whose index is believed.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def add(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The registry: a host or a URL.")],
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(metavar="sha256:…", help="Of its index key, from whoever runs it."),
+    ] = None,
+    root: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its index key itself, PEM; no network.")
+    ] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option("--namespace", help="A namespace that means this registry; repeatable."),
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Believe what a registry's index key signs, of that registry's packages alone.
+
+    The fingerprint comes from whoever runs the registry, never from the registry itself.
+
+    Example: expertctl trust registry add registry.example.com --fingerprint sha256:…
+    """
+    from expertctl.registry.index_key import accept
+
+    settings = load_settings()
+    address = RegistryAddress.parse(url, allow_http=settings.allow_http)
+    key = _index_key(settings, address, fingerprint, root)
+    names = tuple(sorted({namespace_of(name) for name in namespace or []}))
+    trust = TrustStore(settings.home.trust)
+    accepted = accept(KnownRegistry(address.host, address.url, key, names), trust.read())
+    known = trust.add_registry(accepted.known)
+    if accepted.replaced is not None:
+        warn([f"{known.host} had another index key before: {accepted.replaced}"])
+    warn(f"{name} meant {host} before" for name, host in accepted.moved)
+    emit(document(known), _added(known), as_json=as_json)
+
+
+@app.command("list")
+def list_(as_json: JsonFlag = False) -> None:
+    """List the registries whose index is believed, with the namespaces that mean them.
+
+    Example: expertctl trust registry list
+    """
+    registries = TrustStore(load_settings().home.trust).read().registries
+    if not registries:
+        note("no registry is known; `expertctl trust registry add URL --fingerprint sha256:…`")
+    emit({"registries": [document(r) for r in registries]}, text(registries), as_json=as_json)
+
+
+@app.command()
+def remove(
+    host: Annotated[str, typer.Argument(metavar="HOST", help="A known registry.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Believe a registry no longer, and no key that was pinned from it. Its revocations stay.
+
+    Example: expertctl trust registry remove registry.example.com
+    """
+    trust = TrustStore(load_settings().home.trust)
+    name = RegistryAddress.parse(host, allow_http=True).host
+    known = trust.read().registry(name)
+    trust.remove_registry(name)
+    assert known is not None
+    emit(document(known), f"{known.host} is not believed any more", as_json=as_json)
+
+
+def document(known: KnownRegistry) -> dict[str, object]:
+    """Return a registry as ``--json`` shows it."""
+    return {
+        "host": known.host,
+        "url": known.url,
+        "index_key": known.index_key.key_id,
+        "namespaces": list(known.namespaces),
+        "pinned": list(known.pinned),
+    }
+
+
+def text(registries: tuple[KnownRegistry, ...]) -> str:
+    """Return registries as a table, empty when there are none."""
+    rows = [
+        [r.host, " ".join(r.namespaces) or "-", " ".join(r.pinned) or "-", r.index_key.key_id]
+        for r in registries
+    ]
+    return table(["REGISTRY", "MEANT BY", "PINNED", "INDEX KEY"], rows) if rows else ""
+
+
+def _index_key(
+    settings: Settings, address: RegistryAddress, fingerprint: str | None, root: Path | None
+) -> PublicKey:
+    """Return the key that the person vouches for, by its fingerprint, its file or both."""
+    from expertctl.registry.http import open_http
+    from expertctl.registry.index_key import fetch_index_key, read_fingerprint
+
+    if root is not None:
+        key = PublicKey.from_pem(read_pem(root), what=str(root))
+        if fingerprint is not None and read_fingerprint(fingerprint) != key.key_id:
+            raise UsageError(f"{root} holds {key.key_id}, not {fingerprint}")
+        return key
+    if fingerprint is None:
+        hint = "add `--fingerprint sha256:…` or `--root FILE`; whoever runs the registry has it"
+        raise UsageError(f"what {address.host} says of itself proves nothing", hint=hint)
+    wanted = read_fingerprint(fingerprint)
+    with open_http(settings) as http:
+        return fetch_index_key(http, address, fingerprint=wanted)
+
+
+def _added(known: KnownRegistry) -> str:
+    lines = [f"{known.host}  {known.index_key.key_id}"]
+    if known.namespaces:
+        lines.append(f"meant by {', '.join(f'{name}/*' for name in known.namespaces)}")
+    return "\n".join(lines)
