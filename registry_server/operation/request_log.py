@@ -13,10 +13,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import ExpertError
-from registry_server.access.identity import Identity
+from registry_server.access.identity import ANONYMOUS, Identity
 from registry_server.errors import error_response
 from registry_server.operation.log import REQUESTS
 from registry_server.registry import Registry
+from registry_server.web.pages import error_page, wants_page
 
 
 @dataclass(slots=True)
@@ -79,7 +80,10 @@ class RequestLog:
     ) -> None:
         hint = f"tell whoever runs this registry the request {exchange.id}"
         error = ExpertError("the registry failed to answer this", hint=hint)
-        response = error_response(error, scope, self.registry.settings)
+        if wants_page(scope):
+            response = error_page(self.registry, ANONYMOUS, error)
+        else:
+            response = error_response(error, scope, self.registry.settings)
         await response(scope, receive, send)
 
     def _note(self, scope: Scope, exchange: Exchange) -> None:
