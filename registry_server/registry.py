@@ -11,7 +11,7 @@ from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS
 from registry_server.operation.metrics import Metrics
 from registry_server.publishing.downloads import DownloadCounts
-from registry_server.publishing.index_key import load_index_key
+from registry_server.publishing.index_key import demand_same_signer, load_index_key
 from registry_server.settings import ServerSettings
 from registry_server.storage.blob_digest import BlobDigest
 from registry_server.storage.blobs import BlobStorage, disk_errors
@@ -59,4 +59,10 @@ def open_registry(settings: ServerSettings) -> Registry:
         make_folders(settings.uploads, mode=0o700)
         make_folders(settings.blobs, mode=0o700)
     database = Database.open(settings.database)
+    try:
+        with database.read() as connection:
+            demand_same_signer(connection, key)
+    except StoreError:
+        database.close()
+        raise
     return Registry(settings, database, BlobStorage(settings.blobs), key)

@@ -1,10 +1,13 @@
 """How often a version was fetched: counted in memory, written now and then.
 
-A counter that wrote to the database at each request would make readers wait for writers. What was
-not written when the process is killed is lost, which statistics can bear.
+A counter that wrote to the database at each request would make readers wait for writers: so the
+first fetch after a while is written at once, and those that follow it together. What was not
+written when the process is killed is lost, which statistics can bear.
 """
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from threading import Lock
 
 from sqlalchemy import Connection, select, update
@@ -13,7 +16,10 @@ from registry_server.database.connection import Database
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES, SIGNED_FORMS
 
 MAX_PENDING = 1000
-"""Of manifests; the one that would be more is written with all others first."""
+"""How many manifests are counted before all are written."""
+
+SECONDS = 10.0
+"""How long at least between two writes, while there are few."""
 
 Fetched = tuple[str, str]
 """A repository and the package digest that was fetched from it."""
@@ -22,23 +28,25 @@ Fetched = tuple[str, str]
 class DownloadCounts:
     """Fetches of manifests that the database does not know yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin with none."""
         self._pending: Counter[Fetched] = Counter()
         self._lock = Lock()
+        self._clock = clock
+        self._written: float | None = None
 
     def count(self, repository: str, digest: str) -> bool:
         """Count one fetch; tell whether it is time to `flush`."""
         with self._lock:
             self._pending[repository, digest] += 1
-            return len(self._pending) >= MAX_PENDING
+            return len(self._pending) >= MAX_PENDING or self._is_time()
 
     def flush(self, database: Database) -> None:
         """Write what was counted; when that fails it stays counted."""
         taken = self._take()
         try:
             if taken:
-                with database.write() as connection:
+                with database.jot() as connection:
                     for (repository, digest), times in sorted(taken.items()):
                         _add(connection, repository, digest, times)
         except BaseException:
@@ -46,8 +54,12 @@ class DownloadCounts:
                 self._pending.update(taken)
             raise
 
+    def _is_time(self) -> bool:
+        return self._written is None or self._clock() - self._written >= SECONDS
+
     def _take(self) -> Counter[Fetched]:
         with self._lock:
+            self._written = self._clock()
             taken, self._pending = self._pending, Counter()
             return taken
 

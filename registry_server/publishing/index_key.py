@@ -6,8 +6,13 @@ that signed so far publishes nothing: clients believe only the key whose fingerp
 
 from pathlib import Path
 
-from expertctl.errors import ExpertError, StoreError
+from sqlalchemy import Connection, select
+
+from expertctl.errors import ExpertError, SignatureError, StoreError
+from expertctl.registry.index_envelope import MAX_ENVELOPE, PAYLOAD_TYPE
+from expertctl.trust.dsse import Envelope
 from expertctl.trust.keys import KeyRing, PrivateKey
+from registry_server.database.tables import PACKAGES
 
 _RESTORE = "put it back from a backup: clients have pinned this key and believe no other"
 
@@ -47,3 +52,26 @@ def demand_index_key(path: Path, expected: str) -> None:
     if found != expected:
         message = f"{path} holds the key {found}, but this registry signs with {expected}"
         raise StoreError(message, hint=_RESTORE)
+
+
+def demand_same_signer(connection: Connection, key: PrivateKey) -> None:
+    """Demand that this key signed what was published so far.
+
+    Raises:
+        StoreError: when another did.
+    """
+    query = select(PACKAGES.c.index_document).order_by(PACKAGES.c.id).limit(1)
+    document = connection.execute(query).scalar_one_or_none()
+    if document is None:
+        return
+    try:
+        signed = Envelope.parse(
+            document, payload_type=PAYLOAD_TYPE, max_bytes=MAX_ENVELOPE, what="an index document"
+        )
+    except SignatureError as error:
+        raise StoreError(f"the database is damaged: {error.message}") from error
+    if signed.key_id != key.public.key_id:
+        raise StoreError(
+            f"the index key is {key.public.key_id}, but packages were signed by {signed.key_id}",
+            hint=_RESTORE,
+        )

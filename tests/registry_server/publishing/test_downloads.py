@@ -9,7 +9,7 @@ from expertctl.errors import StoreError
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.identity import Identity
 from registry_server.database.tables import RELEASES
-from registry_server.publishing.downloads import DownloadCounts
+from registry_server.publishing.downloads import SECONDS, DownloadCounts
 from registry_server.registry import Registry
 from tests.registry_server.publishing.parcels import Parcel, Template, push
 
@@ -82,7 +82,20 @@ def test_counts_that_could_not_be_written_are_kept(
     assert downloads(registry) == 1
 
 
-def test_many_different_manifests_ask_to_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_different_manifests_ask_to_be_written(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("registry_server.publishing.downloads.MAX_PENDING", 3)
-    counts = DownloadCounts()
+    counts = DownloadCounts(clock=lambda: 0.0)
+    counts.flush(registry.database)
     assert [counts.count("acme/sql", digest) for digest in "aabc"] == [False, False, False, True]
+
+
+def test_the_first_fetch_after_a_while_asks_to_be_written(registry: Registry) -> None:
+    now = [0.0]
+    counts = DownloadCounts(clock=lambda: now[0])
+    assert counts.count("acme/sql", "a")
+    counts.flush(registry.database)
+    assert not counts.count("acme/sql", "a")
+    now[0] = SECONDS
+    assert counts.count("acme/sql", "a")

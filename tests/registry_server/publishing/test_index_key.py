@@ -8,7 +8,12 @@ import pytest
 
 from expertctl.errors import StoreError, UsageError
 from expertctl.trust.keys import PrivateKey
+from registry_server.access.identity import Identity
+from registry_server.database.tables import PACKAGES
 from registry_server.publishing.index_key import create_index_key, demand_index_key, load_index_key
+from registry_server.registry import Registry, open_registry
+from tests.registry_server.publishing.parcels import Template, push
+from tests.registry_server.served import Served
 
 
 @pytest.fixture
@@ -72,3 +77,27 @@ def test_another_index_key_in_its_place_is_noticed(path: Path) -> None:
     other = PrivateKey.generate()
     with pytest.raises(StoreError, match="signs with"):
         demand_index_key(path, other.public.key_id)
+
+
+def test_a_registry_does_not_open_with_another_key_than_the_one_that_signed(
+    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+) -> None:
+    push(registry, owner, template.parcel(key=alice))
+    registry.close()
+    kept = served.settings.index_key.read_bytes()
+    served.settings.index_key.write_bytes(PrivateKey.generate().pem())
+    with pytest.raises(StoreError, match="packages were signed by") as caught:
+        open_registry(served.settings)
+    assert "backup" in caught.value.hint
+    served.settings.index_key.write_bytes(kept)
+    open_registry(served.settings).close()
+
+
+def test_a_damaged_document_in_the_database_is_noticed(
+    served: Served, registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+) -> None:
+    push(registry, owner, template.parcel(key=alice))
+    with registry.database.write() as connection:
+        connection.execute(PACKAGES.update().values(index_document=b"{}"))
+    with pytest.raises(StoreError, match="damaged"):
+        open_registry(served.settings)
