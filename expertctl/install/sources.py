@@ -109,6 +109,23 @@ class Sources:
         release = document.release(candidate.version) if document else None
         return (document, release) if document and release else None
 
+    def offered(self, candidate: Candidate) -> list[Candidate]:
+        """Return every version of a candidate's package that its index was seen to have."""
+        document = self._documents.get((candidate.registry, candidate.package))
+        judge = self._judge(candidate.package, candidate.registry)
+        return published(document, candidate.registry, judge) if document else []
+
+    def yanked(self, candidate: Candidate) -> str | None:
+        """Return why a candidate was yanked, as far as is known without asking; None if not."""
+        known = self._before.registry(candidate.registry)
+        key = candidate.registry, candidate.package
+        document = self._documents.get(key)
+        if document is None and known is not None:
+            remembered = self._indexes.recall(known, candidate.package)
+            document = remembered.document if remembered else None
+        release = document.release(candidate.version) if document else None
+        return release.yanked if release else None
+
     def demand_signer(self, candidate: Candidate, digest: Digest) -> None:
         """Demand that the signer of a form may sign it.
 
