@@ -178,13 +178,12 @@ def _complete(job: _Job, partial: "_Partial", progress: Progress) -> None:
 def _append_all(job: _Job, partial: "_Partial", progress: Progress) -> None:
     retries = job.client.http.retries
     failures, restarts = 0, 0
-    while partial.size < job.file.size or restarts == 0 == partial.size == job.file.size:
+    while partial.size < job.file.size:
         before = partial.size
         try:
             _append(job, partial, progress)
             if partial.size < job.file.size:
                 raise UnreachableError(f"{job.what}: the answer ends too early")
-            return
         except _RestartError:
             restarts += 1
             progress(-partial.size)

@@ -151,14 +151,13 @@ class Http:
     def stream(
         self, call: Call, *, accept: Collection[int] = frozenset({200})
     ) -> Iterator[OpenAnswer]:
-        """Send a request and lend its answer as it comes; tried again only until it begins.
+        """Send a request, once, and lend its answer as it comes.
 
         Raises:
-            UnreachableError: also while the body is read.
+            UnreachableError: also while the body is read; whoever reads it decides to try again.
             ExpertError: as `request`.
         """
-        repeatable = call.method in _REPEATABLE
-        response = self._retries.run(lambda: self._opened(call, accept), repeatable=repeatable)
+        response = self._opened(call, accept)
         try:
             yield OpenAnswer(
                 response.status_code, _headers(response), str(response.url), _chunks(response)

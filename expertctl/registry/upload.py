@@ -111,8 +111,20 @@ class Uploader:
         except _ChunksRefusedError:
             self._monolithic(upload, source, self._new_session(upload), counted)
             return
-        source.demand_digest()
-        self._finish(upload, session.location, None, repeatable=True)
+        self._finish_chunks(upload, source, session, state)
+
+    def _finish_chunks(
+        self, upload: Upload, source: "_Source", session: _Session, state: Path | None
+    ) -> None:
+        try:
+            source.demand_digest()
+            self._finish(upload, session.location, None, repeatable=True)
+        except (UnreachableError, RateLimitError):
+            raise
+        except ExpertError:
+            if state is not None:  # what arrived is not the blob: the next run begins anew
+                state.unlink(missing_ok=True)
+            raise
 
     def _begin(self, upload: Upload) -> _Session | None:
         """Start an upload; None when the registry mounted the blob instead."""

@@ -1,0 +1,514 @@
+"""Downloads from a registry that lies or breaks off: attack 93, and what is kept for next time."""
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expertctl.digest import Digest, FileDigest
+from expertctl.durable import make_folders
+from expertctl.errors import (
+    DigestError,
+    DiskFullError,
+    ExpertError,
+    NotFoundError,
+    RegistryError,
+    UnreachableError,
+)
+from expertctl.registry import download
+from expertctl.registry.download import BLOB_MODE, Downloads
+from expertctl.registry.oci_client import OciClient
+from tests.registry.hostile import (
+    HostileServer,
+    Reply,
+    Request,
+    Script,
+    Serve,
+    Stall,
+    client,
+    reply,
+    serve,
+    serving,
+)
+
+__all__ = ["serve"]
+
+DATA = bytes(range(256)) * 40
+DIGEST = Digest.of(DATA)
+FILE = FileDigest("weights.safetensors", len(DATA), DIGEST)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Stands for the store's staging."""
+
+    folder: Path
+
+    def path(self, digest: Digest) -> Path:
+        return self.folder / digest.hex
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a test downloads to."""
+
+    downloads: Downloads
+    target: Target
+
+    def fetch(self, server: HostileServer, *files: FileDigest, attempts: int = 3) -> list[int]:
+        """Fetch files; return the progress that was reported."""
+        counts: list[int] = []
+        with client(server, attempts=attempts) as http:
+            oci = OciClient(http, server.address)
+            self.downloads.fetch(
+                oci, "acme/sql", files or [FILE], self.target, progress=counts.append
+            )
+        return counts
+
+    @property
+    def kept(self) -> bytes | None:
+        path = self.downloads.folder / f"{DIGEST.hex}.part"
+        return path.read_bytes() if path.exists() else None
+
+    @property
+    def arrived(self) -> bytes:
+        return self.target.path(DIGEST).read_bytes()
+
+    def left(self) -> list[str]:
+        return sorted(path.suffix for path in self.downloads.folder.iterdir())
+
+
+def new_place(folder: Path) -> Place:
+    target = folder / "staging"
+    target.mkdir()
+    return Place(Downloads(folder / "partial"), Target(target))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return new_place(tmp_path)
+
+
+def honest(request: Request, data: bytes = DATA, etag: str = '"1"') -> bytes:
+    """What a good registry answers, ranges and If-Range included."""
+    wanted = request.headers.get("range")
+    if wanted is None or request.headers.get("if-range", etag) != etag:
+        return reply(200, data, ETag=etag)
+    start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+    part = data[start:]
+    content = f"bytes {start}-{len(data) - 1}/{len(data)}"
+    return reply(206, part, ETag=etag, Content_Range=content)
+
+
+def first_then(first: Reply, then: Script = honest) -> Script:
+    answers = iter([first])
+    return lambda request: next(answers, None) or then(request)
+
+
+def broken_at(size: int, etag: str = '"1"') -> bytes:
+    return reply(200, DATA[:size], length=len(DATA), ETag=etag)
+
+
+def test_a_blob_arrives_whole_read_only_and_leaves_nothing_behind(
+    serve: Serve, place: Place
+) -> None:
+    counts = place.fetch(serve(honest))
+    assert place.arrived == DATA
+    assert place.target.path(DIGEST).stat().st_mode & 0o777 == BLOB_MODE
+    assert sum(counts) == len(DATA)
+    assert place.left() == []
+
+
+def test_an_empty_blob_arrives_too(serve: Serve, place: Place) -> None:
+    nothing = FileDigest("empty", 0, Digest.of(b""))
+    place.fetch(serve(lambda r: honest(r, b"")), nothing)
+    assert place.target.path(nothing.digest).read_bytes() == b""
+
+
+def test_many_blobs_come_at_once_and_the_same_one_once(serve: Serve, place: Place) -> None:
+    blobs = {Digest.of(bytes([n]) * 3000): bytes([n]) * 3000 for n in range(12)}
+    server = serve(lambda r: honest(r, blobs[Digest.parse(r.path.rpartition("/")[2])]))
+    files = [FileDigest(f"f{n}", 3000, digest) for n, digest in enumerate([*blobs, *blobs])]
+    place.fetch(server, *files)
+    assert {d: place.target.path(d).read_bytes() for d in blobs} == blobs
+    assert len(server.seen) == 12
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(cuts=st.lists(st.integers(0, len(DATA)), max_size=4))
+def test_wherever_the_connection_breaks_it_goes_on_there(
+    cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rest = iter(cuts)
+
+    def script(request: Request) -> Reply:
+        whole = honest(request)
+        cut = next(rest, None)
+        return whole if cut is None else whole[: whole.index(b"\r\n\r\n") + 4 + cut]
+
+    place = new_place(tmp_path_factory.mktemp("cut"))
+    with serving(script) as server:
+        counts = place.fetch(server, attempts=6)
+    assert place.arrived == DATA
+    assert sum(counts) == len(DATA)
+
+
+def test_what_broke_off_goes_on_from_the_same_registry_with_a_range(
+    serve: Serve, place: Place
+) -> None:
+    failing = [broken_at(4000), b"", b""]
+    server = serve(lambda r: failing.pop(0) if failing else honest(r))
+    with pytest.raises(UnreachableError, match="tried 3 times"):
+        place.fetch(server)
+    assert place.kept == DATA[:4000]
+    server.seen.clear()
+    counts = place.fetch(server)
+    assert place.arrived == DATA
+    assert sum(counts) == len(DATA)
+    [request] = server.seen
+    assert request.headers["range"] == "bytes=4000-"
+    assert request.headers["if-range"] == '"1"'
+
+
+def test_what_another_registry_sent_is_not_gone_on_with(serve: Serve, place: Place) -> None:
+    failing = [broken_at(4000), b"", b""]
+    with pytest.raises(UnreachableError):
+        place.fetch(serve(lambda _: failing.pop(0)))
+    server = serve(honest)
+    counts = place.fetch(server)
+    assert (place.arrived, sum(counts)) == (DATA, len(DATA))
+    assert [r.headers.get("range") for r in server.seen] == [None]
+
+
+def test_an_etag_that_changed_means_from_the_start(serve: Serve, place: Place) -> None:
+    server = serve(first_then(broken_at(4000, '"old"'), lambda r: honest(r, etag='"new"')))
+    counts = place.fetch(server)
+    assert (place.arrived, sum(counts)) == (DATA, len(DATA))
+    assert [r.headers.get("if-range") for r in server.seen] == [None, '"old"', None]
+
+
+def test_the_whole_blob_in_answer_to_a_range_is_not_appended(serve: Serve, place: Place) -> None:
+    server = serve(first_then(broken_at(4000), lambda _: reply(200, DATA)))
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert [r.headers.get("range") for r in server.seen] == [None, "bytes=4000-", None]
+
+
+def test_a_registry_that_never_grants_a_range_still_gets_there(serve: Serve, place: Place) -> None:
+    def script(request: Request) -> Reply:
+        return reply(416) if "range" in request.headers else reply(200, DATA)
+
+    place.fetch(serve(first_then(broken_at(4000), script)))
+    assert place.arrived == DATA
+
+
+def test_a_registry_that_breaks_off_and_grants_no_range_is_given_up(
+    serve: Serve, place: Place
+) -> None:
+    def script(request: Request) -> Reply:
+        return reply(200, DATA) if "range" in request.headers else broken_at(4000)
+
+    with pytest.raises(RegistryError, match="changes while it is fetched"):
+        place.fetch(serve(script))
+
+
+@pytest.mark.parametrize(
+    "content_range",
+    ["", "bytes 0-10239/10240", "bytes 3999-10239/10240", "bytes 4001-10239/10240",
+     "bytes 4000-10238/10240", "bytes 4000-10239/10241", "bytes 4000-10239",
+     "items 4000-10239/10240",
+     "bytes 4000-99999999999999999999/10240", "bytes */10240"],
+)  # fmt: skip
+def test_a_wrong_content_range_is_refused(serve: Serve, place: Place, content_range: str) -> None:
+    def script(_: Request) -> Reply:
+        return reply(206, DATA[4000:], Content_Range=content_range)
+
+    with pytest.raises(RegistryError, match="bytes 4000-10239 of 10240 were asked for"):
+        place.fetch(serve(first_then(broken_at(4000), script)))
+    assert place.kept == DATA[:4000]
+    assert not place.target.path(DIGEST).exists()
+
+
+def test_a_content_range_of_unknown_length_is_good_enough(serve: Serve, place: Place) -> None:
+    def script(_: Request) -> Reply:
+        return reply(206, DATA[4000:], Content_Range=f"bytes 4000-{len(DATA) - 1}/*")
+
+    place.fetch(serve(first_then(broken_at(4000), script)))
+    assert place.arrived == DATA
+
+
+def test_a_part_that_nobody_asked_for_is_refused(serve: Serve, place: Place) -> None:
+    part = reply(206, DATA[5:], Content_Range=f"bytes 5-{len(DATA) - 1}/{len(DATA)}")
+    with pytest.raises(RegistryError, match="were asked for"):
+        place.fetch(serve(part))
+    with pytest.raises(RegistryError, match="a range is refused"):
+        place.fetch(serve(reply(416)))
+
+
+def test_a_body_longer_than_promised_is_cut_and_refused(serve: Serve, place: Place) -> None:
+    sent: list[int] = []
+
+    def endless(_: Request) -> Iterator[bytes]:
+        yield reply(200, DATA, length=-1)
+        while True:
+            sent.append(1)
+            yield b"x" * 65536
+
+    with pytest.raises(DigestError, match=f"longer than its {len(DATA)} bytes"):
+        place.fetch(serve(endless))
+    assert place.left() == []
+    assert not place.target.path(DIGEST).exists()
+
+
+@pytest.mark.parametrize("claimed", [len(DATA) - 1, len(DATA) + 1, 10**15])
+def test_a_wrong_length_is_refused_before_a_byte_is_written(
+    serve: Serve, place: Place, claimed: int
+) -> None:
+    with pytest.raises(DigestError, match="10240 bytes were asked for"):
+        place.fetch(serve(lambda _: [reply(200, DATA, length=claimed), Stall()]))
+    assert place.left() == []
+
+
+def test_an_answer_without_length_that_is_too_short_is_gone_on_with(
+    serve: Serve, place: Place
+) -> None:
+    server = serve(first_then(reply(200, DATA[:100], length=-1)))
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert server.seen[1].headers["range"] == "bytes=100-"
+
+
+def test_a_wrong_digest_is_refused_and_nothing_kept(serve: Serve, place: Place) -> None:
+    server = serve(reply(200, DATA[:-1] + b"\0"))
+    with pytest.raises(DigestError, match=r"weights\.safetensors of acme/sql does not have its"):
+        place.fetch(server)
+    assert place.left() == []
+    assert list(place.target.folder.iterdir()) == []
+    assert len(server.seen) == 1
+
+
+def test_a_beginning_that_was_damaged_here_is_fetched_anew(serve: Serve, place: Place) -> None:
+    failing = [broken_at(4000), b"", b""]
+    server = serve(lambda r: failing.pop(0) if failing else honest(r))
+    with pytest.raises(UnreachableError):
+        place.fetch(server)
+    part = place.downloads.folder / f"{DIGEST.hex}.part"
+    part.write_bytes(b"\0" * 4000)
+    counts = place.fetch(server)
+    assert (place.arrived, sum(counts)) == (DATA, len(DATA))
+
+
+@pytest.mark.parametrize("state", [b"", b"{", b'{"etag": "x"}', b'{"url": 1}'])
+def test_a_beginning_of_unknown_origin_is_not_used(
+    serve: Serve, place: Place, state: bytes
+) -> None:
+    make_folders(place.downloads.folder)
+    (place.downloads.folder / f"{DIGEST.hex}.part").write_bytes(DATA[:4000])
+    (place.downloads.folder / f"{DIGEST.hex}.json").write_bytes(state)
+    server = serve(honest)
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert "range" not in server.seen[0].headers
+
+
+def test_a_beginning_longer_than_the_blob_is_not_used(serve: Serve, place: Place) -> None:
+    failing = [broken_at(4000), b"", b""]
+    server = serve(lambda r: failing.pop(0) if failing else honest(r))
+    with pytest.raises(UnreachableError):
+        place.fetch(server)
+    (place.downloads.folder / f"{DIGEST.hex}.part").write_bytes(DATA + b"more")
+    place.fetch(server)
+    assert place.arrived == DATA
+
+
+def test_a_compressed_blob_is_refused(serve: Serve, place: Place) -> None:
+    with pytest.raises(RegistryError, match="compressed"):
+        place.fetch(serve(reply(200, DATA, Content_Encoding="br")))
+    assert not place.target.path(DIGEST).exists()
+
+
+def test_a_weak_etag_is_no_reason_to_go_on(serve: Serve, place: Place) -> None:
+    server = serve(first_then(broken_at(4000, 'W/"1"')))
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert "if-range" not in server.seen[1].headers
+
+
+def test_a_stalled_blob_goes_on_on_another_connection(serve: Serve, place: Place) -> None:
+    server = serve(first_then([broken_at(4000), Stall()]))
+    with client(server, stall=0.2) as http:
+        oci = OciClient(http, server.address)
+        place.downloads.fetch(oci, "acme/sql", [FILE], place.target)
+    assert place.arrived == DATA
+
+
+def test_a_blob_that_is_not_there_ends_the_others(serve: Serve, place: Place) -> None:
+    missing = FileDigest("gone", 5, Digest.of(b"gone!"))
+    others = [FileDigest(f"f{n}", len(DATA), DIGEST) for n in range(1)]
+
+    def script(request: Request) -> Reply:
+        if request.path.endswith(missing.digest.hex):
+            return reply(404)
+        return slowly(DATA)
+
+    def slowly(data: bytes) -> Iterator[bytes]:
+        yield reply(200, data[:100], length=len(data))
+        while not stop.wait(0.01):
+            yield b"x"
+
+    stop = threading.Event()
+    with pytest.raises(NotFoundError):
+        place.fetch(serve(script), missing, *others)
+    stop.set()
+
+
+def test_a_full_disk_is_said_and_what_is_here_stays(
+    serve: Serve, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.write
+    budget = [3000]
+
+    def write(handle: int, data: memoryview) -> int:
+        if len(data) < 1000:  # what is remembered beside it
+            return real(handle, data)
+        if not budget[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = real(handle, data[: budget[0]])
+        budget[0] -= count
+        return count
+
+    server = serve(honest)
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(DiskFullError, match="no space left") as caught:
+        place.fetch(server)
+    assert "what is here is kept" in caught.value.hint
+    assert place.kept == DATA[:3000]
+    monkeypatch.undo()
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert server.seen[-1].headers["range"] == "bytes=3000-"
+
+
+def test_another_failure_of_the_disk_is_not_called_a_full_one(serve: Serve, place: Place) -> None:
+    place.target.folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        place.fetch(serve(honest))
+
+
+def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place) -> None:
+    make_folders(place.downloads.folder)
+    base = place.downloads.folder / DIGEST.hex
+    base.with_suffix(".part").write_bytes(b"of the other process")
+    with FileLock(f"{base}.lock"):
+        place.fetch(serve(honest))
+    assert place.arrived == DATA
+    assert place.kept == b"of the other process"
+    assert len(list(place.downloads.folder.glob("*.part"))) == 1
+
+
+def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
+    folder = place.downloads.folder
+    make_folders(folder)
+    for name in ("old.part", "old.json", "held.part", "young.part", "old-private.part"):
+        (folder / name).write_bytes(b"x")
+    for name in ("old.part", "held.part", "old-private.part"):
+        os.utime(folder / name, (0, 0))
+    with FileLock(f"{folder}/held.lock"):
+        place.downloads.sweep()
+    left = {path.name for path in folder.iterdir()} - {"held.lock"}
+    assert left == {"held.part", "young.part"}
+    Downloads(folder / "missing").sweep()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from expertctl.digest import Digest, FileDigest
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.download import Downloads
+from expertctl.registry.http import Http
+from expertctl.registry.oci_client import OciClient
+from tests.registry.test_download import Target
+
+url, folder, digest, size = sys.argv[1:]
+with Http() as http:
+    oci = OciClient(http, RegistryAddress.parse(url))
+    file = FileDigest("f", int(size), Digest.parse(digest))
+    Downloads(Path(folder) / "partial").fetch(
+        oci, "acme/sql", [file], Target(Path(folder) / "staging"),
+        progress=lambda count: print(count, flush=True),
+    )
+"""
+
+
+def test_a_killed_process_leaves_what_another_goes_on_with(
+    serve: Serve, place: Place, tmp_path: Path
+) -> None:
+    server = serve(first_then([broken_at(6000), Stall()]))
+    words = [server.url, str(tmp_path), str(DIGEST), str(len(DATA))]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *words],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    received = 0
+    while received < 6000:
+        received += int(process.stdout.readline())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert place.kept == DATA[:6000]
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert server.seen[-1].headers["range"] == "bytes=6000-"
+
+
+LIES: dict[str, Script] = {
+    "none": honest,
+    "cut": lambda request: honest(request)[:-1000],
+    "whole": lambda _: reply(200, DATA),
+    "wrong": lambda request: honest(request)[:-1] + b"\0",
+    "long": lambda _: reply(200, DATA + b"x", length=-1),
+    "short": lambda _: reply(200, DATA[:7], length=-1),
+    "busy": lambda _: reply(503),
+    "nothing": lambda _: b"",
+    "no range": lambda _: reply(416),
+    "another etag": lambda request: honest(request, etag='"2"'),
+}
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(answers=st.lists(st.sampled_from(list(LIES)), max_size=6))
+def test_whatever_a_registry_answers_only_the_right_bytes_arrive(
+    answers: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rest = iter(answers)
+    place = new_place(tmp_path_factory.mktemp("any"))
+    with serving(lambda request: LIES[next(rest, "none")](request)) as server:
+        try:
+            place.fetch(server)
+        except ExpertError:
+            assert not place.target.path(DIGEST).exists()
+        else:
+            assert hashlib.sha256(place.arrived).hexdigest() == DIGEST.hex
+
+
+def test_how_long_a_beginning_is_kept_is_a_week() -> None:
+    assert download.KEPT_SECONDS == 7 * 24 * 3600
