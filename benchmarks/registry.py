@@ -249,7 +249,10 @@ def _namespace(server: Server, name: str, *, kind: str) -> None:
 
 
 class _Watch:
-    """Samples the memory of a process and its children; the first item is the peak in bytes."""
+    """Samples what a process and its children hold; the first item is the peak in bytes.
+
+    Pages that several of them share count once (PSS).
+    """
 
     def __init__(self, pid: int) -> None:
         """Watch the tree of one process."""
@@ -271,7 +274,8 @@ class _Watch:
     def _sample(self) -> None:
         while not self._done.wait(0.02):
             tree = [self._process, *self._process.children(recursive=True)]
-            self._peak[0] = max(self._peak[0], sum(p.memory_info().rss for p in tree))
+            held = sum(process.memory_full_info().pss for process in tree)
+            self._peak[0] = max(self._peak[0], held)
 
 
 def _publish_packages(server: Server, folder: Path, home: Path) -> list[str]:
