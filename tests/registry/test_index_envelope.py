@@ -1,0 +1,92 @@
+"""Who signed an index document, and about which package: the attacks on one signed by one key."""
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from expertctl.errors import InvalidPackageError, SignatureError, TrustError
+from expertctl.reference import PackageName
+from expertctl.registry import index_envelope
+from expertctl.registry.index_envelope import PAYLOAD_TYPE, open_index, sign_index
+from expertctl.trust.dsse import Envelope
+from tests.registry.indexes import SQL, index, key
+
+KEY = key("index")
+
+
+def opened(envelope: bytes, package: PackageName = SQL) -> object:
+    return open_index(envelope, key=KEY.public, package=package)
+
+
+def changed(envelope: bytes, **fields: Any) -> bytes:
+    document = {**json.loads(envelope), **fields}
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+
+def test_what_was_signed_is_opened() -> None:
+    document = index(7)
+    assert opened(sign_index(document, KEY)) == document
+
+
+def test_the_same_document_under_the_same_key_is_the_same_file() -> None:
+    assert sign_index(index(), KEY) == sign_index(index(), KEY)
+
+
+def test_an_index_of_a_foreign_key_is_refused_with_both_ids() -> None:
+    other = key("mallory")
+    with pytest.raises(TrustError, match="the registry's index key is") as refused:
+        opened(sign_index(index(), other))
+    assert other.public.key_id in refused.value.message
+    assert KEY.public.key_id in refused.value.message
+    assert "fingerprint" in refused.value.hint
+
+
+def test_a_foreign_signature_under_the_name_of_the_pinned_key_is_refused() -> None:
+    envelope = json.loads(sign_index(index(), key("mallory")))
+    envelope["signatures"][0]["keyid"] = KEY.public.key_id
+    data = json.dumps(envelope, separators=(",", ":"), sort_keys=True).encode()
+    with pytest.raises(SignatureError, match="not one by key"):
+        opened(data)
+
+
+def test_the_index_of_another_package_is_refused_however_well_signed() -> None:
+    other = PackageName("acme", "sql-old")
+    envelope = sign_index(index(package=other), KEY)
+    with pytest.raises(TrustError, match="asked for the index of acme/sql, but got that of acme"):
+        opened(envelope)
+
+
+def test_a_payload_that_was_changed_is_refused() -> None:
+    payload = base64.b64encode(index(8).encode()).decode()
+    with pytest.raises(SignatureError, match="not one by key"):
+        opened(changed(sign_index(index(7), KEY), payload=payload))
+
+
+def test_an_endless_envelope_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_envelope, "MAX_ENVELOPE", 100)
+    with pytest.raises(SignatureError, match="more than 100 bytes"):
+        opened(sign_index(index(), KEY))
+
+
+def test_the_largest_document_fits_into_the_largest_envelope() -> None:
+    payload = b"x" * index_envelope.MAX_BYTES
+    envelope = Envelope.seal(payload, payload_type=PAYLOAD_TYPE, key=key("index")).encode()
+    assert len(envelope) <= index_envelope.MAX_ENVELOPE
+
+
+def test_another_kind_of_document_is_refused_though_the_key_signed_it() -> None:
+    payload = index().encode()
+    other = Envelope.seal(payload, payload_type="application/vnd.else+json", key=KEY).encode()
+    with pytest.raises(SignatureError, match=r"signed as 'application/vnd\.else"):
+        opened(other)
+    with pytest.raises(SignatureError, match="not one by key"):
+        opened(changed(other, payloadType=PAYLOAD_TYPE))
+
+
+@pytest.mark.parametrize("payload", [b"{}", b"not json", b""], ids=["empty", "no json", "nothing"])
+def test_a_payload_that_is_no_index_is_refused_though_the_key_signed_it(payload: bytes) -> None:
+    envelope = Envelope.seal(payload, payload_type=PAYLOAD_TYPE, key=KEY).encode()
+    with pytest.raises(InvalidPackageError, match="the index of acme/sql"):
+        opened(envelope)
