@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
-from expertctl.schema.strict_json import load_object
+from expertctl.schema.strict_json import JsonObject, load_object
 from registry_server.access.authentication import identity_of
 from registry_server.access.identity import Identity
 from registry_server.registry import Registry
@@ -103,7 +103,15 @@ async def _body(request: Request, kind: type[_Kind]) -> _Kind:
         fields = load_object(bytes(data), what="the body", max_bytes=len(data))
     except InvalidPackageError as error:
         raise UsageError(error.message) from error
-    return _converted(fields, kind, "the body", strict=True)
+    return _converted(_whole(fields), kind, "the body", strict=True)
+
+
+def _whole(fields: JsonObject) -> JsonObject:
+    """To JSON Schema ``5.0`` is an integer like ``5``; no field of ours is a fraction."""
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in fields.items()
+    }
 
 
 def _query(request: Request) -> dict[str, str]:

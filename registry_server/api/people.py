@@ -12,6 +12,7 @@ from registry_server.api.operation import Context, Operation
 from registry_server.api.wire import (
     Input,
     Line,
+    LogPage,
     Name,
     Output,
     Page,
@@ -19,7 +20,6 @@ from registry_server.api.wire import (
     Time,
     TokenId,
     moment,
-    number_of,
     perhaps,
 )
 
@@ -221,10 +221,10 @@ def revoke_token(context: Context, path: TokenPath) -> None:
         audit.record(connection, identity, "token.revoke", path.id)
 
 
-def list_audit(context: Context, query: Page) -> AuditPage:
+def list_audit(context: Context, query: LogPage) -> AuditPage:
     """List what was changed, by whom and from where, the newest first."""
     rights.demand(context.identity, Action.ADMIN)
-    before = number_of(query.cursor)
+    before = int(query.cursor) if query.cursor else None
     with context.registry.database.read() as connection:
         found = list(audit.entries(connection, limit=query.limit + 1, before=before))
     shown = found[: query.limit]

@@ -17,7 +17,7 @@ from expertctl.errors import UsageError
 from expertctl.schema.manifest import AdapterKind, Manifest
 from registry_server.access import rights
 from registry_server.access.identity import Identity
-from registry_server.api.wire import Input, Limit, Output, Time, moment, number_of
+from registry_server.api.wire import Input, Limit, Output, Time, moment
 from registry_server.database.tables import NAMESPACES, PACKAGES, RELEASES
 from registry_server.publishing.search_text import words_of
 
@@ -84,7 +84,7 @@ class Wanted:
 
 def find_packages(connection: Connection, identity: Identity, query: SearchQuery) -> SearchPage:
     """Return one page of the packages that ``identity`` may read and that hold every word."""
-    wanted, offset = Wanted.parse(query.q), number_of(query.cursor) or 0
+    wanted, offset = Wanted.parse(query.q), int(query.cursor or 0)
     rows = connection.execute(
         select(_FULL, PACKAGES.c.latest, PACKAGES.c.updated, _DOWNLOADS, RELEASES.c.manifest)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from expertctl.errors import UsageError
 from expertctl.registry.index_document import write_time
 
 MAX_PAGE = 100
@@ -44,6 +43,10 @@ Limit = Annotated[int, Meta(ge=1, le=MAX_PAGE, description="How many at most.")]
 Cursor = Annotated[
     str, Meta(max_length=100, description="What `next` of the page before said; empty at first.")
 ]
+Offset = Annotated[
+    str,
+    Meta(pattern="^([1-9][0-9]{0,14})?$", description="What `next` said; empty at first."),
+]
 Quota = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
 Read = Literal["public", "token"]
 Kind = Literal["expert", "oci"]
@@ -63,6 +66,13 @@ class Page(Input, frozen=True):
 
     limit: Limit = MAX_PAGE
     cursor: Cursor = ""
+
+
+class LogPage(Input, frozen=True):
+    """Which part of a log is wanted."""
+
+    limit: Limit = MAX_PAGE
+    cursor: Offset = ""
 
 
 class ErrorFacts(Output, frozen=True):
@@ -87,16 +97,3 @@ def moment(seconds: float) -> str:
 def perhaps(seconds: float | None) -> str | None:
     """Return a time as text, None when there is none."""
     return None if seconds is None else moment(seconds)
-
-
-def number_of(cursor: str) -> int | None:
-    """Read a cursor that is a number, None from an empty one.
-
-    Raises:
-        UsageError: when it is not one that an answer gave.
-    """
-    if not cursor:
-        return None
-    if not (cursor.isascii() and cursor.isdecimal() and len(cursor) <= 15):
-        raise UsageError("the cursor is not one that this registry gave")
-    return int(cursor)

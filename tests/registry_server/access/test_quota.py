@@ -1,0 +1,164 @@
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+from sqlalchemy import Connection, func, insert, select
+
+from expertctl.errors import BudgetError
+from registry_server.access import namespaces, quota
+from registry_server.access.namespaces import NamespaceRow
+from registry_server.database.tables import (
+    BLOBS,
+    MANIFESTS,
+    REPOSITORIES,
+    REPOSITORY_BLOBS,
+    UPLOADS,
+)
+from registry_server.settings import Limits
+from tests.registry_server.conftest import NewRegistry
+from tests.registry_server.served import Served
+
+
+def repository(connection: Connection, namespace: NamespaceRow, name: str) -> int:
+    row = {"namespace_id": namespace.id, "name": f"{namespace.name}/{name}", "created": 0.0}
+    made = connection.execute(insert(REPOSITORIES).values(row)).inserted_primary_key
+    assert made is not None
+    return int(made[0])
+
+
+def blob(connection: Connection, digest: str, size: int) -> None:
+    connection.execute(insert(BLOBS).values(digest=digest, size=size, created=0.0))
+
+
+def link(connection: Connection, repository_id: int, digest: str) -> None:
+    row = {"repository_id": repository_id, "digest": digest, "added": 0.0}
+    connection.execute(insert(REPOSITORY_BLOBS).values(row))
+
+
+def begin_upload(connection: Connection, repository_id: int, upload: str, size: int) -> None:
+    row = {"id": upload, "repository_id": repository_id, "size": size}
+    connection.execute(insert(UPLOADS).values(**row, created=0.0, updated=0.0))
+
+
+@pytest.fixture
+def acme(connection: Connection) -> NamespaceRow:
+    return namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+
+
+def test_an_empty_namespace_uses_nothing(connection: Connection, acme: NamespaceRow) -> None:
+    assert quota.used_bytes(connection, acme.id) == 0
+
+
+def test_each_blob_counts_once_and_uploads_and_manifests_count(
+    connection: Connection, acme: NamespaceRow
+) -> None:
+    one, two = (repository(connection, acme, name) for name in "ab")
+    blob(connection, "sha256:a", 10)
+    blob(connection, "sha256:b", 5)
+    link(connection, one, "sha256:a")
+    link(connection, two, "sha256:a")
+    link(connection, two, "sha256:b")
+    begin_upload(connection, one, "u", 7)
+    connection.execute(
+        insert(MANIFESTS).values(
+            repository_id=one,
+            digest="sha256:m",
+            media_type="t",
+            size=3,
+            content=b"abc",
+            created=0.0,
+        )
+    )
+    assert quota.used_bytes(connection, acme.id) == 10 + 5 + 7 + 3
+
+
+def test_attack_86_the_bytes_of_others_are_neither_counted_nor_told(
+    connection: Connection, acme: NamespaceRow
+) -> None:
+    """A blob that another namespace has costs as much here as one that nobody has."""
+    other = namespaces.create(connection, "other", kind="oci", read="token")
+    blob(connection, "sha256:a", 60)
+    link(connection, repository(connection, other, "a"), "sha256:a")
+    assert quota.used_bytes(connection, acme.id) == 0
+    own = repository(connection, acme, "a")
+    link(connection, own, "sha256:a")
+    blob(connection, "sha256:new", 60)
+    link(connection, own, "sha256:new")
+    assert quota.used_bytes(connection, acme.id) == 120
+
+
+def test_room_ends_at_the_quota(connection: Connection, acme: NamespaceRow) -> None:
+    begin_upload(connection, repository(connection, acme, "a"), "u", 60)
+    quota.demand_room(connection, acme, 40, Limits())
+    with pytest.raises(BudgetError, match=r"acme uses 60 of 100 bytes; 41 more do not fit"):
+        quota.demand_room(connection, acme, 41, Limits())
+
+
+def test_a_namespace_without_a_quota_has_that_of_the_registry(connection: Connection) -> None:
+    row = namespaces.create(connection, "acme", kind="oci", read="token")
+    assert quota.limit(row, Limits(quota_bytes=9)) == 9
+    with pytest.raises(BudgetError, match="0 of 9 bytes"):
+        quota.demand_room(connection, row, 10, Limits(quota_bytes=9))
+
+
+def test_a_quota_of_nothing_takes_nothing(connection: Connection) -> None:
+    row = namespaces.create(connection, "acme", kind="oci", read="token", quota=0)
+    quota.demand_room(connection, row, 0, Limits())
+    with pytest.raises(BudgetError):
+        quota.demand_room(connection, row, 1, Limits())
+
+
+def test_attack_86_uploads_side_by_side_do_not_overshoot_together(served: Served) -> None:
+    """Eight threads, each with its own connection to the one file, take 30 of 100 bytes each."""
+    database = served.registry.database
+    with database.write() as connection:
+        acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+        own = repository(connection, acme, "a")
+    together = Barrier(8, timeout=30)
+
+    def take(number: int) -> bool:
+        together.wait()
+        try:
+            with database.write() as connection:
+                quota.demand_room(connection, acme, 30, served.settings.limits)
+                begin_upload(connection, own, str(number), 30)
+        except BudgetError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(take, range(8)))
+    assert taken.count(True) == 3
+    with database.read() as connection:
+        assert quota.used_bytes(connection, acme.id) == 90
+
+
+def test_attack_86_uploads_through_two_servers_do_not_overshoot_together(
+    make_registry: NewRegistry,
+) -> None:
+    """Two processes would open the file twice, as here; SQLite lets one of them write."""
+    served = make_registry()
+    second = Served(served.registry, served.app).registry.database.open(served.settings.database)
+    with served.registry.database.write() as connection:
+        acme = namespaces.create(connection, "acme", kind="oci", read="token", quota=100)
+        own = repository(connection, acme, "a")
+    together = Barrier(4, timeout=30)
+
+    def take(number: int) -> bool:
+        together.wait()
+        database = (served.registry.database, second)[number % 2]
+        try:
+            with database.write() as connection:
+                quota.demand_room(connection, acme, 60, served.settings.limits)
+                begin_upload(connection, own, str(number), 60)
+        except BudgetError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = list(pool.map(take, range(4)))
+    with second.read() as connection:
+        total = connection.execute(select(func.sum(UPLOADS.c.size))).scalar_one()
+    second.close()
+    assert taken.count(True) == 1
+    assert total == 60

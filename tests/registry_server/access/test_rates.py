@@ -1,0 +1,65 @@
+from dataclasses import dataclass
+
+from registry_server.access.rates import Rates
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_bucket_gives_what_it_holds_then_tells_how_long_to_wait() -> None:
+    rates = Rates(3, Clock())
+    assert [rates.take("a") for _ in range(5)] == [0, 0, 0, 20, 20]
+
+
+def test_a_bucket_fills_again_evenly_and_never_beyond() -> None:
+    clock = Clock()
+    rates = Rates(60, clock)
+    for _ in range(60):
+        assert rates.take("a") == 0
+    assert rates.take("a") == 1
+    clock.now += 2
+    assert [rates.take("a") for _ in range(3)] == [0, 0, 1]
+    clock.now += 10_000
+    assert [rates.take("a") for _ in range(61)] == [0] * 60 + [1]
+
+
+def test_what_is_refused_does_not_make_the_wait_longer() -> None:
+    clock = Clock()
+    rates = Rates(1, clock)
+    rates.take("a")
+    assert {rates.take("a") for _ in range(100)} == {60}
+    clock.now += 60
+    assert rates.take("a") == 0
+
+
+def test_looking_takes_nothing() -> None:
+    rates = Rates(1, Clock())
+    assert [rates.wait("a") for _ in range(3)] == [0, 0, 0]
+    rates.take("a")
+    assert rates.wait("a") == 60
+
+
+def test_keys_have_buckets_of_their_own() -> None:
+    rates = Rates(1, Clock())
+    assert [rates.take(key) for key in "abab"] == [0, 0, 60, 60]
+
+
+def test_a_limit_of_nothing_gives_nothing() -> None:
+    rates = Rates(0, Clock())
+    assert rates.take("a") == 60
+    assert rates.wait("a") == 60
+
+
+def test_attack_80_a_flood_of_keys_takes_bounded_memory() -> None:
+    """And who has used up a bucket does not get a new one as long as it keeps asking."""
+    rates = Rates(1, Clock(), max_keys=100)
+    for number in range(10_000):
+        rates.take(str(number))
+    assert len(rates) == 100
+    assert rates.take("9999") == 60
+    assert rates.take("0") == 0
