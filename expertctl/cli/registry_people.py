@@ -277,13 +277,14 @@ def _namespace_document(found: Namespace, host: str) -> dict[str, object]:
 
 
 def _one_namespace(found: Namespace) -> str:
-    people_ = ", ".join([*found.owners, *found.publishers]) or "nobody yet"
+    publish = ", ".join([*found.owners, *found.publishers]) or "nobody yet"
+    readers = "all" if found.read == "public" else "users"
     lines = [
-        f"{found.name}: {found.kind}, read by {'all' if found.read == 'public' else 'users'}",
-        f"used  {_room(found)}",
-        f"publish  {people_}",
+        f"{one_line(found.name)}: {one_line(found.kind)}, read by {readers}",
+        f"used     {_room(found)}",
+        f"publish  {one_line(publish)}",
     ]
-    return "\n".join(one_line(line) for line in lines)
+    return "\n".join(lines)
 
 
 def _room(found: Namespace) -> str:
