@@ -1,0 +1,230 @@
+"""``expertctl login`` and ``logout``: what is kept, what is never shown, and who one is."""
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.credentials import Credential, CredentialStore
+from expertctl.settings import Home
+from tests.cli.commands import Commands, expertctl
+from tests.registry.hostile import Reply, Request, Script, Serve, reply, serve
+from tests.registry.live import Live, live_registry
+
+__all__ = ["expertctl", "serve"]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Live]:
+    with live_registry(tmp_path / "registry") as live:
+        yield live
+
+
+def kept(home: Path, url: str) -> Credential | None:
+    return CredentialStore(Home(home).credentials).for_address(RegistryAddress.parse(url), {})
+
+
+def from_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", StringIO(text))
+
+
+def foreign(secret: str = "bWU6c2VjcmV0") -> Script:
+    """A registry that is not ours, with Basic."""
+
+    def script(request: Request) -> Reply:
+        if not request.path.startswith("/v2"):
+            return reply(404)
+        good = request.login == f"Basic {secret}"
+        return reply(200 if good else 401, WWW_Authenticate='Basic realm="x"')
+
+    return script
+
+
+@pytest.mark.parametrize("name", ["login", "logout"])
+def test_every_command_has_an_example(name: str, expertctl: Commands) -> None:
+    text = expertctl(name, "--help").out
+    assert f"expertctl {name}" in text.split("Example")[1]
+    assert "--json" in text
+
+
+def test_a_login_at_our_registry_says_who_one_is(
+    registry: Live, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = registry.served.user("alice", admin=True)
+    from_stdin(monkeypatch, f"{secret}\n")
+    said = expertctl("login", registry.host, "--token-stdin", "--json")
+    assert said.document["user"] == "alice"
+    assert said.document["admin"] is True
+    assert said.document["checked"] is True
+    assert kept(home, registry.url) == Credential("alice", secret)
+    assert secret not in said.out + said.err
+    assert Home(home).credentials.stat().st_mode & 0o777 == 0o600
+    text = expertctl("logout", registry.host)
+    assert text.out == f"logged out of {registry.host}\n"
+    assert kept(home, registry.url) is None
+    again = expertctl("logout", registry.host, "--json").document
+    assert again == {"registry": registry.host, "url": registry.url, "removed": False}
+
+
+def test_a_login_in_words(
+    registry: Live, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_stdin(monkeypatch, registry.served.user("bob"))
+    said = expertctl("login", registry.host, "--token-stdin")
+    first, second = said.out.splitlines()
+    assert first == f"logged in to {registry.host} as bob"
+    assert second.startswith("token test: read push delete yank manage; does not expire")
+
+
+def test_a_token_that_is_wrong_is_not_kept(
+    registry: Live, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_stdin(monkeypatch, "xpt_" + "0" * 43)
+    said = expertctl("login", registry.host, "--token-stdin", code=6)
+    assert registry.host in said.err
+    assert not Home(home).credentials.exists()
+
+
+def test_the_environment_gives_the_token_of_its_registry(
+    registry: Live, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = registry.served.user("ci")
+    monkeypatch.setenv("EXPERT_TOKEN", secret)
+    monkeypatch.setenv("EXPERT_REGISTRY", registry.host)
+    assert expertctl("login", "--json").document["user"] == "ci"
+    monkeypatch.setenv("EXPERT_REGISTRY", "other.example")
+    from_stdin(monkeypatch, "")
+    said = expertctl("login", registry.host, code=2)
+    assert "no terminal" in said.err
+
+
+def test_a_foreign_registry_is_asked_by_its_own_interface(
+    serve: Serve, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(foreign())
+    from_stdin(monkeypatch, "secret")
+    said = expertctl("login", server.url, "--user", "me", "--token-stdin", "--json")
+    assert said.document == {
+        "registry": server.address.host, "url": server.url, "user": "me", "admin": False,
+        "checked": True, "scopes": None, "expires": None,
+    }  # fmt: skip
+    assert kept(home, server.url) == Credential("me", "secret")
+    from_stdin(monkeypatch, "wrong")
+    expertctl("login", server.url, "--user", "me", "--token-stdin", code=6)
+    assert kept(home, server.url) == Credential("me", "secret")
+
+
+def test_a_registry_that_lets_anybody_in_is_said_to(
+    serve: Serve, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(lambda r: reply(200, b"{}") if r.path == "/v2/" else reply(404))
+    from_stdin(monkeypatch, "secret")
+    said = expertctl("login", server.url, "--token-stdin")
+    assert "lets anybody in" in said.err
+    assert said.out == f"logged in to {server.address.host} as token\n"
+
+
+def test_another_realm_is_kept_only_when_it_is_named(
+    serve: Serve, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def token(request: Request) -> Reply:
+        return reply(200, b'{"token": "t"}') if request.login else reply(401)
+
+    def script(request: Request) -> Reply:
+        if not request.path.startswith("/v2"):
+            return reply(404)
+        challenge = f'Bearer realm="{realm.other_name}/token"'
+        return reply(200) if request.login else reply(401, WWW_Authenticate=challenge)
+
+    realm = serve(token)
+    server = serve(script)
+    from_stdin(monkeypatch, "secret")
+    said = expertctl("login", server.url, "--token-stdin", code=6)
+    assert f"--realm {realm.other_name}" in said.err
+    assert [request.login for request in realm.seen] == [None]
+    from_stdin(monkeypatch, "secret")
+    expertctl("login", server.url, "--token-stdin", "--realm", realm.other_name)
+    assert kept(home, server.url) == Credential("token", "secret", realm.other_name)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["login"], "config set registry"),
+        (["login", "http://r.example"], "allow_http"),
+        (["login", "r.example/path"], "registry.example.com"),
+        (["login", "r.example"], "--token-stdin"),
+    ],
+)
+def test_a_call_that_cannot_be_meant_is_refused_with_a_hint(
+    words: list[str], hint: str, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_stdin(monkeypatch, "")
+    assert hint in expertctl(*words, code=2).err
+
+
+def test_an_empty_token_is_refused(expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_stdin(monkeypatch, " \n")
+    assert "one word" in expertctl("login", "r.example", "--token-stdin", code=2).err
+
+
+def test_offline_no_login_is_tried(
+    serve: Serve, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(foreign())
+    monkeypatch.setenv("EXPERT_OFFLINE", "1")
+    from_stdin(monkeypatch, "secret")
+    said = expertctl("login", server.url, "--token-stdin", "--json", code=6)
+    assert said.document["error"]["code"] == "offline"
+    assert server.seen == []
+
+
+def test_the_prompt_does_not_echo(registry: Live, home: Path) -> None:
+    secret = registry.served.user("alice")
+    leader, follower = pty.openpty()
+    program = "from expertctl.cli.app import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "login", registry.host],
+        stdin=follower,
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        cwd=ROOT,
+        env={**os.environ, "EXPERT_HOME": str(home)},
+        start_new_session=True,
+        text=True,
+    )
+    os.close(follower)
+    screen = b""
+    while b"Token for" not in screen:
+        screen += os.read(leader, 1024)
+    for _ in range(1_000_000):  # what is typed before the terminal is quiet is thrown away
+        if not termios.tcgetattr(leader)[3] & termios.ECHO:
+            break
+        os.sched_yield()
+    os.write(leader, f"{secret}\n".encode())
+    out, _ = process.communicate(timeout=60)
+    screen += _rest(leader)
+    assert process.returncode == 0, screen
+    assert "as alice" in out
+    assert secret.encode() not in screen
+    assert kept(home, registry.url) == Credential("alice", secret)
+
+
+def _rest(handle: int) -> bytes:
+    data = b""
+    try:
+        while more := os.read(handle, 1024):
+            data += more
+    except OSError:  # how Linux says that nobody holds the other end
+        pass
+    os.close(handle)
+    return data

@@ -1,0 +1,62 @@
+"""What servers say when they refuse, read without believing any of it."""
+
+import pytest
+
+from expertctl.errors import InvalidPackageError, RateLimitError, UnreachableError
+from expertctl.registry.refusal import Reason, read_reason, refusal, retry_after, shown
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", Reason()),
+        (b"<html>", Reason()),
+        (b"[]", Reason()),
+        (b'{"errors": []}', Reason()),
+        (b'{"errors": ["x"]}', Reason()),
+        (b'{"errors": [{"code": "DENIED", "message": "no"}]}', Reason("DENIED", "no")),
+        (b'{"errors": [{"code": "X", "detail": {"code": "budget", "hint": "h"}}]}',
+         Reason("budget", "", "h")),
+        (b'{"errors": [{"code": 5, "message": [], "detail": "text"}]}', Reason()),
+        (b'{"error": {"code": "c", "message": "m", "hint": "h"}}', Reason("c", "m", "h")),
+        (b'{"error": "text"}', Reason()),
+        (b'{"details": "incorrect username"}', Reason("", "incorrect username")),
+        (b'{"message": "m"}', Reason("", "m")),
+    ],
+)  # fmt: skip
+def test_the_known_forms_of_a_refusal_are_read(body: bytes, reason: Reason) -> None:
+    assert read_reason(body) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [("plain", "plain"), ("two\nlines\r\n", "two lines"), ("\x1b[31mred\x1b[0m", "[31mred [0m"),
+     ("\u202eback", "back"), ("", ""), ("x" * 600, "x" * 500 + "…")],
+)  # fmt: skip
+def test_a_text_is_bounded_and_harmless(text: str, clean: str) -> None:
+    assert shown(text) == clean
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 5.0), (" 5 ", 5.0), ("-5", None), ("1.5", None), ("", None), ("٣", None),
+     ("Wed, 21 Oct 2015 07:28:00 GMT", None), ("9" * 20, None)],
+)  # fmt: skip
+def test_a_pause_is_seconds_or_nothing(text: str, seconds: float | None) -> None:
+    assert retry_after({"retry-after": text}) == seconds
+
+
+def test_some_refusals_carry_more_than_a_text() -> None:
+    limited = refusal(429, {}, b"", host="r.example", what="GET /x")
+    assert isinstance(limited, RateLimitError)
+    assert limited.retry_after == 1
+    busy = refusal(503, {"retry-after": "3"}, b"", host="r.example", what="GET /x")
+    assert isinstance(busy, UnreachableError)
+    assert (busy.sent, busy.retry_after) == (False, 3.0)
+    failed = refusal(500, {}, b"", host="r.example", what="GET /x")
+    assert isinstance(failed, UnreachableError)
+    assert failed.sent is True
+    body = b'{"error": {"code": "invalid_package", "message": "", "hint": ""}}'
+    invalid = refusal(422, {}, body, host="r.example", what="PUT /x")
+    assert isinstance(invalid, InvalidPackageError)
+    assert invalid.message == "r.example: PUT /x: refused"
