@@ -13,7 +13,7 @@ from typing import Any
 
 REQUESTS = logging.getLogger("registry_server.requests")
 MAX_TEXT = 500
-_SECRET = re.compile(r"(xpt_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECASE)
+_SECRET = re.compile(r"(xp[ts]_|Bearer\s+|Basic\s+)[\w.~+/=-]{4,}", re.IGNORECASE)
 
 
 class JsonFormatter(logging.Formatter):

@@ -1,0 +1,283 @@
+import logging
+import re
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text
+from starlette.testclient import TestClient
+
+from registry_server.access import tokens
+from registry_server.operation.log import JsonFormatter
+from tests.registry_server.conftest import NewRegistry
+from tests.registry_server.served import URL, Served, serve
+
+WHOAMI = "/api/v1/whoami"
+CHALLENGES = {
+    f'Bearer realm="{URL}/token",service="127.0.0.1:8080"',
+    'Basic realm="expertctl registry"',
+}
+
+
+def basic(name: str, secret: str) -> dict[str, str]:
+    pair = b64encode(f"{name}:{secret}".encode()).decode()
+    return {"Authorization": f"Basic {pair}"}
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def client_at(served: Served, address: str) -> TestClient:
+    client = TestClient(served.app, base_url=URL, client=(address, 4711))
+    served.opened.append(client)
+    return client
+
+
+@pytest.mark.parametrize("header", [bearer, lambda s: basic("bob", s), lambda s: basic("", s)])
+@pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search"])
+def test_bearer_and_basic_are_taken_everywhere(
+    served: Served, path: str, header: Callable[[str], dict[str, str]]
+) -> None:
+    secret = served.user("bob")
+    assert served.client().get(path, headers=header(secret)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search", "/api/v1/"])
+@pytest.mark.parametrize("value", ["Bearer xpt_" + "A" * 43, "Bearer x", "Basic !", "", "x"])
+def test_attack_80_a_wrong_token_is_refused_even_where_none_is_needed(
+    served: Served, path: str, value: str
+) -> None:
+    answer = served.client().get(path, headers={"Authorization": value})
+    assert answer.status_code == 401
+    assert set(answer.headers.get_list("www-authenticate")) == CHALLENGES
+    assert "wrong, expired or revoked" in answer.text
+
+
+def test_attack_80_without_a_token_one_is_nobody(served: Served) -> None:
+    answer = served.client().get(WHOAMI)
+    assert answer.status_code == 401
+    assert set(answer.headers.get_list("www-authenticate")) == CHALLENGES
+    assert answer.json()["error"]["code"] == "unauthenticated"
+
+
+def test_attack_80_an_expired_token_is_refused(served: Served) -> None:
+    served.user("bob")
+    secret = served.token("bob", expires=time.time() - 1)
+    assert served.client(secret).get(WHOAMI).status_code == 401
+
+
+def test_attack_80_a_token_that_is_revoked_between_two_requests(served: Served) -> None:
+    secret = served.user("bob")
+    client = served.client(secret)
+    assert client.get(WHOAMI).status_code == 200
+    with served.registry.database.write() as connection:
+        tokens.revoke(connection, served.identity(secret).token_id or "")
+    assert client.get(WHOAMI).status_code == 401
+
+
+def test_attack_80_cookies_name_nobody_and_none_are_set(served: Served) -> None:
+    """So no other site can make a browser act for its user, and no session can be fixed."""
+    secret = served.user("boss", admin=True)
+    for name in ("token", "session", "Authorization", "access_token"):
+        answer = served.client().get(WHOAMI, headers={"Cookie": f"{name}={secret}"})
+        assert answer.status_code == 401
+    body = {"name": "eve"}
+    headers = {"Cookie": f"token={secret}", "Origin": "http://evil.example"}
+    assert served.client().post("/api/v1/users", json=body, headers=headers).status_code == 401
+    for path in ("/", WHOAMI, "/token", "/v2/", "/api/v1/"):
+        answer = served.client(secret).get(path)
+        assert "set-cookie" not in answer.headers
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_attack_80_a_form_of_another_site_changes_nothing(served: Served) -> None:
+    """What a form can send without asking is no JSON, and is refused even with a token."""
+    secret = served.user("boss", admin=True)
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        answer = served.client(secret).post(
+            "/api/v1/users", content=b'{"name": "eve"}', headers={"Content-Type": media_type}
+        )
+        assert answer.status_code == 415
+
+
+@pytest.mark.parametrize("name", ["token", "access_token", "authorization", "Authorization"])
+def test_attack_80_a_token_in_the_url_names_nobody(served: Served, name: str) -> None:
+    secret = served.user("bob")
+    answer = served.client().get(WHOAMI, params={name: secret})
+    assert answer.status_code == 401
+    assert secret not in answer.text
+
+
+def test_attack_80_no_secret_is_in_a_log_or_an_answer(
+    served: Served, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    boss = served.user("boss", admin=True)
+    client = served.client()
+    session = client.get("/token", headers=bearer(boss)).json()["token"]
+    wrong = "xpt_" + "Z" * 43
+    texts = []
+    for secret in (boss, session, wrong):
+        for path in (
+            WHOAMI,
+            "/api/v1/users",
+            f"/api/v1/search?q={secret}",
+            "/v2/",
+            f"/v2/{secret}/x",
+        ):
+            for headers in (bearer(secret), basic("boss", secret), {"Referer": f"/{secret}"}):
+                texts.append(client.get(path, headers=headers).text)
+    made = client.post("/api/v1/tokens", json={"name": "ci"}, headers=bearer(boss)).json()["token"]
+    texts.append(client.get("/api/v1/audit", headers=bearer(boss)).text)
+    own = [JsonFormatter().format(r) for r in caplog.records if r.name.startswith("registry")]
+    logged = "".join([*own, *capfd.readouterr()])
+    assert logged
+    for secret in (boss, session, wrong, made):
+        assert secret not in logged
+        assert secret not in "".join(texts)
+
+
+def test_attack_80_guessing_is_slowed_down_by_address(make_registry: NewRegistry) -> None:
+    served = make_registry(failures_per_minute=3)
+    good = served.user("bob")
+    attacker = client_at(served, "192.0.2.7")
+    for _ in range(3):
+        assert attacker.get(WHOAMI, headers=bearer("xpt_" + "A" * 43)).status_code == 401
+    for secret in ("xpt_" + "B" * 43, good):
+        answer = attacker.get(WHOAMI, headers=bearer(secret))
+        assert answer.status_code == 429
+        assert 0 < int(answer.headers["retry-after"]) <= 20
+        assert "too many failed logins" in answer.json()["error"]["message"]
+    assert attacker.get("/api/v1/").status_code == 200
+    assert client_at(served, "192.0.2.8").get(WHOAMI, headers=bearer(good)).status_code == 200
+
+
+def test_attack_80_guessing_through_basic_and_broken_headers_counts_too(
+    make_registry: NewRegistry,
+) -> None:
+    served = make_registry(failures_per_minute=3)
+    client = client_at(served, "192.0.2.7")
+    for headers in (basic("bob", "guess"), {"Authorization": "Basic !"}, bearer("xps_a.b")):
+        assert client.get(WHOAMI, headers=headers).status_code == 401
+    assert client.get(WHOAMI, headers=basic("bob", "guess")).status_code == 429
+
+
+def test_attack_85_forwarded_headers_do_not_hide_who_guesses(make_registry: NewRegistry) -> None:
+    served = make_registry(failures_per_minute=3)
+    attacker = client_at(served, "192.0.2.7")
+    statuses = [
+        attacker.get(
+            WHOAMI, headers={**bearer("xpt_x"), "X-Forwarded-For": f"198.51.100.{number}"}
+        ).status_code
+        for number in range(5)
+    ]
+    assert statuses == [401, 401, 401, 429, 429]
+
+
+def test_a_trusted_proxy_tells_guessers_apart(make_registry: NewRegistry) -> None:
+    first = make_registry(failures_per_minute=1)
+    first.registry.close()
+    served = serve(replace(first.settings, trusted_proxies=("10.0.0.0/8",)))
+    proxy = client_at(served, "10.0.0.1")
+    statuses = [
+        proxy.get(WHOAMI, headers={**bearer("xpt_x"), "X-Forwarded-For": address}).status_code
+        for address in ("192.0.2.7", "192.0.2.7", "192.0.2.8")
+    ]
+    assert statuses == [401, 429, 401]
+    served.close()
+
+
+def test_the_audit_log_has_the_address_that_is_believed(served: Served) -> None:
+    boss = served.user("boss", admin=True)
+    client = client_at(served, "192.0.2.7")
+    headers = {**bearer(boss), "X-Forwarded-For": "198.51.100.1"}
+    assert client.post("/api/v1/users", json={"name": "eve"}, headers=headers).status_code == 201
+    (entry,) = client.get("/api/v1/audit", headers=headers).json()["entries"]
+    assert (entry["actor"], entry["address"]) == ("boss", "192.0.2.7")
+    assert (entry["action"], entry["target"]) == ("user.create", "eve")
+
+
+def test_requests_are_limited_by_token_and_otherwise_by_address(
+    make_registry: NewRegistry,
+) -> None:
+    served = make_registry(requests_per_minute=2)
+    bob, eve = served.user("bob"), served.user("eve")
+    client = client_at(served, "192.0.2.7")
+
+    def status(secret: str | None) -> int:
+        headers = bearer(secret) if secret else {}
+        return client.get("/api/v1/search", headers=headers).status_code
+
+    assert [status(bob) for _ in range(3)] == [200, 200, 429]
+    assert [status(eve) for _ in range(3)] == [200, 200, 429]
+    assert [status(None) for _ in range(3)] == [200, 200, 429]
+    answer = client.get("/v2/", headers=bearer(bob))
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "30"
+    assert answer.json()["errors"][0]["code"] == "TOOMANYREQUESTS"
+
+
+def test_a_session_is_limited_with_the_token_that_it_came_from(make_registry: NewRegistry) -> None:
+    served = make_registry(requests_per_minute=2)
+    secret = served.user("bob")
+    session = served.client(secret).get("/token").json()["token"]
+    assert served.client(session).get("/v2/").status_code == 200
+    assert served.client(secret).get("/v2/").status_code == 429
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1:9", "localhost"])
+def test_attack_85_the_realm_is_never_made_from_a_header(served: Served, host: str) -> None:
+    headers = {
+        "Host": host,
+        "X-Forwarded-Host": "evil.example",
+        "X-Forwarded-Proto": "https",
+        "Forwarded": "host=evil.example",
+    }
+    for path in ("/v2/", WHOAMI, "/token", "/v2/acme/sql/tags/list"):
+        answer = served.client("xpt_x").get(path, headers=headers)
+        assert answer.status_code in {401, 421}
+        assert "evil.example" not in str(answer.headers) + answer.text
+        realms = re.findall(r'realm="([^"]*)"', str(answer.headers))
+        assert set(realms) <= {f"{URL}/token", "expertctl registry"}
+
+
+def test_the_last_use_of_a_token_is_noted_after_the_answer(served: Served) -> None:
+    secret = served.user("bob")
+    token_id = served.identity(secret).token_id or ""
+    served.client(secret).get(WHOAMI)
+    with served.registry.database.read() as connection:
+        assert tokens.get(connection, token_id).last_used == pytest.approx(time.time(), abs=60)
+
+
+def test_what_cannot_be_noted_turns_nobody_away(served: Served) -> None:
+    secret = served.user("bob")
+    with served.registry.database.write() as connection:
+        connection.execute(text("ALTER TABLE tokens RENAME COLUMN last_used TO gone"))
+    assert served.client(secret).get("/v2/").status_code == 200
+
+
+@pytest.mark.parametrize("path", [WHOAMI, "/v2/", "/token", "/api/v1/search", "/api/v1/"])
+def test_attack_88_without_a_database_nobody_gets_in(served: Served, path: str) -> None:
+    secret = served.user("bob")
+    client = served.client(secret)
+    assert client.get(WHOAMI).status_code == 200
+    served.registry.database.close()
+    for file in served.settings.data.glob("registry.db*"):
+        file.unlink()
+    answer = client.get(path)
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) > 0
+    assert str(served.settings.data) not in answer.text
+
+
+def test_attack_88_a_damaged_database_lets_nobody_in(served: Served) -> None:
+    secret = served.user("bob")
+    with served.registry.database.write() as connection:
+        connection.execute(text("DROP TABLE tokens"))
+    assert served.client(secret).get(WHOAMI).status_code == 503
+    with served.registry.database.write() as connection:
+        connection.execute(text("DROP TABLE namespaces"))
+    assert served.client().get("/api/v1/search").status_code == 503
