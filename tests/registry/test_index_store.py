@@ -1,0 +1,217 @@
+"""What registries said last: never lowered, never forgotten, whole after any crash."""
+
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from expertctl.errors import StoreError, TrustError
+from expertctl.reference import PackageName
+from expertctl.registry.index_document import IndexDocument
+from expertctl.registry.index_envelope import sign_index
+from expertctl.registry.index_store import IndexStore
+from expertctl.trust.grant import KnownRegistry
+from tests.registry.indexes import SQL, index, key, known, release
+from tests.store.faults import run
+
+KNOWN = known()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> IndexStore:
+    return IndexStore(tmp_path / "registries")
+
+
+def envelope(revision: int, *versions: str) -> bytes:
+    return sign_index(index(revision, releases=[release(v) for v in versions]), key("index"))
+
+
+def believe(store: IndexStore, data: bytes, *, registry: KnownRegistry = KNOWN) -> IndexDocument:
+    floor = store.recall(registry, SQL)
+    return store.believe(registry, SQL, data, floor=floor)
+
+
+def revision(store: IndexStore, registry: KnownRegistry = KNOWN) -> int | None:
+    found = store.recall(registry, SQL)
+    return None if found is None else found.document.revision
+
+
+def test_nothing_is_known_at_first_and_asking_writes_nothing(store: IndexStore) -> None:
+    assert store.recall(KNOWN, SQL) is None
+    assert not store.folder.exists()
+
+
+def test_what_was_believed_is_remembered_byte_for_byte_for_the_owner_alone(
+    store: IndexStore,
+) -> None:
+    assert believe(store, envelope(3)).revision == 3
+    found = store.recall(KNOWN, SQL)
+    assert found is not None
+    assert found.envelope == envelope(3)
+    path = store.path(KNOWN, SQL)
+    assert path == (
+        store.folder
+        / "127.0.0.1+8080"
+        / "index"
+        / KNOWN.index_key.key_id.removeprefix("sha256:")
+        / "acme"
+        / "sql.json"
+    )
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    store.check_integrity(KNOWN)
+
+
+def test_a_newer_revision_replaces_an_older(store: IndexStore) -> None:
+    believe(store, envelope(1))
+    assert believe(store, envelope(5, "1.0.0", "1.1.0")).revision == 5
+    assert revision(store) == 5
+
+
+def test_a_rollback_is_refused_with_both_revisions_and_the_way_out(store: IndexStore) -> None:
+    believe(store, envelope(5))
+    with pytest.raises(TrustError, match="revision 4, but it had 5 before") as refused:
+        believe(store, envelope(4))
+    assert str(store.path(KNOWN, SQL)) in refused.value.hint
+    assert revision(store) == 5
+
+
+def test_one_revision_that_says_two_things_is_refused(store: IndexStore) -> None:
+    believe(store, envelope(5, "1.0.0"))
+    with pytest.raises(TrustError, match="5 says two things"):
+        believe(store, envelope(5, "1.0.1"))
+    assert revision(store) == 5
+
+
+def test_the_same_again_is_believed_and_not_written_again(store: IndexStore) -> None:
+    believe(store, envelope(5))
+    before = store.path(KNOWN, SQL).stat().st_ino
+    assert believe(store, envelope(5)).revision == 5
+    assert store.path(KNOWN, SQL).stat().st_ino == before
+
+
+def test_who_was_told_more_meanwhile_is_right_too(store: IndexStore) -> None:
+    floor = store.recall(KNOWN, SQL)
+    believe(store, envelope(6))
+    assert store.believe(KNOWN, SQL, envelope(5), floor=floor).revision == 6
+    assert store.believe(KNOWN, SQL, envelope(6), floor=floor).revision == 6
+    with pytest.raises(TrustError, match="two things"):
+        store.believe(KNOWN, SQL, envelope(6, "9.9.9"), floor=floor)
+    assert revision(store) == 6
+
+
+def test_packages_and_registries_have_floors_of_their_own(store: IndexStore) -> None:
+    other = PackageName("acme", "sql-old")
+    elsewhere = known("127.0.0.1:9090")
+    believe(store, envelope(5))
+    data = sign_index(index(1, package=other), key("index"))
+    assert store.believe(KNOWN, other, data, floor=None).revision == 1
+    assert believe(store, envelope(1), registry=elsewhere).revision == 1
+    assert revision(store) == 5
+
+
+def test_a_new_index_key_begins_anew_and_the_old_floor_stays(store: IndexStore) -> None:
+    believe(store, envelope(2**53 - 1))
+    renewed = known(index_key="renewed")
+    data = sign_index(index(1), key("renewed"))
+    assert believe(store, data, registry=renewed).revision == 1
+    assert revision(store) == 2**53 - 1
+
+
+def test_what_a_foreign_key_signed_is_not_remembered(store: IndexStore) -> None:
+    believe(store, envelope(1))
+    with pytest.raises(TrustError, match="index key"):
+        believe(store, sign_index(index(9), key("mallory")))
+    assert revision(store) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other package", "a folder"])
+def test_a_damaged_memory_stops_and_never_forgets_the_floor(damage: str, store: IndexStore) -> None:
+    believe(store, envelope(5))
+    path = store.path(KNOWN, SQL)
+    data = path.read_bytes()
+    path.unlink()
+    match damage:
+        case "empty":
+            path.write_bytes(b"")
+        case "cut":
+            path.write_bytes(data[:-10])
+        case "flipped":
+            path.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
+        case "other package":
+            other = index(9, package=PackageName("acme", "else"))
+            path.write_bytes(sign_index(other, key("index")))
+        case _:
+            path.mkdir()
+    for act in (lambda: believe(store, envelope(6)), lambda: store.recall(KNOWN, SQL)):
+        with pytest.raises(StoreError, match="said last of acme/sql cannot be read") as refused:
+            act()
+        assert "move it away" in refused.value.hint
+        assert str(path) in refused.value.hint
+
+
+@pytest.mark.parametrize("fault", ["kill", "full", "error"])
+def test_whatever_stops_the_writing_the_floor_is_the_old_or_the_new_one(
+    fault: str, tmp_path: Path
+) -> None:
+    def fresh(name: str) -> IndexStore:
+        store = IndexStore(tmp_path / name)
+        believe(store, envelope(1))
+        return store
+
+    template = fresh("whole")
+    whole = run(lambda: believe(template, envelope(2)))
+    assert not whole.errors
+    assert len(whole.steps) >= 3
+    for step in range(1, len(whole.steps) + 1):
+        store = fresh(f"{fault}-{step}")
+        ended = run(lambda s=store: believe(s, envelope(2)), at=step, fault=fault)  # type: ignore[misc, arg-type]
+        assert ended.killed if fault == "kill" else ended.is_whole_or(StoreError), ended.trace
+        assert revision(store) in {1, 2}
+        believe(store, envelope(2))
+        assert revision(store) == 2
+        store.check_integrity(KNOWN)
+
+
+def test_a_folder_that_cannot_be_written_stops_what_could_not_be_remembered(
+    store: IndexStore,
+) -> None:
+    store.folder.mkdir()
+    (store.folder / "127.0.0.1+8080").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot be"):
+        believe(store, envelope(1))
+
+
+def test_a_lock_that_is_held_for_too_long_is_told(tmp_path: Path) -> None:
+    store = IndexStore(tmp_path / "registries", lock_seconds=0)
+    folder = store.folder / "127.0.0.1+8080" / "index"
+    folder.mkdir(parents=True)
+    with FileLock(folder / "lock"), pytest.raises(StoreError, match="another process"):
+        believe(store, envelope(1))
+    assert believe(store, envelope(1)).revision == 1
+
+
+def _raise_floor(folder: Path, data: list[bytes]) -> None:
+    store = IndexStore(folder)
+    for one in data:
+        store.believe(KNOWN, SQL, one, floor=None)
+
+
+def test_processes_that_write_at_once_never_lower_the_floor(store: IndexStore) -> None:
+    data = [envelope(n) for n in range(1, 31)]
+    workers = [
+        multiprocessing.get_context("fork").Process(
+            target=_raise_floor, args=(store.folder, data[start::3])
+        )
+        for start in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+        assert worker.exitcode == 0
+    assert revision(store) == 30
+    assert os.listdir(store.path(KNOWN, SQL).parent) == ["sql.json"]  # noqa: PTH208 - names

@@ -1,0 +1,280 @@
+"""Publisher keys from an index: pinned once, followed by their own word, never taken on trust."""
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import RevokedError, TrustError
+from expertctl.reference import PackageName
+from expertctl.registry.index_document import IndexDocument, KeyEntry
+from expertctl.registry.key_statement import sign_statement
+from expertctl.registry.pins import pin, pinned, signer_problem, trusted_form
+from expertctl.trust.grant import Grant, TrustedKey
+from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
+from tests.registry.indexes import HOST, SQL, entry, index, key, key_id, known, release
+
+KNOWN = known()
+OTHER_HOST = "127.0.0.1:9090"
+
+
+def start() -> TrustRecord:
+    return TrustRecord().with_registry(KNOWN)
+
+
+def believed(*documents: IndexDocument, record: TrustRecord | None = None) -> TrustRecord:
+    result = start() if record is None else record
+    for document in documents:
+        result = pinned(result, document, KNOWN)
+    return result
+
+
+def may_sign(record: TrustRecord, name: str, *, host: str = HOST, namespace: str = "acme") -> bool:
+    one = release("1.0.0", name)
+    package = PackageName(namespace, "sql")
+    form = one.forms[0]
+    return signer_problem(form, one, package=package, host=host, record=record) is None
+
+
+def signers(record: TrustRecord, *names: str) -> list[str]:
+    return [name for name in names if may_sign(record, name)]
+
+
+def test_at_the_first_install_all_keys_of_the_index_are_pinned() -> None:
+    record = believed(index(keys=[entry("alice"), entry("bob")]))
+    assert signers(record, "alice", "bob", "mallory") == ["alice", "bob"]
+    known_now = record.registry(HOST)
+    assert known_now is not None
+    assert known_now.pinned == ("acme",)
+
+
+def test_a_key_that_the_index_itself_revokes_is_never_pinned() -> None:
+    record = believed(index(keys=[entry("alice"), entry("bob")], revoked=["bob"]))
+    assert signers(record, "alice", "bob") == ["alice"]
+
+
+def test_pins_count_for_their_namespace_of_their_registry_alone() -> None:
+    record = believed(index(keys=[entry("alice")])).with_registry(known(OTHER_HOST))
+    assert may_sign(record, "alice")
+    assert not may_sign(record, "alice", host=OTHER_HOST)
+    assert not may_sign(record, "alice", namespace="zoo")
+
+
+def test_a_new_key_without_a_word_of_an_old_one_is_not_believed() -> None:
+    """Attack: a registry that was taken over lists a key of its own."""
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=[entry("mallory")]))
+    assert signers(record, "alice", "mallory") == ["alice"]
+
+
+def test_what_an_unpinned_key_signed_is_refused_with_the_way_out() -> None:
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=[entry("mallory")]))
+    with pytest.raises(TrustError, match="no key that is trusted for acme vouches") as refused:
+        trusted_form(release("2.0.0", "mallory"), package=SQL, host=HOST, record=record)
+    assert f"trust add KEY.pem --namespace acme --registry {HOST}" in refused.value.hint
+    assert not isinstance(refused.value, RevokedError)
+
+
+def test_a_new_key_with_the_word_of_a_pinned_one_is_pinned() -> None:
+    record = believed(
+        index(1, keys=[entry("alice")]),
+        index(2, keys=[entry("alice"), entry("bob", by="alice")]),
+    )
+    assert signers(record, "alice", "bob") == ["alice", "bob"]
+
+
+def test_a_key_stays_pinned_when_the_index_leaves_it_out() -> None:
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=[entry("bob", by="alice")]))
+    assert signers(record, "alice", "bob") == ["alice", "bob"]
+
+
+def test_a_chain_of_words_counts_in_any_order() -> None:
+    chain = [entry("bob", by="alice"), entry("carol", by="bob"), entry("dave", by="carol")]
+    for order in permutations(chain):
+        record = believed(index(1, keys=[entry("alice")]), index(2, keys=order))
+        assert signers(record, "alice", "bob", "carol", "dave") == ["alice", "bob", "carol", "dave"]
+
+
+def test_keys_that_vouch_for_each_other_vouch_for_nothing() -> None:
+    ring = [entry("mallory", by="eve"), entry("eve", by="mallory")]
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=ring))
+    assert signers(record, "mallory", "eve") == []
+
+
+def test_a_revoked_key_vouches_for_nobody() -> None:
+    """Attack: who stole the old key makes a new one and has the old one revoked."""
+    record = believed(
+        index(1, keys=[entry("alice")]),
+        index(2, keys=[entry("mallory", by="alice")], revoked=["alice"]),
+    )
+    assert signers(record, "alice", "mallory") == []
+
+
+def test_a_chain_breaks_at_a_revoked_key() -> None:
+    chain = [entry("bob", by="alice"), entry("carol", by="bob")]
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=chain, revoked=["bob"]))
+    assert signers(record, "alice", "bob", "carol") == ["alice"]
+
+
+BAD_WORDS = {
+    "for another namespace": KeyEntry(
+        key("bob").public,
+        sign_statement(namespace="zoo", new=key("bob").public, by=key("alice")),
+    ),
+    "for another key": KeyEntry(
+        key("bob").public,
+        sign_statement(namespace="acme", new=key("carol").public, by=key("alice")),
+    ),
+    "of itself": entry("bob", by="bob"),
+    "of a stranger": entry("bob", by="mallory"),
+    "forged": KeyEntry(
+        key("bob").public,
+        sign_statement(namespace="acme", new=key("bob").public, by=key("mallory")).replace(
+            key_id("mallory").encode(), key_id("alice").encode()
+        ),
+    ),
+    "malformed": KeyEntry(key("bob").public, b"{}"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_WORDS.values(), ids=BAD_WORDS.keys())
+def test_a_bad_word_counts_as_none_and_spoils_nothing_else(bad: KeyEntry) -> None:
+    record = believed(
+        index(1, keys=[entry("alice")]), index(2, keys=[bad, entry("dave", by="alice")])
+    )
+    assert signers(record, "alice", "bob", "dave") == ["alice", "dave"]
+
+
+def test_what_the_person_trusts_for_the_namespace_may_vouch() -> None:
+    mine = TrustedKey(key("me").public, "me", (Grant("acme"),))
+    record = believed(
+        index(1, keys=[entry("alice")]),
+        index(2, keys=[entry("bob", by="me")]),
+        record=start().with_key(mine),
+    )
+    assert signers(record, "alice", "bob", "me") == ["alice", "bob", "me"]
+
+
+def test_a_key_for_fixed_contents_may_not_vouch() -> None:
+    content = str(release("1.0.0").content_digest)
+    mine = TrustedKey(key("me").public, "me", (Grant("acme", (content,)),))
+    record = believed(
+        index(1, keys=[entry("alice")]),
+        index(2, keys=[entry("bob", by="me")]),
+        record=start().with_key(mine),
+    )
+    assert signers(record, "alice", "bob") == ["alice"]
+
+
+def test_a_key_that_was_added_for_the_registry_leaves_no_first_word_to_it() -> None:
+    mine = TrustedKey(key("alice").public, "alice", (Grant("acme", None, HOST),))
+    record = believed(
+        index(1, keys=[entry("alice"), entry("mallory")]), record=start().with_key(mine)
+    )
+    assert signers(record, "alice", "mallory") == ["alice"]
+
+
+def test_a_key_that_was_taken_away_is_not_pinned_again_at_the_registrys_word() -> None:
+    document = index(1, keys=[entry("alice")])
+    record = believed(document).without_key(key_id("alice"))
+    assert signers(believed(document, record=record), "alice") == []
+
+
+def test_a_revocation_in_the_index_holds_at_once_and_for_good() -> None:
+    keys = [entry("alice"), entry("bob")]
+    record = believed(index(1, keys=keys), index(2, keys=keys, revoked=["alice"]))
+    assert signers(record, "alice", "bob") == ["bob"]
+    assert signers(believed(index(3, keys=keys), record=record), "alice", "bob") == ["bob"]
+    with pytest.raises(RevokedError, match=f"was revoked by {HOST}: alice was lost"):
+        trusted_form(release("1.0.0", "alice"), package=SQL, host=HOST, record=record)
+
+
+def test_a_registry_revokes_nothing_outside_its_own_namespace() -> None:
+    """Attack: a registry revokes the keys of another, or of the person."""
+    zoo = index(1, keys=[entry("alice")], package=PackageName("zoo", "ants"))
+    other = known(OTHER_HOST)
+    record = believed(index(1, keys=[entry("alice")]), zoo).with_registry(other)
+    record = pinned(record, index(1, keys=[entry("eve")], revoked=["alice"]), other)
+    record = record.with_key(TrustedKey(key("alice").public, "mine", (Grant("local"),)))
+    assert may_sign(record, "alice")
+    assert may_sign(record, "alice", namespace="zoo")
+    assert may_sign(record, "alice", namespace="local")
+    assert not may_sign(record, "alice", host=OTHER_HOST)
+
+
+def test_a_key_that_the_person_revoked_is_never_pinned() -> None:
+    record = start().with_revocation(key_id("alice"), "stolen")
+    record = believed(index(1, keys=[entry("alice"), entry("bob")]), record=record)
+    assert signers(record, "alice", "bob") == ["bob"]
+
+
+def test_an_index_without_a_usable_key_pins_nothing_yet() -> None:
+    record = believed(index(1, keys=[entry("alice")], revoked=["alice"]))
+    assert not record.is_pinned(HOST, "acme")
+    assert signers(believed(index(2, keys=[entry("bob")]), record=record), "bob") == ["bob"]
+
+
+def test_a_registry_cannot_rename_the_keys_of_the_person() -> None:
+    mine = TrustedKey(key("alice").public, "my-laptop", (Grant("local"),))
+    record = believed(index(1, keys=[entry("alice")]), record=start().with_key(mine))
+    trusted = record.trusted(key_id("alice"))
+    assert trusted is not None
+    assert trusted.name == "my-laptop"
+    assert trusted.grants == (Grant("acme", None, HOST), Grant("local"))
+
+
+def test_the_newest_form_whose_signer_counts_is_taken() -> None:
+    keys = [entry("alice"), entry("bob")]
+    record = believed(index(1, keys=keys))
+    one = release("1.0.0", "alice", "bob", "mallory")
+    assert trusted_form(one, package=SQL, host=HOST, record=record) == one.forms[1]
+    lost = believed(index(2, keys=keys, revoked=["bob"]), record=record)
+    assert trusted_form(one, package=SQL, host=HOST, record=lost) == one.forms[0]
+
+
+def test_of_several_problems_that_of_the_newest_form_is_told() -> None:
+    record = believed(index(1, keys=[entry("alice")], revoked=["bob"]))
+    with pytest.raises(RevokedError, match="bob was lost"):
+        trusted_form(release("1.0.0", "mallory", "bob"), package=SQL, host=HOST, record=record)
+    with pytest.raises(TrustError, match="vouches"):
+        trusted_form(release("1.0.0", "bob", "mallory"), package=SQL, host=HOST, record=record)
+
+
+def test_a_thousand_keys_in_one_chain_are_followed() -> None:
+    keys = [key(f"link {n}") for n in range(1000)]
+    entries = [
+        KeyEntry(new.public, sign_statement(namespace="acme", new=new.public, by=old))
+        for old, new in zip([key("alice"), *keys], keys, strict=False)
+    ]
+    record = believed(index(1, keys=[entry("alice")]), index(2, keys=entries[::-1]))
+    assert len(record.pinned_keys(HOST, "acme")) == 1001
+
+
+class TestStore:
+    """The same on disk, with what a person is told."""
+
+    @pytest.fixture
+    def trust(self, tmp_path: Path) -> TrustStore:
+        store = TrustStore(tmp_path / "trust.json")
+        store.add_registry(KNOWN)
+        return store
+
+    def test_every_change_is_told_once(self, trust: TrustStore) -> None:
+        first = index(1, keys=[entry("alice")])
+        assert pin(first, KNOWN, trust) == [
+            f"{key_id('alice')} may sign acme/* of {HOST} from now on: at its first install"
+        ]
+        assert pin(first, KNOWN, trust) == []
+        second = index(2, keys=[entry("bob", by="alice")], revoked=["carol"])
+        assert pin(second, KNOWN, trust) == [
+            f"{key_id('bob')} may sign acme/* of {HOST} from now on: a trusted key vouches for it",
+            f"{key_id('carol')} was revoked for acme/* of {HOST}: carol was lost",
+        ]
+        assert signers(TrustStore(trust.path).read(), "alice", "bob") == ["alice", "bob"]
+        trust.check_integrity()
+
+    def test_nothing_is_written_when_nothing_changes(self, trust: TrustStore) -> None:
+        pin(index(1, keys=[entry("alice")]), KNOWN, trust)
+        before = trust.path.stat().st_ino
+        pin(index(2, keys=[entry("alice"), entry("mallory")]), KNOWN, trust)
+        assert trust.path.stat().st_ino == before
