@@ -15,6 +15,7 @@ from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.ref import StoredExpert
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,8 @@ class Known:
     manifest: Manifest
     trusted: bool
     """Whether its signer's key counts here."""
+    to_be_pinned: bool
+    """Whether the first install from there takes the namespace's keys from its index."""
     base: str | None
     """The base here that it fits."""
 
@@ -46,14 +49,19 @@ def judged(offer: Offer, home: Home) -> Known:
     """Compare a version on offer with what is trusted and added here."""
     what = f"{offer.host}: expert.json of {offer.page.name[:80]}"
     manifest = manifest_of(offer.version.manifest, what=what)
-    return Known(manifest, _is_trusted(manifest, offer, home), _base_here(manifest, home))
+    record = TrustStore(home.trust).read()
+    namespace = manifest.package.namespace
+    known = record.registry(offer.host) is not None
+    to_be_pinned = known and not record.is_pinned(offer.host, namespace)
+    trusted = _is_trusted(manifest, offer, record)
+    return Known(manifest, trusted, to_be_pinned, _base_here(manifest, home))
 
 
-def _is_trusted(manifest: Manifest, offer: Offer, home: Home) -> bool:
+def _is_trusted(manifest: Manifest, offer: Offer, record: TrustRecord) -> bool:
     signer, digest = offer.release.signer, Digest.parse(offer.release.content_digest)
-    trust = TrustStore(home.trust)
+    package, host = manifest.package, offer.host
     try:
-        trust.authorise(signer or "", package=manifest.package, content_digest=digest)
+        record.authorise(signer or "", package=package, content_digest=digest, registry=host)
     except TrustError:
         return False
     return True
@@ -94,6 +102,7 @@ def info_document(
                 **asdict(offer.release),
                 "manifest": offer.version.manifest,
                 "trusted": known.trusted,
+                "to_be_pinned": known.to_be_pinned,
                 "base_here": known.base,
             },
             "install": _install_line(offer),
@@ -119,7 +128,6 @@ def info_text(
 
 def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
     version = offer.release
-    trusted = "trusted here" if known.trusted else "not trusted here"
     rows = [
         ["registry", offer.host],
         ["shown", f"{version.version}{_yanked(version)}"],
@@ -127,12 +135,18 @@ def _offer_rows(offer: Offer, known: Known) -> list[list[str]]:
         ["base here", known.base or "no; `expertctl base add` adds it"],
         ["size", human_size(version.size)],
         ["owners", ", ".join(offer.page.owners)],
-        ["signed by", f"{version.signer or 'nobody'}, {trusted}"],
+        ["signed by", f"{version.signer or 'nobody'}, {_trust_words(known)}"],
         ["content", version.content_digest],
         ["package", version.package_digest],
         ["install", _install_line(offer)],
     ]
     return [row for row in rows if row[1]]
+
+
+def _trust_words(known: Known) -> str:
+    if known.trusted:
+        return "trusted here"
+    return "to be pinned at the first install" if known.to_be_pinned else "not trusted here"
 
 
 def _versions(page: PackagePage) -> str:
