@@ -16,7 +16,6 @@ from registry_server.settings import ServerSettings
 from registry_server.statuses import retry_after, status_of
 
 MAX_TEXT = 1000
-_UNPRINTABLE = re.compile(r"[^\x20-\x7e\n\u00a1-\ud7ff]")
 _REPOSITORY = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
 
 
@@ -48,7 +47,7 @@ def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
 
 def printable(text: str) -> str:
     """Return a text that can be shown: bounded, without control characters."""
-    shown = _UNPRINTABLE.sub("?", text)
+    shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text[: MAX_TEXT + 1])
     return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
 
 
