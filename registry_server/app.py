@@ -4,10 +4,8 @@ What looks at every request is wrapped around it, the outermost first: the log, 
 sizes and hosts, and who asks. An error inside becomes an answer here, in one place.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib import import_module
-from importlib.util import find_spec
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,32 +15,26 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from expertctl.errors import ExpertError, NotFoundError
+from registry_server.access import routes as access
+from registry_server.access.authentication import Authentication
+from registry_server.api import routes as api
 from registry_server.errors import error_response
+from registry_server.oci import routes as oci
 from registry_server.oci.errors import OciCode, OciError
+from registry_server.operation import health
+from registry_server.operation.limits import RequestLimits
+from registry_server.operation.request_log import RequestLog
+from registry_server.publishing import routes as publishing
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import ServerSettings
-
-_ROUTES = (
-    "operation.health",
-    "access.routes",
-    "oci.routes",
-    "publishing.routes",
-    "api.routes",
-    "web.routes",
-)
-_MIDDLEWARE = (
-    ("operation.request_log", "RequestLog"),
-    ("operation.limits", "RequestLimits"),
-    ("access.authentication", "Authentication"),
-)
+from registry_server.web import routes as web
 
 
 def create_app(settings: ServerSettings) -> Starlette:
     """Open the registry of these settings and return its application.
 
     Raises:
-        NotFoundError: when there is no registry in the data folder.
-        StoreError: when it cannot be opened.
+        StoreError: when there is no registry in the data folder, or it cannot be opened.
     """
     return app_of(open_registry(settings))
 
@@ -56,8 +48,12 @@ def app_of(registry: Registry) -> Starlette:
         registry.close()
 
     app = Starlette(
-        routes=list(_routes(registry)),
-        middleware=list(_middleware(registry)),
+        routes=_routes(registry),
+        middleware=[
+            Middleware(RequestLog, registry),
+            Middleware(RequestLimits, registry.settings),
+            Middleware(Authentication, registry),
+        ],
         exception_handlers={ExpertError: _refused, HTTPException: _unrouted},
         lifespan=lifespan,
     )
@@ -66,17 +62,16 @@ def app_of(registry: Registry) -> Starlette:
     return app
 
 
-def _routes(registry: Registry) -> Iterator[BaseRoute]:
-    for name in _ROUTES:
-        if find_spec(f"registry_server.{name}"):
-            yield from import_module(f"registry_server.{name}").routes(registry)
-
-
-def _middleware(registry: Registry) -> Iterator[Middleware]:
-    for name, kind in _MIDDLEWARE:
-        if find_spec(f"registry_server.{name}"):
-            state = registry.settings if kind == "RequestLimits" else registry
-            yield Middleware(getattr(import_module(f"registry_server.{name}"), kind), state)
+def _routes(registry: Registry) -> list[BaseRoute]:
+    """Return all addresses; the pages last, since theirs are the most general."""
+    return [
+        *health.routes(registry),
+        *access.routes(registry),
+        *oci.routes(registry),
+        *publishing.routes(registry),
+        *api.routes(registry),
+        *web.routes(registry),
+    ]
 
 
 async def _refused(request: Request, error: Exception) -> Response:
