@@ -1,52 +1,33 @@
 """Fetching blobs: several at once, on from where they broke off, verified while they are written.
 
-::
-
-    FOLDER/<hex>.part     the first bytes of a blob
-    FOLDER/<hex>.json     where they came from: URL of the registry and ETag
-    FOLDER/<hex>.lock     held by the process that writes them
-
-A second process that wants the same blob does not wait: it writes a private file that it does not
-keep. Bytes are only ever appended to bytes of the same registry and ETag; a whole blob gets to its
-target by one rename, on the disk.
+Bytes are only ever appended to bytes of the same registry and ETag; a whole blob gets to its
+target by one rename, on the disk. What is half here is in `expertctl.registry.partial`.
 """
 
 import errno
-import hashlib
-import os
 import re
-import secrets
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Protocol
 
-from filelock import FileLock, Timeout
-
-from expertctl.digest import CHUNK, Digest, FileDigest, Progress, no_progress
-from expertctl.durable import make_folders, publish, write_atomic
+from expertctl.digest import Digest, FileDigest, Progress, no_progress
+from expertctl.durable import make_folders, publish
 from expertctl.errors import (
     DigestError,
     DiskFullError,
-    ExpertError,
     RateLimitError,
     RegistryError,
     UnreachableError,
 )
 from expertctl.registry.http import OpenAnswer
 from expertctl.registry.oci_client import OciClient
+from expertctl.registry.partial import KEPT_SECONDS, Origin, Partial, kept_partial, sweep_partials
 from expertctl.registry.refusal import shown
-from expertctl.schema.strict_json import canonical, load_object
 
 WORKERS = 4
-KEPT_SECONDS = 7 * 86400.0
-"""How long the beginning of a blob is kept for somebody who comes back."""
-BLOB_MODE = 0o444
-MAX_STATE = 16 << 10
 MAX_ETAG = 1024
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -60,11 +41,12 @@ class BlobTarget(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the beginning of a blob came from."""
+class Wanted:
+    """A blob and where it is to be had."""
 
-    url: str
-    etag: str | None
+    client: OciClient
+    repository: str
+    file: FileDigest
 
 
 class _RestartError(Exception):
@@ -91,7 +73,13 @@ class Downloads:
         *,
         progress: Progress = no_progress,
     ) -> None:
-        """Bring blobs to their target; what was here before goes on.
+        """Bring the blobs of one repository to their target; see `fetch_all`."""
+        self.fetch_all([Wanted(client, repository, file) for file in files], target, progress)
+
+    def fetch_all(
+        self, wanted: Iterable[Wanted], target: BlobTarget, progress: Progress = no_progress
+    ) -> None:
+        """Bring blobs to their target, several at once; what was here before goes on.
 
         Raises:
             DigestError: when bytes are not those of their digest.
@@ -100,15 +88,13 @@ class Downloads:
         """
         make_folders(self.folder, mode=0o700)
         self.sweep()
-        wanted = {file.digest: file for file in files}
-        largest_first = sorted(wanted.values(), key=lambda file: -file.size)
-        stop = Event()
+        once = {one.file.digest: one for one in wanted}
+        largest_first = sorted(once.values(), key=lambda one: -one.file.size)
+        stop, counted = Event(), _one_at_a_time(progress)
         with ThreadPoolExecutor(self.workers, thread_name_prefix="download") as pool:
             jobs = [
-                pool.submit(
-                    _fetch, _Job(self.folder, client, repository, file, stop), target, progress
-                )
-                for file in largest_first
+                pool.submit(_fetch, _Job(self.folder, one, stop), target, counted)
+                for one in largest_first
             ]
             try:
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
@@ -121,11 +107,7 @@ class Downloads:
 
     def sweep(self, *, age: float = KEPT_SECONDS) -> None:
         """Remove what nobody went on with for ``age`` seconds."""
-        now = time.time()
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            with suppress(FileNotFoundError):
-                if abs(now - path.stat().st_mtime) >= age and path.suffix in {".part", ".lock"}:
-                    _sweep(path)
+        sweep_partials(self.folder, age=age)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +115,35 @@ class _Job:
     """One blob that shall come."""
 
     folder: Path
-    client: OciClient
-    repository: str
-    file: FileDigest
+    wanted: Wanted
     stop: Event
 
     @property
+    def client(self) -> OciClient:
+        return self.wanted.client
+
+    @property
+    def file(self) -> FileDigest:
+        return self.wanted.file
+
+    @property
     def what(self) -> str:
-        return f"{self.client.address.host}: {self.file.path} of {self.repository}"
+        return f"{self.client.address.host}: {self.file.path} of {self.wanted.repository}"
+
+
+def _one_at_a_time(progress: Progress) -> Progress:
+    lock = Lock()
+
+    def report(count: int) -> None:
+        with lock:
+            progress(count)
+
+    return report
 
 
 def _fetch(job: _Job, target: BlobTarget, progress: Progress) -> None:
     try:
-        with _partial(job) as partial:
+        with kept_partial(job.folder, job.file) as partial:
             _complete(job, partial, progress)
             partial.seal()
             publish(partial.path, target.path(job.file.digest))
@@ -157,7 +155,7 @@ def _fetch(job: _Job, target: BlobTarget, progress: Progress) -> None:
         raise
 
 
-def _complete(job: _Job, partial: "_Partial", progress: Progress) -> None:
+def _complete(job: _Job, partial: Partial, progress: Progress) -> None:
     """Append until the blob is whole, and has its digest."""
     resumed = partial.size > 0
     progress(partial.size)
@@ -175,7 +173,7 @@ def _complete(job: _Job, partial: "_Partial", progress: Progress) -> None:
     _complete(job, partial, progress)
 
 
-def _append_all(job: _Job, partial: "_Partial", progress: Progress) -> None:
+def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
     retries = job.client.http.retries
     failures, restarts = 0, 0
     while partial.size < job.file.size:
@@ -195,14 +193,14 @@ def _append_all(job: _Job, partial: "_Partial", progress: Progress) -> None:
             retries.pause(failures, error)
 
 
-def _append(job: _Job, partial: "_Partial", progress: Progress) -> None:
+def _append(job: _Job, partial: Partial, progress: Progress) -> None:
     """Ask for what is missing and append it."""
     url, size = job.client.address.url, job.file.size
     start = partial.size if partial.origin is not None and partial.origin.url == url else 0
     if partial.size and not start:
         raise _RestartError
     headers = _range_headers(start, partial.origin)
-    with job.client.blob(job.repository, job.file.digest, headers=headers) as answer:
+    with job.client.blob(job.wanted.repository, job.file.digest, headers=headers) as answer:
         _check_start(job, answer, start)
         partial.came_from(Origin(url, _strong_etag(answer)))
         for chunk in answer.chunks:
@@ -252,132 +250,6 @@ def _strong_etag(answer: OpenAnswer) -> str | None:
     etag = answer.headers.get("etag", "")
     strong = etag.startswith('"') and etag.endswith('"') and etag.isascii() and etag.isprintable()
     return etag if strong and len(etag) <= MAX_ETAG else None
-
-
-class _Partial:
-    """The file that a blob grows in; ``digest`` is that of what is in it."""
-
-    def __init__(self, path: Path, state: Path | None) -> None:
-        self.path = path
-        self._state = state
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-        self._hasher = hashlib.sha256()
-        self.size = 0
-        self.origin: Origin | None = None
-
-    def resume(self, size: int) -> None:
-        """Take over what an earlier process left, if it can be the beginning of the blob."""
-        self.origin = self._read_state()
-        there = os.fstat(self._handle).st_size
-        if self.origin is None or there > size:
-            self.restart()
-            return
-        while data := os.read(self._handle, CHUNK):
-            self._hasher.update(data)
-            self.size += len(data)
-
-    @property
-    def digest(self) -> Digest:
-        """The digest of the bytes that are here."""
-        return Digest(self._hasher.hexdigest())
-
-    def append(self, chunk: bytes) -> None:
-        """Write bytes at the end, and hash what was written."""
-        view = memoryview(chunk)
-        while view:
-            written = os.write(self._handle, view)
-            self._hasher.update(view[:written])
-            self.size += written
-            view = view[written:]
-
-    def came_from(self, origin: Origin) -> None:
-        """Remember where the bytes come from, before the first of them is written."""
-        if self._state is not None and origin != self.origin:
-            document = {"url": origin.url, "etag": origin.etag}
-            write_atomic(self._state, canonical(document), mode=0o600)
-        self.origin = origin
-
-    def restart(self) -> None:
-        """Forget all bytes."""
-        os.ftruncate(self._handle, 0)
-        os.lseek(self._handle, 0, os.SEEK_SET)
-        self._hasher, self.size, self.origin = hashlib.sha256(), 0, None
-
-    def seal(self) -> None:
-        """Have the bytes on the disk, and nobody change them."""
-        if os.name == "posix":
-            os.fchmod(self._handle, BLOB_MODE)
-        os.fsync(self._handle)
-
-    def forget(self) -> None:
-        """Remove what was remembered."""
-        if self._state is not None:
-            self._state.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Remove the bytes."""
-        self.path.unlink(missing_ok=True)
-        self.forget()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        os.close(self._handle)
-
-    def _read_state(self) -> Origin | None:
-        if self._state is None:
-            return None
-        try:
-            document = load_object(self._state.read_bytes(), what="a blob", max_bytes=MAX_STATE)
-        except (OSError, ExpertError):
-            return None
-        url, etag = document.get("url"), document.get("etag")
-        return (
-            Origin(url, etag if isinstance(etag, str) else None) if isinstance(url, str) else None
-        )
-
-
-@contextmanager
-def _partial(job: _Job) -> Iterator[_Partial]:
-    """Lend the blob's file: the one that is kept, or a private one while another has that."""
-    base = job.folder / job.file.digest.hex
-    lock = FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600)
-    try:
-        lock.acquire()
-    except Timeout:
-        with _private(base) as partial:
-            yield partial
-        return
-    try:
-        partial = _Partial(base.with_suffix(".part"), base.with_suffix(".json"))
-        try:
-            partial.resume(job.file.size)
-            yield partial
-        finally:
-            partial.close()
-    finally:
-        if not base.with_suffix(".part").exists():
-            Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
-@contextmanager
-def _private(base: Path) -> Iterator[_Partial]:
-    partial = _Partial(base.with_name(f"{base.name}-{secrets.token_hex(8)}.part"), None)
-    try:
-        yield partial
-    finally:
-        partial.close()
-        partial.path.unlink(missing_ok=True)
-
-
-def _sweep(path: Path) -> None:
-    base = path.with_suffix("")
-    try:
-        with FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600):
-            for suffix in (".part", ".json", ".lock"):
-                base.with_suffix(suffix).unlink(missing_ok=True)
-    except Timeout:
-        return
 
 
 _ALTERED = "the registry, or a proxy between, does not send what was published"

@@ -168,7 +168,7 @@ class Http:
     def _once(self, call: Call, max_bytes: int, accept: Collection[int]) -> Answer:
         response = self._opened(call, accept)
         try:
-            body = b"" if call.method == "HEAD" else self._read(response, max_bytes)
+            body = self._read(response, max_bytes)
             return Answer(response.status_code, _headers(response), body, str(response.url))
         finally:
             response.close()
@@ -179,7 +179,7 @@ class Http:
         if response.status_code in accept:
             return response
         try:
-            body = b"" if call.method == "HEAD" else self._read_error(response)
+            body = self._read_error(response)
         finally:
             response.close()
         host = call.address.host
@@ -196,7 +196,7 @@ class Http:
             if response.status_code not in _REDIRECTS:
                 return response
             location = response.headers.get("location", "")
-            response.close()
+            self._dismiss(response)
             url = _next(call, url, location)
             if str(url) in seen:
                 raise RegistryError(f"{call.address.host}: {call.what}: redirects in a loop")
@@ -214,7 +214,7 @@ class Http:
         wanted = self._logins.answer(call.address, call.scope, header, refused=shown_first)
         if wanted is None:
             return response
-        response.close()
+        self._dismiss(response)
         return self._send(call, url, wanted)
 
     def _send(self, call: Call, url: httpx2.URL, authorization: str | None) -> httpx2.Response:
@@ -241,7 +241,8 @@ class Http:
         name = response.url.netloc.decode("ascii", "replace")
         length = response.headers.get("content-length", "")
         too_long = RegistryError(f"{name}: an answer of more than {max_bytes} bytes")
-        if length.isdigit() and int(length[:20]) > max_bytes:
+        reads = response.request.method != "HEAD"
+        if reads and length.isdigit() and int(length[:20]) > max_bytes:
             raise too_long
         parts, size = [], 0
         deadline = time.monotonic() + self._timeouts.answer
@@ -261,6 +262,13 @@ class Http:
         except RegistryError:
             return b""
 
+    def _dismiss(self, response: httpx2.Response) -> None:
+        """Let go of an answer; once it is read its connection can be used again."""
+        try:
+            self._read_error(response)
+        finally:
+            response.close()
+
     def _credential(self, address: RegistryAddress) -> Credential | None:
         with self._lock:
             if address.url not in self._found:
@@ -276,9 +284,8 @@ class Http:
         call = Call("GET", address, url)
         response = self._send(call, target, authorization)
         try:
-            body = self._read(response, MAX_ANSWER) if response.status_code == 200 else b""
             if response.status_code == 200:
-                return body
+                return self._read(response, MAX_ANSWER)
             body = self._read_error(response)
         finally:
             response.close()

@@ -5,6 +5,7 @@ reached directly, whatever the environment says about proxies.
 """
 
 import ssl
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -55,14 +56,10 @@ class Wire(httpx2.BaseTransport):
         self._environment = environment
         self._context: ssl.SSLContext | None = None
         self._pools: dict[str, httpcore2.ConnectionPool] = {}
+        self._lock = threading.Lock()
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request.
-
-        Raises:
-            UnreachableError: when the connection cannot be made or breaks.
-            RegistryError: when the other side cannot prove who it is.
-        """
+        """Send a request; what fails is for `translated`."""
         url, limits = request.url, self._timeouts
         target = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
@@ -76,8 +73,7 @@ class Wire(httpx2.BaseTransport):
             content=request.stream,
             extensions={"timeout": waits},
         )
-        with translated(url.netloc.decode("ascii", "replace")):
-            answer = self._pool(url).handle_request(raw)
+        answer = self._pool(url).handle_request(raw)
         return httpx2.Response(
             answer.status, headers=answer.headers, stream=_Stream(answer), request=request
         )
@@ -89,16 +85,17 @@ class Wire(httpx2.BaseTransport):
         self._pools = {}
 
     def _pool(self, url: httpx2.URL) -> httpcore2.ConnectionPool:
-        proxy = proxy_for(url, self._environment)
-        if proxy not in self._pools:
-            self._pools.setdefault(proxy or "", self._new_pool(proxy))
-        return self._pools[proxy or ""]
+        proxy = proxy_for(url, self._environment) or ""
+        with self._lock:
+            if proxy not in self._pools:
+                self._pools[proxy] = self._new_pool(proxy)
+            return self._pools[proxy]
 
-    def _new_pool(self, proxy: str | None) -> httpcore2.ConnectionPool:
+    def _new_pool(self, proxy: str) -> httpcore2.ConnectionPool:
         if self._context is None:
             self._context = _tls_context(self._ca_file)
         backend = _WatchedBackend(self._timeouts.stall)
-        if proxy is None:
+        if not proxy:
             return httpcore2.ConnectionPool(
                 ssl_context=self._context,
                 max_connections=MAX_CONNECTIONS,

@@ -26,9 +26,9 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry import download
-from expertctl.registry.download import BLOB_MODE, Downloads
+from expertctl.registry.download import Downloads
 from expertctl.registry.oci_client import OciClient
+from expertctl.registry.partial import BLOB_MODE, KEPT_SECONDS
 from tests.registry.hostile import (
     HostileServer,
     Reply,
@@ -511,4 +511,4 @@ def test_whatever_a_registry_answers_only_the_right_bytes_arrive(
 
 
 def test_how_long_a_beginning_is_kept_is_a_week() -> None:
-    assert download.KEPT_SECONDS == 7 * 24 * 3600
+    assert KEPT_SECONDS == 7 * 24 * 3600
