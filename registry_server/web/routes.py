@@ -157,10 +157,7 @@ def _name_of(namespace: str, name: str) -> PackageName:
 
 def _link(text: str, own: PackageName) -> Link:
     """Return a link to a package of this registry; one of another is only named."""
-    try:
-        reference = Reference.parse(text)
-    except ExpertError:
-        return Link(text, None)
+    reference = Reference.parse(text)
     path = f"/packages/{reference.package}"
     return Link(text, path if reference.registry is None and reference.package != own else None)
 
