@@ -20,7 +20,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from expertctl.errors import DiskFullError, StoreError
-from registry_server.database.migration import migrate
+from registry_server.database.revision import HEAD, current_revision
 
 BUSY_SECONDS = 10
 """How long a writer waits for another process."""
@@ -71,8 +71,7 @@ class Database:
         database = cls(path, _engine(path), _Watch(path))
         with database._guarded(), database._engine.connect() as connection:
             connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-        with database.write() as connection:
-            migrate(connection)
+        database._bring_up_to_date()
         return database
 
     @contextmanager
@@ -144,6 +143,16 @@ class Database:
         """Give back every connection; nothing may be borrowed any more."""
         self._watch.close()
         self._engine.dispose()
+
+    def _bring_up_to_date(self) -> None:
+        """Take the steps that are missing; what takes them is large, and is seldom needed."""
+        with self.read() as connection:
+            if current_revision(connection) == HEAD:
+                return
+        from registry_server.database.migration import migrate
+
+        with self.write() as connection:
+            migrate(connection)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -23,9 +23,6 @@ def migrate(connection: Connection) -> None:
         StoreError: when the database was made by a newer version.
     """
     config = _config()
-    head = ScriptDirectory.from_config(config).get_current_head()
-    if current_revision(connection) == head:
-        return
     config.attributes["connection"] = connection
     try:
         command.upgrade(config, "head")
@@ -34,9 +31,9 @@ def migrate(connection: Connection) -> None:
         raise StoreError(f"the database is of another version: {error}", hint=hint) from error
 
 
-def current_revision(connection: Connection) -> str | None:
-    """Return the last step that was taken, None for an empty database."""
-    return MigrationContext.configure(connection).get_current_revision()
+def last_revision() -> str | None:
+    """Return the last of all steps."""
+    return ScriptDirectory.from_config(_config()).get_current_head()
 
 
 def differences(connection: Connection) -> list[object]:

@@ -1,18 +1,36 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from expertctl.errors import StoreError
 from registry_server.database.connection import Database
-from registry_server.database.migration import current_revision, differences
+from registry_server.database.migration import differences, last_revision
+from registry_server.database.revision import HEAD, current_revision
 
 
 def test_the_steps_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
     database = Database.open(tmp_path / "registry.db")
     with database.read() as connection:
         assert differences(connection) == []
-        assert current_revision(connection) == "0001"
+        assert current_revision(connection) == HEAD == last_revision()
     database.close()
+
+
+def test_a_server_whose_tables_are_up_to_date_does_not_load_what_changes_them(
+    tmp_path: Path,
+) -> None:
+    Database.open(tmp_path / "registry.db").close()
+    program = (
+        "import sys, pathlib\n"
+        "from registry_server.database.connection import Database\n"
+        "Database.open(pathlib.Path(sys.argv[1])).close()\n"
+        "print('alembic' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "registry.db")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_database_that_is_up_to_date_is_left_as_it_is(tmp_path: Path) -> None:
