@@ -1,0 +1,17 @@
+from expertctl import __version__
+from tests.registry_server.api.asking import Asking
+from tests.registry_server.served import URL, Served
+
+
+def test_anybody_is_told_what_the_registry_is(served: Served, nobody: Asking) -> None:
+    key = served.registry.index_key.public
+    assert nobody("GET", "") == (
+        200,
+        {
+            "name": "expertctl registry",
+            "version": __version__,
+            "url": URL,
+            "read": "token",
+            "index_key": {"key_id": key.key_id, "public_key": key.pem().decode()},
+        },
+    )
