@@ -12,6 +12,7 @@ from expertctl.cli.target import reading
 from expertctl.errors import UsageError
 from expertctl.reference import Reference, Version
 from expertctl.registry import package_pages
+from expertctl.registry.answers import is_ours
 from expertctl.registry.publish import (
     Destination,
     Parcel,
@@ -50,10 +51,13 @@ def publish(
     parcels = in_order([_read(path, trust, as_json=as_json) for path in files])
     namespaces = {parcel.package.namespace for parcel in parcels}
     with connected_for(settings, namespaces, registry) as connection:
-        to = Destination(connection.oci, connection.api, settings.home.registries)
-        user = _user(to)
+        api = connection.api if is_ours(connection.api) else None
+        to = Destination(connection.oci, api, settings.home.registries)
+        user = whoami(api).user if api is not None else None
         note(f"publishing to {to.host}" + (f" as {user}" if user else ""))
         shipments = [_shipped(each, to, dry_run=dry_run, as_json=as_json) for each in parcels]
+    if to.api is None:
+        note(f"{to.host} has no index of experts: others install this by its digest")
     words = _THEN if dry_run else _NOW
     document = {
         "registry": to.host,
@@ -110,10 +114,6 @@ def exact(wanted: Reference) -> Version:
 def _read(path: Path, trust: TrustStore, *, as_json: bool) -> Parcel:
     with reading("checking", path, as_json=as_json) as report:
         return read_parcel(path, trust, progress=report)
-
-
-def _user(to: Destination) -> str | None:
-    return whoami(to.api).user if to.api is not None else None
 
 
 def _shipped(parcel: Parcel, to: Destination, *, dry_run: bool, as_json: bool) -> Shipment:
@@ -192,4 +192,8 @@ def _sent(shipment: Shipment, word: str) -> str:
 
 
 def _install_line(shipment: Shipment, host: str) -> str:
-    return f"expertctl install {host}/{shipment.parcel.ref}"
+    """Say how others install it; where there is no index only the bytes can be named."""
+    parcel = shipment.parcel
+    if shipment.room is None:
+        return f"expertctl install {host}/{parcel.package}@{parcel.contents.package_digest}"
+    return f"expertctl install {host}/{parcel.ref}"

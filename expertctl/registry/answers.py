@@ -10,7 +10,14 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from expertctl.errors import RegistryError
+from expertctl.errors import (
+    ExpertError,
+    OfflineError,
+    RateLimitError,
+    RegistryError,
+    UnauthenticatedError,
+    UnreachableError,
+)
 from expertctl.registry.api_client import ApiClient
 from expertctl.schema.strict_json import JsonObject
 
@@ -44,6 +51,20 @@ def answer(document: JsonObject, kind: type[Kind], *, host: str) -> Kind:
         message = f"{host} answered with something else than was asked for: {error}"
         hint = f"is {host} a registry of this kind, and of a version that fits?"
         raise RegistryError(message, hint=hint) from error
+
+
+def is_ours(api: ApiClient) -> bool:
+    """Tell whether a registry speaks our API; another OCI registry does not.
+
+    Raises:
+        RegistryError: when it cannot be asked.
+    """
+    try:
+        return "index_key" in api.get("")
+    except (OfflineError, RateLimitError, UnauthenticatedError, UnreachableError):
+        raise
+    except ExpertError:
+        return False
 
 
 def pages(api: ApiClient, path: str, kind: type[SomePage]) -> Iterator[SomePage]:

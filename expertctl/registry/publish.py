@@ -172,7 +172,7 @@ def plan_shipment(parcel: Parcel, to: Destination) -> Shipment:
         ConflictError: when the version is there with other content.
     """
     room = _room(parcel, to.api) if to.api is not None else None
-    state = _state(parcel, to.api) if to.api is not None else "new"
+    state = _state(parcel, to.api) if to.api is not None else _plain_state(parcel, to.oci)
     missing = () if state == "published" else _missing(parcel, to.oci)
     return Shipment(parcel, state, missing, room)
 
@@ -226,6 +226,18 @@ def _state(parcel: Parcel, api: ApiClient) -> State:
         raise ConflictError(message, hint=NEVER_CHANGES)
     same = there.package_digest == str(contents.package_digest)
     return "published" if same else "signed anew"
+
+
+def _plain_state(parcel: Parcel, oci: OciClient) -> State:
+    """Look at the tag, which a registry without our rules would let anybody move."""
+    version = parcel.contents.manifest.version
+    there = oci.manifest_digest(str(parcel.package), version)
+    if there is None:
+        return "new"
+    if there != parcel.contents.package_digest:
+        message = f"{parcel.ref} is on {oci.address.host} with other bytes"
+        raise ConflictError(message, hint=NEVER_CHANGES)
+    return "published"
 
 
 def _missing(parcel: Parcel, oci: OciClient) -> tuple[tuple[Digest, int], ...]:

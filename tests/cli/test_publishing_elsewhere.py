@@ -1,0 +1,80 @@
+"""``publish`` to registries that are not ours: any OCI registry takes packages."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from expertctl.package.read import read_package
+from expertctl.registry.address import RegistryAddress
+from expertctl.registry.http import Http
+from expertctl.registry.oci_client import OciClient
+from tests.cli.commands import Commands, expertctl
+from tests.registry.docker_registry import DockerRegistry, docker_registry
+from tests.registry.live import Live, live_registry
+from tests.registry.publishing_world import Workshop, log_in, tiny_base, trust, workshop
+
+__all__ = ["docker_registry", "expertctl", "tiny_base", "trust", "workshop"]
+
+
+def without_api(app: ASGIApp) -> ASGIApp:
+    """Hide what is ours; a registry of others has only ``/v2/``."""
+
+    async def plain(scope: Scope, receive: Receive, send: Send) -> None:
+        hidden = not scope["path"].startswith(("/v2/", "/token"))
+        await (PlainTextResponse("404", 404) if hidden else app)(scope, receive, send)
+
+    return plain
+
+
+@pytest.fixture
+def plain(tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    with live_registry(tmp_path / "plain", around=without_api) as running:
+        secret = running.served.user("alice")
+        running.served.namespace("acme", kind="oci", owner="alice")
+        log_in(running, home, secret)
+        monkeypatch.setenv("EXPERT_REGISTRY", running.host)
+        yield running
+
+
+def test_without_an_index_others_are_told_the_bytes(
+    expertctl: Commands, plain: Live, workshop: Workshop
+) -> None:
+    path = workshop.package()
+    digest = read_package(path).package_digest
+    said = expertctl("publish", path, "--json")
+    (package,) = said.document["packages"]
+    assert (said.document["user"], package["outcome"]) == (None, "published")
+    assert (package["quota"], package["used"]) == (None, None)
+    assert package["install"] == f"expertctl install {plain.host}/acme/sql@{digest}"
+    assert f"{plain.host} has no index of experts" in said.err
+
+
+def test_there_too_a_version_never_changes(
+    expertctl: Commands, plain: Live, workshop: Workshop
+) -> None:
+    path = workshop.package()
+    assert "would be published" in expertctl("publish", path, "--dry-run").out
+    expertctl("publish", path)
+    assert expertctl("publish", path).out.startswith("already published")
+    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    assert "a version never changes" in expertctl("publish", other, code=4).err
+
+
+@pytest.mark.all
+@pytest.mark.skipif(not shutil.which("docker-registry"), reason="docker-registry is missing")
+def test_debians_docker_registry_has_the_same_bytes(
+    expertctl: Commands, docker_registry: DockerRegistry, workshop: Workshop
+) -> None:
+    path = workshop.package()
+    contents = read_package(path)
+    host = docker_registry.address.host
+    expertctl("publish", path, "--registry", host)
+    with Http() as http:
+        manifest = OciClient(http, RegistryAddress.parse(host)).manifest("acme/sql", "1.0.0")
+    assert manifest.data == contents.layout.manifest
+    again = expertctl("publish", path, "--registry", host, "--json")
+    assert again.document["packages"][0]["outcome"] == "already published"

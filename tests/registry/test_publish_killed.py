@@ -1,0 +1,127 @@
+"""A publisher that is killed at each of its requests: nothing half is seen, nothing sent twice."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expertctl.package.read import read_package
+from tests.registry.live import Live, live_registry
+from tests.registry.publishing_world import (
+    Workshop,
+    alice,
+    log_in,
+    tiny_base,
+    trust,
+    workshop,
+)
+
+MANY = 30
+"""More runs than there are requests to be killed at."""
+
+__all__ = ["alice", "tiny_base", "trust", "workshop"]
+
+
+@dataclass
+class Killer:
+    """Kills the process that asks, when it has made as many writing requests as it may."""
+
+    allowed: int = 0
+    victim: int | None = None
+    finished: Counter[str] = field(default_factory=Counter)
+    lock: Lock = field(default_factory=Lock)
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope.get("method") != "PUT":
+                await app(scope, receive, send)
+            elif self._admits():
+                await app(scope, receive, self._counting(scope, send))
+
+        return watched
+
+    def _counting(self, scope: Scope, send: Send) -> Send:
+        async def counted(message: Message) -> None:
+            if message.get("status") == 201:
+                self.finished[scope["query_string"].decode() or "manifest"] += 1
+            await send(message)
+
+        return counted
+
+    def _admits(self) -> bool:
+        with self.lock:
+            self.allowed -= 1
+            if self.allowed >= 0 or self.victim is None:
+                return True
+            os.kill(self.victim, signal.SIGKILL)
+            return False
+
+
+@pytest.fixture
+def killer() -> Killer:
+    return Killer()
+
+
+@pytest.fixture
+def live(tmp_path: Path, killer: Killer) -> Iterator[Live]:
+    with live_registry(tmp_path / "registry", around=killer.around) as running:
+        yield running
+
+
+def publish(path: Path, killer: Killer, allowed: int) -> int:
+    """Run `expertctl publish`, which is killed at the request after those that are allowed."""
+    program = "from expertctl.cli.app import main; main()"
+    words = [sys.executable, "-c", program, "publish", str(path)]
+    killer.allowed, killer.victim = allowed, None
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killer.victim = process.pid
+    try:
+        return process.wait(timeout=120)
+    finally:
+        killer.victim = None
+
+
+def versions(live: Live, secret: str) -> list[str]:
+    answer = live.served.client(secret).get("/api/v1/packages/acme/sql")
+    return [v["version"] for v in answer.json()["versions"]] if answer.status_code == 200 else []
+
+
+def test_killed_at_any_request_it_goes_on_where_it_ended(
+    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop
+) -> None:
+    register_key(live, alice, workshop)
+    log_in(live, home, alice)
+    path = workshop.package()
+    blobs = len(read_package(path).layout.blobs) + 1
+    for _ in range(MANY):
+        code = publish(path, killer, allowed=1)
+        if code == 0:
+            break
+        assert (code, versions(live, alice)) == (-signal.SIGKILL, [])
+    assert versions(live, alice) == ["1.0.0"]
+    assert len(killer.finished) == blobs + 1
+    assert set(killer.finished.values()) == {1}
+
+
+def register_key(live: Live, secret: str, workshop: Workshop) -> None:
+    body = {"public_key": workshop.key.public.pem().decode(), "statement": None}
+    answer = live.served.client(secret).post("/api/v1/namespaces/acme/keys", json=body)
+    assert answer.is_success
+
+
+def test_killed_before_the_first_byte_nothing_is_there(
+    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop
+) -> None:
+    register_key(live, alice, workshop)
+    log_in(live, home, alice)
+    assert publish(workshop.package(), killer, allowed=0) == -signal.SIGKILL
+    assert versions(live, alice) == []
+    assert killer.finished == Counter()
