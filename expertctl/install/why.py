@@ -119,11 +119,11 @@ def _vouching(expert: StoredExpert, trust: TrustRecord) -> Vouching | None:
     namespace = expert.package.namespace
     trusted = trust.trusted(expert.signer)
     revocation = trust.revocation(expert.signer, namespace=namespace, registry=expert.registry)
-    origin = trust.origin(namespace, expert.registry)
+    hosts = trust.authorities(namespace, expert.registry)
     matching = [
         grant
         for grant in (trusted.grants if trusted else ())
-        if grant.covers(namespace, registry=origin) and grant.allows(expert.content_digest)
+        if grant.covers(namespace, hosts) and grant.allows(expert.content_digest)
     ]
     return Vouching(
         expert.signer,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from expertctl.store.ref import LOCAL, StoredExpert
-from expertctl.trust.homes import Belonging, homes, only_home
+from expertctl.store.ref import StoredExpert
+from expertctl.trust.homes import Belonging, authorities, homes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,8 @@ class Signers:
     """Key id, registry and namespace; without the two it is revoked everywhere."""
     meant: frozenset[Belonging] = frozenset()
     pinned: frozenset[Belonging] = frozenset()
+    registries: frozenset[str] = frozenset()
+    """The known ones."""
 
     def shown(self, key_id: str | None) -> str:
         """Return what to call a signer: a name, the start of an id, or a dash."""
@@ -32,15 +34,11 @@ class Signers:
         """Tell whether the key of an expert was revoked, everywhere or where it came from."""
         if expert.signer is None:
             return False
-        namespace, origin = expert.package.namespace, self._origin(expert)
-        scoped = origin is not None and (expert.signer, origin, namespace) in self.revoked
-        return scoped or (expert.signer, None, None) in self.revoked
-
-    def _origin(self, expert: StoredExpert) -> str | None:
-        if expert.registry != LOCAL:
-            return expert.registry
         namespace = expert.package.namespace
-        return only_home(homes(namespace, meant=self.meant, pinned=self.pinned))
+        belongs_to = homes(namespace, meant=self.meant, pinned=self.pinned)
+        hosts = authorities(expert.registry, homes=belongs_to, known=self.registries)
+        scopes = [(None, None), *((host, namespace) for host in hosts)]
+        return any((expert.signer, *scope) in self.revoked for scope in scopes)
 
 
 def read_signers(path: Path) -> Signers:
@@ -65,6 +63,7 @@ def _signers(document: Any) -> Signers:
             (entry["key_id"], entry.get("registry"), entry.get("namespace"))
             for entry in document["revoked"]
         ),
+        registries=frozenset(r["host"] for r in registries),
         meant=frozenset((r["host"], name) for r in registries for name in r["namespaces"]),
         pinned=frozenset(granted | {(r["host"], name) for r in registries for name in r["pinned"]}),
     )

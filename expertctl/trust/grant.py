@@ -6,7 +6,7 @@ revocation.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from expertctl.digest import Digest
@@ -42,9 +42,9 @@ class Grant:
         """Tell whether this content may be signed."""
         return self.content_digests is None or str(content_digest) in self.content_digests
 
-    def covers(self, namespace: str, *, registry: str | None) -> bool:
-        """Tell whether it counts for a namespace of a registry; ``None`` is no registry at all."""
-        return self.namespace == namespace and self.registry in {None, registry}
+    def covers(self, namespace: str, hosts: Collection[str]) -> bool:
+        """Tell whether it counts for a namespace where the word of these registries does."""
+        return self.namespace == namespace and (self.registry is None or self.registry in hosts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,11 @@
-"""To which registries a namespace belongs. Needs no cryptography: `list` asks too."""
+"""To which registries a namespace belongs, and so whose word counts for a package of it.
 
-from collections.abc import Iterable
+Needs no cryptography: `list` asks too.
+"""
+
+from collections.abc import Collection, Iterable
+
+from expertctl.reference import FROM_FILE
 
 Belonging = tuple[str, str]
 """A host and one namespace of it."""
@@ -14,6 +19,15 @@ def homes(
     return tuple(named or sorted({host for host, name in pinned if name == namespace}))
 
 
-def only_home(hosts: tuple[str, ...]) -> str | None:
-    """Return the registry whose word counts for what came from a file: the only one there is."""
-    return hosts[0] if len(hosts) == 1 else None
+def authorities(
+    registry: str | None, *, homes: Collection[str], known: Collection[str]
+) -> frozenset[str]:
+    """Return the registries whose grants and revocations count for what came from somewhere.
+
+    A known registry speaks for itself alone. A file, and a mirror that has no index that could be
+    believed, carry what the namespace's home says; where there is not exactly one, nobody's.
+    """
+    own = frozenset() if registry is None or registry == FROM_FILE else frozenset({registry})
+    if registry in known or len(homes) != 1:
+        return own
+    return own | frozenset(homes)

@@ -2,12 +2,12 @@
 
 A grant lets a key sign a namespace: any content, or only the contents listed. A revocation is never
 taken back; it outlives the removal of the key. What a registry gave, grant or revocation, counts
-for packages from there alone. What came from a file counts as from the registry that its namespace
-belongs to, if there is one.
+for packages from there alone. What came from a file, or from a mirror that has no index, counts as
+from the registry that its namespace belongs to, if there is one.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Self
@@ -22,7 +22,7 @@ from expertctl.errors import (
 )
 from expertctl.reference import FROM_FILE, PackageName
 from expertctl.trust.grant import Grant, KnownRegistry, Revocation, TrustedKey
-from expertctl.trust.homes import homes, only_home
+from expertctl.trust.homes import authorities, homes
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.trust_file import TrustFile, read_trust, write_trust
 
@@ -65,12 +65,11 @@ class TrustRecord:
     ) -> Revocation | None:
         """Return why a key is revoked; None when it is not.
 
-        Without a namespace only a total revocation counts; with one also what the registry that a
-        package came from, or that the namespace of a file belongs to, says of the namespace.
+        Without a namespace only a total revocation counts; with one also what `authorities` say.
         """
         scopes: set[tuple[str, str] | None] = {None}
-        if namespace is not None and (origin := self.origin(namespace, registry)):
-            scopes.add((origin, namespace))
+        if namespace is not None:
+            scopes |= {(host, namespace) for host in self.authorities(namespace, registry)}
         return next((r for r in self.revoked if r.key_id == key_id and r.scope in scopes), None)
 
     def trusted(self, key_id: str) -> TrustedKey | None:
@@ -96,11 +95,10 @@ class TrustRecord:
         meant = ((r.host, name) for r in self.registries for name in r.namespaces)
         return homes(namespace, meant=meant, pinned=chain(pinned, granted))
 
-    def origin(self, namespace: str, registry: str | None) -> str | None:
-        """Return the registry whose word counts; for a file the one home of its namespace."""
-        if registry not in {None, FROM_FILE}:
-            return registry
-        return only_home(self.homes(namespace))
+    def authorities(self, namespace: str, registry: str | None) -> frozenset[str]:
+        """Return the hosts whose word counts for a namespace of what came from somewhere."""
+        known = {r.host for r in self.registries}
+        return authorities(registry, homes=self.homes(namespace), known=known)
 
     def is_pinned(self, host: str, namespace: str) -> bool:
         """Tell whether the keys of a namespace of a registry are fixed already."""
@@ -126,7 +124,7 @@ class TrustRecord:
             for trusted in self.keys
             if self.revocation(trusted.key_id, namespace=namespace, registry=host) is None
             and any(
-                grant.covers(namespace, registry=host) and grant.content_digests is None
+                grant.covers(namespace, {host}) and grant.content_digests is None
                 for grant in trusted.grants
             )
         ]
@@ -245,8 +243,7 @@ class TrustRecord:
             RevokedError: when the key was revoked, whatever else is known of it.
             TrustError: when it is not trusted, or not for this namespace or content.
         """
-        origin = self.origin(package.namespace, registry)
-        if revocation := self.revocation(key_id, namespace=package.namespace, registry=origin):
+        if revocation := self.revocation(key_id, namespace=package.namespace, registry=registry):
             hint = f"wait for a version of {package} that is signed with another key"
             raise RevokedError(f"{package}: {_told(revocation)}", hint=hint)
         trusted = self.trusted(key_id)
@@ -255,7 +252,8 @@ class TrustRecord:
             use = f"`expertctl trust add KEY.pem --namespace {package.namespace}{where}`"
             message = f"{package}: key {key_id} is not trusted"
             raise TrustError(message, hint=f"if you know whose it is: {use}")
-        _demand_grant(trusted, package, content_digest, origin)
+        hosts = self.authorities(package.namespace, registry)
+        _demand_grant(trusted, package, content_digest, hosts)
         return trusted.key
 
     def _demand_unrevoked(self, key_id: str, grant: Grant) -> None:
@@ -276,12 +274,12 @@ class TrustRecord:
 
 
 def _demand_grant(
-    trusted: TrustedKey, package: PackageName, content_digest: Digest, origin: str | None
+    trusted: TrustedKey, package: PackageName, content_digest: Digest, hosts: Collection[str]
 ) -> None:
-    grants = [g for g in trusted.grants if g.covers(package.namespace, registry=origin)]
+    grants = [g for g in trusted.grants if g.covers(package.namespace, hosts)]
     who = f"key {trusted.key_id} ({trusted.name})"
     if not grants:
-        where = f" from {origin}" if origin else ""
+        where = f" from {' or '.join(sorted(hosts))}" if hosts else ""
         message = f"{package}: {who} may not sign '{package.namespace}/*'{where}"
         raise TrustError(message, hint="see `expertctl trust list`")
     if not any(grant.allows(content_digest) for grant in grants):

@@ -16,7 +16,7 @@ from expertctl.errors import (
 from expertctl.reference import PackageName
 from expertctl.trust import trust_file
 from expertctl.trust.grant import Grant, KnownRegistry, TrustedKey, grants_for
-from expertctl.trust.homes import homes, only_home
+from expertctl.trust.homes import authorities, homes
 from expertctl.trust.keys import PrivateKey, PublicKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -34,15 +34,19 @@ def registry(host: str, *namespaces: str, index_key: PublicKey = INDEX) -> Known
     return KnownRegistry(host, f"https://{host}", index_key, namespaces)
 
 
+def both_known() -> TrustRecord:
+    return TrustRecord().with_registry(registry(ONE)).with_registry(registry(TWO))
+
+
 def pinned(*hosts: str) -> TrustRecord:
-    record = TrustRecord()
+    record = both_known()
     for host in hosts:
-        record = record.with_registry(registry(host)).with_pins(host, "acme", [KEY])
+        record = record.with_pins(host, "acme", [KEY])
     return record
 
 
 def given(*grants: Grant) -> TrustRecord:
-    return TrustRecord().with_key(TrustedKey(KEY, "acme", grants))
+    return both_known().with_key(TrustedKey(KEY, "acme", grants))
 
 
 def may(record: TrustRecord, host: str | None = None, package: PackageName = SQL) -> bool:
@@ -103,7 +107,7 @@ def test_a_total_and_a_scoped_revocation_stand_side_by_side() -> None:
 
 
 def test_nothing_is_granted_where_it_was_revoked() -> None:
-    record = TrustRecord().with_registry_revocations(ONE, "acme", [(KEY.key_id, "stolen")])
+    record = both_known().with_registry_revocations(ONE, "acme", [(KEY.key_id, "stolen")])
     with pytest.raises(RevokedError, match="stolen"):
         record.with_pins(ONE, "acme", [KEY])
     assert may(record.with_pins(TWO, "acme", [KEY]), TWO)
@@ -134,7 +138,7 @@ def test_removing_a_registry_takes_its_pins_and_leaves_its_revocations() -> None
     lost = PrivateKey.generate("ed25519").public.key_id
     record = pinned(ONE, TWO).with_registry_revocations(ONE, "acme", [(lost, "")])
     record = record.without_registry(ONE)
-    assert not may(record, ONE)
+    assert record.pinned_keys(ONE, "acme") == []
     assert may(record, TWO)
     assert record.homes("acme") == (TWO,)
     assert record.revocation(lost, namespace="acme", registry=ONE) is not None
@@ -174,9 +178,44 @@ def test_homes_are_what_the_person_meant_or_else_what_was_pinned() -> None:
     assert homes("acme", meant=[(ONE, "zoo")], pinned=[(TWO, "acme"), (ONE, "acme")]) == (ONE, TWO)
     assert homes("acme", meant=[(ONE, "acme")], pinned=[(TWO, "acme")]) == (ONE,)
     assert homes("acme", meant=[], pinned=[]) == ()
-    assert only_home((ONE,)) == ONE
-    assert only_home((ONE, TWO)) is None
-    assert only_home(()) is None
+
+
+@pytest.mark.parametrize(
+    ("registry", "belongs_to", "hosts"),
+    [
+        (None, [ONE], {ONE}),
+        ("local", [ONE], {ONE}),
+        ("local", [ONE, TWO], set()),
+        ("local", [], set()),
+        (ONE, [TWO], {ONE}),
+        ("mirror.example", [ONE], {ONE, "mirror.example"}),
+        ("mirror.example", [ONE, TWO], {"mirror.example"}),
+    ],
+)
+def test_a_known_registry_speaks_for_itself_and_a_home_for_files_and_mirrors(
+    registry: str | None, belongs_to: list[str], hosts: set[str]
+) -> None:
+    assert authorities(registry, homes=belongs_to, known=[ONE, TWO]) == hosts
+
+
+def test_a_mirror_without_an_index_carries_what_the_home_says() -> None:
+    """Attack: what a registry revoked comes again by way of a host that has no index."""
+    mirror = "mirror.example"
+    record = pinned(ONE)
+    assert may(record, mirror)
+    revoked = record.with_registry_revocations(ONE, "acme", [(KEY.key_id, "stolen")])
+    own = revoked.with_key(TrustedKey(KEY, "acme", (Grant("acme"),)))
+    assert not may(revoked, mirror)
+    assert not may(own, mirror)
+    assert may(own, TWO)
+    with pytest.raises(RevokedError, match=f"revoked by {ONE}"):
+        own.with_key(TrustedKey(KEY, "acme", (Grant("acme", None, mirror),)))
+
+
+def test_what_a_removed_registry_revoked_stays_revoked_for_what_came_from_there() -> None:
+    record = pinned(ONE).with_registry_revocations(ONE, "acme", [(KEY.key_id, "stolen")])
+    record = record.with_key(TrustedKey(KEY, "acme", (Grant("acme"),))).without_registry(ONE)
+    assert not may(record, ONE)
 
 
 def test_a_file_of_before_registries_is_read_and_written_back_as_it_was() -> None:
