@@ -12,7 +12,7 @@ from tests.factories import write_base, write_lora, write_soft_prompt
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-STAGES = "cli|engine|install|package|routing|schema|store|trust"
+STAGES = "cli|engine|install|package|registry|routing|schema|store|trust"
 RUNNABLE = [page for page in PAGES if steps_of(page)]
 
 
