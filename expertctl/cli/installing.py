@@ -1,6 +1,7 @@
 """``expertctl install``, ``import``, ``remove``, ``reindex``: what changes what is installed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,25 @@ import typer
 from expertctl.cli.local import expert_document
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, warn
 from expertctl.errors import NotFoundError, UsageError
-from expertctl.install.install import Installed, install_files, install_set
+from expertctl.install.disagreement import Need
+from expertctl.install.fetch import Lend
+from expertctl.install.install import Installed, install_set
+from expertctl.install.locked import install_locked
+from expertctl.install.order import Done, Order, Target, install_order
 from expertctl.install.reindex import reindex as make_again
+from expertctl.install.release_age import ReleaseAge
 from expertctl.install.remove import remove_expert
-from expertctl.reference import Reference
+from expertctl.install.sources import Sources, open_sources
+from expertctl.install.worklist import (
+    Worklist,
+    find_worklist,
+    install_list,
+    lock_list,
+    resolve_list,
+    user_list,
+)
+from expertctl.package.read import names_file
+from expertctl.reference import PackageName, Reference
 from expertctl.routing.encoder import open_encoder
 from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home, Settings, load_settings
@@ -30,33 +46,98 @@ AllowBaseMismatch = Annotated[
 ]
 
 
+Locked = Annotated[
+    bool, typer.Option("--locked", help="Install exactly what expert.lock says, or fail.")
+]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Use what is here and what registries said last.")
+]
+
+
 def install(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help=".expert files.")],
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF|FILE]...", help="References and .expert files, mixed."),
+    ] = None,
+    locked: Locked = False,
+    offline: Offline = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Write the references to the project's experts.toml.")
+    ] = False,
     allow_unsigned: AllowUnsigned = False,
     allow_base_mismatch: AllowBaseMismatch = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Verify and install experts. All that are given count together, all or none.
+    """Install experts and what they require. All that are given count together, all or none.
 
-    Example: expertctl install sql.expert english.expert
+    Without arguments: what experts.toml in this folder wants, else your own list.
+
+    Example: expertctl install acme/sql@^1.2 english.expert
     """
-    settings = load_settings()
-    home = settings.home
-    paths = [_file(text) for text in files]
-    catalogue, size = Catalogue(home.index), sum(p.stat().st_size for p in paths if p.is_file())
-    with progress("installing", size, as_json=as_json) as report:
-        installed = install_files(
-            paths,
-            store=Store(home.store),
-            bases=BaseStore(home.bases),
-            trust=TrustStore(home.trust),
-            catalogue=catalogue,
-            index=_index(settings),
-            allow_unsigned=allow_unsigned,
-            allow_base_mismatch=allow_base_mismatch,
-            progress=report,
-        )
-    _tell(installed, catalogue, home, as_json=as_json)
+    settings = opened_settings(offline=offline)
+    target = target_of(settings, unsigned=allow_unsigned, mismatch=allow_base_mismatch)
+    worklist = find_worklist(settings.home, Path.cwd())
+    references, files = sort_targets(targets or [])
+    _check_call(worklist, references, files, locked=locked, save=save)
+    with open_sources(settings, target.trust) as sources:
+        lend = lender("installing", as_json=as_json)
+        if locked:
+            done = install_locked(worklist, references, target, sources, lend)
+        elif references or files:
+            needs = tuple(Need(reference, "you", by_hand=True) for reference in references)
+            lock = worklist.lock()
+            pins = lock.pins() if lock else {}
+            order = Order(needs, tuple(files), pins, age_of(settings))
+            done = install_order(order, target, sources, lend)
+            done = _recorded(worklist, references, done, target, sources, settings, save=save)
+        else:
+            done, _ = install_list(worklist, target, sources, lend, age_of(settings))
+    if worklist.is_project and references and not (save or locked):
+        note(f"{worklist.file.path.name} stays as it is; --save writes there what you asked for")
+    _tell_installed(done.installed, done.notes, target.catalogue, settings.home, as_json=as_json)
+
+
+def _check_call(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    files: Sequence[Path],
+    *,
+    locked: bool,
+    save: bool,
+) -> None:
+    """Refuse what contradicts itself."""
+    if (locked or save) and not worklist.is_project:
+        flag = "--locked" if locked else "--save"
+        hint = "`expertctl lock` needs an experts.toml, too"
+        raise UsageError(f"{flag} needs an experts.toml in this folder", hint=hint)
+    if locked and (files or save):
+        raise UsageError("--locked installs what is locked: no files, no --save")
+    if save and not references:
+        raise UsageError("--save writes references, and there are none")
+
+
+def _recorded(
+    worklist: Worklist,
+    references: Sequence[Reference],
+    done: Done,
+    target: Target,
+    sources: Sources,
+    settings: Settings,
+    *,
+    save: bool,
+) -> Done:
+    """Write down what was asked for: with --save in the project, else in the user's own list."""
+    wanted = {reference.package: reference for reference in references}
+    if not wanted:
+        return done
+    if save:
+        worklist.file.save(wanted)
+        resolved = resolve_list(worklist, target, sources, age_of(settings))
+        lock_list(worklist, resolved)
+        return replace(done, notes=(*done.notes, *resolved.notes))
+    if not worklist.is_project:
+        worklist.file.save(wanted)
+    return done
 
 
 def import_(
@@ -84,7 +165,7 @@ def import_(
             allow_base_mismatch=allow_base_mismatch,
             progress=report,
         )
-    _tell(installed, catalogue, home, as_json=as_json)
+    _tell_installed(installed, (), catalogue, home, as_json=as_json)
 
 
 def remove(
@@ -109,6 +190,7 @@ def remove(
     )
     warn(removed.warnings)
     _say(catalogue)
+    _forget(removed.ref, settings.home)
     document = {"removed": removed.ref, "freed": removed.freed.size}
     emit(
         document, f"removed {removed.ref}, freed {human_size(removed.freed.size)}", as_json=as_json
@@ -129,31 +211,90 @@ def reindex(as_json: JsonFlag = False) -> None:
     emit(document, f"indexed {done.experts} experts", as_json=as_json)
 
 
-def _file(text: str) -> Path:
-    """Return the file that is meant; a reference would need a registry."""
-    path = Path(text)
-    if path.exists() or text.endswith(".expert"):
-        return path
-    try:
-        Reference.parse(text)
-    except UsageError:
-        return path
-    hint = "get its .expert file, then `expertctl install FILE`"
-    raise NotFoundError(f"{text}: there is no such file, and no registry is set up", hint=hint)
+def _forget(ref: str, home: Home) -> None:
+    """Take an expert out of the user's own list when no version of it is left."""
+    package = PackageName.parse(ref.partition("@")[0])
+    if not any(expert.package == package for expert in Store(home.store).experts()):
+        user_list(home).file.drop(package)
+
+
+def opened_settings(*, offline: bool) -> Settings:
+    """Return the settings, with the flag of a command."""
+    settings = load_settings()
+    return replace(settings, offline=settings.offline or offline)
+
+
+def target_of(settings: Settings, *, unsigned: bool = False, mismatch: bool = False) -> Target:
+    """Return where experts are installed to."""
+    home = settings.home
+    return Target(
+        Store(home.store),
+        BaseStore(home.bases),
+        TrustStore(home.trust),
+        home.registries,
+        catalogue=Catalogue(home.index),
+        index=_index(settings),
+        allow_unsigned=unsigned,
+        allow_base_mismatch=mismatch,
+    )
+
+
+def age_of(settings: Settings) -> ReleaseAge:
+    """Return how old a version must be now."""
+    return ReleaseAge.starting_now(
+        settings.minimum_release_age, settings.minimum_release_age_exclude
+    )
+
+
+def lender(label: str, *, as_json: bool) -> Lend:
+    """Return what lends a progress bar for a number of bytes."""
+    return lambda total: progress(label, total, as_json=as_json)
+
+
+def sort_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
+    """Tell references from files; what is neither is a file that is not there."""
+    references: list[Reference] = []
+    files: list[Path] = []
+    for text in texts:
+        try:
+            files += [Path(text)] if names_file(text) else []
+            references += [] if names_file(text) else [Reference.parse(text)]
+        except UsageError as error:
+            if "@" in text or "/" in text.strip("/"):
+                raise
+            raise NotFoundError(f"{text}: there is no such file", hint=error.hint) from error
+    return references, files
 
 
 def _index(settings: Settings) -> RoutingIndex:
     return RoutingIndex(settings.home.root, open_encoder(settings.encoder))
 
 
-def _tell(
-    installed: Sequence[Installed], catalogue: Catalogue, home: Home, *, as_json: bool
+def _tell_installed(
+    installed: Sequence[Installed],
+    notes: Sequence[str],
+    catalogue: Catalogue | None,
+    home: Home,
+    *,
+    as_json: bool,
 ) -> None:
     warn(warning for item in installed for warning in item.warnings)
-    _say(catalogue)
-    signers = read_signers(home.trust)
-    document = {"installed": [_document(item, signers) for item in installed]}
+    for text in (*notes, *(catalogue.notes if catalogue else ())):
+        note(text)
+    document = {"installed": documents_of(installed, home), "notes": list(notes)}
     emit(document, "\n".join(_line(item) for item in installed), as_json=as_json)
+
+
+def say_notes(done: Done, target: Target) -> None:
+    """Say what is worth knowing beside the result."""
+    for text in (*done.notes, *(target.catalogue.notes if target.catalogue else ())):
+        note(text)
+
+
+def documents_of(installed: Sequence[Installed], home: Home) -> list[dict[str, object]]:
+    """Return what was installed as ``--json`` shows it."""
+    signers = read_signers(home.trust)
+    return [_document(item, signers) for item in installed]
 
 
 def _say(catalogue: Catalogue) -> None:

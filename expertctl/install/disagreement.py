@@ -97,11 +97,13 @@ def disagreement(causes: Iterable[Need], search: Asked) -> ExpertError:
     """Return the error that says which requirements cannot be met together."""
     by_package: dict[PackageName, list[Need]] = {}
     for need in dict.fromkeys(causes):
-        if need.asker != need.package:
-            by_package.setdefault(need.package, []).append(need)
+        by_package.setdefault(need.package, []).append(need)
     wanted = {p: needs for p, needs in by_package.items() if any(not n.refused for n in needs)}
     package, needs = max((wanted or by_package).items(), key=lambda item: len(item[1]))
     offer = search.offer(package)
+    if len({need.wanted.registry for need in needs} - {None}) > 1:
+        clauses = _joined([_clause(need, search) for need in needs])
+        return ConflictError(f"{clauses}: two registries are never mixed", hint=_hint(offer, needs))
     if not offer.candidates:
         return _missing(package, needs, offer, search)
     lines = [_clause(need, search) for need in needs]

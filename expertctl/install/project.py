@@ -75,6 +75,10 @@ class Project:
         """Return what is wanted of a package."""
         return next((r for r in self.experts if r.package == package), None)
 
+    def located(self, wanted: Reference) -> Reference:
+        """Return a reference with the registry that the file gives to its namespace."""
+        return _located(wanted, dict(self.registries))
+
 
 @dataclass(frozen=True, slots=True)
 class ProjectFile:

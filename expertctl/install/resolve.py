@@ -1,30 +1,27 @@
-"""From what is asked for to one version of each package: `resolvelib` over what indexes offer.
+"""From what is asked for to one version of each package: a search with backjumping.
 
 One version per package in one resolution; older ones may stay installed beside it. What is locked
 is preferred, then, where nobody asked for it by name, what is installed, then the newest version
 that is not yanked and has its least age. A yanked version is taken only when it is locked or named
 exactly by a person; a prerelease only when a constraint names it. Requirements may form a cycle.
+
+The search finds an answer iff there is one: a choice that fails is undone together with those after
+it that have no part in the failure, and nothing is remembered beyond the choices it depended on.
+(`resolvelib`, tried first, carries such memory over and so misses answers.)
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-from resolvelib import AbstractProvider, BaseReporter
-from resolvelib.resolvers import (
-    RequirementInformation,
-    Resolution,
-    ResolutionImpossible,
-    ResolutionTooDeep,
-)
 
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, NotFoundError, OfflineError
 from expertctl.install.candidate import Candidate
 from expertctl.install.disagreement import Need, Offer, disagreement
 from expertctl.install.release_age import ReleaseAge
-from expertctl.reference import Constraint, PackageName, Reference, Version
+from expertctl.reference import PackageName, Reference, Version
 
-MAX_ROUNDS = 2_000
+MAX_STEPS = 5_000
+"""How many versions are tried before the search gives up."""
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
@@ -56,6 +53,8 @@ class Universe:
     """From files that the person named: of their names, nothing else counts."""
     locked: Mapping[PackageName, Pin] = field(default_factory=dict)
     age: ReleaseAge = field(default_factory=ReleaseAge)
+    prefer_given: bool = True
+    """Whether what is installed is good enough where nobody asks for it by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +73,17 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Absent:
-    """The choice not to have a package, which those that only refuse it are content with."""
+class _Conflict:
+    """Why nothing fits."""
 
-    package: PackageName
+    blame: frozenset[PackageName]
+    """The choices of which at least one must be another."""
+    trouble: tuple[Need, ...]
+    """The needs, all of one package, that cannot be met together."""
 
 
-_Choice = Candidate | _Absent
+_Choices = dict[PackageName, Candidate]
+_Needs = dict[PackageName, tuple[Need, ...]]
 
 
 def resolve(needs: Sequence[Need], universe: Universe) -> list[Chosen]:
@@ -92,15 +95,11 @@ def resolve(needs: Sequence[Need], universe: Universe) -> list[Chosen]:
         ConflictError: when the requirements disagree.
         IncompatibleError: when no answer was found within the bounds.
     """
-    provider = _Provider(needs, universe)
-    search: Resolution[Need, _Choice, PackageName] = Resolution(provider, BaseReporter())
-    try:
-        found = search.resolve(needs, max_rounds=MAX_ROUNDS)
-    except ResolutionImpossible as error:
-        raise disagreement([cause.requirement for cause in error.causes], provider) from error
-    except ResolutionTooDeep as error:
-        raise _too_deep(f"no answer within {MAX_ROUNDS:,} steps") from error
-    return _reached(needs, found.mapping)
+    search = _Search(Shelves(universe, {n.package for n in needs if n.from_person}))
+    found = search.extend({}, _added({}, needs))
+    if isinstance(found, _Conflict):
+        raise disagreement(found.trouble, search.shelves)
+    return _reached(needs, found)
 
 
 def _too_deep(what: str) -> IncompatibleError:
@@ -108,19 +107,13 @@ def _too_deep(what: str) -> IncompatibleError:
     return IncompatibleError(f"the requirements are too tangled: {what}", hint=hint)
 
 
-def _reached(needs: Sequence[Need], mapping: Mapping[PackageName, _Choice]) -> list[Chosen]:
-    """Return what is needed, directly or by what is; what is only refused falls away."""
+def _reached(needs: Sequence[Need], choices: _Choices) -> list[Chosen]:
+    """Return the choices with the reasons for each."""
     reasons: dict[PackageName, list[Need]] = {}
-    waiting = list(needs)
-    for need in waiting:  # grows while it is walked
-        choice = mapping.get(need.package)
-        if need.refused or not isinstance(choice, Candidate):
-            continue
-        if need.package not in reasons:
-            waiting += needs_of(choice)
-        reasons.setdefault(need.package, []).append(need)
-    chosen = [(mapping[package], tuple(found)) for package, found in sorted(reasons.items())]
-    return [Chosen(c, found) for c, found in chosen if isinstance(c, Candidate)]
+    for need in [*needs, *(n for c in choices.values() for n in needs_of(c))]:
+        if not need.refused:
+            reasons.setdefault(need.package, []).append(need)
+    return [Chosen(choices[name], tuple(reasons[name])) for name in sorted(choices)]
 
 
 def needs_of(candidate: Candidate) -> list[Need]:
@@ -133,67 +126,95 @@ def needs_of(candidate: Candidate) -> list[Need]:
     return [*required, *refused]
 
 
-def _itself(candidate: Candidate) -> Need:
-    """Return that a choice stands by itself: to have another, the search goes back to it.
-
-    Going back, `resolvelib` skips a choice that is part of a disagreement unless it also depends on
-    a part of it, and so can miss an answer (the test against trying everything found one).
-    """
-    wanted = Reference(candidate.package, Constraint.exactly(candidate.version))
-    return Need(wanted, candidate.ref, candidate.package)
+def _added(needs: _Needs, more: Sequence[Need]) -> _Needs:
+    joined = dict(needs)
+    for need in more:
+        joined[need.package] = (*joined.get(need.package, ()), need)
+    return joined
 
 
-class _Provider(AbstractProvider[Need, _Choice, PackageName]):
-    """Answers the resolver's questions; asks an index once, and only when it must."""
+class _Search:
+    """Tries one version after the other, and counts."""
 
-    def __init__(self, needs: Sequence[Need], universe: Universe) -> None:
+    def __init__(self, shelves: "Shelves") -> None:
+        self.shelves = shelves
+        self._steps = 0
+
+    def extend(self, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
+        """Choose all that is needed beyond what is chosen; the choices so far stay."""
+        package = self._next(choices, needs)
+        if package is None:
+            return choices
+        blame, troubles = set(_askers(needs[package])), list[tuple[Need, ...]]()
+        for candidate in self.shelves.choices(package, needs[package]):
+            self._count()
+            found = self._try(candidate, choices, needs)
+            if not isinstance(found, _Conflict):
+                return found
+            if package not in found.blame:
+                return found
+            blame |= found.blame
+            troubles.append(found.trouble)
+        return _Conflict(frozenset(blame - {package}), [*troubles, needs[package]][0])
+
+    def _try(self, candidate: Candidate, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
+        """Go on with one choice, unless what it needs cannot be at once."""
+        more, package = needs_of(candidate), candidate.package
+        joined = _added(needs, more)
+        for need in more:
+            chosen = choices.get(need.package)
+            if chosen is not None and not need.is_met_by(chosen):
+                return _Conflict(frozenset({need.package, package}), joined[need.package])
+            if chosen is None and self._is_hopeless(need.package, joined):
+                blame = frozenset(_askers(joined[need.package])) | {package}
+                return _Conflict(blame, joined[need.package])
+        return self.extend({**choices, package: candidate}, joined)
+
+    def _next(self, choices: _Choices, needs: _Needs) -> PackageName | None:
+        """Return what to choose next: what a person asked for first, then by name."""
+        open_ = [p for p in needs if p not in choices and _is_wanted(needs[p])]
+        return min(open_, key=lambda p: (not self.shelves.is_direct(p), p), default=None)
+
+    def _is_hopeless(self, package: PackageName, needs: _Needs) -> bool:
+        wanted = needs[package]
+        return _is_wanted(wanted) and next(self.shelves.choices(package, wanted), None) is None
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise _too_deep(f"no answer among {MAX_STEPS:,} tries")
+
+
+def _is_wanted(needs: Sequence[Need]) -> bool:
+    return any(not need.refused for need in needs)
+
+
+def _askers(needs: Sequence[Need]) -> Iterator[PackageName]:
+    yield from (need.asker for need in needs if need.asker is not None)
+
+
+class Shelves:
+    """What there is of each package, best first; asks an index once, and only when it must."""
+
+    def __init__(self, universe: Universe, direct: set[PackageName]) -> None:
+        """Offer what is in a universe; ``direct`` packages were asked for by a person."""
         self._universe = universe
-        self._direct = {need.package for need in needs if need.from_person}
+        self._direct = direct
         self._published: dict[tuple[PackageName, str | None], Offer] = {}
-        self._absent: dict[PackageName, _Absent] = {}
-        self._dependencies: dict[Candidate, list[Need]] = {}
         self.asked: dict[PackageName, list[Need]] = {}
         """What was last asked of each package, to tell why it was wanted."""
 
-    def identify(self, requirement_or_candidate: Need | _Choice) -> PackageName:
-        return requirement_or_candidate.package
+    def is_direct(self, package: PackageName) -> bool:
+        """Tell whether a person asked for a package."""
+        return package in self._direct
 
-    def get_preference(
-        self,
-        identifier: PackageName,
-        resolutions: Mapping[PackageName, _Choice],
-        candidates: Mapping[PackageName, Iterator[_Choice]],
-        information: Mapping[PackageName, Iterator["RequirementInformation[Need, _Choice]"]],
-        backtrack_causes: Sequence["RequirementInformation[Need, _Choice]"],
-    ) -> tuple[bool, bool, str]:
-        needs = [item.requirement for item in information[identifier]]
-        only_refused = all(need.refused for need in needs)
-        return only_refused, identifier not in self._direct, str(identifier)
-
-    def find_matches(
-        self,
-        identifier: PackageName,
-        requirements: Mapping[PackageName, Iterator[Need]],
-        incompatibilities: Mapping[PackageName, Iterator[_Choice]],
-    ) -> Callable[[], Iterator[_Choice]]:
-        needs = list(requirements[identifier])
-        asked = [need for need in needs if need.asker != identifier]
-        excluded = set(incompatibilities[identifier])
-        if any(not need.refused for need in asked):
-            self.asked[identifier] = asked
-        return lambda: (c for c in self._choices(identifier, needs) if c not in excluded)
-
-    def is_satisfied_by(self, requirement: Need, candidate: _Choice) -> bool:
-        if isinstance(candidate, _Absent):
-            return requirement.refused
-        return requirement.is_met_by(candidate)
-
-    def get_dependencies(self, candidate: _Choice) -> Iterable[Need]:
-        if isinstance(candidate, _Absent):
-            return []
-        if candidate not in self._dependencies:
-            self._dependencies[candidate] = [_itself(candidate), *needs_of(candidate)]
-        return self._dependencies[candidate]
+    def choices(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
+        """Yield what meets all needs of a package, best first."""
+        self.asked[package] = list(needs)
+        real = [need for need in needs if not need.refused]
+        for candidate in self._preferred(package, real):
+            if all(need.is_met_by(candidate) for need in needs):
+                yield candidate
 
     def offer(self, package: PackageName) -> Offer:
         """Return what is known of a package, for messages; nothing is asked for now."""
@@ -202,15 +223,6 @@ class _Provider(AbstractProvider[Need, _Choice, PackageName]):
         every = tuple(c for offer in known for c in offer.candidates)
         reason = next((offer.reason for offer in known if offer.reason), "")
         return Offer((*here, *every), reason, self._universe.age)
-
-    def _choices(self, package: PackageName, needs: Sequence[Need]) -> Iterator[_Choice]:
-        real = [need for need in needs if not need.refused]
-        if not real:
-            yield self._absent.setdefault(package, _Absent(package))
-            return
-        for candidate in self._preferred(package, real):
-            if all(need.is_met_by(candidate) for need in needs):
-                yield candidate
 
     def _preferred(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
         """Yield what may be chosen, best first, each once; the index is asked only for more."""
@@ -227,9 +239,10 @@ class _Provider(AbstractProvider[Need, _Choice, PackageName]):
             yield from files
             return
         here, pin = self._here(package), self._universe.locked.get(package)
-        exact = any(n.names_one_version for n in needs if n.asker != package)
+        exact = any(need.names_one_version for need in needs)
         yield from (c for c in here if pin and pin.is_met_by(c))
-        if pin is None and (exact or package not in self._direct):
+        good_enough = self._universe.prefer_given and package not in self._direct
+        if pin is None and (exact or good_enough):
             yield from here
         everything = self._offered(package, needs).candidates
         yield from (c for c in everything if pin and pin.is_met_by(c))

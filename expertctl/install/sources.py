@@ -54,7 +54,7 @@ class Sources:
         self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
         self._plain: set[str] = set()
 
-    def candidates(self, wanted: Reference, by_hand: bool) -> list[Candidate]:
+    def candidates(self, wanted: Reference, by_hand: bool = False) -> list[Candidate]:
         """Return all versions of a package; ``by_hand`` says that a person named the registry.
 
         Raises:
@@ -83,6 +83,27 @@ class Sources:
             if wanted.registry is None and self.settings.registry is None:
                 raise NotFoundError(error.message, hint=error.hint) from error
             raise
+
+    @property
+    def default_host(self) -> str | None:
+        """The registry that is set, if one is."""
+        if self.settings.registry is None:
+            return None
+        allow_http = self.settings.allow_http
+        return RegistryAddress.parse(self.settings.registry, allow_http=allow_http).host
+
+    def project_host(self, wanted: Reference) -> str:
+        """Return where a project file's reference means; a key trusted for there is enough.
+
+        Raises:
+            NotFoundError: when it names no registry, and none is set.
+            TrustError: when the registry is not known, or may not have the namespace.
+        """
+        if wanted.registry is not None:
+            address = self.address(wanted, by_hand=True)
+            if not self.has_index(address) and self.vouches(address, wanted.package):
+                return address.host
+        return self.address(wanted, by_hand=False).host
 
     def has_index(self, address: RegistryAddress) -> bool:
         """Tell whether the user knows the index key of a registry."""

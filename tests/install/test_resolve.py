@@ -299,7 +299,7 @@ def test_an_endless_chain_of_packages_ends() -> None:
 
 def test_thousands_of_versions_that_all_disagree_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of eight packages, with 500 versions, wants a version of the next that is not there."""
-    monkeypatch.setattr(module, "MAX_ROUNDS", 300)
+    monkeypatch.setattr(module, "MAX_STEPS", 200)
 
     def index(wanted: Reference, by_hand: bool) -> list[Candidate]:
         package = wanted.package

@@ -43,7 +43,7 @@ def all_sets(offered: Sequence[Candidate]) -> list[list[Candidate]]:
     return [[c for c in choice if c] for choice in product(*by_name)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(universes, st.lists(references, min_size=1, max_size=3))
 def test_an_answer_is_found_exactly_when_there_is_one_and_it_is_right(
     universe: Mapping[str, Sequence[tuple[list[str], list[str]]]], asked: list[str]

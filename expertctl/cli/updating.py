@@ -1,0 +1,194 @@
+"""``expertctl lock``, ``outdated``, ``update``: keeping a list of experts current."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from expertctl.cli.installing import (
+    AllowBaseMismatch,
+    Offline,
+    age_of,
+    documents_of,
+    lender,
+    opened_settings,
+    say_notes,
+    target_of,
+)
+from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.install.lock import Lock, demand_lock
+from expertctl.install.outdated import Standing
+from expertctl.install.outdated import outdated as compare
+from expertctl.install.project import PROJECT
+from expertctl.install.release_age import shown
+from expertctl.install.sources import open_sources
+from expertctl.install.worklist import (
+    Worklist,
+    demand_project,
+    find_worklist,
+    install_list,
+    lock_list,
+    resolve_list,
+)
+from expertctl.reference import ANY, PackageName, Reference
+
+
+def lock(
+    check: Annotated[
+        bool, typer.Option("--check", help="Only tell whether expert.lock fits; no network.")
+    ] = False,
+    offline: Offline = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write expert.lock for the experts.toml in this folder. Nothing is installed.
+
+    What is locked and still fits stays; `expertctl update` moves it.
+
+    Example: expertctl lock --check
+    """
+    settings = opened_settings(offline=offline)
+    worklist = demand_project(settings.home, Path.cwd())
+    path = worklist.file.lock_path
+    if check:
+        current = demand_lock(path)
+        current.demand_current(worklist.file.read(), what=str(path))
+        _tell_lock(path, current, [], written=False, as_json=as_json)
+        return
+    target = target_of(settings)
+    with open_sources(settings, target.trust) as sources:
+        resolved = resolve_list(worklist, target, sources, age_of(settings))
+    changes, written = lock_list(worklist, resolved)
+    for text in resolved.notes:
+        note(text)
+    _tell_lock(path, demand_lock(path), changes, written=written, as_json=as_json)
+
+
+def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
+    """Show which experts have newer versions. Changes nothing.
+
+    Example: expertctl outdated
+    """
+    settings = opened_settings(offline=offline)
+    target = target_of(settings)
+    worklist = find_worklist(settings.home, Path.cwd())
+    with open_sources(settings, target.trust) as sources:
+        standings = compare(worklist, target, sources, age_of(settings))
+    behind = [standing for standing in standings if standing.is_behind]
+    if not behind:
+        note(f"{len(standings)} experts are current")
+    warn(f"{s.package}@{s.current} was yanked: {s.yanked}" for s in behind if s.yanked is not None)
+    rows = [_row(standing) for standing in behind]
+    text = table(["NAME", "CURRENT", "WANTED", "NEWEST", "NOTES"], rows) if rows else ""
+    emit({"experts": [_document(standing) for standing in standings]}, text, as_json=as_json)
+
+
+def update(
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Only these of the list, and what they require."),
+    ] = None,
+    offline: Offline = False,
+    allow_base_mismatch: AllowBaseMismatch = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Install the newest versions that the list allows. Older ones stay installed.
+
+    Example: expertctl update acme/sql
+    """
+    settings = opened_settings(offline=offline)
+    target = target_of(settings, mismatch=allow_base_mismatch)
+    worklist = find_worklist(settings.home, Path.cwd())
+    fresh = _fresh(worklist, refs or [])
+    with open_sources(settings, target.trust) as sources:
+        lend = lender("updating", as_json=as_json)
+        done, changes = install_list(worklist, target, sources, lend, age_of(settings), fresh=fresh)
+    warn(warning for item in done.installed for warning in item.warnings)
+    say_notes(done, target)
+    if not changes:
+        note("all is current")
+    document = {
+        "changes": changes,
+        "installed": documents_of(done.installed, settings.home),
+        "notes": list(done.notes),
+    }
+    emit(document, "\n".join(changes), as_json=as_json)
+
+
+def _fresh(worklist: Worklist, texts: Sequence[str]) -> list[PackageName] | None:
+    """Return the packages that shall move; None for all."""
+    if not texts:
+        return None
+    project = worklist.file.read()
+    locked = worklist.lock()
+    names = []
+    for text in texts:
+        reference = Reference.parse(text)
+        if reference.constraint != ANY or reference.digest is not None:
+            hint = f"change {worklist.file.path}, or `expertctl install {text}`"
+            raise UsageError(f"{text}: `update` takes names, no versions", hint=hint)
+        package = reference.package
+        if project.wanted(package) is None and (locked is None or locked.locked(package) is None):
+            raise NotFoundError(f"{package} is not in {worklist.file.path}", hint=_NOT_LISTED)
+        names.append(package)
+    return names
+
+
+_NOT_LISTED = "`expertctl install` adds to the list, in a project with --save"
+
+
+def _tell_lock(
+    path: Path, lock: Lock, changes: Sequence[str], *, written: bool, as_json: bool
+) -> None:
+    state = "written" if written else f"up to date with {PROJECT}"
+    experts = [
+        {
+            "name": str(locked.package),
+            "version": str(locked.version),
+            "registry": locked.registry,
+            "package_digest": str(locked.package_digest),
+            "content_digest": str(locked.content_digest),
+            "base": locked.base,
+        }
+        for locked in lock.experts
+    ]
+    document = {
+        "path": str(path),
+        "written": written,
+        "changes": list(changes),
+        "experts": experts,
+    }
+    lines = [*changes, f"{path.name} is {state}: {len(lock.experts)} experts"]
+    emit(document, "\n".join(lines), as_json=as_json)
+
+
+def _row(standing: Standing) -> list[str]:
+    notes = []
+    if standing.yanked is not None:
+        notes.append("yanked")
+    if standing.waiting is not None:
+        version, until = standing.waiting
+        notes.append(f"{version} waits until {shown(until)}")
+    return [
+        str(standing.package),
+        str(standing.current),
+        str(standing.wanted),
+        str(standing.newest),
+        ", ".join(notes),
+    ]
+
+
+def _document(standing: Standing) -> dict[str, object]:
+    waiting = None
+    if standing.waiting is not None:
+        version, until = standing.waiting
+        waiting = {"version": str(version), "until": until.isoformat()}
+    return {
+        "name": str(standing.package),
+        "current": str(standing.current),
+        "wanted": str(standing.wanted),
+        "newest": str(standing.newest),
+        "waiting": waiting,
+        "yanked": standing.yanked,
+    }

@@ -1,0 +1,114 @@
+"""What is behind: of each expert the version that is here, the one its list allows, the newest."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from expertctl.errors import NotFoundError, OfflineError
+from expertctl.install.candidate import Candidate, installed
+from expertctl.install.disagreement import Need
+from expertctl.install.order import Target
+from expertctl.install.release_age import ReleaseAge
+from expertctl.install.resolve import needs_of
+from expertctl.install.sources import Sources
+from expertctl.install.worklist import Worklist
+from expertctl.reference import PackageName, Reference, Version
+from expertctl.store.ref import LOCAL
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one expert stands to what its registry has."""
+
+    package: PackageName
+    current: Version
+    """Locked, or else the newest installed."""
+    wanted: Version
+    """The newest that all who want it allow, and that may be taken today."""
+    newest: Version
+    """The newest that was not yanked, prereleases aside."""
+    waiting: tuple[Version, datetime] | None = None
+    """A version that is too young, and until when."""
+    yanked: str | None = None
+    """Why the current one was yanked; None when it was not."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Tell whether somebody should look."""
+        return self.yanked is not None or self.current != self.newest or self.waiting is not None
+
+
+def outdated(
+    worklist: Worklist, target: Target, sources: Sources, age: ReleaseAge
+) -> list[Standing]:
+    """Compare what is locked, or outside a project installed, with what registries have.
+
+    Raises:
+        TrustError: when an index is not to be believed.
+        RegistryError: when a registry cannot be reached.
+    """
+    current = _current(worklist, target)
+    needs = [*worklist.needs(worklist.file.read()), *(n for c in current for n in needs_of(c))]
+    found = []
+    for candidate in current:
+        asked = [need for need in needs if need.package == candidate.package]
+        offered = _offered(candidate, sources)
+        if offered:
+            found.append(_standing(candidate, asked, offered, age))
+    return found
+
+
+def _current(worklist: Worklist, target: Target) -> list[Candidate]:
+    """Return what counts as here, of each package one; what came from files has no newer."""
+    lock = worklist.lock()
+    if lock is not None:
+        return [
+            Candidate(
+                locked.package,
+                locked.version,
+                locked.registry,
+                locked.content_digest,
+                (locked.package_digest,),
+                locked.requires,
+            )
+            for locked in lock.experts
+            if locked.registry != LOCAL
+        ]
+    newest = {expert.package: installed(expert) for expert in target.store.experts()}
+    return [candidate for candidate in newest.values() if candidate.registry != LOCAL]
+
+
+def _offered(candidate: Candidate, sources: Sources) -> Sequence[Candidate]:
+    try:
+        return sources.candidates(
+            Reference(candidate.package, registry=candidate.registry), by_hand=True
+        )
+    except (NotFoundError, OfflineError):
+        return []
+
+
+def _standing(
+    current: Candidate, needs: Sequence[Need], offered: Sequence[Candidate], age: ReleaseAge
+) -> Standing:
+    good = [c for c in offered if c.yanked is None and not c.revoked]
+    finals = [c for c in good if not c.version.prerelease]
+    allowed = [c for c in good if all(_meets(need, c) for need in needs)]
+    if not needs:
+        allowed = finals
+    ripe = [c.version for c in allowed if age.ripe_at(c) is None]
+    young = [(c.version, moment) for c in finals if (moment := age.ripe_at(c))]
+    mine = next((c for c in offered if c.version == current.version), None)
+    return Standing(
+        current.package,
+        current.version,
+        max([current.version, *ripe]),
+        max([current.version, *(c.version for c in finals)]),
+        max(young, default=None),
+        mine.yanked if mine else None,
+    )
+
+
+def _meets(need: Need, candidate: Candidate) -> bool:
+    """Tell whether a need allows a version; an exact digest allows only itself."""
+    wanted = Reference(need.package, need.wanted.constraint, None, need.wanted.digest)
+    return candidate.fits(wanted) != need.refused

@@ -1,0 +1,160 @@
+"""What is wanted here: a project's ``experts.toml``, or else the user's own in ``EXPERT_HOME``.
+
+Only the working folder is looked at. A project has a lock file; the user's list has none, for what
+is installed is its state. A project's file was written by somebody else and may name only
+registries that the user knows; the user's list is the user's word.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.install.direct import Direct, find_direct
+from expertctl.install.disagreement import Need
+from expertctl.install.fetch import Lend
+from expertctl.install.lock import Lock, added_and_gone, read_lock, write_lock
+from expertctl.install.order import Done, Target, given, install_chosen, waiting
+from expertctl.install.project import PROJECT, Project, ProjectFile
+from expertctl.install.release_age import ReleaseAge
+from expertctl.install.resolve import Chosen, Universe, resolve
+from expertctl.install.sources import Sources
+from expertctl.reference import PackageName
+from expertctl.settings import Home
+
+
+@dataclass(frozen=True, slots=True)
+class Worklist:
+    """A list of wanted experts and whose it is."""
+
+    file: ProjectFile
+    is_project: bool
+
+    def needs(self, project: Project) -> tuple[Need, ...]:
+        """Return what the list asks for."""
+        who = PROJECT if self.is_project else str(self.file.path)
+        by_hand = not self.is_project
+        return tuple(Need(wanted, who, by_hand=by_hand) for wanted in project.experts)
+
+    def lock(self) -> Lock | None:
+        """Return the lock file's content; None where there is none.
+
+        Raises:
+            InvalidPackageError: when it is damaged.
+        """
+        return read_lock(self.file.lock_path) if self.is_project else None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a list came to."""
+
+    chosen: tuple[Chosen, ...]
+    directs: tuple[Direct, ...]
+    notes: tuple[str, ...]
+
+
+def find_worklist(home: Home, folder: Path) -> Worklist:
+    """Return the list that counts in a folder."""
+    guard = home.root / f"{PROJECT}.lock"
+    here = ProjectFile(folder / PROJECT, guard)
+    if here.exists() and here.path.absolute() != user_list(home).file.path:
+        return Worklist(here, is_project=True)
+    return user_list(home)
+
+
+def user_list(home: Home) -> Worklist:
+    """Return the user's own list."""
+    return Worklist(ProjectFile(home.root / PROJECT, home.root / f"{PROJECT}.lock"), False)
+
+
+def demand_project(home: Home, folder: Path) -> Worklist:
+    """Return the project of a folder.
+
+    Raises:
+        NotFoundError: when there is none.
+    """
+    found = find_worklist(home, folder)
+    if not found.is_project:
+        hint = 'write one:\n[experts]\n"acme/sql" = "^1.2"'
+        raise NotFoundError(f"there is no {PROJECT} in {folder}", hint=hint)
+    return found
+
+
+def resolve_list(
+    worklist: Worklist,
+    target: Target,
+    sources: Sources,
+    age: ReleaseAge,
+    *,
+    fresh: Iterable[PackageName] | None = (),
+) -> Resolved:
+    """Resolve a list, keeping what is locked but for ``fresh`` packages (None: for all).
+
+    Raises:
+        ExpertError: as `resolve`.
+    """
+    project = worklist.file.read()
+    needs = worklist.needs(project)
+    pins = worklist.lock()
+    kept = pins.pins() if pins is not None and fresh is not None else {}
+    here = given(target.store, sources)
+    directs = [found for need in needs if (found := find_direct(need, sources))]
+    universe = Universe(
+        lambda wanted, by_hand: sources.candidates(
+            project.located(wanted), by_hand=by_hand and wanted.registry is not None
+        ),
+        given=here,
+        files=[direct.candidate for direct in directs],
+        locked={name: pin for name, pin in kept.items() if name not in set(fresh or ())},
+        age=age,
+        prefer_given=not worklist.is_project and fresh is not None,
+    )
+    chosen = resolve(needs, universe) if needs else []
+    notes = [*_moved(project, sources), *waiting(chosen, sources, age)]
+    return Resolved(tuple(chosen), tuple(directs), tuple(notes))
+
+
+def lock_list(worklist: Worklist, resolved: Resolved) -> tuple[list[str], bool]:
+    """Write the lock file of a project; return what changed, and whether it was written."""
+    before = worklist.lock()
+    after = Lock.of(worklist.file.read(), resolved.chosen)
+    changes = added_and_gone(before.experts if before else (), after.experts)
+    return changes, write_lock(worklist.file.lock_path, after)
+
+
+def install_list(
+    worklist: Worklist,
+    target: Target,
+    sources: Sources,
+    lend: Lend,
+    age: ReleaseAge,
+    *,
+    fresh: Iterable[PackageName] | None = (),
+) -> tuple[Done, list[str]]:
+    """Install what a list wants, and lock it where it is a project's; return what changed.
+
+    Raises:
+        UsageError: when it wants nothing.
+        ExpertError: as `resolve` and `install_chosen`; nothing is installed then.
+    """
+    if not worklist.file.read().experts:
+        raise UsageError("nothing to install", hint="expertctl install REF… or FILE…")
+    before = {expert.ref for expert in target.store.experts()}
+    resolved = resolve_list(worklist, target, sources, age, fresh=fresh)
+    done = install_chosen(resolved.chosen, target, sources, lend, directs=resolved.directs)
+    if worklist.is_project:
+        changes, _ = lock_list(worklist, resolved)
+    else:
+        changes = [f"+ {c.candidate.ref}" for c in resolved.chosen if c.candidate.ref not in before]
+    return replace(done, notes=(*done.notes, *resolved.notes)), changes
+
+
+def _moved(project: Project, sources: Sources) -> list[str]:
+    """Say where a project's file says that a namespace comes from, if not from the usual one."""
+    usual = sources.default_host
+    return [
+        f"{namespace}/* comes from {host}, says {PROJECT}"
+        for namespace, host in project.registries
+        if host != usual
+    ]
