@@ -83,20 +83,54 @@ class Wanted:
 
 
 def find_packages(connection: Connection, identity: Identity, query: SearchQuery) -> SearchPage:
-    """Return one page of the packages that ``identity`` may read and that hold every word."""
-    wanted, offset = Wanted.parse(query.q), int(query.cursor or 0)
-    rows = connection.execute(
-        select(_FULL, PACKAGES.c.latest, PACKAGES.c.updated, _DOWNLOADS, RELEASES.c.manifest)
+    """Return one page of the packages that ``identity`` may read and that hold every word.
+
+    Raises:
+        UsageError: when there are too many words.
+    """
+    offset = int(query.cursor or 0)
+    found = _found(connection, identity, query, offset)
+    following = offset + query.limit
+    more = str(following) if len(found) > query.limit and following < MAX_OFFSET else None
+    return SearchPage(_results(connection, found[: query.limit]), more)
+
+
+def _found(
+    connection: Connection, identity: Identity, query: SearchQuery, offset: int
+) -> list[int]:
+    """Return the ids of what is found in its order, one more than is wanted if there is.
+
+    It looks at nothing but two indexes, however large the rows of the packages are.
+    """
+    wanted = Wanted.parse(query.q)
+    statement = (
+        select(PACKAGES.c.id)
         .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
-        .join(RELEASES, _is_latest())
-        .where(rights.readable(identity), *_holding(wanted))
+        .where(rights.readable(identity), PACKAGES.c.latest.is_not(None), *_holding(wanted))
         .order_by(_rank(wanted), _DOWNLOADS.desc(), _FULL)
         .limit(query.limit + 1)
         .offset(offset)
-    ).all()
-    following = offset + query.limit
-    more = str(following) if len(rows) > query.limit and following < MAX_OFFSET else None
-    return SearchPage([_result(*row) for row in rows[: query.limit]], more)
+    )
+    return list(connection.execute(statement).scalars())
+
+
+def _results(connection: Connection, packages: list[int]) -> list[SearchResult]:
+    """Return what is shown of packages, in their order."""
+    statement = (
+        select(
+            PACKAGES.c.id,
+            _FULL,
+            PACKAGES.c.latest,
+            PACKAGES.c.updated,
+            _DOWNLOADS,
+            RELEASES.c.manifest,
+        )
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .join(RELEASES, _is_latest())
+        .where(PACKAGES.c.id.in_(packages))
+    )
+    results = {row[0]: _result(*row[1:]) for row in connection.execute(statement)}
+    return [results[package] for package in packages]
 
 
 def _is_latest() -> ColumnElement[bool]:

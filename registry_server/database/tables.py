@@ -189,6 +189,7 @@ PACKAGES = Table(
     Column("latest", String(256)),
     Column("search_text", Text, nullable=False, server_default=""),
     UniqueConstraint("namespace_id", "name"),
+    Index("ix_packages_search", "namespace_id", "latest", "search_text", "name"),
 )
 """``index_document`` is the signed envelope, ``revision`` the version number in it.
 
@@ -211,6 +212,7 @@ RELEASES = Table(
     Column("yank_reason", String(500)),
     Column("downloads", Integer, nullable=False, default=0),
     UniqueConstraint("package_id", "version"),
+    Index("ix_releases_downloads", "package_id", "downloads"),
 )
 """One version; ``manifest`` is its ``expert.json``."""
 

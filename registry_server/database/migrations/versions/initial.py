@@ -160,6 +160,12 @@ def _packages() -> None:
         sa.UniqueConstraint("namespace_id", "name", name=op.f("uq_packages_namespace_id_name")),
     )
     op.create_index(op.f("ix_packages_namespace_id"), "packages", ["namespace_id"], unique=False)
+    op.create_index(
+        "ix_packages_search",
+        "packages",
+        ["namespace_id", "latest", "search_text", "name"],
+        unique=False,
+    )
 
 
 def _repositories() -> None:
@@ -248,6 +254,7 @@ def _releases() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_releases")),
         sa.UniqueConstraint("package_id", "version", name=op.f("uq_releases_package_id_version")),
     )
+    op.create_index("ix_releases_downloads", "releases", ["package_id", "downloads"], unique=False)
 
 
 def _repository_blobs() -> None:
