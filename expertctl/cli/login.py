@@ -18,6 +18,7 @@ from expertctl.registry.credentials import (
 )
 from expertctl.registry.login import Login, try_login
 from expertctl.settings import Settings, load_settings
+from expertctl.trust.policy import TrustStore
 
 Registry = Annotated[
     str | None,
@@ -75,6 +76,10 @@ def _address(settings: Settings, text: str | None) -> RegistryAddress:
     if chosen is None:
         hint = "expertctl login HOST, or `expertctl config set registry HOST`"
         raise UsageError("no registry is named, and none is set", hint=hint)
+    host = RegistryAddress.parse(chosen, allow_http=True).host
+    known = TrustStore(settings.home.trust).read().registry(host)
+    if known is not None and "://" not in chosen:
+        chosen = known.url
     return RegistryAddress.parse(chosen, allow_http=settings.allow_http)
 
 

@@ -131,7 +131,8 @@ def translated(host: str) -> Iterator[None]:
                 "`expertctl config set ca_file FILE`",
             ) from error
         sent = not isinstance(error, _NEVER_SENT)
-        raise UnreachableError(f"{host}: {_reason(error)}", sent=sent) from error
+        hint = "" if sent else "is that its address? proxies are named by HTTPS_PROXY"
+        raise UnreachableError(f"{host}: {_reason(error)}", sent=sent, hint=hint) from error
 
 
 def proxy_for(url: httpx2.URL, environment: Mapping[str, str]) -> str | None:

@@ -13,7 +13,11 @@ import pytest
 
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import Credential, CredentialStore
+from expertctl.registry.retry import Retries
 from expertctl.settings import Home
+from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.keys import PrivateKey
+from expertctl.trust.policy import TrustStore
 from tests.cli.commands import Commands, expertctl
 from tests.registry.hostile import Reply, Request, Script, Serve, reply, serve
 from tests.registry.live import Live, live_registry
@@ -121,6 +125,22 @@ def test_a_foreign_registry_is_asked_by_its_own_interface(
     from_stdin(monkeypatch, "wrong")
     expertctl("login", server.url, "--user", "me", "--token-stdin", code=6)
     assert kept(home, server.url) == Credential("me", "secret")
+
+
+def test_a_known_registry_is_where_its_accepted_address_says(
+    registry: Live, home: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = KnownRegistry(registry.host, f"https://{registry.host}", PrivateKey.generate().public)
+    TrustStore(Home(home).trust).add_registry(tls)
+    from_stdin(monkeypatch, registry.served.user("alice"))
+    monkeypatch.setattr(Retries, "pause", _give_up)
+    said = expertctl("login", registry.host, "--token-stdin", code=6)
+    assert "no connection" in said.err  # TLS, where the server speaks none
+
+
+def _give_up(retries: Retries, attempt: int, error: Exception) -> None:
+    del retries, attempt
+    raise error
 
 
 def test_a_registry_that_lets_anybody_in_is_said_to(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -417,6 +418,26 @@ def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place)
     assert place.arrived == DATA
     assert place.kept == b"of the other process"
     assert len(list(place.downloads.folder.glob("*.part"))) == 1
+
+
+def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: Path) -> None:
+    both = threading.Barrier(2, timeout=30)
+
+    def script(request: Request) -> Iterator[bytes]:
+        whole = honest(request)
+        yield whole[:-5000]
+        both.wait()  # neither is served before both have begun
+        yield whole[-5000:]
+
+    server = serve(script)
+    places = [Place(Downloads(tmp_path / "partial"), Target(tmp_path / name)) for name in "ab"]
+    for place in places:
+        place.target.folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        counts = list(pool.map(lambda place: sum(place.fetch(server)), places))
+    assert [place.arrived for place in places] == [DATA, DATA]
+    assert counts == [len(DATA), len(DATA)]
+    assert list((tmp_path / "partial").glob("*.part")) == []
 
 
 def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:

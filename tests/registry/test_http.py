@@ -7,6 +7,7 @@ import base64
 import gzip
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
 
@@ -25,7 +26,7 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.credentials import CredentialStore
+from expertctl.registry.credentials import Credential, CredentialStore, OneCredential
 from expertctl.registry.http import MAX_REDIRECTS, Call, Http, open_http
 from expertctl.settings import load_settings
 from tests.registry.certificates import self_signed
@@ -457,6 +458,38 @@ def test_a_streamed_answer_comes_as_it_is_sent(serve: Serve) -> None:
         assert sum(len(chunk) for chunk in answer.chunks) == 200_000
     with client(server) as http, http.stream(Call("GET", server.address, "/x")):
         pass  # what is not read is not waited for
+
+
+def test_one_connection_serves_for_many_requests() -> None:
+    connections: set[object] = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            connections.add(self.client_address)
+            allowed = self.headers.get("authorization") is not None
+            self.send_response(200 if allowed else 401)
+            self.send_header("WWW-Authenticate", 'Basic realm="x"')
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"hello" if self.command == "GET" else b"")
+
+        do_HEAD = do_GET  # noqa: N815  # the name that the library looks for
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = RegistryAddress.parse(f"127.0.0.1:{server.server_port}")
+        with Http(OneCredential(address, Credential("me", "x"))) as http:
+            for method in ("HEAD", "GET", "HEAD", "GET"):
+                http.request(Call(method, address, "/x"), max_bytes=10)
+        server.shutdown()
+        thread.join()
+    assert len(connections) == 1
 
 
 def test_a_body_is_begun_anew_for_every_attempt(serve: Serve) -> None:
