@@ -114,6 +114,10 @@ class CredentialStore:
         document = load_object(data, what=str(self.path), max_bytes=MAX_BYTES)
         return _read(document, str(self.path))
 
+    def check_integrity(self) -> None:
+        """Assert that the file can be read, by its owner alone."""
+        self.all()
+
     def for_address(
         self, address: RegistryAddress, environment: Mapping[str, str] = os.environ
     ) -> Credential | None:
@@ -161,7 +165,19 @@ def _read(document: JsonObject, what: str) -> dict[str, Credential]:
     entries = document.get("registries")
     if set(document) != {"registries"} or not isinstance(entries, dict):
         raise InvalidPackageError(what, ["these are not the tokens of registries"], hint=_HINT)
+    for url in entries:
+        _check_url(url, what)
     return {url: _credential(entry, what) for url, entry in entries.items()}
+
+
+def _check_url(url: str, what: str) -> None:
+    """Demand the one writing of an address, or a login would be there and not be found."""
+    try:
+        if RegistryAddress.parse(url, allow_http=True).url == url:
+            return
+    except UsageError:
+        pass
+    raise InvalidPackageError(what, [f"{url[:80]!r} is not a registry's address"], hint=_HINT)
 
 
 def _credential(entry: JsonValue, what: str) -> Credential:

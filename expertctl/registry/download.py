@@ -109,6 +109,13 @@ class Downloads:
         """Remove what nobody went on with for ``age`` seconds."""
         sweep_partials(self.folder, age=age)
 
+    def check_integrity(self) -> None:
+        """Assert that everything here is the beginning of a blob, or belongs to one."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            assert path.suffix in {".part", ".json", ".lock"}, path
+            name = path.name.split(".")[0].split("-")[0]
+            assert Digest.parse(f"sha256:{name}").hex == name, path
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:

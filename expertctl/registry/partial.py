@@ -162,7 +162,11 @@ def sweep_partials(folder: Path, *, age: float) -> None:
     now = time.time()
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
-            if abs(now - path.stat().st_mtime) >= age and path.suffix in {".part", ".lock"}:
+            if abs(now - path.stat().st_mtime) < age:
+                continue
+            if path.suffix == ".tmp":  # of a process that was killed while it remembered
+                path.unlink()
+            elif path.suffix in {".part", ".lock"}:
                 _sweep(path)
 
 

@@ -8,6 +8,7 @@ that is to continue on another host is refused.
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ CHUNK_BYTES = 16 << 20
 MAX_CHUNK = 1 << 30
 MAX_ANSWER = 1 << 20
 MAX_STATE = 64 << 10
+KEPT_SECONDS = 7 * 86400.0
+"""How long an upload is remembered; registries forget them sooner."""
 _RANGE = re.compile(r"(?:bytes=)?0-([0-9]{1,15})")
 
 Open = Callable[[], AbstractContextManager[BinaryIO]]
@@ -83,6 +86,8 @@ class Uploader:
             UnreachableError: when it does not get on; what is there is remembered.
         """
         state = self._state_path(upload)
+        if state is not None:
+            sweep_uploads(state.parent, now=time.time(), age=KEPT_SECONDS)
         session = None if upload.mount_from else self._remembered(upload, state)
         session = session or self._begin(upload)
         if session is None:
@@ -317,7 +322,7 @@ class Uploader:
 
 def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
     """Forget uploads that nobody went on with for ``age`` seconds."""
-    for path in folder.glob("*.json") if folder.is_dir() else ():
+    for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
             if abs(now - path.stat().st_mtime) >= age:
                 path.unlink()

@@ -35,6 +35,7 @@ def test_a_login_is_kept_for_its_address_alone(store: CredentialStore) -> None:
 
 def test_nobody_else_can_read_the_file(store: CredentialStore) -> None:
     store.add(HERE, LOGIN)
+    store.check_integrity()
     assert store.path.stat().st_mode & 0o777 == 0o600
     assert store.path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -96,7 +97,8 @@ def test_a_user_that_cannot_be_a_header_is_refused(user: str) -> None:
     "document",
     [
         "{", "[]", "{}", '{"registries": []}', '{"registries": {}, "more": 1}',
-        '{"registries": {"https://r.example": 1}}',
+        '{"registries": {"https://r.example": 1}}', '{"registries": {"r.example/x": {}}}',
+        '{"registries": {"https://R.example": {"user": "me", "secret": "a"}}}',
         '{"registries": {"https://r.example": {"user": "me"}}}',
         '{"registries": {"https://r.example": {"user": "me", "secret": "a b"}}}',
         '{"registries": {"https://r.example": {"user": "me", "secret": "a", "more": 1}}}',

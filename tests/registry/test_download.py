@@ -75,6 +75,7 @@ class Place:
             self.downloads.fetch(
                 oci, "acme/sql", files or [FILE], self.target, progress=counts.append
             )
+        self.downloads.check_integrity()
         return counts
 
     @property
@@ -443,9 +444,10 @@ def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: 
 def test_what_is_old_and_nobody_holds_is_swept(place: Place) -> None:
     folder = place.downloads.folder
     make_folders(folder)
-    for name in ("old.part", "old.json", "held.part", "young.part", "old-private.part"):
+    names = ("old.part", "old.json", "held.part", "young.part", "old-private.part", ".old.tmp")
+    for name in names:
         (folder / name).write_bytes(b"x")
-    for name in ("old.part", "held.part", "old-private.part"):
+    for name in ("old.part", "held.part", "old-private.part", ".old.tmp"):
         os.utime(folder / name, (0, 0))
     with FileLock(f"{folder}/held.lock"):
         place.downloads.sweep()
