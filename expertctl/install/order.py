@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from expertctl.digest import hash_file
-from expertctl.errors import ConflictError, OfflineError, UsageError
+from expertctl.errors import ConflictError, OfflineError, RevokedError, UsageError
 from expertctl.install.candidate import Candidate, in_file, installed
 from expertctl.install.direct import Direct, find_direct
 from expertctl.install.disagreement import Need
@@ -111,7 +111,8 @@ def install_chosen(
     named = {direct.candidate: direct for direct in directs}
     parcels = [_parcel(item, sources, named.get(item.candidate)) for item in wanted]
     _demand_network(parcels, sources)
-    told = sources.pin(wanted)
+    told = sources.pin(chosen)
+    _refuse_revoked([there[i.candidate.ref] for i in asked if i not in wanted], sources)
     new = _fetch_and_install(parcels, files, target, lend)
     kept = [
         Installed(there[item.candidate.ref], "already installed", _yanked(item, sources))
@@ -212,6 +213,14 @@ def _parcel(item: Chosen, sources: Sources, direct: Direct | None) -> Parcel:
         found[1] if found else None,
         direct.named if direct else None,
     )
+
+
+def _refuse_revoked(present: Iterable[StoredExpert], sources: Sources) -> None:
+    """Refuse what is here already, but whose key the registry has just said to be revoked."""
+    for expert in present:
+        if sources.is_revoked(expert.signer, expert.package, expert.registry):
+            hint = "wait for a version that is signed with another key"
+            raise RevokedError(f"{expert.ref}: the key that signed it was revoked", hint=hint)
 
 
 def _demand_network(parcels: Sequence[Parcel], sources: Sources) -> None:

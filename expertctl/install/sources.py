@@ -225,7 +225,7 @@ def open_sources(settings: Settings, trust: TrustStore) -> Iterator[Sources]:
 def _speaks_api(http: Http, address: RegistryAddress) -> bool:
     """Tell whether a registry is one of ours."""
     try:
-        return "index_key" in ApiClient(http, address).get("/api/v1/")
+        return "index_key" in ApiClient(http, address).get("")
     except (UnreachableError, OfflineError):
         raise
     except ExpertError:
