@@ -132,20 +132,19 @@ class RegistriesAndAClient(RuleBasedStateMachine):
         self.say(place, self.document(place, model.revision, words, revoked))
         model.learn(words, revoked, mine=self.trusted_by_me(place[1]), gone=self.gone)
 
-    @rule(place=places, back=st.integers(1, 3))
-    def roll_back(self, place: Place, back: int) -> None:
-        model = self.model[place]
-        if model.revision > back:
-            self.refused(place, self.document(place, model.revision - back, {"d": None}))
+    @precondition(lambda self: any(m.revision > 1 for m in self.model.values()))
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from([p for p, m in self.model.items() if m.revision > 1]))
+        older = data.draw(st.integers(1, self.model[place].revision - 1))
+        self.refused(place, self.document(place, older, {"d": None}))
 
     @precondition(lambda self: any(m.revision for m in self.model.values()))
-    @rule(place=places)
-    def say_another_thing_under_one_revision(self, place: Place) -> None:
-        model = self.model[place]
-        if model.revision:
-            odd = self.document(place, model.revision, {"a": "b", "b": "c", "c": "d", "d": "a"},
-                                NAMES)  # fmt: skip
-            self.refused(place, odd)
+    @rule(data=st.data())
+    def say_another_thing_under_one_revision(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from([p for p, m in self.model.items() if m.revision]))
+        ring: dict[str, str | None] = {"a": "b", "b": "c", "c": "d", "d": "a"}
+        self.refused(place, self.document(place, self.model[place].revision, ring, NAMES))
 
     @rule(place=places, signer=st.sampled_from(["mallory", *(f"index of {h}" for h in HOSTS)]))
     def sign_with_another_key(self, place: Place, signer: str) -> None:
