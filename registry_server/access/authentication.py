@@ -22,7 +22,7 @@ from expertctl.errors import (
 )
 from registry_server.access import tokens
 from registry_server.access.address import client_address, limit_key, networks
-from registry_server.access.authorization import secret_of
+from registry_server.access.authorization import names_nobody, secret_of
 from registry_server.access.identity import Identity
 from registry_server.access.known import KnownSecrets
 from registry_server.access.rates import Rates
@@ -78,7 +78,7 @@ class Authentication:
         return identity
 
     def _identify(self, headers: Headers, address: str, key: str) -> Identity:
-        if "authorization" not in headers:
+        if names_nobody(headers):
             return Identity(address=address)
         if seconds := self._failures.wait(key):
             raise RateLimitError("too many failed logins from this address", retry_after=seconds)

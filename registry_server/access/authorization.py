@@ -10,6 +10,16 @@ import binascii
 from starlette.datastructures import Headers
 
 MAX_HEADER = 16_000
+_EMPTY_BASIC = "basic og=="
+
+
+def names_nobody(headers: Headers) -> bool:
+    """Tell whether a request carries no login: no header, or Basic with neither name nor secret.
+
+    That is what skopeo sends where it has no login and was told that Basic will do.
+    """
+    values = headers.getlist("authorization")
+    return not values or (len(values) == 1 and values[0].lower() == _EMPTY_BASIC)
 
 
 def secret_of(headers: Headers) -> str | None:

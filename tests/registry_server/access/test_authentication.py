@@ -63,6 +63,16 @@ def test_attack_80_without_a_token_one_is_nobody(served: Served) -> None:
     assert answer.json()["error"]["code"] == "unauthenticated"
 
 
+def test_basic_with_neither_name_nor_secret_is_nobody(served: Served) -> None:
+    served.user("alice")
+    served.namespace("open", owner="alice", read="public")
+    served.namespace("shut", owner="alice")
+    empty = served.client()
+    assert empty.get("/v2/open/x/referrers/sha256:" + "0" * 64, headers=basic("", "")).is_success
+    for path in ("/v2/", "/v2/shut/x/tags/list", WHOAMI):
+        assert empty.get(path, headers=basic("", "")).status_code == 401
+
+
 def test_attack_80_an_expired_token_is_refused(served: Served) -> None:
     served.user("bob")
     secret = served.token("bob", expires=time.time() - 1)
