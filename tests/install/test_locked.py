@@ -1,0 +1,301 @@
+"""Lists and lock files against a live registry: what they may do, and what they may not."""
+
+from pathlib import Path
+
+import pytest
+
+from expertctl.errors import (
+    ConflictError,
+    DigestError,
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    TrustError,
+    UsageError,
+)
+from expertctl.install.lock import Lock, demand_lock
+from expertctl.install.locked import install_locked
+from expertctl.install.order import Done
+from expertctl.install.outdated import Standing, outdated
+from expertctl.install.release_age import ReleaseAge
+from expertctl.install.sources import open_sources
+from expertctl.install.worklist import (
+    Worklist,
+    demand_project,
+    find_worklist,
+    install_list,
+    lock_list,
+    resolve_list,
+)
+from expertctl.reference import PackageName, Reference
+from tests.install.market import Buyer, Market, lend, market_at
+from tests.registry_server.publishing.parcels import Template
+
+AGE = ReleaseAge()
+
+
+class Team:
+    """A project, and people who work in it."""
+
+    def __init__(self, folder: Path, buyer: Buyer) -> None:
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        self.buyer = buyer
+
+    @property
+    def worklist(self) -> Worklist:
+        return find_worklist(self.buyer.house.home, self.folder)
+
+    @property
+    def lock_path(self) -> Path:
+        return self.folder / "expert.lock"
+
+    def wants(self, text: str) -> "Team":
+        (self.folder / "experts.toml").write_text(text)
+        return self
+
+    def lock(self) -> list[str]:
+        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
+            resolved = resolve_list(self.worklist, self.buyer.target, sources, AGE)
+            return lock_list(self.worklist, resolved)[0]
+
+    def install(self, *fresh: str, everything: bool = False) -> tuple[Done, list[str]]:
+        names = None if everything else [PackageName.parse(text) for text in fresh]
+        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
+            return install_list(self.worklist, self.buyer.target, sources, lend, AGE, fresh=names)
+
+    def install_locked(self, *refs: str) -> Done:
+        wanted = [Reference.parse(text) for text in refs]
+        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
+            return install_locked(self.worklist, wanted, self.buyer.target, sources, lend)
+
+    def outdated(self) -> list[Standing]:
+        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
+            return outdated(self.worklist, self.buyer.target, sources, AGE)
+
+    def joined_by(self, buyer: Buyer) -> "Team":
+        """The same project in the hands of somebody else."""
+        return Team(self.folder, buyer)
+
+
+@pytest.fixture
+def team(buyer: Buyer, market: Market, tmp_path: Path) -> Team:
+    """A project that wants an expert, which requires another."""
+    market.sell("acme/low@1.0.0")
+    market.sell("acme/top@1.0.0", requires=["acme/low@^1"])
+    return Team(tmp_path / "project", buyer).wants('[experts]\n"acme/top" = "^1"\n')
+
+
+@pytest.fixture
+def newcomer(market: Market, tmp_path: Path) -> Buyer:
+    return Buyer.at(tmp_path / "second-home", market)
+
+
+def refuses(team: Team, error: type[ExpertError], match: str) -> None:
+    before = team.buyer.house.files()
+    with pytest.raises(error, match=match):
+        team.install_locked()
+    assert team.buyer.house.files() == before
+
+
+def edit(team: Team, old: str, new: str) -> None:
+    text = team.lock_path.read_text()
+    assert old in text
+    team.lock_path.write_text(text.replace(old, new))
+
+
+def test_a_project_is_locked_without_installing(team: Team) -> None:
+    assert team.lock() == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
+    assert team.lock() == []
+    assert team.buyer.refs() == []
+    assert not team.buyer.house.trust.read().homes("acme")
+
+
+def test_what_is_locked_is_installed_elsewhere_though_there_is_newer(
+    team: Team, market: Market, newcomer: Buyer
+) -> None:
+    team.install()
+    market.sell("acme/low@1.1.0")
+    market.sell("acme/top@1.1.0")
+    other = team.joined_by(newcomer)
+    done = other.install_locked()
+    assert [i.expert.ref for i in done.installed] == ["acme/low@1.0.0", "acme/top@1.0.0"]
+    newcomer.house.check()
+    again = Team(team.folder, newcomer.offline()).install_locked()
+    assert {i.outcome for i in again.installed} == {"already installed"}
+
+
+def test_a_lock_is_kept_by_install_and_moved_by_update(team: Team, market: Market) -> None:
+    team.install()
+    market.sell("acme/low@1.1.0")
+    market.sell("acme/top@1.1.0", requires=["acme/low@^1"])
+    assert team.install()[1] == []
+    assert team.install("acme/top")[1] == ["~ acme/top@1.0.0 -> 1.1.0"]
+    assert team.install(everything=True)[1] == ["~ acme/low@1.0.0 -> 1.1.0"]
+    assert len(team.buyer.refs()) == 4
+
+
+def test_a_part_of_what_is_locked_comes_with_what_it_requires(
+    team: Team, market: Market, newcomer: Buyer
+) -> None:
+    market.sell("acme/other@1.0.0")
+    team.wants('[experts]\n"acme/top" = "^1"\n"acme/other" = "*"\n').lock()
+    other = team.joined_by(newcomer)
+    other.install_locked("acme/top")
+    assert newcomer.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
+    with pytest.raises(NotFoundError, match=r"acme/other@\^2: locked is acme/other@1\.0\.0"):
+        other.install_locked("acme/other@^2")
+    with pytest.raises(NotFoundError, match="it is not locked"):
+        other.install_locked("acme/absent")
+
+
+def test_a_yanked_version_is_installed_by_the_lock_with_a_warning(
+    team: Team, market: Market, newcomer: Buyer
+) -> None:
+    team.lock()
+    market.yank("acme/low@1.0.0", "wrong licence")
+    done = team.joined_by(newcomer).install_locked()
+    warnings = [warning for item in done.installed for warning in item.warnings]
+    assert any("acme/low@1.0.0 was yanked: wrong licence" in warning for warning in warnings)
+
+
+def test_a_lock_of_another_experts_toml_is_refused(team: Team) -> None:
+    team.lock()
+    team.wants('[experts]\n"acme/top" = "^2"\n')
+    refuses(team, ConflictError, "does not fit experts.toml")
+
+
+def test_a_lock_that_is_not_there_is_told(team: Team) -> None:
+    refuses(team, NotFoundError, "expert.lock")
+
+
+@pytest.mark.parametrize("field", ["content_digest", "package_digest"])
+def test_an_edited_hash_is_refused(team: Team, field: str) -> None:
+    team.lock()
+    lock = demand_lock(team.lock_path)
+    digest = getattr(lock.experts[0], field)
+    edit(team, str(digest), f"sha256:{'0' * 64}")
+    refuses(team, DigestError, f"another {field} of acme/low@1.0.0")
+
+
+def test_the_hashes_of_another_version_are_refused(team: Team, market: Market) -> None:
+    """A downgrade: the version says 1.1.0, the digests are those of 1.0.0."""
+    market.sell("acme/low@1.1.0")
+    team.lock()
+    edit(team, 'version = "1.1.0"', 'version = "1.0.0"')
+    refuses(team, DigestError, "another content_digest and package_digest of acme/low@1.0.0")
+
+
+def test_a_requirement_that_was_edited_away_is_refused(team: Team) -> None:
+    team.lock()
+    lock = demand_lock(team.lock_path)
+    text = Lock(lock.wanted, lock.experts[1:]).encode()
+    team.lock_path.write_text(text.replace('requires = ["acme/low@^1"]', "requires = []"))
+    refuses(team, DigestError, "another requires of acme/top@1.0.0")
+
+
+def test_a_swapped_registry_is_refused_known_or_not(
+    team: Team, market: Market, template: Template, tmp_path: Path
+) -> None:
+    team.lock()
+    text = team.lock_path.read_text()
+    with market_at(tmp_path / "second", template) as other:
+        other.open("acme")
+        for parcel in market.sold.values():
+            other.sell(parcel.ref)
+        for known in (False, True):
+            if known:
+                team.buyer.house.trust.add_registry(other.known)
+            team.lock_path.write_text(text.replace(market.host, other.host))
+            refuses(team, TrustError, f"but acme/\\* belongs to {market.host}")
+
+
+def test_a_half_merged_lock_is_refused(team: Team) -> None:
+    team.lock()
+    edit(team, "[[expert]]", "<<<<<<< HEAD\n[[expert]]")
+    refuses(team, InvalidPackageError, "marker of a merge conflict")
+
+
+def test_a_project_cannot_send_to_a_registry_that_the_user_does_not_know(
+    team: Team, template: Template, tmp_path: Path
+) -> None:
+    """Attacks 99 and 104: experts.toml of a stranger redirects a namespace, or adds a registry."""
+    with market_at(tmp_path / "second", template) as other:
+        other.open("acme").sell("acme/top@1.9.0")
+        for text in (
+            f'[experts]\n"acme/top" = "*"\n[registries]\nacme = "{other.host}"\n',
+            f'[experts]\n"{other.host}/acme/top" = "*"\n',
+        ):
+            with pytest.raises(TrustError, match=r"index key of .* is not known"):
+                team.wants(text).install()
+    assert team.buyer.refs() == []
+
+
+def test_a_project_cannot_move_a_namespace_that_belongs_elsewhere(
+    team: Team, template: Template, tmp_path: Path
+) -> None:
+    team.install()
+    with market_at(tmp_path / "second", template) as other:
+        other.open("acme").sell("acme/top@1.9.0")
+        team.buyer.house.trust.add_registry(other.known)
+        text = f'[experts]\n"acme/top" = "*"\n[registries]\nacme = "{other.host}"\n'
+        with pytest.raises(TrustError, match="would take the namespace acme"):
+            team.wants(text).install()
+
+
+def test_a_project_may_name_a_registry_that_the_user_knows_and_it_is_said(
+    team: Team, template: Template, tmp_path: Path
+) -> None:
+    with market_at(tmp_path / "second", template) as other:
+        other.open("beta").sell("beta/low@1.0.0")
+        other.sell("beta/top@1.0.0", requires=["beta/low"])
+        team.buyer.house.trust.add_registry(other.known)
+        text = f'[experts]\n"beta/top" = "*"\n[registries]\nbeta = "{other.host}"\n'
+        done, _ = team.wants(text).install()
+        assert f"beta/* comes from {other.host}, says experts.toml" in done.notes
+        assert {i.expert.registry for i in done.installed} == {other.host}
+        team.install_locked()
+
+
+def test_the_users_own_list_is_what_counts_outside_a_project(
+    buyer: Buyer, market: Market, tmp_path: Path
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    own = Team(tmp_path / "anywhere", buyer)
+    with pytest.raises(UsageError, match="nothing to install"):
+        own.install()
+    with pytest.raises(NotFoundError, match=r"no experts\.toml"):
+        demand_project(buyer.house.home, own.folder)
+    reference = Reference.parse("acme/sql@^1")
+    own.worklist.file.save({reference.package: reference})
+    assert own.install()[1] == ["+ acme/sql@1.0.0"]
+    assert not own.lock_path.exists()
+    market.sell("acme/sql@1.1.0")
+    assert own.install(everything=True)[1] == ["+ acme/sql@1.1.0"]
+
+
+def test_what_is_outdated_is_told_with_what_is_wanted(team: Team, market: Market) -> None:
+    team.install()
+    assert not any(standing.is_behind for standing in team.outdated())
+    market.sell("acme/low@1.1.0")
+    market.sell("acme/top@2.0.0-rc.1")
+    market.sell("acme/top@2.0.0")
+    market.yank("acme/top@1.0.0", "old")
+    found = {
+        str(s.package): (str(s.current), str(s.wanted), str(s.newest), s.yanked)
+        for s in team.outdated()
+    }
+    assert found == {
+        "acme/low": ("1.0.0", "1.1.0", "1.1.0", None),
+        "acme/top": ("1.0.0", "1.0.0", "2.0.0", "old"),
+    }
+
+
+def test_outside_a_project_what_is_installed_is_compared(
+    buyer: Buyer, market: Market, tmp_path: Path
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    buyer.buy("acme/sql")
+    market.sell("acme/sql@1.1.0")
+    (standing,) = Team(tmp_path / "anywhere", buyer).outdated()
+    assert (str(standing.current), str(standing.newest)) == ("1.0.0", "1.1.0")
