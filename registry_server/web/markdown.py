@@ -6,7 +6,7 @@ their description: a page that loads from elsewhere tells who reads it.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from urllib.parse import urlsplit
 
 import nh3
@@ -16,7 +16,12 @@ from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 from markupsafe import Markup, escape
 
-MAX_CHARACTERS = 200_000
+MAX_CHARACTERS = 60_000
+"""The worst text of that length keeps a processor busy for about a second, once."""
+
+_KEPT = 64
+"""How many READMEs are kept as HTML."""
+
 _TAGS = {
     *("h2", "h3", "h4", "h5", "h6", "p", "br", "hr", "blockquote", "pre", "code", "em", "strong"),
     *("s", "ul", "ol", "li", "a", "table", "thead", "tbody", "tr", "th", "td", "span"),
@@ -26,8 +31,13 @@ _SCHEMES = {"http", "https"}
 
 
 def render(text: str) -> Markup:
-    """Return a README as HTML that is safe within a page."""
-    html = str(_parser().render(text[:MAX_CHARACTERS]))
+    """Return a README as HTML that is safe within a page; what is too long is cut."""
+    return _rendered(text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}…")
+
+
+@lru_cache(_KEPT)
+def _rendered(text: str) -> Markup:
+    html = str(_parser().render(text))
     safe = nh3.clean(
         html,
         tags=_TAGS,
