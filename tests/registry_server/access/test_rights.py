@@ -112,6 +112,16 @@ def test_who_may_read_everything_is_told_what_is_missing(connection: Connection)
         rights.authorise(connection, identity, Action.READ, "absent")
 
 
+def test_what_a_user_may_do_whatever_the_token(connection: Connection) -> None:
+    acme, open_ = (namespaces.get(connection, name) for name in ("acme", "open"))
+    paul = identity_of(connection, "paul", "read")
+    assert rights.allowed(connection, paul, Action.PUSH, acme)
+    assert not rights.allowed(connection, paul, Action.YANK, acme)
+    assert rights.allowed(connection, ANONYMOUS, Action.READ, open_)
+    assert not rights.allowed(connection, ANONYMOUS, Action.READ, acme)
+    assert not rights.allowed(connection, ANONYMOUS, Action.PUSH, open_)
+
+
 def test_only_an_admin_with_a_token_for_it_is_an_admin(connection: Connection) -> None:
     rights.demand(identity_of(connection, "boss"), Action.ADMIN)
     with pytest.raises(UnauthenticatedError):
