@@ -1,8 +1,8 @@
 """What registries offer this user: versions from index documents that were believed.
 
 A person's reference chooses its registry; what a package or a project file says moves nothing
-(`expertctl.registry.known`). Each index is asked for once in a command. Nothing is written to
-``trust.json`` before something is going to be installed.
+(`expertctl.registry.known`). Each index is asked for once in a command. Nothing but revocations is
+written to ``trust.json`` before something is going to be installed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ from expertctl.registry.known import (
     required_registry,
 )
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.pins import pin, pinned, signer_problem
+from expertctl.registry.pins import heed, pin, pinned, signer_problem
 from expertctl.settings import Settings
 from expertctl.trust.grant import KnownRegistry
 from expertctl.trust.policy import TrustStore
@@ -53,6 +53,7 @@ class Sources:
         self._indexes = IndexStore(settings.home.registries)
         self._documents: dict[tuple[str, PackageName], IndexDocument] = {}
         self._plain: set[str] = set()
+        self._heard: list[str] = []
 
     def candidates(self, wanted: Reference, by_hand: bool = False) -> list[Candidate]:
         """Return all versions of a package; ``by_hand`` says that a person named the registry.
@@ -173,7 +174,7 @@ class Sources:
 
     def pin(self, chosen: Iterable[Chosen]) -> list[str]:
         """Fix the publisher keys of what is going to be installed; return what changed."""
-        told = []
+        told, self._heard = self._heard, []
         for item in chosen:
             key = item.candidate.registry, item.candidate.package
             known = self._before.registry(item.candidate.registry)
@@ -186,6 +187,7 @@ class Sources:
         if key not in self._documents:
             offline = self.settings.offline
             document = fetch_index(self.http, known, package, self._indexes, offline=offline)
+            self._heard += heed(document, known, self._trust)
             self._record = pinned(self._record, document, known)
             self._documents[key] = document
         return self._documents[key]

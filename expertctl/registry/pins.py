@@ -36,14 +36,32 @@ def pin(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> lis
 def pinned(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -> TrustRecord:
     """Return what is trusted after an index was believed; revocations come first."""
     namespace, host = document.package.namespace, known.host
-    reasons = [(entry.key_id, _line(entry.reason)) for entry in document.revoked]
-    record = record.with_registry_revocations(host, namespace, reasons)
+    record = _revoking(record, document, known)
     entries = [e for e in document.keys if not _is_revoked(record, e.key, namespace, host)]
     if not record.is_pinned(host, namespace):
         keys = [entry.key for entry in entries]
     else:
         keys = _vouched_for(entries, record.vouching_keys(host, namespace), namespace)
     return record.with_pins(host, namespace, keys) if keys else record
+
+
+def heed(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> list[str]:
+    """Take over what an index revokes, and nothing else, where keys are pinned already.
+
+    For whoever only asked: what is installed from there must be refused from now on.
+
+    Raises:
+        TrustError: when ``trust.json`` may not be believed or would grow too large.
+        StoreError: when it cannot be written.
+    """
+    before = trust.read()
+    if not before.is_pinned(known.host, document.package.namespace):
+        return []
+    after = _revoking(before, document, known)
+    if after == before:
+        return []
+    after = trust.change(lambda record: _revoking(record, document, known))
+    return _told(before, after, document, known)
 
 
 def trusted_form(
@@ -82,6 +100,11 @@ def signer_problem(
             f"--namespace {package.namespace} --registry {host}` ({error.message})",
         )
     return None
+
+
+def _revoking(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -> TrustRecord:
+    reasons = [(entry.key_id, _line(entry.reason)) for entry in document.revoked]
+    return record.with_registry_revocations(known.host, document.package.namespace, reasons)
 
 
 def _vouched_for(

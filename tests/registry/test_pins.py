@@ -9,7 +9,7 @@ from expertctl.errors import RevokedError, TrustError
 from expertctl.reference import PackageName
 from expertctl.registry.index_document import IndexDocument, KeyEntry
 from expertctl.registry.key_statement import sign_statement
-from expertctl.registry.pins import pin, pinned, signer_problem, trusted_form
+from expertctl.registry.pins import heed, pin, pinned, signer_problem, trusted_form
 from expertctl.trust.grant import Grant, TrustedKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -272,6 +272,17 @@ class TestStore:
         ]
         assert signers(TrustStore(trust.path).read(), "alice", "bob") == ["alice", "bob"]
         trust.check_integrity()
+
+    def test_who_only_asked_hears_what_is_revoked_and_pins_nothing(self, trust: TrustStore) -> None:
+        assert heed(index(1, keys=[entry("alice")], revoked=["bob"]), KNOWN, trust) == []
+        assert not trust.read().is_pinned(HOST, "acme")
+        pin(index(1, keys=[entry("alice"), entry("bob")]), KNOWN, trust)
+        later = index(2, keys=[entry("alice"), entry("dave", by="alice")], revoked=["bob"])
+        assert heed(later, KNOWN, trust) == [
+            f"{key_id('bob')} was revoked for acme/* of {HOST}: bob was lost"
+        ]
+        assert heed(later, KNOWN, trust) == []
+        assert signers(trust.read(), "alice", "bob", "dave") == ["alice"]
 
     def test_nothing_is_written_when_nothing_changes(self, trust: TrustStore) -> None:
         pin(index(1, keys=[entry("alice")]), KNOWN, trust)
