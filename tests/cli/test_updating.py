@@ -1,0 +1,164 @@
+"""``install`` from a registry, ``lock``, ``outdated``, ``update``: as a person types them."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Commands, expertctl
+from tests.install.market import Market, market, template
+from tests.store.shop import House, Shop, shop
+
+__all__ = ["expertctl", "market", "shop", "template"]
+
+
+@pytest.fixture
+def house(home: Path, market: Market, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    """A house that knows the market, and an empty working folder."""
+    found = House(home)
+    found.trust.add_registry(market.known)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("EXPERT_REGISTRY", market.host)
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    return found
+
+
+def wants(text: str) -> None:
+    Path("experts.toml").write_text(f"[experts]\n{text}\n")
+
+
+def test_a_reference_is_installed_and_written_to_the_users_list(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    said = expertctl("install", "acme/sql@^1", "--json")
+    (entry,) = said.document["installed"]
+    assert (entry["ref"], entry["registry"]) == ("acme/sql@1.0.0", market.host)
+    assert (house.root / "experts.toml").read_text() == '[experts]\n"acme/sql" = "^1"\n'
+    assert not Path("experts.toml").exists()
+    again = expertctl("install", "--offline", "acme/sql@1.0.0")
+    assert "already installed: acme/sql@1.0.0" in again.out
+    expertctl("remove", "acme/sql")
+    assert '"acme/sql"' not in (house.root / "experts.toml").read_text()
+
+
+def test_references_and_files_are_installed_together(
+    expertctl: Commands, house: House, market: Market, shop: Shop
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    house.trusting("acme")
+    said = expertctl("install", "acme/sql", shop.package("acme/file"))
+    assert said.out.count("installed: ") == 2
+
+
+def test_a_project_is_installed_locked_and_checked(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/low@1.0.0")
+    market.sell("acme/top@1.0.0", requires=["acme/low@^1"])
+    wants('"acme/top" = "^1"')
+    expertctl("install", "--locked", code=3)
+    said = expertctl("lock", "--json")
+    assert said.document["changes"] == ["+ acme/low@1.0.0", "+ acme/top@1.0.0"]
+    assert house.refs() == []
+    assert "up to date" in expertctl("lock", "--check").out
+    assert "installed: acme/low@1.0.0" in expertctl("install").out
+    expertctl("install", "--locked", "--offline")
+    wants('"acme/top" = "^2"')
+    expertctl("lock", "--check", code=4)
+    expertctl("install", "--locked", code=4)
+    assert "there is 1.0.0" in expertctl("lock", code=3).err
+
+
+def test_a_project_file_is_changed_only_by_save(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    market.sell("acme/new@1.0.0")
+    wants('"acme/sql" = "*"')
+    said = expertctl("install", "acme/new")
+    assert "--save writes there" in said.err
+    assert "acme/new" not in Path("experts.toml").read_text()
+    expertctl("install", "--save", "acme/new@^1")
+    assert '"acme/new" = "^1"' in Path("experts.toml").read_text()
+    assert 'name = "acme/new"' in Path("expert.lock").read_text()
+    expertctl("install", "--locked")
+
+
+@pytest.mark.parametrize("flag", ["--locked", "--save"])
+def test_a_flag_of_projects_needs_one(expertctl: Commands, house: House, flag: str) -> None:
+    assert "needs an experts.toml" in expertctl("install", flag, "acme/sql", code=2).err
+
+
+def test_calls_that_contradict_themselves_are_usage_errors(
+    expertctl: Commands, house: House, shop: Shop
+) -> None:
+    wants('"acme/sql" = "*"')
+    expertctl("install", "--locked", shop.package("acme/file"), code=2)
+    expertctl("install", "--locked", "--save", "acme/sql", code=2)
+    expertctl("install", "--save", code=2)
+    expertctl("install", "acme/sql@latest", code=2)
+    expertctl("install", "no-such-thing", code=3)
+    expertctl("update", "acme/sql@^2", code=2)
+    expertctl("update", "acme/other", code=3)
+    Path("experts.toml").unlink()
+    expertctl("install", code=2)
+    expertctl("lock", code=3)
+
+
+def test_what_is_outdated_is_shown_and_updated(
+    expertctl: Commands, house: House, market: Market
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    wants('"acme/sql" = "^1"')
+    expertctl("install")
+    assert "1 experts are current" in expertctl("outdated").err
+    market.sell("acme/sql@1.1.0")
+    market.sell("acme/sql@2.0.0")
+    market.yank("acme/sql@1.0.0", "wrong")
+    said = expertctl("outdated")
+    assert said.out.splitlines()[1].split() == ["acme/sql", "1.0.0", "1.1.0", "2.0.0", "yanked"]
+    assert "acme/sql@1.0.0 was yanked: wrong" in said.err
+    (entry,) = expertctl("outdated", "--json").document["experts"]
+    assert (entry["wanted"], entry["newest"], entry["yanked"]) == ("1.1.0", "2.0.0", "wrong")
+    assert expertctl("update", "acme/sql").out == "~ acme/sql@1.0.0 -> 1.1.0\n"
+    assert "all is current" in expertctl("update", "--json").err
+    assert house.refs() == ["acme/sql@1.0.0", "acme/sql@1.1.0"]
+
+
+def test_a_version_that_waits_is_shown(
+    expertctl: Commands, house: House, market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    expertctl("install", "acme/sql")
+    market.sell("acme/sql@1.1.0")
+    monkeypatch.setenv("EXPERT_MINIMUM_RELEASE_AGE", "3d")
+    assert "1.1.0 waits until 20" in expertctl("outdated").out
+    (entry,) = expertctl("outdated", "--json").document["experts"]
+    assert (entry["wanted"], entry["waiting"]["version"]) == ("1.0.0", "1.1.0")
+    assert "waits until" in expertctl("install", "acme/sql@1.1.0", code=3).err
+    monkeypatch.setenv("EXPERT_MINIMUM_RELEASE_AGE_EXCLUDE", "acme")
+    expertctl("install", "acme/sql@1.1.0")
+
+
+def test_offline_means_no_network(expertctl: Commands, house: House, market: Market) -> None:
+    market.sell("acme/sql@1.0.0")
+    assert "was never asked" in expertctl("install", "--offline", "acme/sql", code=3).err
+    expertctl("install", "acme/sql")
+    market.sell("acme/sql@1.1.0")
+    expertctl("install", "--offline", "acme/sql")
+    assert house.refs() == ["acme/sql@1.0.0"]
+    expertctl("outdated", "--offline")
+
+
+def test_a_project_of_a_stranger_is_refused_with_the_exit_code_of_trust(
+    expertctl: Commands, house: House
+) -> None:
+    Path("experts.toml").write_text(
+        '[experts]\n"acme/sql" = "*"\n[registries]\nacme = "hub.example"\n'
+    )
+    said = expertctl("install", code=5)
+    assert "index key of hub.example is not known" in said.err
+    Path("experts.toml").write_text('[trust]\nall = "yes"\n')
+    expertctl("install", code=8)
