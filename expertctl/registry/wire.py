@@ -22,7 +22,10 @@ from expertctl.registry.address import is_loopback
 
 MIN_BYTES = 1024
 """What must arrive within `Timeouts.stall` seconds for an answer to count as going on."""
+MAX_HEAD = 1 << 20
+"""What may come before a body does: headers, and any number of ``100 Continue``."""
 MAX_CONNECTIONS = 16
+_READING = frozenset({"GET", "HEAD"})
 _TRANSIENT = (
     httpcore2.NetworkError,
     httpcore2.TimeoutException,
@@ -41,7 +44,7 @@ class Timeouts:
     stall: float = 30.0
     """Without a byte sent, or `MIN_BYTES` received."""
     answer: float = 300.0
-    """For the whole of an answer that is no blob."""
+    """For the whole of an answer that is no blob, and until what was sent is dealt with."""
 
 
 class Wire(httpx2.BaseTransport):
@@ -64,7 +67,8 @@ class Wire(httpx2.BaseTransport):
         target = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
         )
-        waits = {"connect": limits.connect, "read": limits.stall, "write": limits.stall}
+        patience = limits.stall if request.method in _READING else limits.answer
+        waits = {"connect": limits.connect, "read": patience, "write": limits.stall}
         assert isinstance(request.stream, Iterable)
         raw = httpcore2.Request(
             method=request.method,
@@ -74,6 +78,9 @@ class Wire(httpx2.BaseTransport):
             extensions={"timeout": waits},
         )
         answer = self._pool(url).handle_request(raw)
+        stream = answer.extensions.get("network_stream")
+        if isinstance(stream, _WatchedStream):
+            stream.body_begins()
         return httpx2.Response(
             answer.status, headers=answer.headers, stream=_Stream(answer), request=request
         )
@@ -247,7 +254,7 @@ class _WatchedBackend(httpcore2.NetworkBackend):
 
 
 class _WatchedStream(httpcore2.NetworkStream):
-    """Counts the time spent waiting since the last request or the last `MIN_BYTES`.
+    """Counts the time spent waiting for an answer to begin, then for its next `MIN_BYTES`.
 
     A timeout of each read alone would let one byte now and then hold a client for ever.
     """
@@ -255,22 +262,29 @@ class _WatchedStream(httpcore2.NetworkStream):
     def __init__(self, stream: httpcore2.NetworkStream, stall: float) -> None:
         self._stream = stream
         self._stall = stall
-        self._left, self._received = stall, 0
+        self._spent, self._received, self._in_body = 0.0, 0, False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        if self._left <= 0:
+        left = (timeout or self._stall) - self._spent
+        if left <= 0:
             raise httpcore2.ReadTimeout
         started = time.monotonic()
-        data = self._stream.read(max_bytes, timeout=self._left)
-        self._left -= time.monotonic() - started
+        data = self._stream.read(max_bytes, timeout=left)
+        self._spent += time.monotonic() - started
         self._received += len(data)
-        if self._received >= MIN_BYTES:
-            self._left, self._received = self._stall, 0
+        if self._in_body and self._received >= MIN_BYTES:
+            self._spent, self._received = 0.0, 0
+        if not self._in_body and self._received > MAX_HEAD:
+            raise httpcore2.RemoteProtocolError("it never gets to the point")
         return data
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._left, self._received = self._stall, 0
+        self._spent, self._received, self._in_body = 0.0, 0, False
         self._stream.write(buffer, timeout=timeout)
+
+    def body_begins(self) -> None:
+        """Say that status and headers are read."""
+        self._spent, self._received, self._in_body = 0.0, 0, True
 
     def close(self) -> None:
         self._stream.close()

@@ -331,6 +331,33 @@ def test_an_answer_that_trickles_is_given_up(serve: Serve) -> None:
     tick.set()
 
 
+def test_an_answer_that_never_gets_to_the_point_is_given_up(serve: Serve) -> None:
+    def hesitant(_: Request) -> Iterator[bytes]:
+        while True:
+            yield b"HTTP/1.1 100 Continue\r\n\r\n" * 100
+
+    server = serve(hesitant)
+    with (
+        client(server, attempts=1) as http,
+        pytest.raises(UnreachableError, match="never gets to the point"),
+    ):
+        get(http, server)
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_a_server_may_think_about_what_it_was_sent(serve: Serve, method: str) -> None:
+    thinking = threading.Event()
+
+    def script(_: Request) -> Reply:
+        thinking.wait(0.3)
+        return reply(200, b"done")
+
+    server = serve(script)
+    with client(server, attempts=1, stall=0.1) as http:
+        call = Call(method, server.address, "/x", body=b"large")
+        assert http.request(call, max_bytes=10).body == b"done"
+
+
 def test_a_compressed_answer_is_refused(serve: Serve) -> None:
     server = serve(reply(200, gzip.compress(b"x" * 100), Content_Encoding="gzip"))
     with client(server) as http, pytest.raises(RegistryError, match="compressed"):
