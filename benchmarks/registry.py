@@ -290,7 +290,7 @@ def _publish_packages(server: Server, folder: Path, home: Path) -> list[str]:
     _namespace(server, "bench", kind="expert")
     pem = json.dumps({"public_key": key.public.pem().decode(), "statement": None}).encode()
     headers = {"Content-Type": "application/json"}
-    _asked(server, "POST", "/api/v1/namespaces/bench/keys", pem, headers, status=201)
+    _asked(server, "POST", "/api/v1/namespaces/bench/keys", pem, headers, status=200)
     _prepare_home(server, home)
     _expertctl(["trust", "add", str(_written(folder / "bench.pem", key.public.pem())),
                 "--namespace", "bench"], server, home)  # fmt: skip

@@ -105,7 +105,8 @@ class Transaction:
             if place != path:
                 self.discard(place)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
-        self._free(file.digest for file in superseded)
+        if superseded:  # else there is no need to read every ref
+            self._free(file.digest for file in superseded)
         return Added(expert, outcome)
 
     def check(self, package: VerifiedPackage, *, registry: str = LOCAL) -> None:
