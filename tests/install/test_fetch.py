@@ -1,0 +1,236 @@
+"""Fetching from registries that lie, stumble or have no index: what travels, what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import (
+    DigestError,
+    ExpertError,
+    InvalidPackageError,
+    NotFoundError,
+    RegistryError,
+    TrustError,
+)
+from expertctl.package.layout import MANIFEST_TYPE
+from expertctl.registry import http as http_module
+from expertctl.registry.index_document import Release
+from expertctl.registry.retry import Retries
+from tests.install.liar import Liar, lying, with_form
+from tests.install.market import Buyer
+from tests.registry.hostile import Pauses, reply
+from tests.registry_server.publishing.parcels import Parcel, Template
+from tests.store.shop import House, a_key
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sleeps between two tries."""
+    patient = Retries(attempts=2, sleep=Pauses(), chance=lambda: 1.0)
+    monkeypatch.setattr(http_module, "Retries", lambda: patient)
+
+
+@pytest.fixture
+def one(template: Template) -> Parcel:
+    return template.parcel("acme/one", key=a_key("acme"))
+
+
+@pytest.fixture
+def two(template: Template) -> Parcel:
+    """It shares every file but its manifest and signature with the first."""
+    return template.parcel("acme/two", key=a_key("acme"))
+
+
+def at(liar: Liar, root: Path) -> Buyer:
+    """A buyer who accepted the index key of a registry."""
+    buyer = Buyer.at(root)
+    if liar.indexed:
+        buyer.house.trust.add_registry(liar.known)
+    return replace(buyer, settings=replace(buyer.settings, registry=liar.host))
+
+
+def refuses(buyer: Buyer, error: type[ExpertError], match: str, *refs: str) -> str:
+    with pytest.raises(error, match=match) as raised:
+        buyer.buy(*refs)
+    assert buyer.refs() == []
+    return raised.value.hint
+
+
+def test_a_blob_that_two_packages_share_travels_once(home: Path, one: Parcel, two: Parcel) -> None:
+    with lying(one, two) as liar:
+        buyer = at(liar, home)
+        buyer.buy("acme/one", "acme/two")
+        blobs = [path.rpartition(":")[2] for path in liar.asked("/blobs/")]
+        wanted = {f.digest.hex for p in (one, two) for f in p.layout.layers}
+        assert sorted(blobs) == sorted(wanted)
+        buyer.house.check()
+
+
+def test_a_blob_that_the_store_has_does_not_travel(home: Path, one: Parcel, two: Parcel) -> None:
+    with lying(one, two) as liar:
+        buyer = at(liar, home)
+        buyer.buy("acme/one")
+        before = len(liar.asked("/blobs/"))
+        buyer.buy("acme/two")
+        shared = {f.digest for f in one.layout.layers} & {f.digest for f in two.layout.layers}
+        assert len(liar.asked("/blobs/")) - before == len(two.layout.layers) - len(shared)
+        buyer.house.check()
+
+
+def test_what_arrived_before_a_failure_does_not_travel_again(home: Path, one: Parcel) -> None:
+    last = one.layout.layers[-1]
+    path = f"/v2/acme/one/blobs/{last.digest}"
+    with lying(one) as liar:
+        buyer = at(liar, home)
+        liar.answers[path] = lambda _: reply(404)
+        refuses(buyer, NotFoundError, "blobs", "acme/one")
+        arrived = {p.name for p in (buyer.house.home.registries / "arrived").iterdir()}
+        del liar.answers[path]
+        before = len(liar.asked("/blobs/"))
+        buyer.buy("acme/one")
+        again = {p.rpartition(":")[2] for p in liar.asked("/blobs/")[before:]}
+        assert not again & arrived
+        assert last.digest.hex in again
+
+
+def test_manifest_bytes_that_are_not_those_of_the_digest_are_refused(
+    home: Path, one: Parcel, two: Parcel
+) -> None:
+    """Attack 94: something moved between resolving and pulling."""
+    with lying(one) as liar:
+        liar.answers[f"/v2/acme/one/manifests/{one.package_digest}"] = lambda _: reply(
+            body=two.layout.manifest, Content_Type=MANIFEST_TYPE
+        )
+        refuses(at(liar, home), DigestError, "the manifest of acme/one is not", "acme/one")
+
+
+def test_only_digests_are_asked_for_so_a_moved_tag_moves_nothing(home: Path, one: Parcel) -> None:
+    with lying(one) as liar:
+        liar.answers["/v2/acme/one/manifests/1.0.0"] = lambda _: reply(500)
+        at(liar, home).buy("acme/one")
+        assert liar.asked("/manifests/") == [f"/v2/acme/one/manifests/{one.package_digest}"]
+
+
+def test_an_index_that_names_the_manifest_of_another_content_is_refused(
+    home: Path, template: Template, one: Parcel
+) -> None:
+    """Attack 94: the index says A, the manifest says B."""
+    other = template.parcel("acme/one", key=a_key("acme"), description="another")
+    with lying(one) as liar:
+        liar.change = lambda release: with_form(release, other.package_digest)
+        liar.answers[f"/v2/acme/one/manifests/{other.package_digest}"] = lambda _: reply(
+            body=other.layout.manifest, Content_Type=MANIFEST_TYPE
+        )
+        refuses(at(liar, home), DigestError, "names other content than the index", "acme/one")
+
+
+@pytest.mark.parametrize("field", ["requires", "conflicts", "base"])
+def test_an_index_that_says_something_else_than_the_package_is_refused(
+    home: Path, one: Parcel, field: str
+) -> None:
+    with lying(one) as liar:
+        buyer = at(liar, home)
+
+        def lie(release: Release) -> Release:
+            lies: dict[str, Any] = {
+                "requires": ("acme/one@*",),
+                "conflicts": ("acme/other",),
+                "base": replace(release.base, name="another"),
+            }
+            return replace(release, **{field: lies[field]})
+
+        liar.change = lie
+        refuses(buyer, DigestError, f"something else of its {field}", "acme/one")
+
+
+def test_another_package_under_this_name_is_refused(home: Path, one: Parcel, two: Parcel) -> None:
+    with lying(replace(two, name=one.name)) as liar:
+        refuses(at(liar, home), TrustError, r"asked for acme/one@1\.0\.0, but", "acme/one")
+
+
+def test_a_blob_with_other_bytes_is_refused(home: Path, one: Parcel) -> None:
+    file = one.layout.layers[0]
+    wrong = bytes(file.size)
+    with lying(one) as liar:
+        liar.answers[f"/v2/acme/one/blobs/{file.digest}"] = lambda _: reply(body=wrong)
+        refuses(at(liar, home), DigestError, "does not have its digest", "acme/one")
+
+
+def test_a_manifest_that_is_no_package_is_refused(home: Path, one: Parcel) -> None:
+    data = one.layout.manifest.replace(b"schemaVersion", b"schemaversion")
+    with lying(one) as liar:
+        liar.change = lambda release: with_form(release, Digest.of(data))
+        liar.answers[f"/v2/acme/one/manifests/{Digest.of(data)}"] = lambda _: reply(
+            body=data, Content_Type=MANIFEST_TYPE
+        )
+        refuses(at(liar, home), InvalidPackageError, "manifest", "acme/one")
+
+
+def test_a_registry_without_an_index_is_told_with_the_way_out(home: Path, one: Parcel) -> None:
+    with lying(one, indexed=False) as liar:
+        hint = refuses(at(liar, home), RegistryError, "has no index of experts", "acme/one")
+        assert f"{liar.host}/acme/one@sha256:" in hint
+        assert f"trust add KEY.pem --namespace acme --registry {liar.host}" in hint
+
+
+def test_exact_bytes_of_a_plain_registry_are_taken_at_the_persons_word(
+    home: Path, one: Parcel
+) -> None:
+    with lying(one, indexed=False) as liar:
+        buyer = at(liar, home)
+        ref = f"{liar.host}/acme/one@{one.package_digest}"
+        (done,) = buyer.buy(ref).installed
+        assert done.expert.signer is None
+        assert any("you named its exact bytes" in warning for warning in done.warnings)
+        assert any("you named its exact bytes" in warning for warning in done.expert.warnings)
+        (again,) = buyer.offline().buy(ref).installed
+        assert again.outcome == "already installed"
+        buyer.house.check()
+
+
+def test_an_exact_version_of_a_plain_registry_needs_a_trusted_key(home: Path, one: Parcel) -> None:
+    with lying(one, indexed=False) as liar:
+        buyer, ref = at(liar, home), f"{liar.host}/acme/one@1.0.0"
+        refuses(buyer, RegistryError, "has no index of experts", ref)
+        house: House = buyer.house
+        house.trust.add(a_key("acme").public, name="acme", namespaces=["acme"], registry=liar.host)
+        refuses(buyer, RegistryError, "has no index", f"{liar.host}/acme/one")
+        (done,) = buyer.buy(ref).installed
+        assert done.expert.signer == a_key("acme").public.key_id
+        assert done.expert.registry == liar.host
+
+
+def test_a_plain_registry_with_another_package_under_the_name_is_refused(
+    home: Path, one: Parcel, two: Parcel
+) -> None:
+    with lying(replace(two, name=one.name), indexed=False) as liar:
+        ref = f"{liar.host}/acme/one@{two.package_digest}"
+        refuses(at(liar, home), TrustError, "but the package is acme/two", ref)
+
+
+def test_what_a_package_of_a_plain_registry_requires_must_be_named_too(
+    home: Path, template: Template, two: Parcel
+) -> None:
+    top = template.parcel(
+        "acme/top", key=a_key("acme"), composition={"requires": ["acme/two"], "conflicts": []}
+    )
+    with lying(top, two, indexed=False) as liar:
+        buyer = at(liar, home)
+        ref = f"{liar.host}/acme/top@{top.package_digest}"
+        refuses(buyer, NotFoundError, "has no index to find acme/two in", ref)
+        buyer.buy(ref, f"{liar.host}/acme/two@{two.package_digest}")
+        assert buyer.refs() == ["acme/top@1.0.0", "acme/two@1.0.0"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b"x" * 2_000_000])
+def test_a_manifest_of_a_plain_registry_with_lies_in_it_is_refused(
+    home: Path, one: Parcel, body: bytes
+) -> None:
+    (file,) = [file for file in one.layout.files if file.path == "expert.json"]
+    with lying(one, indexed=False) as liar:
+        liar.answers[f"/v2/acme/one/blobs/{file.digest}"] = lambda _: reply(body=body)
+        ref = f"{liar.host}/acme/one@{one.package_digest}"
+        refuses(at(liar, home), DigestError, "does not have its digest", ref)

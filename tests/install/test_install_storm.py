@@ -1,0 +1,92 @@
+"""The client, killed at random moments of installs: never a part of an expert, and it goes on."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.install.market import Buyer, Market
+from tests.store.shop import House
+
+PROGRAM = "from expertctl.cli.app import main; main()"
+REFS = ["acme/low@1.0.0", "acme/middle@1.0.0", "acme/top@1.0.0"]
+
+
+@pytest.fixture
+def stocked(market: Market) -> Market:
+    """Three experts that require each other in a row, with some bytes in them."""
+    noise = random.Random(7)
+    for name, requires in (("low", []), ("middle", ["acme/low"]), ("top", ["acme/middle"])):
+        notes = {"README.md": noise.randbytes(200_000).hex().encode()}
+        market.sell(f"acme/{name}@1.0.0", requires=requires, files=notes)
+    return market
+
+
+def install(house: House, market: Market, *, seconds: float | None) -> int | None:
+    """Run the real command; kill it after some time."""
+    environment = {
+        **os.environ,
+        "EXPERT_HOME": str(house.root),
+        "EXPERT_REGISTRY": market.host,
+        "EXPERT_ENCODER": "lexical",
+    }
+    command = [sys.executable, "-B", "-c", PROGRAM, "install", "acme/top"]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=house.root,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        _, said = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return None
+    assert process.returncode == 0, said.decode()
+    return 0
+
+
+def storm(buyer: Buyer, market: Market, *, kills: int, seed: int) -> None:
+    """Kill so many installs; after each only whole experts are there, with what they require."""
+    moments, house = random.Random(seed), buyer.house
+    killed = 0
+    for _ in range(kills):
+        if install(house, market, seconds=moments.uniform(0.2, 1.6)) is None:
+            killed += 1
+        there = house.refs()
+        assert there == REFS[: len(there)]
+        house.store.check_integrity()
+        if there:
+            for ref in reversed(there):
+                house.store.remove(next(e for e in house.store.experts() if e.ref == ref))
+    assert killed, "no kill came in time"
+    assert install(house, market, seconds=None) == 0
+    assert house.refs() == REFS
+    house.check()
+
+
+def test_a_killed_install_leaves_whole_experts_and_goes_on(buyer: Buyer, stocked: Market) -> None:
+    storm(buyer, stocked, kills=12, seed=1)
+
+
+@pytest.mark.all
+def test_two_hundred_killed_installs_leave_whole_experts(buyer: Buyer, stocked: Market) -> None:
+    storm(buyer, stocked, kills=200, seed=2)
+
+
+def test_a_home_that_was_killed_keeps_nothing_of_it_in_the_way(
+    buyer: Buyer, stocked: Market, tmp_path: Path
+) -> None:
+    """What a killed process left half is used or thrown away, whatever is in it."""
+    registries = buyer.house.home.registries
+    (registries / "arrived").mkdir(parents=True)
+    parcel = stocked.sold["acme/low@1.0.0"]
+    for file in parcel.layout.layers:
+        (registries / "arrived" / file.digest.hex).write_bytes(b"half")
+    buyer.buy("acme/low")
+    buyer.house.check()
