@@ -85,14 +85,21 @@ class Authentication:
         secret = secret_of(headers)
         identity = self._known.find(secret) if secret else None
         if identity is None:
-            self._failures.take(key)
+            self._count_failure(secret, key)
             raise UnauthenticatedError(
                 "the token is wrong, expired or revoked",
                 hint="log in again with `expertctl login`, or set EXPERT_TOKEN anew",
             )
         return replace(identity, address=address)
 
+    def _count_failure(self, secret: str | None, key: str) -> None:
+        """A secret that has ended is no guess: it must not lock out others at its address."""
+        if not secret or not self._known.has_ended(secret):
+            self._failures.take(key)
+        if seconds := self._requests.take(key):
+            raise RateLimitError("too many requests", retry_after=seconds)
+
     def _touch(self, token_id: str) -> None:
         """Remember the use for people to look at; a full disk must not turn readers away."""
-        with suppress(StoreError, DiskFullError), self._registry.database.write() as connection:
+        with suppress(StoreError, DiskFullError), self._registry.database.jot() as connection:
             tokens.touch(connection, token_id)

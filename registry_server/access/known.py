@@ -42,6 +42,17 @@ class KnownSecrets:
         ended = found is not None and found.expires is not None and found.expires <= time.time()
         return None if ended else found
 
+    def has_ended(self, secret: str) -> bool:
+        """Tell whether a secret that stands for nobody did so once.
+
+        Raises:
+            StoreError: when the database cannot be read.
+        """
+        if secret.startswith(PREFIX):
+            return self.sessions.made(secret)
+        with self.database.read() as connection:
+            return tokens.was_minted(connection, secret)
+
     def _forget_when_written(self) -> None:
         version = self.database.version()
         if version != self._version or len(self._known) >= MAX_KNOWN:

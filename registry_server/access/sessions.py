@@ -58,10 +58,9 @@ class SessionKey:
 
     def find(self, connection: Connection, secret: str) -> Identity | None:
         """Return whom a session stands for now; None for anything that is not a living one."""
-        payload, dot, mac = secret.removeprefix(PREFIX).partition(".")
-        fits = secret.startswith(PREFIX) and len(secret) <= MAX_LENGTH and secret.isascii()
-        if not (fits and dot and len(mac) == _ENCODED_MAC and self._authentic(payload, mac)):
+        if not self.made(secret):
             return None
+        payload = secret.removeprefix(PREFIX).partition(".")[0]
         token_id, scopes, ends = json.loads(_decoded(payload))
         if ends <= time.time():
             return None
@@ -69,6 +68,12 @@ class SessionKey:
         if parent is None:
             return None
         return replace(parent, scopes=tuple(Scope.parse(s) for s in scopes), expires=ends)
+
+    def made(self, secret: str) -> bool:
+        """Tell whether this key made a session, which may have ended."""
+        payload, dot, mac = secret.removeprefix(PREFIX).partition(".")
+        fits = secret.startswith(PREFIX) and len(secret) <= MAX_LENGTH and secret.isascii()
+        return fits and bool(dot) and len(mac) == _ENCODED_MAC and self._authentic(payload, mac)
 
     def _mac(self, payload: str) -> bytes:
         return hmac.digest(self._key, payload.encode("ascii"), _MAC)

@@ -118,6 +118,12 @@ def find(connection: Connection, secret: str) -> Identity | None:
     return _identity(row)
 
 
+def was_minted(connection: Connection, secret: str) -> bool:
+    """Tell whether a secret is or was one of a token, living or not."""
+    query = select(TOKENS.c.id).where(TOKENS.c.hash == digest(secret))
+    return connection.execute(query).first() is not None
+
+
 def find_by_id(connection: Connection, token_id: str) -> Identity | None:
     """Return whom a token stands for now, by its id; for what was derived from it."""
     row = connection.execute(_identities(TOKENS.c.id == token_id)).one_or_none()

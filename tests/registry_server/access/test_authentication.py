@@ -73,6 +73,12 @@ def test_basic_with_neither_name_nor_secret_is_nobody(served: Served) -> None:
         assert empty.get(path, headers=basic("", "")).status_code == 401
 
 
+def test_an_empty_login_is_no_login(served: Served) -> None:
+    """Basic without a name and a secret, as skopeo sends it where it has none."""
+    assert served.client().get("/api/v1/", headers=basic("", "")).status_code == 200
+    assert served.client().get(WHOAMI, headers=basic("", "")).status_code == 401
+
+
 def test_attack_80_an_expired_token_is_refused(served: Served) -> None:
     served.user("bob")
     secret = served.token("bob", expires=time.time() - 1)
@@ -173,6 +179,22 @@ def test_attack_80_guessing_through_basic_and_broken_headers_counts_too(
     for headers in (basic("bob", "guess"), {"Authorization": "Basic !"}, bearer("xps_a.b")):
         assert client.get(WHOAMI, headers=headers).status_code == 401
     assert client.get(WHOAMI, headers=basic("bob", "guess")).status_code == 429
+
+
+def test_a_secret_that_has_ended_locks_out_nobody(make_registry: NewRegistry) -> None:
+    """A forgotten machine, or a client whose session of five minutes is over, guesses nothing."""
+    served = make_registry(failures_per_minute=2, requests_per_minute=20)
+    good, client = served.user("bob"), client_at(served, "192.0.2.7")
+    session = client.get("/token", headers=bearer(good)).json()["token"]
+    old = [served.token("bob", expires=time.time() - 1)]
+    with served.registry.database.write() as connection:
+        tokens.revoke(connection, served.identity(good).token_id or "")
+    old += [good, session]
+    for secret in old * 3:
+        assert client.get(WHOAMI, headers=bearer(secret)).status_code == 401
+    assert client.get(WHOAMI, headers=bearer(served.token("bob"))).status_code == 200
+    statuses = [client.get(WHOAMI, headers=bearer(good)).status_code for _ in range(12)]
+    assert statuses == [401] * 11 + [429]
 
 
 def test_attack_85_forwarded_headers_do_not_hide_who_guesses(make_registry: NewRegistry) -> None:
