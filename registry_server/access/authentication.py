@@ -63,7 +63,7 @@ class Authentication:
         except ExpertError as error:
             await error_response(error, scope, self._registry.settings)(scope, receive, send)
             return
-        scope.setdefault("state", {})["identity"] = identity
+        scope["state"] = {**scope.get("state", {}), "identity": identity}
         await self._app(scope, receive, send)
         if identity.token_id and not self._touches.take(identity.token_id):
             await to_thread.run_sync(self._touch, identity.token_id)

@@ -1,0 +1,74 @@
+"""Logging in to a real server, as its clients do: over sockets, through granian."""
+
+import http.client
+import json
+import re
+from base64 import b64encode
+from contextlib import closing
+from pathlib import Path
+
+from registry_server.operation.new_registry import new_admin_token
+from registry_server.settings import Limits
+from tests.registry_server.operation.running import Running, new_registry, running
+
+
+def ask(server: Running, path: str, *authorizations: str) -> tuple[int, dict[str, str], object]:
+    """Send a request by hand, with as many Authorization headers as are given."""
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
+        client.putrequest("GET", path)
+        for value in authorizations:
+            client.putheader("AUTHORIZATION", value)
+        client.endheaders()
+        answer = client.getresponse()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        realms = [v for n, v in answer.getheaders() if n.lower() == "www-authenticate"]
+        return answer.status, headers | {"realms": "\n".join(realms)}, json.loads(answer.read())
+
+
+def test_the_login_of_a_container_client(tmp_path: Path) -> None:
+    """A 401 names the token endpoint; a session from there outlives a restart of the server."""
+    made = new_registry(tmp_path / "registry")
+    basic = f"Basic {b64encode(f'anything:{made.token}'.encode()).decode()}"
+    with running(made.settings.data) as server:
+        status, headers, _ = ask(server, "/v2/")
+        assert status == 401
+        realm = re.search(r'realm="(http://[^"]*)"', headers["realms"])
+        assert realm is not None
+        assert realm.group(1) == f"http://127.0.0.1:{server.port}/token"
+        status, _, session = ask(server, "/token?scope=repository:acme/sql:pull", basic)
+        assert status == 200
+        assert isinstance(session, dict)
+        bearer = f"Bearer {session['token']}"
+        assert ask(server, "/v2/", bearer)[0] == 200
+        assert ask(server, "/v2/", basic)[0] == 200
+        assert ask(server, "/v2/", basic, bearer)[0] == 401
+        assert server.stop() == 0
+    with running(made.settings.data) as server:
+        assert ask(server, "/v2/", bearer)[0] == 200
+        assert ask(server, "/v2/", bearer[:-4] + "AAAA")[0] == 401
+
+
+def test_attack_80_guessing_over_sockets(tmp_path: Path) -> None:
+    made = new_registry(tmp_path / "registry", limits=Limits(failures_per_minute=4))
+    with running(made.settings.data) as server:
+        guesses = [ask(server, "/v2/", f"Bearer xpt_{n:043}")[0] for n in range(6)]
+        assert guesses == [401] * 4 + [429] * 2
+        status, headers, _ = ask(server, "/v2/", f"Bearer {made.token}")
+        assert status == 429
+        assert 0 < int(headers["retry-after"]) <= 15
+        assert server.stop() == 0
+    logged = server.log.read_text()
+    assert "xpt_" not in logged.replace("xpt_***", "")
+    assert made.token not in logged
+
+
+def test_what_the_command_line_changes_beside_a_running_server_holds_at_once(
+    tmp_path: Path,
+) -> None:
+    """A new admin token is written by another process, and is good for the next request."""
+    made = new_registry(tmp_path / "registry")
+    with running(made.settings.data) as server:
+        assert ask(server, "/api/v1/whoami", f"Bearer {made.token}")[0] == 200
+        second = new_admin_token(made.settings.data)
+        assert ask(server, "/api/v1/whoami", f"Bearer {second}")[0] == 200
+        assert server.stop() == 0
