@@ -96,10 +96,14 @@ class Downloads:
                 pool.submit(_fetch, _Job(self.folder, one, stop), target, counted)
                 for one in largest_first
             ]
+            waiting: Iterable[object] = jobs
             try:
-                done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+                done, waiting = wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()
+                if waiting:  # one failed, or the person pressed Ctrl-C
+                    for http in {one.client.http for one in once.values()}:
+                        http.interrupt()
                 pool.shutdown(cancel_futures=True)
         errors = [error for job in done if (error := job.exception())]
         for error in sorted(errors, key=lambda e: isinstance(e, _StoppedError)):
@@ -184,6 +188,8 @@ def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
     retries = job.client.http.retries
     failures, restarts = 0, 0
     while partial.size < job.file.size:
+        if job.stop.is_set():
+            raise _StoppedError
         before = partial.size
         try:
             _append(job, partial, progress)
@@ -197,7 +203,7 @@ def _append_all(job: _Job, partial: Partial, progress: Progress) -> None:
                 raise RegistryError(f"{job.what}: it changes while it is fetched") from None
         except (UnreachableError, RateLimitError) as error:
             failures = 1 if partial.size > before else failures + 1
-            retries.pause(failures, error)
+            retries.pause(failures, error, stop=job.stop)
 
 
 def _append(job: _Job, partial: Partial, progress: Progress) -> None:

@@ -123,6 +123,11 @@ class Http:
         """When something is tried again."""
         return self._retries
 
+    def interrupt(self) -> None:
+        """End at once what other threads wait for; they get an `UnreachableError`."""
+        if isinstance(self._transport, Wire):
+            self._transport.interrupt()
+
     def asked_who(self, address: RegistryAddress) -> bool:
         """Tell whether a registry was shown a login, or at least a token for anybody."""
         return self._logins.shown(address)

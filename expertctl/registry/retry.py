@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Event
 from typing import TypeVar
 
 from expertctl.errors import RateLimitError, UnreachableError
@@ -20,7 +21,7 @@ class Retries:
     longest_pause: float = 15.0
     longest_asked: float = 60.0
     """A server that asks for a longer pause is not waited for."""
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] | None = None
     chance: Callable[[], float] = random.random
 
     def run(self, operation: Callable[[], _Result], *, repeatable: bool = True) -> _Result:
@@ -39,8 +40,10 @@ class Retries:
                 self.pause(attempt, error)
         raise AssertionError("the last pause raises")
 
-    def pause(self, attempt: int, error: UnreachableError | RateLimitError) -> None:
-        """Wait after a failed attempt, the first being 1.
+    def pause(
+        self, attempt: int, error: UnreachableError | RateLimitError, *, stop: Event | None = None
+    ) -> None:
+        """Wait after a failed attempt, the first being 1; no longer than until ``stop`` is set.
 
         Raises:
             UnreachableError: when that was the last, or the pause asked for is too long.
@@ -52,7 +55,8 @@ class Retries:
             error.args = (error.message,)
             raise error
         pause = min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1))
-        self.sleep(max(asked, pause * (0.5 + self.chance() / 2)))
+        sleep = self.sleep or (stop.wait if stop is not None else time.sleep)
+        sleep(max(asked, pause * (0.5 + self.chance() / 2)))
 
     def _final(self, message: str, attempt: int, asked: float) -> str:
         if asked > self.longest_asked:

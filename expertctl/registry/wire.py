@@ -7,10 +7,12 @@ reached directly, whatever the environment says about proxies.
 import ssl
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from socket import SHUT_RDWR, socket
 from typing import Any
 from urllib.parse import unquote
 
@@ -60,6 +62,7 @@ class Wire(httpx2.BaseTransport):
         self._context: ssl.SSLContext | None = None
         self._pools: dict[str, httpcore2.ConnectionPool] = {}
         self._lock = threading.Lock()
+        self._backend = _WatchedBackend(timeouts.stall)
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
         """Send a request; what fails is for `translated`."""
@@ -85,6 +88,10 @@ class Wire(httpx2.BaseTransport):
             answer.status, headers=answer.headers, stream=_Stream(answer), request=request
         )
 
+    def interrupt(self) -> None:
+        """End what other threads wait for: their connections break at once."""
+        self._backend.interrupt()
+
     def close(self) -> None:
         """Close every connection."""
         for pool in self._pools.values():
@@ -101,12 +108,11 @@ class Wire(httpx2.BaseTransport):
     def _new_pool(self, proxy: str) -> httpcore2.ConnectionPool:
         if self._context is None:
             self._context = _tls_context(self._ca_file)
-        backend = _WatchedBackend(self._timeouts.stall)
         if not proxy:
             return httpcore2.ConnectionPool(
                 ssl_context=self._context,
                 max_connections=MAX_CONNECTIONS,
-                network_backend=backend,
+                network_backend=self._backend,
             )
         url, auth = _proxy_parts(proxy)
         return httpcore2.HTTPProxy(
@@ -115,7 +121,7 @@ class Wire(httpx2.BaseTransport):
             ssl_context=self._context,
             proxy_ssl_context=self._context if url.scheme == b"https" else None,
             max_connections=MAX_CONNECTIONS,
-            network_backend=backend,
+            network_backend=self._backend,
         )
 
 
@@ -240,6 +246,8 @@ class _WatchedBackend(httpcore2.NetworkBackend):
     def __init__(self, stall: float) -> None:
         self._backend = httpcore2.SyncBackend()
         self._stall = stall
+        self._open: weakref.WeakSet[_WatchedStream] = weakref.WeakSet()
+        self._lock = threading.Lock()
 
     def connect_tcp(
         self,
@@ -250,7 +258,21 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.NetworkStream:
         stream = self._backend.connect_tcp(host, port, timeout, local_address, socket_options)
-        return _WatchedStream(stream, self._stall)
+        return self.watch(stream)
+
+    def watch(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
+        """Remember a connection for as long as anybody uses it."""
+        watched = _WatchedStream(stream, self._stall, self)
+        with self._lock:
+            self._open.add(watched)
+        return watched
+
+    def interrupt(self) -> None:
+        """Break every connection."""
+        with self._lock:
+            streams = list(self._open)
+        for stream in streams:
+            stream.interrupt()
 
 
 class _WatchedStream(httpcore2.NetworkStream):
@@ -259,9 +281,12 @@ class _WatchedStream(httpcore2.NetworkStream):
     A timeout of each read alone would let one byte now and then hold a client for ever.
     """
 
-    def __init__(self, stream: httpcore2.NetworkStream, stall: float) -> None:
+    def __init__(
+        self, stream: httpcore2.NetworkStream, stall: float, backend: _WatchedBackend
+    ) -> None:
         self._stream = stream
         self._stall = stall
+        self._backend = backend
         self._spent, self._received, self._in_body = 0.0, 0, False
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
@@ -296,7 +321,13 @@ class _WatchedStream(httpcore2.NetworkStream):
         timeout: float | None = None,
     ) -> httpcore2.NetworkStream:
         stream = self._stream.start_tls(ssl_context, server_hostname, timeout)
-        return _WatchedStream(stream, self._stall)
+        return self._backend.watch(stream)
+
+    def interrupt(self) -> None:
+        """Wake whoever waits in `read`: closing alone would not."""
+        connection = self._stream.get_extra_info("socket")
+        with suppress(OSError):
+            socket.shutdown(connection, SHUT_RDWR)  # of TLS connections, too, without a farewell
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

@@ -27,10 +27,12 @@ from expertctl.errors import (
     RegistryError,
     UnreachableError,
 )
-from expertctl.registry.download import Downloads
+from expertctl.registry.download import Downloads, Wanted
+from expertctl.registry.http import Http
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.partial import BLOB_MODE, KEPT_SECONDS
 from tests.registry.hostile import (
+    SECONDS,
     HostileServer,
     Reply,
     Request,
@@ -111,6 +113,18 @@ def honest(request: Request, data: bytes = DATA, etag: str = '"1"') -> bytes:
     part = data[start:]
     content = f"bytes {start}-{len(data) - 1}/{len(data)}"
     return reply(206, part, ETag=etag, Content_Range=content)
+
+
+def test_blobs_of_several_repositories_come_together(serve: Serve, place: Place) -> None:
+    blobs = {Digest.of(bytes([n]) * 9): bytes([n]) * 9 for n in range(3)}
+    server = serve(lambda r: honest(r, blobs[Digest.parse(r.path.rpartition("/")[2])]))
+    with client(server) as http:
+        oci = OciClient(http, server.address)
+        wanted = [Wanted(oci, f"acme/e{n}", FileDigest("f", 9, d)) for n, d in enumerate(blobs)]
+        place.downloads.fetch_all(wanted, place.target)
+    assert {d: place.target.path(d).read_bytes() for d in blobs} == blobs
+    paths = {request.path.split("/blobs/")[0] for request in server.seen}
+    assert paths == {"/v2/acme/e0", "/v2/acme/e1", "/v2/acme/e2"}
 
 
 def first_then(first: Reply, then: Script = honest) -> Script:
@@ -357,24 +371,42 @@ def test_a_stalled_blob_goes_on_on_another_connection(serve: Serve, place: Place
     assert place.arrived == DATA
 
 
-def test_a_blob_that_is_not_there_ends_the_others(serve: Serve, place: Place) -> None:
+def test_a_blob_that_is_not_there_ends_the_others_at_once(serve: Serve, place: Place) -> None:
     missing = FileDigest("gone", 5, Digest.of(b"gone!"))
-    others = [FileDigest(f"f{n}", len(DATA), DIGEST) for n in range(1)]
+    begun = threading.Event()
 
     def script(request: Request) -> Reply:
         if request.path.endswith(missing.digest.hex):
+            begun.wait(SECONDS)
             return reply(404)
-        return slowly(DATA)
+        return stalled()
 
-    def slowly(data: bytes) -> Iterator[bytes]:
-        yield reply(200, data[:100], length=len(data))
-        while not stop.wait(0.01):
-            yield b"x"
+    def stalled() -> Iterator[bytes | Stall]:
+        yield broken_at(100)
+        begun.set()
+        yield Stall()
 
-    stop = threading.Event()
     with pytest.raises(NotFoundError):
-        place.fetch(serve(script), missing, *others)
-    stop.set()
+        place.fetch(serve(script), missing, FILE)
+    assert list(place.target.folder.iterdir()) == []
+
+
+def test_a_pause_ends_when_another_blob_fails(serve: Serve, place: Place) -> None:
+    missing = FileDigest("gone", 5, Digest.of(b"gone!"))
+    begun = threading.Event()
+
+    def script(request: Request) -> Reply:
+        if request.path.endswith(missing.digest.hex):
+            begun.wait(SECONDS)
+            return reply(404)
+        begun.set()
+        return reply(503, Retry_After="60")
+
+    server = serve(script)
+    with Http() as http:
+        wanted = [Wanted(OciClient(http, server.address), "a/b", f) for f in (FILE, missing)]
+        with pytest.raises(NotFoundError):
+            place.downloads.fetch_all(wanted, place.target)
 
 
 def test_a_full_disk_is_said_and_what_is_here_stays(
@@ -461,7 +493,7 @@ import sys
 from pathlib import Path
 from expertctl.digest import Digest, FileDigest
 from expertctl.registry.address import RegistryAddress
-from expertctl.registry.download import Downloads
+from expertctl.registry.download import Downloads, Wanted
 from expertctl.registry.http import Http
 from expertctl.registry.oci_client import OciClient
 from tests.registry.test_download import Target
