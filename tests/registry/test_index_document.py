@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import rfc8785
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,6 +242,17 @@ def test_what_is_not_exact_is_refused(edit: Edit, problem: str) -> None:
 def test_what_is_no_strict_json_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidPackageError):
         IndexDocument.parse(data, what="the index")
+
+
+@pytest.mark.parametrize("kind", ["rsa", "p-384"])
+def test_a_key_of_a_kind_that_is_not_used_is_refused_by_name(kind: str) -> None:
+    new = rsa.generate_private_key(65537, 2048) if kind == "rsa" else ec.generate_private_key(
+        ec.SECP384R1()
+    )  # fmt: skip
+    pem = new.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    edit = set_in("keys", 0, "public_key", value=pem.decode())
+    with pytest.raises(InvalidPackageError, match="is not used here"):
+        IndexDocument.parse(edited(edit), what="the index")
 
 
 def test_all_problems_are_told_at_once() -> None:

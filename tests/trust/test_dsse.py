@@ -5,13 +5,17 @@ import json
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.utils import (
+    decode_dss_signature,
+    encode_dss_signature,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import SignatureError
 from expertctl.schema.strict_json import canonical
 from expertctl.trust.dsse import Envelope, pae, unbase64
-from expertctl.trust.keys import PrivateKey
+from expertctl.trust.keys import P256_ORDER, PrivateKey
 from tests.trust.forge import rfc_key
 
 KIND = "application/x"
@@ -94,6 +98,18 @@ def test_base64_has_one_spelling(text: str) -> None:
         unbase64(text, "it")
     with pytest.raises(SignatureError, match="standard base64"):
         parse(again(lambda d: d.update(payload=text)))
+
+
+def test_the_other_spelling_of_an_ecdsa_signature_is_refused() -> None:
+    assert KEY.public.algorithm == "ecdsa-p256"
+    r, s = decode_dss_signature(SEALED.signature)
+    other = Envelope(KIND, b"payload", SEALED.key_id, encode_dss_signature(r, P256_ORDER - s))
+    with pytest.raises(SignatureError, match="higher s"):
+        parse(other.encode()).verify(KEY.public, what="it")
+    for signature in (b"", SEALED.signature + b"\0", encode_dss_signature(0, s)):
+        odd = Envelope(KIND, b"payload", SEALED.key_id, signature)
+        with pytest.raises(SignatureError):
+            parse(odd.encode()).verify(KEY.public, what="it")
 
 
 def test_another_key_is_refused_by_its_name_and_by_its_signature() -> None:
