@@ -21,10 +21,11 @@ from registry_server.access.namespaces import NamespaceRow
 from registry_server.database.tables import NAMESPACES
 
 _BY_ROLE = {
-    "owner": frozenset(Action) - {Action.ADMIN},
-    "publisher": frozenset({Action.READ, Action.PUSH}),
-    None: frozenset({Action.READ}),
+    "owner": frozenset({Action.PUSH, Action.DELETE, Action.YANK, Action.MANAGE}),
+    "publisher": frozenset({Action.PUSH}),
+    None: frozenset[Action](),
 }
+"""Beside READ, which every user may."""
 
 
 def authorise(
@@ -85,7 +86,7 @@ def allowed(
     """Tell whether the user, whatever the token, may do ``action`` in a namespace."""
     if identity.user_id is None:
         return action is Action.READ and namespace.read == "public"
-    if identity.admin:
+    if identity.admin or action is Action.READ:
         return True
     role = namespaces.role(connection, namespace.id, identity.user_id)
     return action in _BY_ROLE[role]
