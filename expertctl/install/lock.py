@@ -134,9 +134,10 @@ class Lock:
         """
         problems = list(self._differences(project))
         if problems:
-            lines = problems[0] if len(problems) == 1 else "".join(f"\n  - {p}" for p in problems)
+            one = len(problems) == 1
+            lines = f" {problems[0]}" if one else "".join(f"\n  - {p}" for p in problems)
             hint = "`expertctl lock` brings it up to date, `expertctl install` also installs"
-            raise ConflictError(f"{what} does not fit experts.toml: {lines}", hint=hint)
+            raise ConflictError(f"{what} does not fit experts.toml:{lines}", hint=hint)
 
     def _differences(self, project: Project) -> Iterable[str]:
         needed = {reference.package for reference in project.experts}
