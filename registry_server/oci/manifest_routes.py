@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.errors import StoreError, TooLargeError
+from expertctl.errors import DiskFullError, StoreError, TooLargeError
 from registry_server.access import quota
 from registry_server.access.identity import Action, Identity
 from registry_server.oci import manifests, repositories, tags
@@ -161,7 +161,7 @@ class _ManifestRequests:
         if downloads.count(str(name), found.digest):
             try:
                 await to_thread.run_sync(downloads.flush, self._registry.database)
-            except StoreError:
+            except (StoreError, DiskFullError):
                 return  # they stay counted; reading goes on while nothing can be written
 
 

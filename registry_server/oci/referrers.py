@@ -7,7 +7,7 @@ an ordinary tag here.
 import json
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from registry_server.database.tables import MANIFESTS
 
@@ -43,7 +43,7 @@ def page(
         .limit(MAX_ENTRIES + 1)
     )
     if artifact_type is not None:
-        query = query.where(table.artifact_type == artifact_type)
+        query = query.where(func.coalesce(table.artifact_type, "") == artifact_type)
     shown: list[dict[str, object]] = []
     size = 0
     for digest, media_type, length, kind, annotations in connection.execute(query):

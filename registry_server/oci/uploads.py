@@ -15,7 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from expertctl.errors import BudgetError, DiskFullError, TooLargeError
 from registry_server.access import namespaces, quota
@@ -34,7 +34,11 @@ from registry_server.storage.blobs import disk_errors
 STEP = 64 << 20
 """How much room is taken at once for a body that does not say its length."""
 
+MAX_OPEN = 1000
+"""How many uploads of one user go on at once."""
+
 _KEPT_HASHES = 512
+_SWEPT_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class Uploads:
             target = authorise(connection, identity, Action.PUSH, name)
             repository = _repository(connection, target)
             now = time.time()
+            self._sweep(connection, now - self._limits.upload_seconds)
+            _demand_few(connection, identity)
             row = {"id": upload_id, "repository_id": repository.id, "user_id": identity.user_id}
             connection.execute(insert(UPLOADS).values(**row, size=0, created=now, updated=now))
             self._demand_disk(0)
@@ -240,6 +246,15 @@ class Uploads:
             quota.demand_room(connection, namespace, size, self._limits)
         blobs.enter(connection, digest, size)
 
+    def _sweep(self, connection: Connection, cutoff: float) -> None:
+        """Remove some uploads that nobody goes on with, whenever a new one begins."""
+        query = select(UPLOADS.c.id).where(UPLOADS.c.updated < cutoff).limit(_SWEPT_AT_ONCE)
+        stale = list(connection.execute(query).scalars())
+        connection.execute(delete(UPLOADS).where(UPLOADS.c.id.in_(stale)))
+        with disk_errors():
+            for upload_id in stale:
+                (self._folder / upload_id).unlink(missing_ok=True)
+
     def _demand_disk(self, more: int) -> None:
         demand_disk(self._folder, more, floor=self._limits.free_bytes)
 
@@ -261,6 +276,14 @@ def _repository(connection: Connection, target: Target) -> repositories.Reposito
     return repositories.find_or_create(
         connection, name=str(target.name), namespace_id=target.namespace.id
     )
+
+
+def _demand_few(connection: Connection, identity: Identity) -> None:
+    own = UPLOADS.c.user_id == identity.user_id
+    count = connection.execute(select(func.count()).select_from(UPLOADS).where(own)).scalar_one()
+    if count >= MAX_OPEN:
+        hint = "finish or cancel some; those that nobody goes on with are removed in time"
+        raise BudgetError(f"{count} uploads of {identity.name} go on already", hint=hint)
 
 
 def _row_size(

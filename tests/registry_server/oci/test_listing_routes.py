@@ -142,7 +142,8 @@ def test_an_image_without_an_artifact_type_is_of_the_type_of_its_config(alice: T
 
 def test_an_index_refers_too_and_has_no_artifact_type_of_its_own(alice: TestClient) -> None:
     put(alice, "acme/x", "v1", index(subject=descriptor(SUBJECT, 5, IMAGE)))
-    [found] = alice.get(REFERRERS).json()["manifests"]
+    refer(alice, artifact_type="a/b")
+    [found] = alice.get(REFERRERS, params={"artifactType": ""}).json()["manifests"]
     assert (found["mediaType"], "artifactType" in found) == (INDEX, False)
 
 

@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 from starlette.testclient import TestClient
 
 from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS
+from registry_server.oci import uploads
 from registry_server.oci.upload_file import open_upload
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.oci.pushing import (
@@ -436,6 +437,32 @@ def test_below_the_floor_of_free_space_nothing_is_accepted(
     assert [(a.status_code, code_of(a)) for a in refused] == [(507, "UNAVAILABLE")] * 2
     assert chunk(alice, location, 0, 2999).status_code == 202
     assert alice.get(location).headers["Range"] == "0-2998"
+
+
+def test_attack_86_abandoned_uploads_are_swept_when_others_begin(
+    served: Served, alice: TestClient
+) -> None:
+    old = begin(alice, "acme/x")
+    chunk(alice, old, 0, 3000)
+    day = served.settings.limits.upload_seconds
+    with served.registry.database.write() as connection:
+        connection.exec_driver_sql(f"UPDATE uploads SET updated = updated - {day + 1}")
+    young = begin(alice, "acme/x")
+    assert [alice.get(location).status_code for location in (old, young)] == [404, 204]
+    assert rows(served, UPLOADS) == len(list(served.settings.uploads.iterdir())) == 1
+
+
+def test_attack_86_nobody_begins_uploads_without_end(
+    served: Served, alice: TestClient, bob: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "MAX_OPEN", 3)
+    locations = [begin(alice, "acme/x") for _ in range(3)]
+    refused = alice.post("/v2/acme/x/blobs/uploads/")
+    assert (refused.status_code, code_of(refused)) == (403, "DENIED")
+    assert begin(bob, "other/x")
+    alice.delete(locations[0])
+    assert begin(alice, "acme/x")
+    assert len(list(served.settings.uploads.iterdir())) == 4
 
 
 def test_pushing_the_same_blob_again_is_no_new_blob(served: Served, alice: TestClient) -> None:
