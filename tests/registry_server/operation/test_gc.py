@@ -16,7 +16,7 @@ from registry_server.access.identity import Identity
 from registry_server.database.tables import BLOBS, REPOSITORY_BLOBS, UPLOADS
 from registry_server.oci import manifests
 from registry_server.oci.errors import OciError
-from registry_server.operation.gc import Garbage, collect, survey
+from registry_server.operation.gc import Garbage, _is_old_file, collect, survey
 from registry_server.publishing import commit
 from registry_server.publishing.keys import add_key
 from registry_server.registry import Registry
@@ -344,3 +344,7 @@ def _push_until_it_is_there(registry: Registry, owner: Identity, parcel: Parcel)
             continue
         return
     raise AssertionError(f"{parcel.ref} could not be published")
+
+
+def test_an_upload_that_became_a_blob_while_it_was_looked_at_is_no_stray(tmp_path: Path) -> None:
+    assert not _is_old_file(tmp_path / "gone", later())
