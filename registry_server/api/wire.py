@@ -14,6 +14,7 @@ from expertctl.registry.index_document import write_time
 MAX_PAGE = 100
 MAX_BYTES = 2**53 - 1
 _WORD = r"[a-z0-9]+(-[a-z0-9]+)*"
+_REST = r"[a-z0-9]+([._/-]+[a-z0-9]+)*"
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _IDENTIFIER = r"(0|[1-9][0-9]{0,8}|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 
@@ -31,7 +32,7 @@ TokenId = Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 ScopeText = Annotated[
     str,
     Meta(
-        pattern=rf"^(admin|(read|push|delete|yank|manage)(:{_WORD}(/{_WORD})?)?)$",
+        pattern=rf"^(admin|(read|push|delete|yank|manage)(:{_WORD}(/{_REST})?)?)$",
         max_length=200,
         examples=["read", "push:acme/sql"],
     ),

@@ -154,6 +154,12 @@ def test_a_wish_for_a_token_is_read_strictly(olga: Asking, body: object) -> None
     assert olga("POST", "tokens", body)[0] == 400
 
 
+def test_a_token_can_be_for_a_repository_of_many_parts(served: Served, olga: Asking) -> None:
+    served.namespace("acme", owner="olga")
+    wish = {"name": "t", "scopes": ["push:acme/a/b_c.d"]}
+    assert olga("POST", "tokens", wish)[1]["scopes"] == ["push:acme/a/b_c.d"]
+
+
 def test_attack_80_a_narrow_token_mints_no_wider_one(
     served: Served, olga: Asking, asking: Clients
 ) -> None:
