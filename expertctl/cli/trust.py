@@ -29,7 +29,7 @@ app.add_typer(trust_registry.app, name="registry")
 
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
-    """List the trusted keys with their namespaces, the revoked ones, and the known registries.
+    """List the trusted and the revoked keys, and the known registries.
 
     Example: expertctl trust list
     """

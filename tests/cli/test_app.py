@@ -22,6 +22,8 @@ CONTRACT = {
     "error": 1,
     "store": 1,
     "usage": 2,
+    "media_type": 2,
+    "media_type": 2,
     "not_found": 3,
     "missing_dependency": 3,
     "incompatible": 4,
@@ -33,7 +35,13 @@ CONTRACT = {
     "unsigned": 5,
     "revoked": 5,
     "registry": 6,
+    "unauthenticated": 6,
+    "forbidden": 6,
+    "rate_limit": 6,
+    "offline": 6,
+    "unreachable": 6,
     "budget": 7,
+    "too_large": 7,
     "disk_full": 7,
     "invalid_package": 8,
 }
@@ -199,7 +207,13 @@ def test_a_home_that_is_a_file_is_an_error_with_a_way_out(
         assert f"\n\nhint: EXPERT_HOME is {home}: set it to a folder" in err
 
 
-@pytest.mark.parametrize("group", [[], ["keys"], ["trust"], ["config"], ["base"]], ids=str)
+GROUPS = [
+    *([], ["keys"], ["trust"], ["trust", "registry"], ["config"], ["base"], ["token"]),
+    *(["registry"], ["registry", "user"], ["registry", "namespace"], ["registry", "keys"]),
+]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_the_summary_of_every_command_is_whole(
     group: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
