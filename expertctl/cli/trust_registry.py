@@ -37,9 +37,10 @@ def add(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Believe what a registry's index key signs, of that registry's packages alone.
+    """Believe the index that a registry signs with this key.
 
-    The fingerprint comes from whoever runs the registry, never from the registry itself.
+    It counts for that registry's own packages. The fingerprint comes from whoever runs the
+    registry, never from the registry itself.
 
     Example: expertctl trust registry add registry.example.com --fingerprint sha256:…
     """
@@ -60,7 +61,7 @@ def add(
 
 @app.command("list")
 def list_(as_json: JsonFlag = False) -> None:
-    """List the registries whose index is believed, with the namespaces that mean them.
+    """List the registries whose index is believed.
 
     Example: expertctl trust registry list
     """
@@ -75,7 +76,7 @@ def remove(
     host: Annotated[str, typer.Argument(metavar="HOST", help="A known registry.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Believe a registry no longer, and no key that was pinned from it. Its revocations stay.
+    """Believe a registry no longer, nor keys pinned from it. What it revoked stays revoked.
 
     Example: expertctl trust registry remove registry.example.com
     """

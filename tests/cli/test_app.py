@@ -23,7 +23,6 @@ CONTRACT = {
     "store": 1,
     "usage": 2,
     "media_type": 2,
-    "media_type": 2,
     "not_found": 3,
     "missing_dependency": 3,
     "incompatible": 4,
