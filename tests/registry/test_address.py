@@ -40,7 +40,8 @@ def test_the_same_host_over_http_is_another_registry() -> None:
         "r.example?x",
         "r.example#x", "ftp://r.example", "r.example:0", "r.example:65536", "r.example:99999",
         "r.example:", "-r.example", "r-.example", "r..example", ".r.example", "r_.example",
-        "r.example\n", " r.example", "r.exam ple", "rëgistry.example", "[::1", "[::z]", "[1]",
+        "r.example\n", " r.example", "r.exam ple", "rëgistry.example", "[::1",
+        "[::z]", "[1]", "[1:2:3]",
         "r.example\\@evil.example", "a" * 300, "\x1b[31mr.example",
     ],
 )  # fmt: skip

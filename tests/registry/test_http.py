@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
 
+import httpx2
 import pytest
 
 from expertctl.errors import (
@@ -28,6 +29,8 @@ from expertctl.errors import (
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import Credential, CredentialStore, OneCredential
 from expertctl.registry.http import MAX_REDIRECTS, Call, Http, open_http
+from expertctl.registry.retry import Retries
+from expertctl.registry.wire import Timeouts
 from expertctl.settings import load_settings
 from tests.registry.certificates import self_signed
 from tests.registry.hostile import (
@@ -268,6 +271,42 @@ def test_a_redirect_to_nowhere_is_refused(serve: Serve, location: str) -> None:
         get(http, server)
 
 
+@pytest.mark.parametrize(
+    ("registry", "location", "followed"),
+    [
+        ("https://r.example", "https://storage.example/signed", True),
+        ("https://r.example", "https://127.0.0.1:2375/containers", False),
+        ("https://r.example", "https://localhost/x", False),
+        ("http://r.example", "http://169.254.169.254/latest/meta-data", False),
+        ("http://r.example", "http://2852039166/latest", False),
+        ("http://r.example", "http://storage.example/blob", True),
+        ("http://r.example", "https://storage.example/blob", True),
+    ],
+)
+def test_a_registry_elsewhere_cannot_redirect_into_this_network(
+    registry: str, location: str, followed: bool
+) -> None:
+    seen: list[str] = []
+
+    def script(request: httpx2.Request) -> httpx2.Response:
+        seen.append(str(request.url))
+        if len(seen) == 1:
+            stream = httpx2.ByteStream(b"")
+            return httpx2.Response(302, headers={"Location": location}, stream=stream)
+        return httpx2.Response(200, stream=httpx2.ByteStream(b"blob"))
+
+    address = RegistryAddress.parse(registry, allow_http=True)
+    with Http(transport=httpx2.MockTransport(script)) as http:
+        call = Call("GET", address, "/x")
+        if followed:
+            assert http.request(call, max_bytes=10).body == b"blob"
+        else:
+            with pytest.raises(RegistryError, match="within a network"):
+                http.request(call, max_bytes=10)
+        http.interrupt()  # there is nothing to interrupt
+    assert seen == [f"{registry}/x", location][: 1 + followed]
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 def test_what_writes_is_not_redirected(serve: Serve, method: str) -> None:
     thief = serve(reply(200))
@@ -356,6 +395,30 @@ def test_a_server_may_think_about_what_it_was_sent(serve: Serve, method: str) ->
     with client(server, attempts=1, stall=0.1) as http:
         call = Call(method, server.address, "/x", body=b"large")
         assert http.request(call, max_bytes=10).body == b"done"
+
+
+def test_an_answer_that_takes_for_ever_is_given_up(serve: Serve) -> None:
+    ended = threading.Event()
+
+    def slow(_: Request) -> Iterator[bytes]:
+        yield reply(200, length=-1)
+        while not ended.wait(0.01):
+            yield b"x" * 2000
+
+    server = serve(slow)
+    timeouts = Timeouts(connect=5.0, stall=20.0, answer=0.2)
+    with (
+        Http(timeouts=timeouts, retries=Retries(attempts=1)) as http,
+        pytest.raises(UnreachableError, match="takes too long"),
+    ):
+        get(http, server, max_bytes=1 << 40)
+    ended.set()
+
+
+def test_a_refusal_with_an_endless_text_is_known_by_its_status(serve: Serve) -> None:
+    server = serve(reply(403, b"x" * 100_000))
+    with client(server) as http, pytest.raises(ForbiddenError, match=r"not allowed$"):
+        get(http, server)
 
 
 def test_a_compressed_answer_is_refused(serve: Serve) -> None:
