@@ -55,7 +55,7 @@ def evaluate(
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure an expert against its base on prompts with right answers.
+    """Measure an expert against its base. It takes prompts with right answers.
 
     Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
     """

@@ -175,7 +175,7 @@ def remove(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove an installed expert and the files that nothing else needs.
+    """Remove an installed expert. Files that nothing else needs go with it.
 
     Example: expertctl remove acme/sql@1.0.0
     """

@@ -119,7 +119,7 @@ def backup(
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The folder of the backup.")],
     as_json: JsonFlag = False,
 ) -> None:
-    """Copy a registry, running or not; the same target again takes only what is new.
+    """Copy a registry, running or not. The same target again takes only what is new.
 
     The copy holds the index key: keep it as safe as the registry.
 
@@ -159,7 +159,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove blobs that no package needs and uploads that stopped; the server may run.
+    """Remove blobs and uploads that nothing needs any more. The server may run.
 
     Example: expertctl registry gc /srv/registry --dry-run
     """

@@ -22,7 +22,7 @@ def _group(text: str) -> typer.Typer:
 
 
 user = _group("Who has an account on a registry.")
-namespace = _group("The namespaces of a registry: who publishes, who reads, how much fits.")
+namespace = _group("Who publishes, who reads, and how much fits.")
 keys = _group("The keys whose signatures count in a namespace.")
 
 NamespaceName = Annotated[str, typer.Argument(metavar="NAMESPACE", help="Such as acme.")]

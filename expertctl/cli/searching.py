@@ -55,7 +55,7 @@ def info(
     registry: RegistryOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a registry says about a package, and what of it is here.
+    """Show what a registry says about a package. What is here of it is shown, too.
 
     Example: expertctl info acme/sql
     """

@@ -5,7 +5,7 @@ nobody sees anything; afterwards the version never changes. Blobs that arrived c
 and half ones go on where they ended (`expertctl.registry.upload`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -293,12 +293,16 @@ def _upload_all(
     def upload(digest: Digest, size: int) -> None:
         oci.upload(repository, digest, size, partial(blobs, digest), progress=report)
 
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(WORKERS, thread_name_prefix="upload") as pool:
         running = [pool.submit(upload, digest, size) for digest, size in missing]
+        waiting: Iterable[object] = running
         try:
-            done, _ = wait(running, return_when=FIRST_EXCEPTION)
-            for each in done:
-                each.result()
+            done, waiting = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            if waiting:  # one failed, or the person pressed Ctrl-C
+                oci.http.interrupt()
+            pool.shutdown(cancel_futures=True)
+    failures = [error for each in done if (error := each.exception())]
+    for failure in failures:
+        raise failure

@@ -290,3 +290,19 @@ def test_a_key_of_somebody_else_is_not_taken_for_ones_own(
     assert "trust" in expertctl("publish", path, code=5).err
     trust.add(stranger.public, name="stranger", namespaces=["acme"])
     assert stranger.public.key_id in expertctl("publish", path, code=5).err
+
+
+def test_a_namespace_that_is_known_from_two_registries_needs_one_to_be_named(
+    expertctl: Commands, live: Live, key: str, workshop: Workshop, trust: TrustStore
+) -> None:
+    """Nothing is published to whichever comes first."""
+    index_key = PrivateKey.generate().public
+    for host in ("a.example", "b.example"):
+        known = KnownRegistry(host, f"https://{host}", index_key)
+        trust.add_registry(known)
+        trust.change(lambda record, host=host: record.with_pins(host, "acme", [index_key]))  # type: ignore[misc]
+    path = workshop.package()
+    said = expertctl("publish", path, code=2)
+    assert "a.example, b.example" in said.err
+    assert "--registry" in said.err
+    assert expertctl("publish", path, "--registry", live.host, "--json").document["packages"]

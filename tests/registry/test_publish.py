@@ -224,14 +224,10 @@ def test_a_reader_does_not_publish(
 ) -> None:
     shipment = plan_shipment(read_parcel(workshop.package(), trust), destination)
     log_in(live, home, live.served.user("bob"))
-    with pytest.raises(ForbiddenError):
-        send(shipment, _as_logged_in(live, home))
-
-
-def _as_logged_in(live: Live, home: Path) -> Destination:
-
-    http = Http(CredentialStore(Home(home).credentials))
-    return Destination(OciClient(http, RegistryAddress.parse(live.url)), None, home)
+    with Http(CredentialStore(Home(home).credentials)) as http:
+        oci = OciClient(http, RegistryAddress.parse(live.url))
+        with pytest.raises(ForbiddenError):
+            send(shipment, Destination(oci, None, home))
 
 
 def test_what_does_not_fit_is_refused_and_leaves_nothing_published(
