@@ -1,7 +1,9 @@
 """A registry in a folder, its application, and clients in process: what server tests stand on."""
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
@@ -9,6 +11,7 @@ from starlette.testclient import TestClient
 from registry_server.access import namespaces, tokens, users
 from registry_server.access.identity import Identity, Scope, all_scopes
 from registry_server.app import app_of
+from registry_server.database.connection import Database
 from registry_server.publishing.index_key import create_index_key
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import Limits, ServerSettings
@@ -104,4 +107,14 @@ def new_registry(settings: ServerSettings) -> Served:
     """Make a registry in an empty folder."""
     settings.data.mkdir(mode=0o700, parents=True)
     create_index_key(settings.index_key)
+    settings.database.write_bytes(_empty_database())
     return serve(settings)
+
+
+@cache
+def _empty_database() -> bytes:
+    """The file that the migrations make, which take longer than most tests."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "registry.db"
+        Database.open(path).close()
+        return path.read_bytes()
