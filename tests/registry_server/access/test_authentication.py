@@ -5,11 +5,15 @@ from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
 
+import anyio
 import pytest
 from sqlalchemy import text
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 
 from registry_server.access import tokens
+from registry_server.access.authentication import Authentication
+from registry_server.access.identity import Identity
 from registry_server.operation.log import JsonFormatter
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.served import URL, Served, serve
@@ -313,3 +317,42 @@ def test_attack_88_a_damaged_database_lets_nobody_in(served: Served) -> None:
     with served.registry.database.write() as connection:
         connection.execute(text("DROP TABLE namespaces"))
     assert served.client().get("/api/v1/search").status_code == 503
+
+
+def test_who_asks_is_told_to_one_request_alone(served: Served) -> None:
+    """Whatever the server does with the state that it hands to every request."""
+    seen: list[Identity] = []
+    shared: dict[str, object] = {"of": "all"}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["state"]["identity"])
+
+    async def ask(*headers: tuple[bytes, bytes]) -> None:
+        scope: Scope = {"type": "http", "client": None, "headers": headers, "state": shared}
+        await Authentication(app, served.registry)(scope, receive, send)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    secret = served.user("bob").encode()
+    anyio.run(ask, (b"authorization", b"Bearer " + secret))
+    anyio.run(ask)
+    assert [identity.name for identity in seen] == ["bob", None]
+    assert shared == {"of": "all"}
+
+
+def test_what_is_no_request_passes_by(served: Served) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["type"])
+
+    async def nothing(*_: object) -> Message:
+        raise AssertionError
+
+    guarded = Authentication(app, served.registry)
+    anyio.run(guarded, {"type": "lifespan"}, nothing, nothing)
+    assert seen == ["lifespan"]

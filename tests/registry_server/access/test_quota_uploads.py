@@ -74,3 +74,29 @@ def test_attack_86_what_others_have_is_neither_free_nor_faster_to_see(served: Se
     before = used(served, own)
     assert push(eve, "evil/a", data) == 201
     assert used(served, own) == before + len(data)
+
+
+def test_attack_86_an_abandoned_upload_holds_its_room_until_it_is_given_up(served: Served) -> None:
+    client = served.client(served.user("olga"))
+    acme = served.namespace("acme", owner="olga", quota=1000)
+    place = client.post("/v2/acme/a/blobs/uploads/").headers["location"]
+    assert client.patch(place, content=b"a" * 600).status_code == 202
+    assert used(served, acme) == 600
+    assert push(client, "acme/b", b"b" * 600) == 403
+    assert client.delete(place).status_code == 204
+    assert used(served, acme) == 0
+    assert push(client, "acme/b", b"b" * 600) == 201
+
+
+def test_attack_86_uploads_in_many_small_pieces_end_at_the_quota(served: Served) -> None:
+    client = served.client(served.user("olga"))
+    acme = served.namespace("acme", owner="olga", quota=1000)
+    place = client.post("/v2/acme/a/blobs/uploads/").headers["location"]
+    statuses = []
+    for _ in range(6):
+        answer = client.patch(place, content=b"a" * 300)
+        statuses.append(answer.status_code)
+        place = answer.headers.get("location", place)
+    assert statuses[:3] == [202] * 3
+    assert set(statuses[3:]) == {403}
+    assert used(served, acme) <= 1000

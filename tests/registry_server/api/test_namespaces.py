@@ -1,5 +1,6 @@
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from expertctl.trust.keys import PrivateKey
 from registry_server.access.identity import Scope
 from tests.registry_server.api.asking import Asking, Publish
 from tests.registry_server.conftest import NewRegistry
-from tests.registry_server.served import Served
+from tests.registry_server.served import Served, serve
 
 Clients = Callable[[str | None], Asking]
 NEW = {
@@ -40,12 +41,17 @@ def test_a_namespace_is_made_as_was_wished(boss: Asking, olga: Asking) -> None:
     assert {**wish, "used": 0, "publishers": [], "keys": []} == made
 
 
+@pytest.mark.parametrize("read", ["public", "token"])
 def test_a_namespace_without_its_own_word_is_read_as_the_registry_says(
-    make_registry: NewRegistry,
+    make_registry: NewRegistry, read: str
 ) -> None:
-    served = make_registry()
+    first = make_registry()
+    first.registry.close()
+    served = serve(replace(first.settings, read=read))
     boss = Asking(served.client(served.user("boss", admin=True)))
-    assert boss("POST", "namespaces", {"name": "acme", "read": None})[1]["read"] == "token"
+    assert boss("POST", "namespaces", {"name": "acme", "read": None})[1]["read"] == read
+    assert boss("GET", "")[1]["read"] == read
+    served.close()
 
 
 def test_an_owner_who_is_nobody_leaves_no_namespace_behind(boss: Asking) -> None:
