@@ -5,6 +5,7 @@ import typer
 from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.output import JsonFlag, emit, human_size, progress
 from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
+from expertctl.registry.index_store import IndexStore
 from expertctl.settings import load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -24,6 +25,7 @@ def doctor(as_json: JsonFlag = False) -> None:
             store,
             bases=BaseStore(home.bases),
             trust=TrustStore(home.trust),
+            indexes=IndexStore(home.registries),
             catalogue=Catalogue(home.index),
             progress=report,
         )

@@ -11,6 +11,7 @@ from expertctl.errors import ExpertError, RevokedError, TrustError
 from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.package.layout import content_digest, layout_of
+from expertctl.registry.index_store import IndexStore
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -68,6 +69,7 @@ def examine(
     bases: BaseStore,
     trust: TrustStore,
     catalogue: Catalogue,
+    indexes: IndexStore | None = None,
     progress: Progress = no_progress,
 ) -> Diagnosis:
     """Read everything and hash every blob, in threads."""
@@ -83,6 +85,7 @@ def examine(
         *_staging_findings(store.paths),
         *_mode_findings(store.paths),
         *distrusted,
+        *_index_findings(indexes, readable),
         *_catalogue_findings(catalogue, now),
         *_base_findings(bases, now.experts),
     ]
@@ -239,6 +242,15 @@ def _trust_findings(trust: TrustStore) -> Iterator[Finding]:
         yield Finding(str(trust.path), problem, error.hint or _TRUST_AGAIN)
     except OSError as error:
         yield Finding(str(trust.path), error.strerror or str(error), _TRUST_AGAIN)
+
+
+def _index_findings(indexes: IndexStore | None, trust: TrustStore | None) -> Iterator[Finding]:
+    """What registries said last must be readable: it is the floor for what they say next."""
+    known = trust.read().registries if indexes is not None and trust is not None else ()
+    for registry in known:
+        assert indexes is not None
+        for error in indexes.problems(registry):
+            yield Finding(registry.host, error.message, error.hint)
 
 
 def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:

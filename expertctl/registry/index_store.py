@@ -103,12 +103,25 @@ class IndexStore:
             write_atomic(path, envelope, mode=0o600)
         return document
 
+    def problems(self, known: KnownRegistry) -> list[StoreError]:
+        """Return what cannot be read of what a registry said last."""
+        found = []
+        for package in self._packages(known):
+            try:
+                self.recall(known, package)
+            except StoreError as error:
+                found.append(error)
+        return found
+
     def check_integrity(self, known: KnownRegistry) -> None:
         """Raise unless every remembered document of a registry can be read."""
-        key = known.index_key.key_id.removeprefix("sha256:")
-        for path in sorted((self._index(known) / key).glob("*/[!.]*.json")):
-            package = PackageName.parse(f"{path.parent.name}/{path.stem}")
+        for package in self._packages(known):
             assert self.recall(known, package) is not None
+
+    def _packages(self, known: KnownRegistry) -> list[PackageName]:
+        key = known.index_key.key_id.removeprefix("sha256:")
+        paths = sorted((self._index(known) / key).glob("*/[!.]*.json"))
+        return [PackageName(path.parent.name, path.stem) for path in paths]
 
     def _index(self, known: KnownRegistry) -> Path:
         return self.folder / address_of(known).folder / "index"

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from expertctl.errors import ExpertError, NotFoundError, RevokedError, TrustError
+from expertctl.errors import ExpertError, NotFoundError, RevokedError, StoreError, TrustError
 from expertctl.install.doctor import examine
 from expertctl.install.sources import open_sources
 from expertctl.package.write import write_package
 from expertctl.reference import PackageName, Reference
+from expertctl.registry.index_store import IndexStore
 from expertctl.registry.key_statement import sign_statement
 from expertctl.routing.planner import Planner
 from expertctl.store.signers import read_signers
@@ -187,6 +188,36 @@ def test_a_namespace_is_not_taken_from_another_registry_by_a_higher_version(
         moved.buy(f"{other.host}/acme/other")
         assert [e.registry for e in buyer.store.experts()] == [other.host, market.host]
         assert revoked_experts(buyer) == {"list": [], "run": [], "doctor": []}
+
+
+def test_a_floor_that_cannot_be_read_stops_installing_and_is_found_by_doctor(
+    market: Market, buyer: Buyer
+) -> None:
+    market.sell("acme/sql@1.0.0")
+    buyer.buy("acme/sql")
+    indexes = IndexStore(buyer.house.home.registries)
+
+    def found() -> list[str]:
+        house = buyer.house
+        diagnosis = examine(
+            house.store,
+            bases=house.bases,
+            trust=house.trust,
+            catalogue=house.catalogue,
+            indexes=indexes,
+        )
+        return [f.hint for f in diagnosis.findings if f.subject == market.host]
+
+    assert found() == []
+    path = indexes.path(market.known, SQL)
+    path.write_bytes(path.read_bytes()[:-1])
+    [hint] = found()
+    assert str(path) in hint
+    market.sell("acme/sql@1.1.0")
+    refused(buyer, "acme/sql@1.1.0", error=StoreError, match="cannot be read")
+    path.unlink()
+    buyer.buy("acme/sql@1.1.0")
+    assert found() == []
 
 
 def test_an_index_of_another_key_is_refused_whatever_it_offers(
