@@ -87,3 +87,13 @@ def test_who_need_not_wait_is_a_list_of_names(home: Path) -> None:
     assert settings.minimum_release_age_exclude == ("acme", "beta/sql")
     with pytest.raises(UsageError, match="not a package name"):
         parse_names("acme/*")
+
+
+def test_how_registries_are_reached_is_read(home: Path) -> None:
+    home.mkdir()
+    (home / "config.toml").write_text('ca_file = "~/ca.pem"\nallow_http = true\noffline = "yes"\n')
+    settings = load_settings({"EXPERT_HOME": str(home)})
+    assert settings.ca_file == Path("~/ca.pem").expanduser()
+    assert (settings.allow_http, settings.offline) == (True, True)
+    plain = load_settings({"EXPERT_HOME": str(home), "EXPERT_ALLOW_HTTP": "0"})
+    assert plain.allow_http is False

@@ -62,6 +62,7 @@ def test_the_environment_wins_and_that_is_said(
         ("memory_budget", "much"),
         ("memory_budget", "-1"),
         ("offline", "perhaps"),
+        ("allow_http", "perhaps"),
         ("device", ""),
         ("device", "cuda"),
         ("device", "a\nregistry = 'evil'"),
