@@ -138,15 +138,22 @@ def _collect_rows(database: Database, cutoff: float) -> None:
 def _collect_files(database: Database, storage: BlobStorage, cutoff: float) -> list[StoredBlob]:
     removed: list[StoredBlob] = []
     for batch in _batches(blob for blob in storage.blobs() if blob.changed < cutoff):
+        with database.read() as connection:
+            suspects = _without_row(connection, batch)
+        if not suspects:  # nobody waits for a collection that finds nothing
+            continue
         with database.write() as connection:
-            digests = [str(blob.digest) for blob in batch]
-            query = select(BLOBS.c.digest).where(BLOBS.c.digest.in_(digests))
-            known = set(connection.execute(query).scalars())
-            for blob in batch:
-                if str(blob.digest) not in known:
-                    storage.remove(blob.digest)
-                    removed.append(blob)
+            for blob in _without_row(connection, suspects):
+                storage.remove(blob.digest)
+                removed.append(blob)
     return removed
+
+
+def _without_row(connection: Connection, blobs: Sequence[StoredBlob]) -> list[StoredBlob]:
+    digests = [str(blob.digest) for blob in blobs]
+    query = select(BLOBS.c.digest).where(BLOBS.c.digest.in_(digests))
+    known = set(connection.execute(query).scalars())
+    return [blob for blob in blobs if str(blob.digest) not in known]
 
 
 def _unnamed_link(cutoff: float) -> ColumnElement[bool]:

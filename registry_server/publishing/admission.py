@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, select
 
 from expertctl.digest import Digest
-from expertctl.errors import ConflictError, InvalidPackageError, RevokedError, TrustError
+from expertctl.errors import (
+    ConflictError,
+    InvalidPackageError,
+    NotFoundError,
+    RevokedError,
+    StoreError,
+    TrustError,
+)
 from expertctl.trust.bundle import Bundle, read_bundle, verify_bundle
 from registry_server.access import rights
 from registry_server.access.confusable import skeleton
@@ -105,12 +112,28 @@ def _sizes(connection: Connection, repository: int, digests: Sequence[str]) -> d
 
 def _demand_signer(storage: BlobStorage, offer: Offer, keys: Sequence[NamespaceKey]) -> str:
     """Demand that a key of the namespace signed exactly the files of the manifest."""
-    with storage.open(offer.signature.digest) as stream:
-        data = stream.read(offer.signature.size)
-    bundle = read_bundle(data)
+    bundle = read_bundle(_signature(storage, offer))
     key = _demand_key(bundle, offer, keys)
     verify_bundle(bundle, offer.layout.files, key.key)
     return key.key_id
+
+
+def _signature(storage: BlobStorage, offer: Offer) -> bytes:
+    """Return the bytes of the signature file, which is small."""
+    try:
+        with storage.open(offer.signature.digest) as stream:
+            data = stream.read(offer.signature.size)
+    except NotFoundError as error:
+        raise damaged(error.message) from error
+    if Digest.of(data) != offer.signature.digest:
+        raise damaged(f"blob {offer.signature.digest} is not what was uploaded")
+    return data
+
+
+def damaged(fact: str) -> StoreError:
+    """Return the error that says that the storage no longer has what was put there."""
+    hint = "whoever runs the registry should look at its disk"
+    return StoreError(f"the storage is damaged: {fact}", hint=hint)
 
 
 def _demand_key(bundle: Bundle, offer: Offer, keys: Sequence[NamespaceKey]) -> NamespaceKey:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, func, insert, select, update
 
 from expertctl.digest import Digest
-from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
 from expertctl.package.layout import MANIFEST_TYPE, MAX_MANIFEST_BYTES
 from expertctl.package.read import PackageContents, read_blobs
 from expertctl.reference import PackageName
@@ -27,7 +27,7 @@ from registry_server.access.identity import Identity
 from registry_server.database.tables import RELEASES, SIGNED_FORMS
 from registry_server.oci import manifests, tags
 from registry_server.oci.manifest_document import read_document
-from registry_server.publishing.admission import Admission, admit
+from registry_server.publishing.admission import Admission, admit, damaged
 from registry_server.publishing.decision import Step
 from registry_server.publishing.index import insert_package, rewrite_index
 from registry_server.publishing.offer import Offer, read_offer
@@ -80,8 +80,7 @@ def _contents(storage: BlobStorage, offer: Offer) -> PackageContents:
     try:
         contents = read_blobs(offer.layout, storage.open, what=offer.ref)
     except (DigestError, NotFoundError) as error:
-        hint = "whoever runs the registry should look at its disk"
-        raise StoreError(f"the storage is damaged: {error.message}", hint=hint) from error
+        raise damaged(error.message) from error
     if contents.manifest.ref != offer.ref:
         problem = f"it was pushed as {offer.ref}, but {MANIFEST_PATH} says {contents.manifest.ref}"
         raise InvalidPackageError(offer.ref, [problem])

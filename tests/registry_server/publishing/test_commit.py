@@ -409,17 +409,19 @@ def test_the_manifest_counts_against_the_quota(
     assert push(registry, owner, fitting).created
 
 
+@pytest.mark.parametrize("path", ["adapter_model.safetensors", "expert.json", "model.sig"])
 def test_a_blob_that_the_disk_lost_or_changed_is_not_published(
-    registry: Registry, owner: Identity, template: Template, alice: PrivateKey
+    registry: Registry, owner: Identity, template: Template, alice: PrivateKey, path: str
 ) -> None:
     parcel = template.parcel(key=alice)
     upload(registry, parcel)
-    weights = next(f for f in parcel.layout.files if f.path.endswith(".safetensors"))
-    path = registry.storage.path(weights.digest)
-    path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(StoreError, match="storage is damaged"):
+    [file] = [f for f in parcel.layout.layers if f.path == path]
+    lying = registry.storage.path(file.digest)
+    lying.write_bytes(lying.read_bytes()[::-1])
+    with pytest.raises(StoreError, match="storage is damaged") as caught:
         send(registry, owner, parcel)
-    path.unlink()
+    assert "disk" in caught.value.hint
+    lying.unlink()
     with pytest.raises(StoreError, match="storage is damaged"):
         send(registry, owner, parcel)
     assert rows(registry)["packages"] == []
