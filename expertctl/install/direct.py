@@ -63,9 +63,7 @@ def _may_be(need: Need, address: RegistryAddress, sources: Sources) -> bool:
 def _candidate(
     layout: Layout, client: OciClient, wanted: Reference, digest: Digest, what: str
 ) -> Candidate:
-    file = next((file for file in layout.files if file.path == MANIFEST_PATH), None)
-    if file is None:
-        raise InvalidPackageError(what, [f"it has no {MANIFEST_PATH}"])
+    file = next(file for file in layout.files if file.path == MANIFEST_PATH)  # always there
     manifest = parse_manifest(_small(client, wanted, file, what), what=f"{what} {MANIFEST_PATH}")
     content = content_digest(layout.files)
     if manifest.package != wanted.package or not wanted.allows(manifest.semver, digest, content):

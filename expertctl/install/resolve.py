@@ -7,7 +7,7 @@ exactly by a person; a prerelease only when a constraint names it. Requirements 
 
 The search finds an answer iff there is one: a choice that fails is undone together with those after
 it that have no part in the failure, and nothing is remembered beyond the choices it depended on.
-(`resolvelib`, tried first, carries such memory over and so misses answers.)
+`resolvelib` carries such memory over and misses answers, so this is not that library.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -20,7 +20,7 @@ from expertctl.errors import (
 )
 from expertctl.install.candidate import Candidate, Judge, Verdict, published
 from expertctl.install.resolve import Chosen
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import FROM_FILE, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.http import Http, open_http
@@ -63,6 +63,9 @@ class Sources:
             TrustError: when the registry is not known, or may not have the namespace.
             RegistryError: when it cannot be reached, or has no index.
         """
+        if wanted.package.namespace == FROM_FILE:
+            hint = "give its .expert file to the same `expertctl install`"
+            raise NotFoundError(f"{FROM_FILE}/* comes from files, never from a registry", hint=hint)
         address = self.address(wanted, by_hand)
         document = self._document(self._known(address, wanted), wanted.package)
         return published(document, address.host, self._judge(wanted.package, address.host))

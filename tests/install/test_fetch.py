@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
+from expertctl.digest import Digest, FileDigest
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -15,12 +15,15 @@ from expertctl.errors import (
     RegistryError,
     TrustError,
 )
-from expertctl.package.layout import MANIFEST_TYPE
+from expertctl.install.fetch import Arrivals
+from expertctl.package.layout import MANIFEST_TYPE, layout_of
 from expertctl.registry import http as http_module
 from expertctl.registry.index_document import Release
 from expertctl.registry.retry import Retries
+from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 from tests.install.liar import Liar, lying, with_form
 from tests.install.market import Buyer
+from tests.install.team import Team
 from tests.registry.hostile import Pauses, reply
 from tests.registry_server.publishing.parcels import Parcel, Template
 from tests.store.shop import House, a_key
@@ -234,3 +237,70 @@ def test_a_manifest_of_a_plain_registry_with_lies_in_it_is_refused(
         liar.answers[f"/v2/acme/one/blobs/{file.digest}"] = lambda _: reply(body=body)
         ref = f"{liar.host}/acme/one@{one.package_digest}"
         refuses(at(liar, home), DigestError, "does not have its digest", ref)
+
+
+def test_when_one_of_several_cannot_come_none_is_installed(
+    home: Path, one: Parcel, two: Parcel
+) -> None:
+    with lying(one, two) as liar:
+        liar.answers[f"/v2/acme/two/manifests/{two.package_digest}"] = lambda _: reply(404)
+        refuses(at(liar, home), NotFoundError, "manifests", "acme/one", "acme/two")
+
+
+def test_what_arrived_and_nobody_came_back_for_goes(tmp_path: Path) -> None:
+    arrivals = Arrivals(tmp_path / "arrived")
+    arrivals.sweep()
+    arrivals.folder.mkdir()
+    path = arrivals.path(Digest.of(b"x"))
+    path.write_bytes(b"x")
+    arrivals.sweep()
+    assert path.exists()
+    arrivals.sweep(age=0.0)
+    assert not path.exists()
+
+
+def test_a_manifest_of_a_plain_registry_beyond_all_bounds_is_refused(
+    home: Path, one: Parcel
+) -> None:
+    """Nobody reads more than an expert.json may have."""
+    kept = [file for file in one.layout.files if file.path != "expert.json"]
+    huge = FileDigest("expert.json", MAX_MANIFEST_BYTES + 1, Digest.of(b""))
+    layout = layout_of([*kept, huge], one.layout.signature)
+    with lying(replace(one, layout=layout), indexed=False) as liar:
+        ref = f"{liar.host}/acme/one@{layout.package_digest}"
+        refuses(at(liar, home), InvalidPackageError, "expert.json has more than", ref)
+
+
+def test_a_part_of_a_file_of_a_plain_registry_is_refused(home: Path, one: Parcel) -> None:
+    (file,) = [file for file in one.layout.files if file.path == "expert.json"]
+    with lying(one, indexed=False) as liar:
+        liar.answers[f"/v2/acme/one/blobs/{file.digest}"] = lambda _: reply(206, b"{}")
+        ref = f"{liar.host}/acme/one@{one.package_digest}"
+        refuses(at(liar, home), RegistryError, "was answered with 206", ref)
+
+
+def test_a_project_may_use_a_plain_registry_whose_publisher_is_trusted(
+    home: Path, one: Parcel, tmp_path: Path
+) -> None:
+    with lying(one, indexed=False) as liar:
+        buyer = at(liar, home)
+        text = f'[experts]\n"{liar.host}/acme/one" = "1.0.0"\n'
+        team = Team(tmp_path / "project", buyer).wants(text)
+        with pytest.raises(TrustError, match="index key of"):
+            team.install()
+        key = a_key("acme").public
+        buyer.house.trust.add(key, name="acme", namespaces=["acme"], registry=liar.host)
+        team.lock()
+        assert buyer.refs() == []
+        (done,) = team.install_locked().installed
+        assert (done.expert.ref, done.expert.signer) == ("acme/one@1.0.0", key.key_id)
+
+
+def test_a_project_cannot_vouch_for_exact_bytes(home: Path, one: Parcel, tmp_path: Path) -> None:
+    """What a person may say by hand, a file of a stranger may not."""
+    with lying(one, indexed=False) as liar:
+        text = f'[experts]\n"{liar.host}/acme/one" = "{one.package_digest}"\n'
+        team = Team(tmp_path / "project", at(liar, home)).wants(text)
+        with pytest.raises(TrustError, match="index key of"):
+            team.install()
+        assert liar.asked("/v2/") == []

@@ -1,5 +1,6 @@
 """Lists and lock files against a live registry: what they may do, and what they may not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,68 +15,14 @@ from expertctl.errors import (
     UsageError,
 )
 from expertctl.install.lock import Lock, demand_lock
-from expertctl.install.locked import install_locked
-from expertctl.install.order import Done
-from expertctl.install.outdated import Standing, outdated
-from expertctl.install.release_age import ReleaseAge
-from expertctl.install.sources import open_sources
 from expertctl.install.worklist import (
-    Worklist,
     demand_project,
-    find_worklist,
-    install_list,
-    lock_list,
-    resolve_list,
 )
-from expertctl.reference import PackageName, Reference
-from tests.install.market import Buyer, Market, lend, market_at
+from expertctl.reference import Reference
+from tests.install.market import Buyer, Market, market_at
+from tests.install.team import Team
 from tests.registry_server.publishing.parcels import Template
-
-AGE = ReleaseAge()
-
-
-class Team:
-    """A project, and people who work in it."""
-
-    def __init__(self, folder: Path, buyer: Buyer) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self.buyer = buyer
-
-    @property
-    def worklist(self) -> Worklist:
-        return find_worklist(self.buyer.house.home, self.folder)
-
-    @property
-    def lock_path(self) -> Path:
-        return self.folder / "expert.lock"
-
-    def wants(self, text: str) -> "Team":
-        (self.folder / "experts.toml").write_text(text)
-        return self
-
-    def lock(self) -> list[str]:
-        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
-            resolved = resolve_list(self.worklist, self.buyer.target, sources, AGE)
-            return lock_list(self.worklist, resolved)[0]
-
-    def install(self, *fresh: str, everything: bool = False) -> tuple[Done, list[str]]:
-        names = None if everything else [PackageName.parse(text) for text in fresh]
-        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
-            return install_list(self.worklist, self.buyer.target, sources, lend, AGE, fresh=names)
-
-    def install_locked(self, *refs: str) -> Done:
-        wanted = [Reference.parse(text) for text in refs]
-        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
-            return install_locked(self.worklist, wanted, self.buyer.target, sources, lend)
-
-    def outdated(self) -> list[Standing]:
-        with open_sources(self.buyer.settings, self.buyer.house.trust) as sources:
-            return outdated(self.worklist, self.buyer.target, sources, AGE)
-
-    def joined_by(self, buyer: Buyer) -> "Team":
-        """The same project in the hands of somebody else."""
-        return Team(self.folder, buyer)
+from tests.store.shop import Shop
 
 
 @pytest.fixture
@@ -299,3 +246,26 @@ def test_outside_a_project_what_is_installed_is_compared(
     market.sell("acme/sql@1.1.0")
     (standing,) = Team(tmp_path / "anywhere", buyer).outdated()
     assert (str(standing.current), str(standing.newest)) == ("1.0.0", "1.1.0")
+
+
+def test_what_was_locked_from_a_file_must_be_given_as_one(
+    team: Team, newcomer: Buyer, shop: Shop
+) -> None:
+    team.buyer.house.trusting("acme").install(shop.package("local/own"))
+    team.wants('[experts]\n"local/own" = "*"\n').lock()
+    assert 'registry = "local"' in team.lock_path.read_text()
+    team.install_locked()
+    refuses(team.joined_by(newcomer), NotFoundError, "was installed from a file")
+
+
+def test_a_locked_version_that_the_registry_never_had_is_told(team: Team, market: Market) -> None:
+    team.lock()
+    edit(team, 'version = "1.0.0"', 'version = "1.0.7"')
+    refuses(team, NotFoundError, r"has no acme/low@1\.0\.7, which is locked")
+
+
+def test_a_lock_file_needs_no_registry_to_be_set(team: Team, newcomer: Buyer) -> None:
+    team.lock()
+    buyer = replace(newcomer, settings=replace(newcomer.settings, registry=None))
+    team.joined_by(buyer).install_locked()
+    assert buyer.refs() == ["acme/low@1.0.0", "acme/top@1.0.0"]
