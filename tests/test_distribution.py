@@ -60,6 +60,10 @@ def test_the_wheel_is_small_and_ships_schemas_and_starter_pack(wheel: Path) -> N
     schemas = {f"expertctl/_schemas/{p.name}" for p in (ROOT / "schemas").glob("*.json")}
     assert schemas <= names
     assert sum(name.endswith(".expert") for name in names) >= 4
+    pages = (ROOT / "registry_server" / "web").rglob("*.*")
+    beside = {str(p.relative_to(ROOT)) for p in pages if p.suffix in {".html", ".css", ".svg"}}
+    assert len(beside) > 5
+    assert beside <= names
     assert "expertctl/_starter/base/model.safetensors" in names
     assert not [n for n in names if n.startswith(("tests/", "benchmarks/", "examples/"))]
 

@@ -1,6 +1,7 @@
 """registry.toml: strict, complete, and the same after a round trip."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,10 @@ def test_the_command_line_overrides_and_is_checked_the_same(tmp_path: Path) -> N
 def test_settings_from_elsewhere_are_checked_as_a_file_is(tmp_path: Path) -> None:
     with pytest.raises(InvalidPackageError, match="port"):
         check_settings(ServerSettings(data=tmp_path, port=1 << 20))
+
+
+def test_the_reference_names_every_setting() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "registry-toml.md"
+    rows = re.findall(r"^\| `([a-z_]+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    known = [f.name for f in fields(ServerSettings) if f.name not in {"data", "limits"}]
+    assert rows == [*known, *(f.name for f in fields(Limits))]
