@@ -4,6 +4,7 @@ granian sends a whole file by its path (``http.response.pathsend``), without a c
 Parts of files, and servers without that, get pieces of a megabyte that a thread reads.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -44,16 +45,20 @@ class BlobResponse:
             await send(start)
             await send({"type": "http.response.pathsend", "path": str(self._path)})
         else:
-            await self._send_pieces(start, send)
+            await self._send_pieces(start, receive, send)
 
-    async def _send_pieces(self, start: dict[str, object], send: Send) -> None:
+    async def _send_pieces(self, start: dict[str, object], receive: Receive, send: Send) -> None:
         handle = await to_thread.run_sync(os.open, self._path, os.O_RDONLY)
+        gone = asyncio.create_task(_disconnected(receive))
         try:
             await send(start)
             async for piece in self._pieces(handle):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if gone.done():
+                    return  # nobody reads the rest, so nobody has to be told
             await send({"type": "http.response.body", "body": b""})
         finally:
+            gone.cancel()
             os.close(handle)
 
     async def _pieces(self, handle: int) -> AsyncIterator[bytes]:
@@ -65,3 +70,9 @@ class BlobResponse:
                 raise OSError(f"{self._path.name} is shorter than it was")
             yield piece
             position += len(piece)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

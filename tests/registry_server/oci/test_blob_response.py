@@ -14,16 +14,27 @@ Sent = list[dict[str, Any]]
 
 
 def sent(
-    file: Path, *, method: str = "GET", part: ByteRange | None = None, pathsend: bool, size: int
+    file: Path,
+    *,
+    method: str = "GET",
+    part: ByteRange | None = None,
+    pathsend: bool,
+    size: int,
+    leaves_after: int | None = None,
 ) -> Sent:
-    """Everything that an answer sends to the server."""
+    """Everything that an answer sends to the server; the client may leave after some of it."""
     messages: Sent = []
 
     async def send(message: Any) -> None:
         messages.append(message)
 
     async def receive() -> Any:
-        raise AssertionError("an answer asks for nothing")
+        return await asyncio.Event().wait() if leaves_after is None else await client_leaves()
+
+    async def client_leaves() -> Any:
+        while len(messages) <= (leaves_after or 0):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
 
     response = BlobResponse(file, size=size, part=part, headers={"ETag": "x"})
     extensions: dict[str, Any] = {"http.response.pathsend": {}} if pathsend else {}
@@ -70,3 +81,12 @@ def test_head_opens_no_file(tmp_path: Path, pathsend: bool) -> None:
 def test_a_file_that_shrinks_while_it_is_sent_ends_the_answer_early(file: Path) -> None:
     with pytest.raises(OSError, match="shorter"):
         sent(file, pathsend=False, size=PIECE * 3)
+
+
+def test_nothing_more_is_read_for_a_client_that_has_left(tmp_path: Path) -> None:
+    path = tmp_path / "blob"
+    path.write_bytes(bytes(PIECE * 50))
+    start, *bodies = sent(path, pathsend=False, size=PIECE * 50, leaves_after=1)
+    assert start["status"] == 200
+    assert 1 <= len(bodies) < 50
+    assert all(body["more_body"] for body in bodies)
