@@ -8,6 +8,7 @@ import errno
 import re
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
@@ -24,10 +25,18 @@ from expertctl.errors import (
 )
 from expertctl.registry.http import OpenAnswer
 from expertctl.registry.oci_client import OciClient
-from expertctl.registry.partial import KEPT_SECONDS, Origin, Partial, kept_partial, sweep_partials
+from expertctl.registry.partial import (
+    KEPT_SECONDS,
+    Origin,
+    Partial,
+    kept_partial,
+    private_partial,
+    sweep_partials,
+)
 from expertctl.registry.refusal import shown
 
 WORKERS = 4
+KEPT_BYTES = 1 << 20
 MAX_ETAG = 1024
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -63,6 +72,8 @@ class Downloads:
 
     folder: Path
     workers: int = WORKERS
+    kept_bytes: int = KEPT_BYTES
+    """Smaller blobs begin anew when they break off: to remember them would cost more."""
 
     def fetch(
         self,
@@ -93,8 +104,7 @@ class Downloads:
         stop, counted = Event(), _one_at_a_time(progress)
         with ThreadPoolExecutor(self.workers, thread_name_prefix="download") as pool:
             jobs = [
-                pool.submit(_fetch, _Job(self.folder, one, stop), target, counted)
-                for one in largest_first
+                pool.submit(_fetch, _Job(self, one, stop), target, counted) for one in largest_first
             ]
             waiting: Iterable[object] = jobs
             try:
@@ -125,7 +135,7 @@ class Downloads:
 class _Job:
     """One blob that shall come."""
 
-    folder: Path
+    downloads: Downloads
     wanted: Wanted
     stop: Event
 
@@ -136,6 +146,10 @@ class _Job:
     @property
     def file(self) -> FileDigest:
         return self.wanted.file
+
+    def partial(self) -> AbstractContextManager[Partial]:
+        folder, kept = self.downloads.folder, self.file.size >= self.downloads.kept_bytes
+        return (kept_partial if kept else private_partial)(folder, self.file)
 
     @property
     def what(self) -> str:
@@ -154,7 +168,7 @@ def _one_at_a_time(progress: Progress) -> Progress:
 
 def _fetch(job: _Job, target: BlobTarget, progress: Progress) -> None:
     try:
-        with kept_partial(job.folder, job.file) as partial:
+        with job.partial() as partial:
             _complete(job, partial, progress)
             partial.seal()
             publish(partial.path, target.path(job.file.digest))

@@ -6,8 +6,8 @@
     FOLDER/<hex>.json     where they came from: URL of the registry and ETag
     FOLDER/<hex>.lock     held by the process that writes them
 
-A second process that wants the same blob does not wait: it writes a private file that it does not
-keep.
+After a power cut the bytes may be other ones than were written; the digest tells. A second
+process that wants the same blob does not wait: it writes a private file that it does not keep.
 """
 
 import hashlib
@@ -22,7 +22,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from expertctl.digest import CHUNK, Digest, FileDigest
-from expertctl.durable import write_atomic
 from expertctl.errors import ExpertError
 from expertctl.schema.strict_json import canonical, load_object
 
@@ -81,7 +80,7 @@ class Partial:
         """Remember where the bytes come from, before the first of them is written."""
         if self._state is not None and origin != self.origin:
             document = {"url": origin.url, "etag": origin.etag}
-            write_atomic(self._state, canonical(document), mode=0o600)
+            _replace(self._state, canonical(document))
         self.origin = origin
 
     def restart(self) -> None:
@@ -131,7 +130,7 @@ def kept_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
     try:
         lock.acquire()
     except Timeout:
-        with _private(base) as partial:
+        with private_partial(folder, file) as partial:
             yield partial
         return
     try:
@@ -148,8 +147,10 @@ def kept_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
 
 
 @contextmanager
-def _private(base: Path) -> Iterator[Partial]:
-    partial = Partial(base.with_name(f"{base.name}-{secrets.token_hex(8)}.part"), None)
+def private_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
+    """Lend a file that nobody comes back to."""
+    name = f"{file.digest.hex}-{secrets.token_hex(8)}.part"
+    partial = Partial(folder / name, None)
     try:
         yield partial
     finally:
@@ -178,3 +179,10 @@ def _sweep(path: Path) -> None:
                 base.with_suffix(suffix).unlink(missing_ok=True)
     except Timeout:
         return
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file at once, but not to the disk: after a power cut a blob may begin anew."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(path)

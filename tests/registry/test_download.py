@@ -96,7 +96,7 @@ class Place:
 def new_place(folder: Path) -> Place:
     target = folder / "staging"
     target.mkdir()
-    return Place(Downloads(folder / "partial"), Target(target))
+    return Place(Downloads(folder / "partial", kept_bytes=0), Target(target))
 
 
 @pytest.fixture
@@ -442,6 +442,19 @@ def test_another_failure_of_the_disk_is_not_called_a_full_one(serve: Serve, plac
         place.fetch(serve(honest))
 
 
+def test_a_small_blob_that_broke_off_is_not_kept(serve: Serve, tmp_path: Path) -> None:
+    place = new_place(tmp_path)
+    place = Place(Downloads(place.downloads.folder), place.target)
+    failing = [broken_at(4000), b"", b""]
+    server = serve(lambda r: failing.pop(0) if failing else honest(r))
+    with pytest.raises(UnreachableError):
+        place.fetch(server)
+    assert place.left() == []
+    place.fetch(server)
+    assert place.arrived == DATA
+    assert "range" not in server.seen[-1].headers
+
+
 def test_a_second_process_neither_waits_nor_disturbs(serve: Serve, place: Place) -> None:
     make_folders(place.downloads.folder)
     base = place.downloads.folder / DIGEST.hex
@@ -463,7 +476,10 @@ def test_two_who_want_the_same_blob_at_once_both_get_it(serve: Serve, tmp_path: 
         yield whole[-5000:]
 
     server = serve(script)
-    places = [Place(Downloads(tmp_path / "partial"), Target(tmp_path / name)) for name in "ab"]
+    places = [
+        Place(Downloads(tmp_path / "partial", kept_bytes=0), Target(tmp_path / name))
+        for name in "ab"
+    ]
     for place in places:
         place.target.folder.mkdir()
     with ThreadPoolExecutor(2) as pool:
@@ -502,7 +518,7 @@ url, folder, digest, size = sys.argv[1:]
 with Http() as http:
     oci = OciClient(http, RegistryAddress.parse(url))
     file = FileDigest("f", int(size), Digest.parse(digest))
-    Downloads(Path(folder) / "partial").fetch(
+    Downloads(Path(folder) / "partial", kept_bytes=0).fetch(
         oci, "acme/sql", [file], Target(Path(folder) / "staging"),
         progress=lambda count: print(count, flush=True),
     )
