@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from expertctl.package.base_model import read_base
 from expertctl.package.read import read_package
+from expertctl.registry.upload import CHUNK_BYTES
+from tests.factories import write_base
 from tests.registry.live import Live, live_registry
 from tests.registry.publishing_world import (
     Workshop,
@@ -35,13 +38,15 @@ class Killer:
     """Kills the process that asks, when it has made as many writing requests as it may."""
 
     allowed: int = 0
+    method: str = "PUT"
+    """What kind of request costs one of those that are allowed."""
     victim: int | None = None
     finished: Counter[str] = field(default_factory=Counter)
     lock: Lock = field(default_factory=Lock)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope.get("method") != "PUT":
+            if scope.get("method") != self.method:
                 await app(scope, receive, send)
             elif self._admits():
                 await app(scope, receive, self._counting(scope, send))
@@ -50,8 +55,8 @@ class Killer:
 
     def _counting(self, scope: Scope, send: Send) -> Send:
         async def counted(message: Message) -> None:
-            if message.get("status") == 201:
-                self.finished[scope["query_string"].decode() or "manifest"] += 1
+            if message.get("status") in {201, 202}:
+                self.finished[_key(scope)] += 1
             await send(message)
 
         return counted
@@ -63,6 +68,12 @@ class Killer:
                 return True
             os.kill(self.victim, signal.SIGKILL)
             return False
+
+
+def _key(scope: Scope) -> str:
+    """What a request brought: a blob, a chunk from this byte on, or the manifest."""
+    ranges = [value for name, value in scope["headers"] if name == b"content-range"]
+    return (ranges[0] if ranges else scope["query_string"]).decode() or "manifest"
 
 
 @pytest.fixture
@@ -125,3 +136,22 @@ def test_killed_before_the_first_byte_nothing_is_there(
     assert publish(workshop.package(), killer, allowed=0) == -signal.SIGKILL
     assert versions(live, alice) == []
     assert killer.finished == Counter()
+
+
+def test_killed_between_two_chunks_of_a_blob_it_goes_on_with_the_next_one(
+    live: Live, killer: Killer, alice: str, home: Path, workshop: Workshop, tmp_path: Path
+) -> None:
+    register_key(live, alice, workshop)
+    log_in(live, home, alice)
+    wide = write_base(tmp_path / "wide", hidden=64)
+    larger = replace(workshop, base_dir=wide, base=read_base(wide))
+    path = larger.package(lora={"rank": 4096})
+    size = max(file.size for file in read_package(path).files)
+    killer.method = "PATCH"
+    assert publish(path, killer, allowed=1) == -signal.SIGKILL
+    first = f"0-{CHUNK_BYTES - 1}"
+    assert killer.finished == Counter([first])
+    assert publish(path, killer, allowed=MANY) == 0
+    assert versions(live, alice) == ["1.0.0"]
+    assert killer.finished[first] == 1
+    assert sum(killer.finished.values()) == -(-size // CHUNK_BYTES)
