@@ -101,12 +101,10 @@ def _check_shape(document: Mapping[str, JsonValue], kind: Kind) -> None:
 
 
 def _blobs(document: Mapping[str, JsonValue]) -> list[BlobDigest]:
-    layers = _entries(document, "layers")
-    own = [layer for layer in layers if layer.get("mediaType") not in _FOREIGN]
-    named = [_digest(layer) for layer in layers if layer not in own]
-    assert len(named) + len(own) == len(layers)
-    digests = [_digest(_descriptor(document["config"])), *(_digest(layer) for layer in own)]
-    return list(dict.fromkeys(digests))
+    layers = [(entry.get("mediaType"), _digest(entry)) for entry in _entries(document, "layers")]
+    config = _digest(_descriptor(document["config"]))
+    own = [digest for kind, digest in layers if kind not in _FOREIGN]
+    return list(dict.fromkeys([config, *own]))
 
 
 def _entries(document: Mapping[str, JsonValue], name: str) -> list[Mapping[str, JsonValue]]:

@@ -8,13 +8,6 @@ from sqlalchemy.dialects.sqlite import insert
 from registry_server.database.tables import TAGS
 
 
-def digest_of(connection: Connection, repository_id: int, tag: str) -> str | None:
-    """Return the digest that a tag points to."""
-    own = (TAGS.c.repository_id == repository_id, TAGS.c.name == tag)
-    digest: str | None = connection.execute(select(TAGS.c.digest).where(*own)).scalar()
-    return digest
-
-
 def point(connection: Connection, *, repository_id: int, tag: str, digest: str) -> None:
     """Make a tag point to a manifest, whether it was there or not."""
     values = {"repository_id": repository_id, "name": tag, "digest": digest, "updated": time.time()}
