@@ -164,14 +164,10 @@ def gc(
     Example: expertctl registry gc /srv/registry --dry-run
     """
     with _server_extra():
-        from registry_server.operation.gc import collect, survey
-        from registry_server.registry import open_registry
+        from registry_server.operation.collection import collect_garbage, survey_garbage
         from registry_server.settings_file import read_settings
-    registry = open_registry(read_settings(data))
-    try:
-        found = (survey if dry_run else collect)(registry, now=time.time())
-    finally:
-        registry.close()
+    run = survey_garbage if dry_run else collect_garbage
+    found = run(read_settings(data), now=time.time())
     text = f"{found.blobs} blobs, {human_size(found.bytes)}; {found.uploads} uploads"
     document = {"blobs": found.blobs, "bytes": found.bytes, "uploads": found.uploads}
     verb = "would be removed" if dry_run else "removed"

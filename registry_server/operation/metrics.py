@@ -22,11 +22,22 @@ from prometheus_client.registry import Collector
 from sqlalchemy import Table, func, select
 
 from registry_server.database.connection import Database
-from registry_server.database.tables import BLOBS, NAMESPACES, PACKAGES, RELEASES, UPLOADS, USERS
+from registry_server.database.tables import (
+    AUDIT,
+    BLOBS,
+    NAMESPACES,
+    PACKAGES,
+    RELEASES,
+    UPLOADS,
+    USERS,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 """Set before this module is imported where several workers count together."""
+
+COLLECTION = "registry.gc"
+"""What the audit log calls a collection of garbage."""
 
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
@@ -77,11 +88,6 @@ class Metrics:
         self.uploads = Counter(
             "expertctl_registry_uploads", "Blobs that were received whole.", registry=self._own
         )
-        self.collected = Counter(
-            "expertctl_registry_collected_bytes",
-            "Bytes that garbage collection freed.",
-            registry=self._own,
-        )
 
     def answered(  # one fact each, all by name
         self, *, method: str, route: str, status: int, seconds: float, received: int, sent: int
@@ -131,7 +137,12 @@ class _Holdings(Collector):
                 for name, _, table in _COUNTED
             }
             stored = connection.scalar(select(func.sum(BLOBS.c.size))) or 0
+            done = AUDIT.c.action == COLLECTION
+            collected = connection.scalar(select(func.max(AUDIT.c.time)).where(done)) or 0
         for name, text, _ in _COUNTED:
             yield GaugeMetricFamily(f"expertctl_registry_{name}", text, value=counts[name])
         text = "Bytes of all blobs."
         yield GaugeMetricFamily("expertctl_registry_stored_bytes", text, value=stored)
+        text = "When garbage was collected last, in seconds since the epoch; 0: never."
+        name = "expertctl_registry_last_collection_timestamp_seconds"
+        yield GaugeMetricFamily(name, text, value=collected)

@@ -67,6 +67,8 @@ def publish(
         if admission.step is not Step.NOTHING:
             _commit(connection, registry, identity, offer, admission, contents)
     created = admission.step is not Step.NOTHING
+    if admission.step is Step.RELEASE:
+        registry.metrics.publishes.inc()
     return Published(created, offer.package_digest, offer.content_digest)
 
 

@@ -29,19 +29,18 @@ def test_what_is_held_is_counted_when_asked(served: Served) -> None:
     names = ("users", "namespaces", "packages", "releases", "blobs", "uploads_open")
     assert [values[name] for name in names] == [1, 1, 0, 0, 3, 0]
     assert values["stored_bytes"] == 30
+    assert values["last_collection_timestamp_seconds"] == 0
 
 
 def test_what_happens_is_counted(served: Served) -> None:
     metrics = served.registry.metrics
     metrics.publishes.inc()
     metrics.uploads.inc(2)
-    metrics.collected.inc(1000)
     metrics.answered(method="GET", route="/x", status=200, seconds=0.004, received=5, sent=7)
     metrics.answered(method="BREW", route="/x", status=418, seconds=200, received=0, sent=0)
     values = shown(served)
     assert values["publishes_total"] == 1
     assert values["uploads_total"] == 2
-    assert values["collected_bytes_total"] == 1000
     assert values["received_bytes_total"] == 5
     assert values["sent_bytes_total"] == 7
     assert values['requests_total{method="GET",route="/x",status="200"}'] == 1

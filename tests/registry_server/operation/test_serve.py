@@ -62,8 +62,11 @@ def test_it_tells_the_real_port_and_answers_there(server: Running) -> None:
     assert f"listening on http://127.0.0.1:{server.port}" in server.log.read_text()
 
 
-def test_the_log_is_one_json_object_a_request(server: Running) -> None:
-    server.get("/nowhere?token=xpt_" + "a" * 43)
+def test_the_log_is_one_json_object_a_request(tmp_path: Path) -> None:
+    new_registry(tmp_path / "registry")
+    with running(tmp_path / "registry") as server:
+        server.get("/nowhere?token=xpt_" + "a" * 43)
+        server.stop()
     lines = [json.loads(x) for x in server.log.read_text().splitlines() if x.startswith("{")]
     (line,) = [x for x in lines if x.get("path") == "/nowhere"]
     assert (line["method"], line["status"], line["user"]) == ("GET", 404, None)

@@ -346,3 +346,11 @@ def test_a_broken_registry_is_a_page_too(
     assert answer.status_code in {500, 503}
     assert "Traceback" not in answer.text
     assert str(served.settings.data) not in answer.text
+
+
+def test_every_new_version_is_counted(served: Served, publish: Publish) -> None:
+    publish(version="1.0.0")
+    publish(version="1.1.0")
+    text = served.registry.metrics.exposition(served.registry.database).decode()
+    assert "expertctl_registry_publishes_total 2.0" in text
+    assert "expertctl_registry_releases 2.0" in text
