@@ -81,6 +81,7 @@ class Offer:
 
     candidates: tuple[Candidate, ...]
     reason: str = ""
+    way_out: str = ""
     age: ReleaseAge = field(default_factory=ReleaseAge)
 
 
@@ -128,7 +129,8 @@ def _missing(
     asked = [need for need in needs if need.from_person]
     why = f": {offer.reason}" if offer.reason else ""
     if asked:
-        hint = "check the name, or give its .expert file to the same `expertctl install`"
+        file = "give its .expert file to the same `expertctl install`"
+        hint = f"{offer.way_out}; or {file}" if offer.way_out else f"check the name, or {file}"
         return NotFoundError(f"{asked[0].wanted} is not there{why}", hint=hint)
     hint = f"get {package} and give its file to the same `expertctl install`"
     clauses = _joined([_clause(need, search) for need in needs])

@@ -222,7 +222,8 @@ class Shelves:
         here = tuple(c for c in self._here(package))
         every = tuple(c for offer in known for c in offer.candidates)
         reason = next((offer.reason for offer in known if offer.reason), "")
-        return Offer((*here, *every), reason, self._universe.age)
+        way_out = next((offer.way_out for offer in known if offer.way_out), "")
+        return Offer((*here, *every), reason, way_out, self._universe.age)
 
     def _preferred(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
         """Yield what may be chosen, best first, each once; the index is asked only for more."""
@@ -283,5 +284,5 @@ class Shelves:
         try:
             found = self._universe.index(wanted, by_hand)
         except (NotFoundError, OfflineError) as error:
-            return Offer((), error.message)
+            return Offer((), error.message, error.hint)
         return Offer(tuple(sorted(found, key=lambda c: c.version)))

@@ -94,7 +94,7 @@ def test_an_error_is_a_document_too(expertctl: Commands, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("word", "code", "text"),
     [
-        ("acme/sql@^1", 3, "no registry is set up"),
+        ("acme/sql@^1", 3, "no registry is set"),
         ("absent.expert", 3, "no such file"),
         ("not a file", 3, "no such file"),
         (".", 8, "not a regular file"),
@@ -107,7 +107,7 @@ def test_what_cannot_be_installed_is_told_with_its_code(
 
 
 def test_nothing_to_install_is_a_usage_error(expertctl: Commands) -> None:
-    assert "Missing argument" in expertctl("install", code=2).err
+    assert "nothing to install" in expertctl("install", code=2).err
 
 
 def test_removing_names_dependants(expertctl: Commands, house: House, shop: Shop) -> None:
