@@ -10,6 +10,7 @@ from expertctl.errors import (
     IncompatibleError,
     MissingDependencyError,
     NotFoundError,
+    RevokedError,
 )
 from expertctl.install.candidate import Candidate
 from expertctl.install.release_age import ReleaseAge, shown
@@ -110,14 +111,17 @@ def disagreement(causes: Iterable[Need], search: Asked) -> ExpertError:
     lines = [_clause(need, search) for need in needs]
     others = [f"; {_told(p, n, search)}" for p, n in by_package.items() if p != package]
     message = f"{_joined(lines)}; {_versions(offer)}{''.join(others[:2])}"
-    return _error(needs)(message, hint=_hint(offer, needs))
+    return _error(needs, offer)(message, hint=_hint(offer, needs))
 
 
 def _told(package: PackageName, needs: Sequence[Need], search: Asked) -> str:
     return f"{_joined([_clause(n, search) for n in needs])}; {_versions(search.offer(package))}"
 
 
-def _error(needs: Sequence[Need]) -> type[ExpertError]:
+def _error(needs: Sequence[Need], offer: Offer) -> type[ExpertError]:
+    meant = [c for c in offer.candidates if all(need.is_met_by(c) for need in needs)]
+    if meant and all(candidate.revoked for candidate in meant):
+        return RevokedError
     if len(needs) > 1:
         return ConflictError
     return NotFoundError if needs[0].from_person else IncompatibleError
