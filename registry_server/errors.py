@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from starlette.responses import Response
 from starlette.types import Scope
 
-from expertctl.errors import ExpertError
+from expertctl.errors import ExpertError, ForbiddenError
+from registry_server.access.sessions import PREFIX as SESSION_PREFIX
 from registry_server.oci.errors import CODE_OF_STATUS, OciCode, OciError
 from registry_server.settings import ServerSettings
 from registry_server.statuses import retry_after, status_of
@@ -26,9 +27,13 @@ def error_response(error: ExpertError, scope: Scope, settings: ServerSettings) -
     body = _oci_body(error, status) if path.startswith("/v2") else _plain_body(error)
     headers = {"Cache-Control": "no-store", **_headers(error)}
     response = Response(json.dumps(body), status, headers, media_type="application/json")
+    asked = _asked_scope(path, str(scope.get("method", "")))
     if status == 401:
-        for challenge in challenges(settings, _asked_scope(path, str(scope.get("method", "")))):
+        for challenge in challenges(settings, asked):
             response.headers.append("WWW-Authenticate", challenge)
+    elif asked and isinstance(error, ForbiddenError) and _shows_session(scope):
+        _, bearer = challenges(settings, asked)
+        response.headers["WWW-Authenticate"] = f'{bearer},error="insufficient_scope"'
     return response
 
 
@@ -43,6 +48,12 @@ def challenges(settings: ServerSettings, scope: str = "") -> tuple[str, str]:
     wanted = f',scope="{scope}"' if scope else ""
     bearer = f'Bearer realm="{url}/token",service="{service}"{wanted}'
     return 'Basic realm="expertctl registry"', bearer
+
+
+def _shows_session(scope: Scope) -> bool:
+    """Tell whether a token from ``/token`` was shown: another may allow more (RFC 6750, 3.1)."""
+    shown = dict(scope.get("headers", ())).get(b"authorization", b"")
+    return bool(shown.lower().startswith(b"bearer " + SESSION_PREFIX.encode("ascii")))
 
 
 def printable(text: str) -> str:

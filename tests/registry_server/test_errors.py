@@ -82,3 +82,33 @@ def test_a_message_can_be_shown_on_any_terminal() -> None:
     shown = printable("a\x1b[31mb\r\x00\u202ec\ud800é" + "x" * 5000)
     assert shown.startswith("a?[31mb???c?é")
     assert len(shown) == 1001
+
+
+@pytest.mark.parametrize(
+    ("secret", "error", "told"),
+    [
+        (b"Bearer xps_short", errors.ForbiddenError("not for push"), True),
+        (b"Bearer xpt_long", errors.ForbiddenError("not for push"), False),
+        (b"Basic eDp5", errors.ForbiddenError("not for push"), False),
+        (b"Bearer xps_short", errors.BudgetError("no room"), False),
+    ],
+)
+def test_a_session_that_is_too_narrow_is_told_what_to_ask_for(
+    secret: bytes, error: errors.ExpertError, told: bool
+) -> None:
+    scope = {
+        "type": "http",
+        "path": "/v2/acme/x/blobs/uploads/",
+        "method": "POST",
+        "headers": [(b"authorization", secret)],
+    }
+    response = error_response(error, scope, SETTINGS)
+    assert response.status_code == 403
+    assert (
+        response.headers.getlist("WWW-Authenticate")
+        == [
+            'Bearer realm="https://registry.example/token",service="registry.example",'
+            'scope="repository:acme/x:pull,push",error="insufficient_scope"'
+        ]
+        * told
+    )
