@@ -1,0 +1,186 @@
+"""``kill -9`` of the server while many publish: nothing acknowledged is lost, nothing is half."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, select
+
+from expertctl.digest import Digest
+from expertctl.reference import PackageName
+from expertctl.registry.address import RegistryAddress
+from expertctl.settings import Home
+from expertctl.trust.grant import KnownRegistry
+from expertctl.trust.policy import TrustStore
+from registry_server.access import tokens
+from registry_server.access.identity import Identity
+from registry_server.database.tables import (
+    MANIFESTS,
+    PACKAGES,
+    RELEASES,
+    REPOSITORIES,
+    SIGNED_FORMS,
+    TAGS,
+)
+from registry_server.operation.gc import collect
+from registry_server.publishing.keys import add_key
+from registry_server.registry import Registry, open_registry
+from registry_server.settings import Limits, ServerSettings
+from tests.install.market import Buyer
+from tests.registry_server.operation.running import new_registry, running
+from tests.registry_server.publishing.parcels import Template, make_template, pulled, read
+from tests.registry_server.served import serve
+from tests.registry_server.storms.server_storm import Storm, make_parcels
+from tests.store.shop import a_key
+
+LIMITS = Limits(requests_per_minute=1_000_000, grace_seconds=0)
+FAR_FUTURE = 4e9
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return make_template(tmp_path_factory.mktemp("template"))
+
+
+def prepared(folder: Path, home: Path, template: Template, *, count: int, names: int) -> Storm:
+    """Make a registry with a namespace, and packages to publish there."""
+    made = new_registry(folder / "registry", limits=LIMITS)
+    served = serve(made.settings)
+    served.namespace("acme", kind="expert", read="public", owner="admin")
+    add_key(
+        served.registry,
+        served.identity(made.token),
+        namespace="acme",
+        public_key=a_key("acme").public.pem(),
+        statement=None,
+    )
+    served.close()
+    packages = folder / "packages"
+    packages.mkdir()
+    trust = TrustStore(Home(home).trust)
+    parcels = make_parcels(template, packages, trust, count=count, names=names)
+    return Storm(made.settings.data, made.token, parcels)
+
+
+@contextmanager
+def opened(storm: Storm) -> Iterator[Registry]:
+    """The registry of a server that is down."""
+    registry = open_registry(ServerSettings(data=storm.data, limits=LIMITS))
+    try:
+        yield registry
+    finally:
+        registry.close()
+
+
+def versions(connection: Connection) -> dict[str, str]:
+    """Every release and the digest of its newest form, as the tables have it."""
+    newest = SIGNED_FORMS.c.position.asc()
+    rows = connection.execute(
+        select(PACKAGES.c.name, RELEASES.c.version, SIGNED_FORMS.c.package_digest)
+        .join(RELEASES, RELEASES.c.package_id == PACKAGES.c.id)
+        .join(SIGNED_FORMS, SIGNED_FORMS.c.release_id == RELEASES.c.id)
+        .order_by(newest)
+    )
+    return {f"acme/{name}@{version}": digest for name, version, digest in rows}
+
+
+def tags(connection: Connection) -> dict[str, str]:
+    """Every tag and the digest of the manifest that it points to."""
+    rows = connection.execute(
+        select(REPOSITORIES.c.name, TAGS.c.name, MANIFESTS.c.digest)
+        .join(TAGS, TAGS.c.repository_id == REPOSITORIES.c.id)
+        .join(
+            MANIFESTS,
+            (MANIFESTS.c.repository_id == TAGS.c.repository_id)
+            & (MANIFESTS.c.digest == TAGS.c.digest),
+        )
+    )
+    return {f"{name}@{tag}": digest for name, tag, digest in rows}
+
+
+def admin_of(registry: Registry, storm: Storm) -> Identity:
+    with registry.database.read() as connection:
+        found = tokens.find(connection, storm.token)
+    assert found is not None
+    return found
+
+
+def indexed(registry: Registry, storm: Storm) -> dict[str, Digest]:
+    """What the signed indexes of all packages say."""
+    with registry.database.read() as connection:
+        names = connection.execute(select(PACKAGES.c.name)).scalars().all()
+    identity = admin_of(registry, storm)
+    return {
+        f"acme/{name}@{release.version}": release.forms[-1].package_digest
+        for name in names
+        for release in read(registry, identity, f"acme/{name}").releases
+    }
+
+
+def look(storm: Storm, *, whole: float) -> None:
+    """Compare a server that is down with what publishers were told; read a part of it whole."""
+    with opened(storm) as registry:
+        registry.check_integrity()
+        index = indexed(registry, storm)
+        with registry.database.read() as connection:
+            assert versions(connection) == tags(connection)
+            assert versions(connection) == {ref: str(digest) for ref, digest in index.items()}
+        assert storm.ledger.acknowledged.items() <= index.items()
+        some = random.Random(len(index)).sample(sorted(index), int(len(index) * whole))
+        for ref in some:
+            pulled(registry, PackageName.parse(ref.partition("@")[0]), index[ref])
+
+
+def collected(storm: Storm) -> None:
+    """Remove all that nothing needs; then nothing more is there than the packages have."""
+    with opened(storm) as registry:
+        collect(registry, now=FAR_FUTURE)
+        kept = {str(blob.digest) for blob in registry.storage.blobs()}
+    needed = {str(digest) for parcel in storm.parcels for digest, _ in parcel.blobs}
+    assert kept == needed
+
+
+def installed(storm: Storm, root: Path) -> None:
+    """Install every package by its name, as somebody who has only the signed index."""
+    with running(storm.data) as server, opened(storm) as registry:
+        address = RegistryAddress.parse(f"127.0.0.1:{server.port}")
+        known = KnownRegistry(address.host, address.url, registry.index_key.public)
+        buyer = Buyer.at(root)
+        buyer.house.trust.add_registry(known)
+        buyer = Buyer(buyer.house, replace(buyer.settings, registry=address.host))
+        newest = {str(parcel.package): parcel.ref for parcel in storm.parcels}
+        buyer.buy(*newest)
+        assert buyer.refs() == sorted(newest.values())
+        buyer.house.check()
+
+
+def survive(storm: Storm, folder: Path, *, kills: int, seed: int) -> None:
+    for number, _ in enumerate(storm.rage(kills=kills, seed=seed, folder=folder)):
+        if number % 2:
+            look(storm, whole=0.1)
+    assert storm.ledger.acknowledged == {p.ref: p.contents.package_digest for p in storm.parcels}
+    look(storm, whole=1.0)
+    collected(storm)
+    look(storm, whole=1.0)
+
+
+def test_a_server_that_is_killed_keeps_what_it_acknowledged(
+    tmp_path: Path, home: Path, template: Template
+) -> None:
+    storm = prepared(tmp_path, home, template, count=40, names=4)
+    survive(storm, tmp_path, kills=6, seed=1)
+    installed(storm, tmp_path / "buyer")
+
+
+@pytest.mark.all
+def test_two_hundred_publishes_outlive_a_server_that_is_killed_all_the_time(
+    tmp_path: Path, home: Path, template: Template
+) -> None:
+    storm = prepared(tmp_path, home, template, count=200, names=10)
+    survive(storm, tmp_path, kills=25, seed=2)
+    assert len(storm.ledger.interrupted) > 1
+    assert storm.ledger.interrupted.total() > 10
+    installed(storm, tmp_path / "buyer")
