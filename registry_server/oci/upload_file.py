@@ -124,8 +124,11 @@ def open_upload(path: Path, running: RunningHash | None = None) -> UploadFile:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError as error:
-            raise OciError(OciCode.BLOB_UPLOAD_UNKNOWN, "there is no such upload") from error
+            raise _gone() from error
         _lock(handle)
+        if not _lies_at(path, handle):
+            os.close(handle)
+            raise _gone()
     return UploadFile(path, handle, running or RunningHash.new("sha256"))
 
 
@@ -140,6 +143,18 @@ def new_upload(path: Path, algorithm: str) -> UploadFile:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL, 0o600)
         _lock(handle)
     return UploadFile(path, handle, RunningHash.new(algorithm))
+
+
+def _lies_at(path: Path, handle: int) -> bool:
+    """Tell whether a file that is locked now is still an upload, and did not just become a blob."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _gone() -> OciError:
+    return OciError(OciCode.BLOB_UPLOAD_UNKNOWN, "there is no such upload")
 
 
 def _lock(handle: int) -> None:

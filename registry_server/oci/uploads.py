@@ -230,7 +230,7 @@ class Uploads:
             self._enter(connection, target.namespace, digest, upload.file.offset)
             blobs.link(connection, repository.id, digest)
             self._registry.storage.adopt(upload.file.path, digest)
-        upload.file.close()
+            upload.file.close()  # whatever becomes of the commit, the file is a blob's from here on
         self._registry.metrics.uploads.inc()
 
     def remove(self, upload: OpenUpload) -> None:
