@@ -1,7 +1,7 @@
 """Who asks, and how often they may: looked at before any other part of the server.
 
-Sets ``scope["state"]["identity"]``. There are no cookies and no forms, so no other site can make a
-browser act for its user.
+Sets ``scope["state"]["identity"]``. There are no cookies. A browser does remember the login of the
+pages; that other sites cannot use it to write is up to `RequestLimits`, which looks at ``Origin``.
 """
 
 import time

@@ -1,6 +1,7 @@
 """What a request must be like before anything else looks at it.
 
-- ``Host`` is a name of this registry: a page elsewhere cannot reach it by a name of its own.
+- ``Host`` is a name of this registry: a page elsewhere cannot reach it by a name of its own. Nor
+  can it write with the login that a browser remembers: its ``Origin`` is not ours.
 - Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
   route takes, and no longer pause than `STALL_SECONDS` between two pieces.
 - The path has one reading: encoded slashes, empty or dot segments, and control characters are
@@ -16,7 +17,7 @@ import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from expertctl.errors import ExpertError, TooLargeError, UsageError
+from expertctl.errors import ExpertError, ForbiddenError, TooLargeError, UsageError
 from registry_server.errors import error_response
 from registry_server.operation.listening import is_loopback
 from registry_server.settings import Limits, ServerSettings
@@ -25,6 +26,7 @@ MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_PATH = 4096
 STALL_SECONDS = 30.0
+_READING = {"GET", "HEAD"}
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _DOUBTFUL_RAW = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9.-]{1,253}))(?::[0-9]{1,5})?")
@@ -88,6 +90,8 @@ class RequestLimits:
         if not self._is_ours(headers.getlist("host")):
             hint = "set `url` in registry.toml to the address that users see"
             return Refusal(421, UsageError("this registry has another name", hint=hint))
+        if scope["method"] not in _READING and not self._is_own_page(headers.getlist("origin")):
+            return Refusal(403, ForbiddenError("a page of another site may not write here"))
         if headers.get("content-encoding", "identity").lower() != "identity":
             return Refusal(415, UsageError("the body of a request must not be compressed"))
         limit = _body_limit(scope["path"], self.settings.limits)
@@ -102,6 +106,10 @@ class RequestLimits:
             return False
         name = (match.group(1) or match.group(2)).lower().rstrip(".")
         return name in self._names or (self._public and _is_address(name))
+
+    def _is_own_page(self, origins: list[str]) -> bool:
+        """Only browsers name the page that asks; programs that are no page send none."""
+        return all(origin == self.settings.public_url for origin in origins)
 
     async def _refuse(self, refusal: "Refusal", scope: Scope, receive: Receive, send: Send) -> None:
         response = error_response(refusal.error, scope, self.settings)

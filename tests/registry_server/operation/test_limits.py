@@ -74,6 +74,25 @@ def test_any_other_host_is_refused(host: str, tmp_path: Path) -> None:
     assert "evil" not in answer.text
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "http://localhost:3000", "null", "", f"{URL}.evil.example"]
+)
+def test_attack_80_a_page_of_another_site_writes_nothing(
+    method: str, origin: str, tmp_path: Path
+) -> None:
+    """A browser sends the login of the pages with requests of other sites, too."""
+    answer = client(tmp_path).request(method, "/v2/a/b/blobs/uploads/", headers={"Origin": origin})
+    assert (answer.status_code, answer.headers["Connection"]) == (403, "close")
+    assert "evil" not in answer.text
+
+
+def test_a_page_of_our_own_writes_and_every_page_may_read(tmp_path: Path) -> None:
+    own = client(tmp_path)
+    assert own.post("/", headers={"Origin": URL}).status_code == 200
+    assert own.get("/", headers={"Origin": "https://evil.example"}).status_code == 200
+
+
 def test_two_hosts_are_refused(tmp_path: Path) -> None:
     headers = [("Host", "localhost"), ("Host", "evil.example")]
     assert client(tmp_path).get("/", headers=headers).status_code == 421
