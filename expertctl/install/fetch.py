@@ -21,7 +21,7 @@ from expertctl.install.install import Staged
 from expertctl.package.layout import Layout, content_digest, read_manifest
 from expertctl.package.read import read_blobs
 from expertctl.reference import PackageName, Reference
-from expertctl.registry.download import Downloads
+from expertctl.registry.download import Downloads, Wanted
 from expertctl.registry.index_document import Release
 from expertctl.registry.oci_client import OciClient
 from expertctl.store.staging import Staging
@@ -149,8 +149,9 @@ def _gather(
         for _ in range(_TRIES):
             if not missing:
                 return
-            _download(missing, Downloads(registries / "partial"), arrivals, progress)
-            missing = _missing(pairs, staging, [arrivals.path, store.paths.blob])
+            _download(missing, Downloads(registries / "partial", PARALLEL), arrivals, progress)
+            missing = [(parcel, left) for parcel, files in missing
+                       if (left := _not_arrived(files, staging, arrivals))]  # fmt: skip
     raise RegistryError(f"{missing[0][0].what}: its files vanish as they arrive; try again")
 
 
@@ -167,6 +168,19 @@ def _missing(
         if absent:
             missing.append((parcel, absent))
     return missing
+
+
+def _not_arrived(
+    files: Sequence[FileDigest], staging: Staging, arrivals: Arrivals
+) -> list[FileDigest]:
+    """Adopt what was hashed as it came; return what another process has taken meanwhile."""
+    left = []
+    for file in files:
+        try:
+            staging.adopt(file.digest, arrivals.path(file.digest))
+        except FileNotFoundError:
+            left.append(file)
+    return left
 
 
 def _adopt(file: FileDigest, staging: Staging, place: Callable[[Digest], Path]) -> bool:
@@ -190,15 +204,16 @@ def _download(
     progress: Progress,
 ) -> None:
     """Fetch from several repositories at once; the first failure ends the rest."""
-
-    def one(item: tuple[Parcel, list[FileDigest]]) -> None:
-        parcel, files = item
-        try:
-            downloads.fetch(parcel.client, str(parcel.package), files, arrivals, progress=progress)
-        except FileNotFoundError as error:  # another process tidied up meanwhile
-            raise RegistryError(f"{parcel.what}: {error.filename} vanished; try again") from error
-
-    _in_parallel(one, missing)
+    wanted = [
+        Wanted(parcel.client, str(parcel.package), file)
+        for parcel, files in missing
+        for file in files
+    ]
+    try:
+        downloads.fetch_all(wanted, arrivals, progress)
+    except FileNotFoundError as error:  # another process tidied up meanwhile
+        what = missing[0][0].what
+        raise RegistryError(f"{what}: {error.filename} vanished; try again") from error
 
 
 def _read(part: tuple[Parcel, Layout, Staging]) -> Staged:

@@ -7,7 +7,7 @@ that being killed leaves no expert without its needs. When one cannot be publish
 are taken back.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +47,7 @@ from expertctl.store.staging import Staging
 from expertctl.store.store import Store
 from expertctl.store.transaction import Outcome, Transaction
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,8 @@ def install_staged(
         IncompatibleError: when they do not fit a base, each other or what is installed.
         StoreError: when the store cannot be written.
     """
-    candidates = [_vouched_for(item, trust, allow_unsigned=allow_unsigned) for item in staged]
+    record = trust.read()
+    candidates = [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
     fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
     return _installed(fitted, store, catalogue, index)
 
@@ -203,14 +205,14 @@ def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[Stag
         yield Staged(contents, staging.part(str(number), digests))
 
 
-def _vouched_for(staged: Staged, trust: TrustStore, *, allow_unsigned: bool) -> _Candidate:
+def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> _Candidate:
     if staged.named is not None:
         return _named(staged, staged.named, trust)
     package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
     return _Candidate(package, staged.staging, staged.registry)
 
 
-def _named(staged: Staged, digest: Digest, trust: TrustStore) -> _Candidate:
+def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> _Candidate:
     """Accept the exact bytes that a person named, though nobody who is trusted signed them."""
     place = staged.staging, staged.registry
     try:
@@ -235,14 +237,17 @@ def _installed(
     with store.transaction() as changes:
         ordered = _checked(candidates, changes)
         added = _publish_all(ordered, changes)
-    manifests = [candidate.manifest for candidate in ordered]
+    manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
+    problem = _remember(manifests, catalogue, index)
+    if problem is None:
+        return added
     return [
-        replace(item, warnings=(*item.warnings, *_remember(item.expert, m, catalogue, index)))
-        for item, m in zip(added, manifests, strict=True)
+        replace(item, warnings=(*item.warnings, f"{item.expert.ref} is {problem}"))
+        for item in added
     ]
 
 
-def _vouched(staged: Staged, trust: TrustStore, *, allow_unsigned: bool) -> VerifiedPackage:
+def _vouched(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> VerifiedPackage:
     contents = staged.contents
     if contents.signature is None and allow_unsigned and staged.registry == LOCAL:
         return accept_unsigned(contents)
@@ -333,17 +338,16 @@ def _publish(candidate: _Candidate, changes: Transaction) -> Installed:
 
 
 def _remember(
-    expert: StoredExpert,
-    manifest: Manifest,
+    manifests: Mapping[StoredExpert, Manifest],
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
-) -> list[str]:
-    """Enter an installed expert where it is looked up; that can be made good later."""
+) -> str | None:
+    """Enter installed experts where they are looked up; that can be made good later."""
     try:
         if catalogue is not None:
-            catalogue.add(expert, manifest)
+            catalogue.add_all(manifests.items())
         if index is not None:
-            index.add({expert.content_digest: manifest})
+            index.add({expert.content_digest: manifest for expert, manifest in manifests.items()})
     except ExpertError as error:
-        return [f"{expert.ref} is installed but not indexed: {error.message}; `expertctl reindex`"]
-    return []
+        return f"installed but not indexed: {error.message}; `expertctl reindex`"
+    return None

@@ -85,6 +85,7 @@ def install_order(order: Order, target: Target, sources: Sources, lend: Lend) ->
             locked=order.pins,
             age=order.age,
         )
+        sources.prefetch(_surely_asked(order, here, directs))
         chosen = resolve(needs, universe) if needs else []
         done = install_chosen(chosen, target, sources, lend, files=staged, directs=directs)
         return replace(done, notes=(*done.notes, *waiting(chosen, sources, order.age)))
@@ -153,6 +154,20 @@ def _directs(needs: Iterable[Need], here: Sequence[Candidate], sources: Sources)
         if not (need.names_one_version and any(c.fits(need.wanted) for c in here))
     ]
     return [found for need in absent if (found := find_direct(need, sources))]
+
+
+def _surely_asked(
+    order: Order, here: Sequence[Candidate], directs: Sequence[Direct]
+) -> list[tuple[Reference, bool]]:
+    """Return which indexes are needed whatever is chosen: none for what is here and will do."""
+    found = {direct.candidate.package for direct in directs}
+    asked = []
+    for need in order.needs:
+        pin = order.pins.get(need.package)
+        good = [c for c in here if (pin.is_met_by(c) if pin else need.names_one_version)]
+        if need.package not in found and not any(c.fits(need.wanted) for c in good):
+            asked.append((Reference(need.package, registry=need.wanted.registry), need.by_hand))
+    return asked if len(asked) > 1 else []
 
 
 def _needs_of_files(files: Sequence[Candidate], there: Sequence[Candidate]) -> list[Need]:

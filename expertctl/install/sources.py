@@ -6,7 +6,8 @@ written to ``trust.json`` before something is going to be installed.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 from expertctl.digest import Digest
 from expertctl.errors import (
@@ -39,6 +40,9 @@ from expertctl.settings import Settings
 from expertctl.trust.grant import KnownRegistry
 from expertctl.trust.policy import TrustStore
 
+ASKED_AT_ONCE = 8
+"""Indexes that are asked for together."""
+
 
 class Sources:
     """Owns what was asked of registries in one command."""
@@ -69,6 +73,24 @@ class Sources:
         address = self.address(wanted, by_hand)
         document = self._document(self._known(address, wanted), wanted.package)
         return published(document, address.host, self._judge(wanted.package, address.host))
+
+    def prefetch(self, wanted: Iterable[tuple[Reference, bool]]) -> None:
+        """Ask for several indexes at once; what fails here is asked for again, and told, alone.
+
+        Each reference stands with whether a person named its registry.
+        """
+        with suppress(ExpertError), ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+            jobs: dict[tuple[str, PackageName], Future[IndexDocument]] = {}
+            try:
+                for reference, by_hand in wanted:
+                    known = self._before.registry(self.address(reference, by_hand).host)
+                    if known is not None and reference.package.namespace != FROM_FILE:
+                        job = pool.submit(self._fetched, known, reference.package)
+                        jobs[known.host, reference.package] = job
+                for (host, package), job in jobs.items():
+                    self._believe(self._before.registry(host), package, job.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.
@@ -188,12 +210,20 @@ class Sources:
     def _document(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
         key = known.host, package
         if key not in self._documents:
-            offline = self.settings.offline
-            document = fetch_index(self.http, known, package, self._indexes, offline=offline)
-            self._heard += heed(document, known, self._trust)
-            self._record = pinned(self._record, document, known)
-            self._documents[key] = document
+            self._believe(known, package, self._fetched(known, package))
         return self._documents[key]
+
+    def _fetched(self, known: KnownRegistry, package: PackageName) -> IndexDocument:
+        offline = self.settings.offline
+        return fetch_index(self.http, known, package, self._indexes, offline=offline)
+
+    def _believe(
+        self, known: KnownRegistry | None, package: PackageName, document: IndexDocument
+    ) -> None:
+        assert known is not None
+        self._heard += heed(document, known, self._trust)
+        self._record = pinned(self._record, document, known)
+        self._documents[known.host, package] = document
 
     def _known(self, address: RegistryAddress, wanted: Reference) -> KnownRegistry:
         host, package = address.host, wanted.package

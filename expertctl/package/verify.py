@@ -14,6 +14,7 @@ from expertctl.reference import FROM_FILE, Reference
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
+from expertctl.trust.record import TrustRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +46,15 @@ def verify_file(
 
 def verify_contents(
     contents: PackageContents,
-    trust: TrustStore,
+    trust: TrustStore | TrustRecord,
     *,
     expected: Reference | None = None,
     registry: str = FROM_FILE,
 ) -> VerifiedPackage:
     """Demand the package that was asked for, signed by a key that may sign it.
 
-    ``registry`` is where it came from: what is trusted there alone counts too.
+    ``registry`` is where it came from: what is trusted there alone counts too. Whoever verifies
+    many packages reads what is trusted once, and passes that.
 
     Raises:
         UnsignedError: when there is no signature.
@@ -74,7 +76,7 @@ def verify_contents(
 
 
 def _verify_signature(
-    contents: PackageContents, signature: bytes, trust: TrustStore, registry: str
+    contents: PackageContents, signature: bytes, trust: TrustStore | TrustRecord, registry: str
 ) -> PublicKey:
     bundle = read_bundle(signature)
     package, digest = contents.manifest.package, contents.content_digest

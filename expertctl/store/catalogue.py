@@ -88,7 +88,17 @@ class Catalogue:
             StoreError: when the file cannot be written.
             DiskFullError: when there is no space left.
         """
-        self._write(lambda db: db.table("experts").upsert(_row(expert, manifest), pk="ref"))
+        self.add_all([(expert, manifest)])
+
+    def add_all(self, experts: Iterable[tuple[StoredExpert, Manifest]]) -> None:
+        """Remember several experts by one write.
+
+        Raises:
+            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
+        """
+        rows = [_row(expert, manifest) for expert, manifest in experts]
+        self._write(lambda db: db.table("experts").upsert_all(rows, pk="ref"))
 
     def remove(self, expert: StoredExpert) -> None:
         """Forget an expert; its history stays, should it come back.
