@@ -4,12 +4,16 @@ SQLite in WAL mode: readers see the last commit and never wait. A writer takes t
 it looks at anything (``BEGIN IMMEDIATE``), so that what it checks still holds when it commits, and
 a commit is on the disk when it returns (``synchronous=FULL``). All of it is synchronous: callers in
 async code run writes in threads.
+
+What is written must be what a restart finds. When the disk went away, or another file lies in the
+place of the one that was opened, SQLite would write to the old one, and make a new one for the next
+connection: both are refused until the file is back.
 """
 
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -27,6 +31,33 @@ BUSY_SECONDS = 10
 
 _CONNECTIONS = 48
 _FULL = ("disk is full", "database or disk is full")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A path, and which file lay there at the beginning."""
+
+    path: Path
+    identity: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        return cls(path, _identity(path))
+
+    def demand_same(self) -> None:
+        """Demand that the file that was opened is the one that a restart would open."""
+        if _identity(self.path) != self.identity:
+            hint = "put the disk or the file back, or start the server anew"
+            raise StoreError(f"{self.path.name} was taken away or replaced", hint=hint)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return which file lies there, None when there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 class _Watch:
@@ -55,7 +86,7 @@ class _Watch:
 class Database:
     """Connections to one SQLite file; share it between threads, close it at the end."""
 
-    path: Path
+    _place: _Place
     _engine: Engine
     _watch: _Watch
     _writing: threading.Lock = field(default_factory=threading.Lock)
@@ -68,11 +99,17 @@ class Database:
             StoreError: when it is damaged, locked for too long or of a newer version.
             DiskFullError: when there is no room.
         """
-        database = cls(path, _engine(path), _Watch(path))
-        with database._guarded(), database._engine.connect() as connection:
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+        with _guarded(path), closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+        place = _Place.of(path)
+        database = cls(place, _engine(place), _Watch(path))
         database._bring_up_to_date()
         return database
+
+    @property
+    def path(self) -> Path:
+        """Where the file lies."""
+        return self._place.path
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -94,6 +131,7 @@ class Database:
             DiskFullError: when there is no room.
         """
         with self._guarded(), self._writing, self._engine.connect() as connection:
+            self._place.demand_same()
             connection.exec_driver_sql("BEGIN IMMEDIATE")
             yield connection
             connection.exec_driver_sql("COMMIT")
@@ -110,6 +148,7 @@ class Database:
             DiskFullError: when there is no room.
         """
         with self._guarded(), self._writing, self._engine.connect() as connection:
+            self._place.demand_same()
             connection.exec_driver_sql("PRAGMA synchronous=NORMAL")
             try:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -154,27 +193,32 @@ class Database:
         with self.write() as connection:
             migrate(connection)
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except IntegrityError:
-            raise
-        except PoolTimeout as error:
-            raise StoreError(f"{self.path.name} is busy", hint="try again in a moment") from error
-        except (SQLAlchemyError, sqlite3.Error) as error:
-            raise _wrapped(error, self.path) from error
+    def _guarded(self) -> AbstractContextManager[None]:
+        return _guarded(self.path)
 
 
-def _engine(path: Path) -> Engine:
+@contextmanager
+def _guarded(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError:
+        raise
+    except PoolTimeout as error:
+        raise StoreError(f"{path.name} is busy", hint="try again in a moment") from error
+    except (SQLAlchemyError, sqlite3.Error) as error:
+        raise _wrapped(error, path) from error
+
+
+def _engine(place: _Place) -> Engine:
     engine = create_engine(
-        f"sqlite:///{path}",
+        f"sqlite:///{place.path}",
         isolation_level="AUTOCOMMIT",
         connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
         pool_size=_CONNECTIONS,
         max_overflow=0,
         pool_timeout=BUSY_SECONDS,
     )
+    event.listen(engine, "do_connect", lambda *_: place.demand_same())
     event.listen(engine, "connect", _prepare)
     return engine
 

@@ -1,6 +1,7 @@
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,31 @@ def test_a_sound_database_passes_and_a_row_that_points_nowhere_does_not(
     other.close()
     with pytest.raises(StoreError, match="members"):
         database.check_integrity()
+
+
+@pytest.mark.parametrize("way", ["write", "jot"])
+def test_nothing_is_written_to_a_file_that_was_replaced(database: Database, way: str) -> None:
+    """It would be acknowledged, and gone with the next start."""
+    copy = database.path.with_suffix(".copy")
+    with closing(sqlite3.connect(copy)) as target, closing(sqlite3.connect(database.path)) as here:
+        here.backup(target)
+    kept = database.path.rename(database.path.with_suffix(".kept"))
+    copy.rename(database.path)
+    with pytest.raises(StoreError, match="was taken away or replaced"), getattr(database, way)():
+        pass
+    kept.rename(database.path)
+    with getattr(database, way)() as connection:
+        add(connection, "alice")
+    assert names(database) == ["alice"]
+
+
+def test_no_empty_file_takes_the_place_of_one_that_went_away(database: Database) -> None:
+    with database.write() as connection:
+        add(connection, "alice")
+    kept = database.path.rename(database.path.with_suffix(".kept"))
+    taken = pytest.raises(StoreError, match="was taken away or replaced")
+    with database.read(), taken:  # the one open connection is lent: the next must be a new one
+        names(database)
+    assert not database.path.exists()
+    kept.rename(database.path)
+    assert names(database) == ["alice"]
