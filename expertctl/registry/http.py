@@ -104,6 +104,7 @@ class Http:
         self._logins = Logins(self._credential, self._fetch_token)
         self._found: dict[str, Credential | None] = {}
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         """Begin; connections are opened when they are needed."""
@@ -128,6 +129,19 @@ class Http:
         if isinstance(self._transport, Wire):
             self._transport.interrupt()
 
+    @contextmanager
+    def ended_by_ctrl_c(self) -> Iterator[None]:
+        """On Ctrl-C end what other threads wait for, and keep them from asking again.
+
+        To be entered after a pool of such threads, which waits for them when it is left.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._stopped.set()
+            self.interrupt()
+            raise
+
     def asked_who(self, address: RegistryAddress) -> bool:
         """Tell whether a registry was shown a login, or at least a token for anybody."""
         return self._logins.shown(address)
@@ -150,7 +164,9 @@ class Http:
             RegistryError: when the answer is too large or not understood.
         """
         again = call.method in _REPEATABLE if repeatable is None else repeatable
-        return self._retries.run(lambda: self._once(call, max_bytes, accept), repeatable=again)
+        return self._retries.run(
+            lambda: self._once(call, max_bytes, accept), repeatable=again, stop=self._stopped
+        )
 
     @contextmanager
     def stream(
@@ -223,6 +239,8 @@ class Http:
         return self._send(call, url, wanted)
 
     def _send(self, call: Call, url: httpx2.URL, authorization: str | None) -> httpx2.Response:
+        if self._stopped.is_set():
+            raise RegistryError(f"{call.address.host}: {call.what}: stopped")
         if self._offline:
             raise OfflineError(
                 f"{call.address.host} is needed, and expertctl is offline",

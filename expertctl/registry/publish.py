@@ -241,7 +241,7 @@ def _plain_state(parcel: Parcel, oci: OciClient) -> State:
 
 
 def _missing(parcel: Parcel, oci: OciClient) -> tuple[tuple[Digest, int], ...]:
-    with ThreadPoolExecutor(WORKERS) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool, oci.http.ended_by_ctrl_c():
         there = pool.map(lambda blob: oci.has_blob(str(parcel.package), blob[0]), parcel.blobs)
         return tuple(b for b, found in zip(parcel.blobs, there, strict=True) if not found)
 

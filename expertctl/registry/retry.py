@@ -24,7 +24,13 @@ class Retries:
     sleep: Callable[[float], object] | None = None
     chance: Callable[[], float] = random.random
 
-    def run(self, operation: Callable[[], _Result], *, repeatable: bool = True) -> _Result:
+    def run(
+        self,
+        operation: Callable[[], _Result],
+        *,
+        repeatable: bool = True,
+        stop: Event | None = None,
+    ) -> _Result:
         """Do something until it works; a request that may have arrived only if it is repeatable.
 
         Raises:
@@ -37,7 +43,7 @@ class Retries:
             except (UnreachableError, RateLimitError) as error:
                 if not repeatable and isinstance(error, UnreachableError) and error.sent:
                     raise
-                self.pause(attempt, error)
+                self.pause(attempt, error, stop=stop)
         raise AssertionError("the last pause raises")
 
     def pause(

@@ -7,6 +7,7 @@ import base64
 import gzip
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, socket
@@ -533,6 +534,31 @@ def test_what_cannot_have_arrived_is_tried_again() -> None:
         with client(pauses=pauses) as http, pytest.raises(UnreachableError, match="no connection"):
             http.request(Call("POST", address, "/x", body=b"x"), max_bytes=10)
     assert len(pauses.seconds) == 2
+
+
+def test_ctrl_c_ends_what_other_threads_wait_for(serve: Serve) -> None:
+    asked = threading.Semaphore(0)
+
+    def stall(_: Request) -> Iterator[bytes | Stall]:
+        asked.release()
+        yield Stall()
+
+    server = serve(stall)
+    with client(server, stall=60.0) as http:
+
+        def press_ctrl_c() -> None:
+            with ThreadPoolExecutor(2) as pool, http.ended_by_ctrl_c():
+                jobs.extend(pool.submit(get, http, server) for _ in range(2))
+                assert all(asked.acquire(timeout=30) for _ in jobs)
+                raise KeyboardInterrupt
+
+        jobs: list[Future[bytes]] = []
+        with pytest.raises(KeyboardInterrupt):
+            press_ctrl_c()
+        assert all(isinstance(job.exception(), RegistryError) for job in jobs)
+        with pytest.raises(RegistryError, match="GET /x: stopped"):
+            get(http, server)
+    assert len(server.seen) == 2  # neither was tried again
 
 
 def test_offline_nothing_is_sent(serve: Serve) -> None:
