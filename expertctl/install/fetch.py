@@ -22,6 +22,7 @@ from expertctl.package.layout import Layout, content_digest, read_manifest
 from expertctl.package.read import read_blobs
 from expertctl.reference import PackageName, Reference
 from expertctl.registry.download import Downloads, Wanted
+from expertctl.registry.http import Http
 from expertctl.registry.index_document import Release
 from expertctl.registry.oci_client import OciClient
 from expertctl.store.staging import Staging
@@ -99,7 +100,8 @@ def fetch(
         UnreachableError: when a registry does not answer; what came stays for the next time.
     """
     arrivals = Arrivals(registries / "arrived")
-    layouts = _in_parallel(_layout, parcels)
+    http = parcels[0].client.http
+    layouts = _in_parallel(_layout, parcels, http)
     pairs = list(zip(parcels, layouts, strict=True))
     _gather(
         pairs, store=store, staging=staging, arrivals=arrivals, registries=registries, lend=lend
@@ -108,7 +110,7 @@ def fetch(
         (parcel, layout, staging.part(str(number), {file.digest for file in layout.layers}))
         for number, (parcel, layout) in enumerate(pairs)
     ]
-    return _in_parallel(_read, parts)
+    return _in_parallel(_read, parts, http)
 
 
 def tidy(staged: Iterable[Staged], registries: Path) -> None:
@@ -242,11 +244,11 @@ def _check_claims(staged: Staged, release: Release, parcel: Parcel) -> None:
         )
 
 
-def _in_parallel(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+def _in_parallel(work: Callable[[T], R], items: Sequence[T], http: Http) -> list[R]:
     """Return what work on each gives, in order; the first failure is raised, the rest cancelled."""
     if len(items) == 1:
         return [work(items[0])]
-    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool:
+    with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool, http.ended_by_ctrl_c():
         jobs = [pool.submit(work, item) for item in items]
         try:
             return [job.result() for job in jobs]

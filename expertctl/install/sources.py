@@ -79,7 +79,11 @@ class Sources:
 
         Each reference stands with whether a person named its registry.
         """
-        with suppress(ExpertError), ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        with (
+            suppress(ExpertError),
+            ThreadPoolExecutor(ASKED_AT_ONCE) as pool,
+            self.http.ended_by_ctrl_c(),
+        ):
             jobs: dict[tuple[str, PackageName], Future[IndexDocument]] = {}
             try:
                 for reference, by_hand in wanted:
@@ -90,7 +94,7 @@ class Sources:
                 for (host, package), job in jobs.items():
                     self._believe(self._before.registry(host), package, job.result())
             finally:
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def address(self, wanted: Reference, by_hand: bool) -> RegistryAddress:
         """Return the registry that a reference means.

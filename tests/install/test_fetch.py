@@ -1,5 +1,8 @@
 """Fetching from registries that lie, stumble or have no index: what travels, what is refused."""
 
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 from tests.install.liar import Liar, lying, with_form
 from tests.install.market import Buyer
 from tests.install.team import Team
-from tests.registry.hostile import Pauses, reply
+from tests.registry.hostile import Pauses, Request, Stall, reply
 from tests.registry_server.publishing.parcels import Parcel, Template
 from tests.store.shop import House, a_key
 
@@ -245,6 +248,37 @@ def test_when_one_of_several_cannot_come_none_is_installed(
     with lying(one, two) as liar:
         liar.answers[f"/v2/acme/two/manifests/{two.package_digest}"] = lambda _: reply(404)
         refuses(at(liar, home), NotFoundError, "manifests", "acme/one", "acme/two")
+
+
+@pytest.mark.parametrize("part", ["/tuf/", "/manifests/", "/blobs/"])
+def test_ctrl_c_ends_an_install_while_a_registry_stalls(
+    home: Path, one: Parcel, two: Parcel, part: str
+) -> None:
+    with lying(one, two) as liar:
+        stalled = threading.Barrier(2, lambda: signal.pthread_kill(main, signal.SIGINT), 30)
+        main = threading.main_thread().ident or 0
+
+        def stall(_: Request) -> Iterator[Stall]:
+            stalled.wait()
+            yield Stall()
+
+        for parcel in (one, two):
+            [file] = [file for file in parcel.layout.files if file.path == "expert.json"]
+            root = f"/v2/{parcel.name}"
+            for path in (
+                f"/tuf/targets/index/{parcel.name}.json",
+                f"{root}/manifests/{parcel.package_digest}",
+                f"{root}/blobs/{file.digest}",
+            ):
+                if part in path:
+                    liar.answers[path] = stall
+        buyer = at(liar, home)
+        with pytest.raises(KeyboardInterrupt):
+            buyer.buy(str(one.name), str(two.name))
+        assert len([path for path in liar.asked(part) if path in liar.answers]) == 2
+        assert buyer.refs() == []
+        liar.answers.clear()
+        assert len(buyer.buy(str(one.name), str(two.name)).installed) == 2
 
 
 def test_what_arrived_and_nobody_came_back_for_goes(tmp_path: Path) -> None:
