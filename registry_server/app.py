@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from expertctl.errors import ExpertError, NotFoundError
+from expertctl.errors import ExpertError, NotFoundError, UsageError
 from registry_server.access import routes as access
 from registry_server.access.authentication import Authentication
 from registry_server.api import routes as api
@@ -54,7 +54,11 @@ def app_of(registry: Registry) -> Starlette:
             Middleware(RequestLimits, registry.settings),
             Middleware(Authentication, registry),
         ],
-        exception_handlers={ExpertError: _refused, HTTPException: _unrouted},
+        exception_handlers={
+            ExpertError: _refused,
+            HTTPException: _unrouted,
+            ClientDisconnect: _left,
+        },
         lifespan=lifespan,
     )
     app.state.registry = registry
@@ -89,3 +93,8 @@ async def _unrouted(request: Request, error: Exception) -> Response:
             request, OciError(OciCode.UNSUPPORTED, fact, headers={"Allow": allowed})
         )
     return await _refused(request, NotFoundError("there is nothing at this address"))
+
+
+async def _left(request: Request, _: Exception) -> Response:
+    """A body that stops, or whose chunks are none, is no fault of the server."""
+    return await _refused(request, UsageError("the body of the request did not come whole"))

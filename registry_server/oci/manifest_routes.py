@@ -144,7 +144,10 @@ class _ManifestRequests:
             for tag in all_tags:
                 tags.point(connection, repository_id=repository.id, tag=tag, digest=str(digest))
         subject = {"OCI-Subject": str(document.subject)} if document.subject else {}
-        return _stored(name, digest, {**subject, **_tag_header(all_tags)})
+        response = _stored(name, digest, subject)
+        for tag in all_tags:
+            response.headers.append("OCI-Tag", tag)
+        return response
 
     def _remove(self, request: Request) -> None:
         name, reference = repository_name(request), read_reference(_reference(request))
@@ -193,10 +196,6 @@ def _headers(found: StoredManifest, cache: str) -> dict[str, str]:
         "Vary": "Authorization",
         "X-Content-Type-Options": "nosniff",
     }
-
-
-def _tag_header(all_tags: list[str]) -> dict[str, str]:
-    return {"OCI-Tag": ", ".join(all_tags)} if all_tags else {}
 
 
 def _stored(name: RepositoryName, digest: BlobDigest, headers: dict[str, str]) -> Response:

@@ -179,6 +179,22 @@ def test_a_body_that_was_cut_off_is_no_blob(live: Live, announced: str) -> None:
     assert live.client.head(f"/v2/acme/cut/blobs/{digest_of(part)}").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", "/v2/acme/x/manifests/v1"), ("POST", "/api/v1/users")]
+)
+def test_a_body_of_no_chunks_is_the_fault_of_who_sent_it(
+    live: Live, method: str, path: str
+) -> None:
+    with live.running.socket() as client:
+        client.sendall(
+            f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+            f"Authorization: Bearer {live.token}\r\nContent-Type: application/json\r\n"
+            "Transfer-Encoding: chunked\r\n\r\nno length\r\n".encode()
+        )
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+    assert "traceback" not in live.running.log.read_text()
+
+
 def test_two_lengths_are_no_request(live: Live) -> None:
     path = begin(live)
     head = (
