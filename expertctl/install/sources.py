@@ -7,7 +7,7 @@ written to ``trust.json`` before something is going to be installed.
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from expertctl.digest import Digest
 from expertctl.errors import (
@@ -31,6 +31,7 @@ from expertctl.registry.index_store import IndexStore
 from expertctl.registry.known import (
     address_of,
     choose_registry,
+    demand_home,
     known_registry,
     required_registry,
 )
@@ -75,15 +76,14 @@ class Sources:
         return published(document, address.host, self._judge(wanted.package, address.host))
 
     def prefetch(self, wanted: Iterable[tuple[Reference, bool]]) -> None:
-        """Ask for several indexes at once; what fails here is asked for again, and told, alone.
+        """Ask for several indexes at once; what is refused is asked for again, and told, alone.
 
         Each reference stands with whether a person named its registry.
+
+        Raises:
+            UnreachableError: when a registry cannot be reached.
         """
-        with (
-            suppress(ExpertError),
-            ThreadPoolExecutor(ASKED_AT_ONCE) as pool,
-            self.http.ended_by_ctrl_c(),
-        ):
+        with ThreadPoolExecutor(ASKED_AT_ONCE) as pool, self.http.ended_by_ctrl_c():
             jobs: dict[tuple[str, PackageName], Future[IndexDocument]] = {}
             try:
                 for reference, by_hand in wanted:
@@ -93,6 +93,10 @@ class Sources:
                         jobs[known.host, reference.package] = job
                 for (host, package), job in jobs.items():
                     self._believe(self._before.registry(host), package, job.result())
+            except UnreachableError:  # to try again would take as long again
+                raise
+            except ExpertError:
+                return
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
@@ -132,8 +136,18 @@ class Sources:
         if wanted.registry is not None:
             address = self.address(wanted, by_hand=True)
             if not self.has_index(address) and self.vouches(address, wanted.package):
+                self.demand_home(wanted, address)
                 return address.host
         return self.address(wanted, by_hand=False).host
+
+    def demand_home(self, wanted: Reference, address: RegistryAddress) -> None:
+        """Let no project file take a namespace from where it belongs to a registry without index.
+
+        Raises:
+            TrustError: when it would.
+        """
+        hint = f"if you know that it is right: `expertctl install {wanted}`"
+        demand_home(wanted, address, self._before, hint=hint)
 
     def has_index(self, address: RegistryAddress) -> bool:
         """Tell whether the user knows the index key of a registry."""

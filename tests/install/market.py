@@ -1,12 +1,13 @@
 """A live registry with small packages in it, and houses that install from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import ASGIApp
 
 from expertctl.digest import Progress, no_progress
 from expertctl.install.disagreement import Need
@@ -20,7 +21,7 @@ from expertctl.trust.keys import PrivateKey
 from registry_server.access.identity import Identity
 from registry_server.publishing.keys import add_key, revoke_key
 from registry_server.publishing.yank import yank
-from tests.registry.live import Live, live_registry
+from tests.registry.live import Live, as_it_is, live_registry
 from tests.registry_server.publishing.parcels import Parcel, Template, make_template, push
 from tests.store.shop import House, a_key
 
@@ -148,9 +149,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 
 @contextmanager
-def market_at(folder: Path, template: Template) -> Iterator[Market]:
+def market_at(
+    folder: Path, template: Template, *, around: Callable[[ASGIApp], ASGIApp] = as_it_is
+) -> Iterator[Market]:
     """Run a registry with one user."""
-    with live_registry(folder) as live:
+    with live_registry(folder, around=around) as live:
         identity = live.served.identity(live.served.user("alice"))
         yield Market(live, template, identity)
 
