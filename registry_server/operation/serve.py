@@ -26,6 +26,7 @@ from granian.server import MPServer
 from starlette.applications import Starlette
 
 from expertctl.errors import RegistryError, UsageError
+from registry_server.operation.connections import MAX_CONNECTIONS, allow_files
 from registry_server.operation.data_lock import serving
 from registry_server.operation.listening import Listening, demand_secure, held_address, is_answering
 from registry_server.operation.log import LOGGING, configure_log
@@ -84,6 +85,7 @@ def serve(
         if workers > 1:
             shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="expertctl-metrics-"))
             os.environ[SHARED_METRICS] = shared
+        allow_files()
         server = _server(settings, address, workers)
         _check_data(settings)
         server.on_startup(partial(_report_soon, address, report))
@@ -100,6 +102,7 @@ def _server(settings: ServerSettings, address: Listening, workers: int) -> MPSer
             interface=Interfaces.ASGI,
             workers=workers,
             workers_kill_timeout=DRAIN_SECONDS,
+            backpressure=MAX_CONNECTIONS,
             http=HTTPModes.http1,
             http1_settings=HTTP1Settings(header_read_timeout=HEADER_MILLISECONDS),
             websockets=False,

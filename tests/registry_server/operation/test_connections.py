@@ -1,0 +1,47 @@
+"""Many connections that say nothing do not keep others out."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from registry_server.operation.connections import MAX_CONNECTIONS, allow_files
+from tests.registry_server.operation.running import new_registry, running
+
+SILENT = 1100
+"""More than granian holds by default."""
+
+
+@pytest.fixture
+def open_files() -> Iterator[tuple[int, int]]:
+    """The limits of this process, which are what they were afterwards."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_of_open_files_is_raised_and_never_lowered(open_files: tuple[int, int]) -> None:
+    _, hard = open_files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    allow_files()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert raised[0] >= min(MAX_CONNECTIONS, raised[1])
+    allow_files()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised
+
+
+def test_silent_connections_do_not_keep_others_out(
+    tmp_path: Path, open_files: tuple[int, int]
+) -> None:
+    allow_files()
+    new_registry(tmp_path / "registry")
+    with running(tmp_path / "registry") as server, ExitStack() as stack:
+        silent = [stack.enter_context(server.socket()) for _ in range(SILENT)]
+        for client in silent:
+            client.sendall(b"GET /healthz HTTP/1.1\r\n")
+        assert server.get("/healthz")[0] == 200
+        silent[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # answered before any of them had to go
+            silent[0].recv(1)
