@@ -103,11 +103,12 @@ class Downloads:
         largest_first = sorted(once.values(), key=lambda one: -one.file.size)
         stop, counted = Event(), _one_at_a_time(progress)
         with ThreadPoolExecutor(self.workers, thread_name_prefix="download") as pool:
-            jobs = [
-                pool.submit(_fetch, _Job(self, one, stop), target, counted) for one in largest_first
-            ]
-            waiting: Iterable[object] = jobs
+            waiting: Iterable[object] = largest_first
             try:
+                jobs = [
+                    pool.submit(_fetch, _Job(self, one, stop), target, counted)
+                    for one in largest_first
+                ]
                 done, waiting = wait(jobs, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()

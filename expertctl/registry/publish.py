@@ -294,9 +294,9 @@ def _upload_all(
         oci.upload(repository, digest, size, partial(blobs, digest), progress=report)
 
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="upload") as pool:
-        running = [pool.submit(upload, digest, size) for digest, size in missing]
-        waiting: Iterable[object] = running
+        waiting: Iterable[object] = missing
         try:
+            running = [pool.submit(upload, digest, size) for digest, size in missing]
             done, waiting = wait(running, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
