@@ -32,7 +32,7 @@ def find_direct(need: Need, sources: Sources) -> Direct | None:
 
     Raises:
         NotFoundError: when it is not there.
-        TrustError: when it is another package than its name says.
+        TrustError: when it is another package than its name says, or may not come from there.
         InvalidPackageError: when it is none.
     """
     wanted = need.wanted
@@ -41,6 +41,8 @@ def find_direct(need: Need, sources: Sources) -> Direct | None:
     address = sources.address(wanted, by_hand=True)
     if sources.has_index(address) or not _may_be(need, address, sources):
         return None
+    if not need.by_hand:
+        sources.demand_home(wanted, address)
     client = sources.client(address.host)
     tag = wanted.digest or str(wanted.constraint.pinned)
     remote = client.manifest(str(wanted.package), tag)

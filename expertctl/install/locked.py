@@ -19,7 +19,7 @@ from expertctl.install.project import Project
 from expertctl.install.resolve import Chosen
 from expertctl.install.sources import Sources
 from expertctl.install.worklist import Worklist
-from expertctl.reference import PackageName, Reference
+from expertctl.reference import Constraint, PackageName, Reference
 from expertctl.store.ref import LOCAL
 
 LOCK = "expert.lock"
@@ -144,7 +144,8 @@ def _homes(locked: Locked, project: Project, sources: Sources) -> set[str]:
     named = {r.registry for r in project.experts if r.package.namespace == namespace} - {None}
     found = set()
     for host in named or {None}:
-        wanted = project.located(Reference(locked.package, registry=host))
+        exact = Constraint.exactly(locked.version)
+        wanted = project.located(Reference(locked.package, exact, registry=host))
         try:
             found.add(sources.project_host(wanted))
         except NotFoundError:  # no registry is set: any that is known will do

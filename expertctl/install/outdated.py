@@ -52,7 +52,7 @@ def outdated(
     found = []
     for candidate in current:
         asked = [need for need in needs if need.package == candidate.package]
-        offered = _offered(candidate, sources)
+        offered = _offered(candidate, sources, by_hand=not worklist.is_project)
         if offered:
             found.append(_standing(candidate, asked, offered, age))
     return found
@@ -78,11 +78,13 @@ def _current(worklist: Worklist, target: Target) -> list[Candidate]:
     return [candidate for candidate in newest.values() if candidate.registry != LOCAL]
 
 
-def _offered(candidate: Candidate, sources: Sources) -> Sequence[Candidate]:
+def _offered(candidate: Candidate, sources: Sources, *, by_hand: bool) -> Sequence[Candidate]:
+    """Return what the registry of a candidate has now; without an index nobody can tell."""
+    wanted = Reference(candidate.package, registry=candidate.registry)
+    if not sources.has_index(sources.address(wanted, by_hand=True)):
+        return []
     try:
-        return sources.candidates(
-            Reference(candidate.package, registry=candidate.registry), by_hand=True
-        )
+        return sources.candidates(wanted, by_hand)
     except (NotFoundError, OfflineError):
         return []
 

@@ -51,17 +51,32 @@ def required_registry(
     if reference.registry is None:
         return choose_registry(reference, record, default, allow_http=allow_http)
     named = _address(reference.registry, record, allow_http=allow_http)
-    homes = record.homes(reference.package.namespace)
-    if homes and named.host not in homes:
-        namespace = reference.package.namespace
-        raise TrustError(
-            f"{reference} would take the namespace {namespace} from {named.host}, but it belongs "
-            f"to {' and '.join(homes)}",
-            hint=f"if that is right: `expertctl trust registry add {named.url} --namespace "
-            f"{namespace}` with its fingerprint",
-        )
+    demand_home(
+        reference,
+        named,
+        record,
+        hint=f"if that is right: `expertctl trust registry add {named.url} --namespace "
+        f"{reference.package.namespace}` with its fingerprint",
+    )
     known_registry(named, record)
     return named
+
+
+def demand_home(
+    reference: Reference, named: RegistryAddress, record: TrustRecord, *, hint: str
+) -> None:
+    """Demand of a namespace that belongs somewhere already that it belongs to a registry.
+
+    Raises:
+        TrustError: when it belongs elsewhere.
+    """
+    homes = record.homes(reference.package.namespace)
+    if homes and named.host not in homes:
+        raise TrustError(
+            f"{reference} would take the namespace {reference.package.namespace} from "
+            f"{named.host}, but it belongs to {' and '.join(homes)}",
+            hint=hint,
+        )
 
 
 def known_registry(address: RegistryAddress, record: TrustRecord) -> KnownRegistry:

@@ -338,3 +338,37 @@ def test_a_project_cannot_vouch_for_exact_bytes(home: Path, one: Parcel, tmp_pat
         with pytest.raises(TrustError, match="index key of"):
             team.install()
         assert liar.asked("/v2/") == []
+
+
+@pytest.mark.parametrize("how", ["install", "lock", "install_locked"])
+def test_a_project_cannot_take_a_namespace_to_a_plain_registry(
+    home: Path, one: Parcel, two: Parcel, tmp_path: Path, how: str
+) -> None:
+    """Its publisher is trusted everywhere, but there nobody says that a version was yanked."""
+    with lying(two) as usual, lying(one, indexed=False) as plain:
+        buyer = at(usual, home)
+        team = Team(tmp_path / "project", buyer)
+        team.wants(f'[experts]\n"{plain.host}/acme/one" = "1.0.0"\n')
+        buyer.house.trust.add(a_key("acme").public, name="acme", namespaces=["acme"])
+        team.lock()
+        buyer.buy("acme/two")
+        plain.running.seen.clear()
+        with pytest.raises(TrustError, match=f"but it belongs to {usual.host}") as refused:
+            getattr(team, how)()
+        assert plain.running.seen == []
+        assert refused.value.hint.endswith(f"`expertctl install {plain.host}/acme/one@1.0.0`")
+        (done,) = buyer.buy(f"{plain.host}/acme/one@1.0.0").installed
+        assert done.expert.registry == plain.host
+
+
+def test_what_came_from_a_plain_registry_is_not_compared(
+    home: Path, one: Parcel, two: Parcel, tmp_path: Path
+) -> None:
+    """Nothing there tells what is newer; a lock file that names it sends nobody there."""
+    with lying(two) as usual, lying(one, indexed=False) as plain:
+        buyer = at(usual, home)
+        buyer.buy(f"{plain.host}/acme/one@{one.package_digest}", "acme/two")
+        plain.running.seen.clear()
+        (standing,) = Team(tmp_path / "nowhere", buyer).outdated()
+        assert (str(standing.package), standing.is_behind) == ("acme/two", False)
+        assert plain.running.seen == []
