@@ -71,10 +71,11 @@ class BlobStorage:
 
         Raises:
             DiskFullError: when there is no room.
-            StoreError: when the disk fails.
+            StoreError: when the disk fails, or the whole storage is gone.
         """
         target = self.path(digest)
         with disk_errors():
+            self.folder.stat()  # a new one in its place would hide the blobs that come back
             make_folders(target.parent)
             temporary.replace(target)
             sync_folder(target.parent)

@@ -15,6 +15,7 @@ DIGEST = BlobDigest.of(DATA)
 
 @pytest.fixture
 def storage(tmp_path: Path) -> BlobStorage:
+    (tmp_path / "blobs").mkdir()
     return BlobStorage(tmp_path / "blobs")
 
 
@@ -91,6 +92,10 @@ def test_a_failing_disk_is_an_outage(number: int) -> None:
 def test_a_storage_whose_folder_went_away_fails_closed(
     storage: BlobStorage, tmp_path: Path
 ) -> None:
+    storage.folder.rmdir()
+    with pytest.raises(StoreError):
+        adopt(storage, DATA)
+    assert not storage.folder.exists(), "a new one would hide the blobs that come back"
     (tmp_path / "blobs").write_bytes(b"a file where the folder was")
     with pytest.raises(StoreError):
         adopt(storage, DATA)
