@@ -327,7 +327,7 @@ def test_the_module_serves_like_the_command(
 
 
 def test_a_registry_without_its_key_is_told_before_anything_listens(tmp_path: Path) -> None:
-    made = new_registry(tmp_path / "registry")
+    made = new_registry(tmp_path / "registry", port=0)
     made.settings.index_key.unlink()
     write_settings(made.settings)
     with pytest.raises(StoreError, match="index key"):
