@@ -11,7 +11,7 @@ it that have no part in the failure, and nothing is remembered beyond the choice
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, NotFoundError, OfflineError
@@ -22,6 +22,8 @@ from expertctl.reference import PackageName, Reference, Version
 
 MAX_STEPS = 5_000
 """How many versions are tried before the search gives up."""
+MAX_LOOKS = 300_000
+"""How many versions are held against what is needed of them, over all tries: some seconds."""
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
@@ -177,7 +179,7 @@ class _Search:
 
     def _is_hopeless(self, package: PackageName, needs: _Needs) -> bool:
         wanted = needs[package]
-        return _is_wanted(wanted) and next(self.shelves.choices(package, wanted), None) is None
+        return _is_wanted(wanted) and self.shelves.is_hopeless(package, wanted)
 
     def _count(self) -> None:
         self._steps += 1
@@ -201,6 +203,8 @@ class Shelves:
         self._universe = universe
         self._direct = direct
         self._published: dict[tuple[PackageName, str | None], Offer] = {}
+        self._hopeless: set[frozenset[Need]] = set()
+        self._looks = 0
         self.asked: dict[PackageName, list[Need]] = {}
         """What was last asked of each package, to tell why it was wanted."""
 
@@ -213,8 +217,20 @@ class Shelves:
         self.asked[package] = list(needs)
         real = [need for need in needs if not need.refused]
         for candidate in self._preferred(package, real):
+            self._count()
             if all(need.is_met_by(candidate) for need in needs):
                 yield candidate
+
+    def is_hopeless(self, package: PackageName, needs: Sequence[Need]) -> bool:
+        """Tell whether nothing meets all needs of a package; versions often need the same."""
+        key = frozenset(replace(need, by="") for need in needs)
+        if key in self._hopeless:
+            self.asked[package] = list(needs)
+            return True
+        if next(self.choices(package, needs), None) is not None:
+            return False
+        self._hopeless.add(key)
+        return True
 
     def offer(self, package: PackageName) -> Offer:
         """Return what is known of a package, for messages; nothing is asked for now."""
@@ -224,6 +240,11 @@ class Shelves:
         reason = next((offer.reason for offer in known if offer.reason), "")
         way_out = next((offer.way_out for offer in known if offer.way_out), "")
         return Offer((*here, *every), reason, way_out, self._universe.age)
+
+    def _count(self) -> None:
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            raise _too_deep(f"no answer after {MAX_LOOKS:,} looks at versions")
 
     def _preferred(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
         """Yield what may be chosen, best first, each once; the index is asked only for more."""

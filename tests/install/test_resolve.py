@@ -314,6 +314,31 @@ def test_thousands_of_versions_that_all_disagree_end(monkeypatch: pytest.MonkeyP
         resolve(asked("acme/p0"), Universe(index))
 
 
+def test_hundreds_of_versions_that_need_the_same_are_looked_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_LOOKS", 1000)
+    numbers = [f"1.{minor}.0" for minor in range(400)]
+    offered = [
+        *versions("acme/sql", *numbers, requires=["acme/text@^2"]),
+        *versions("acme/text", *numbers),
+    ]
+    with pytest.raises(IncompatibleError, match=r"^acme/sql@1\.399\.0 requires acme/text@\^2; "):
+        chosen(asked("acme/sql"), offered)
+
+
+def test_a_search_that_looks_at_too_many_versions_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every version wants another range of the next package, of which nothing is there."""
+    monkeypatch.setattr(module, "MAX_LOOKS", 1000)
+    offered = [
+        a_candidate(f"acme/sql@1.{minor}.0", requires=[f"acme/text@>=2.{minor}"])
+        for minor in range(100)
+    ]
+    offered += versions("acme/text", *(f"1.{minor}.0" for minor in range(100)))
+    with pytest.raises(IncompatibleError, match="no answer after 1,000 looks at versions"):
+        chosen(asked("acme/sql"), offered)
+
+
 def test_a_candidate_is_what_a_reference_with_its_digest_asks_for() -> None:
     one = a_candidate("acme/sql@1.0.0")
     for digest in (one.content_digest, one.package_digest):
