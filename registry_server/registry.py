@@ -7,6 +7,7 @@ from sqlalchemy import select
 from expertctl.durable import make_folders
 from expertctl.errors import StoreError
 from expertctl.trust.keys import PrivateKey
+from registry_server.access.quota import check_used
 from registry_server.database.connection import Database
 from registry_server.database.tables import BLOBS
 from registry_server.operation.metrics import Metrics
@@ -34,13 +35,14 @@ class Registry:
         self.database.close()
 
     def check_integrity(self) -> None:
-        """Check the database, and that every blob that it knows lies there in its size.
+        """Check the database and its counts, and that every blob it knows lies there in its size.
 
         Raises:
             StoreError: when anything is damaged or missing.
         """
         self.database.check_integrity()
         with self.database.read() as connection:
+            check_used(connection)
             rows = connection.execute(select(BLOBS.c.digest, BLOBS.c.size)).all()
         for digest, size in rows:
             if self.storage.size(BlobDigest.parse(digest)) != size:

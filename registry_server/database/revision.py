@@ -2,7 +2,7 @@
 
 from sqlalchemy import Connection, text
 
-HEAD = "0001"
+HEAD = "0002"
 """The last step in ``migrations/versions``."""
 
 

@@ -70,10 +70,14 @@ NAMESPACES = Table(
     Column("read", String(8), nullable=False),
     Column("quota", Integer),
     Column("created", Float, nullable=False),
+    Column("used", Integer, nullable=False, server_default="0"),
     CheckConstraint("kind IN ('expert', 'oci')", name="kind"),
     CheckConstraint("read IN ('public', 'token')", name="read"),
 )
-"""``skeleton`` is the name with look-alike characters folded; ``quota`` in bytes, null: default."""
+"""``skeleton`` is the name with look-alike characters folded; ``quota`` in bytes, null: default.
+
+``used`` is what counts against the quota; triggers of the database keep it, nothing else writes it.
+"""
 
 MEMBERS = Table(
     "members",

@@ -2,19 +2,22 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, delete, func, insert, select, update
 
-from expertctl.errors import BudgetError
+from expertctl.errors import BudgetError, StoreError
 from registry_server.access import namespaces, quota
 from registry_server.access.namespaces import NamespaceRow
 from registry_server.database.tables import (
     BLOBS,
     MANIFESTS,
+    NAMESPACES,
     REPOSITORIES,
     REPOSITORY_BLOBS,
     UPLOADS,
 )
+from registry_server.oci import blobs
 from registry_server.settings import Limits
+from registry_server.storage.blob_digest import BlobDigest
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.served import Served
 
@@ -85,6 +88,48 @@ def test_attack_86_the_bytes_of_others_are_neither_counted_nor_told(
     blob(connection, "sha256:new", 60)
     link(connection, own, "sha256:new")
     assert quota.used_bytes(connection, acme.id) == 120
+
+
+def test_bytes_that_are_taken_away_are_room_again(
+    connection: Connection, acme: NamespaceRow
+) -> None:
+    other = namespaces.create(connection, "other", kind="oci", read="token")
+    foreign, one, two = (
+        repository(connection, n, k) for n, k in ((other, "a"), (acme, "a"), (acme, "b"))
+    )
+    blob(connection, "sha256:a", 10)
+    for own in (foreign, one, two):
+        link(connection, own, "sha256:a")
+    begin_upload(connection, one, "u", 7)
+    used = [quota.used_bytes(connection, acme.id)]
+    for own in (one, two):
+        connection.execute(delete(REPOSITORY_BLOBS).where(REPOSITORY_BLOBS.c.repository_id == own))
+        used.append(quota.used_bytes(connection, acme.id))
+    for size in (9, 2):
+        connection.execute(update(UPLOADS).values(size=size))
+        used.append(quota.used_bytes(connection, acme.id))
+    connection.execute(delete(UPLOADS))
+    used.append(quota.used_bytes(connection, acme.id))
+    assert used == [17, 17, 7, 9, 2, 0]
+    assert quota.used_bytes(connection, other.id) == 10
+    quota.check_used(connection)
+
+
+def test_a_link_that_is_made_again_costs_nothing(
+    connection: Connection, acme: NamespaceRow
+) -> None:
+    blob(connection, f"sha256:{'a' * 64}", 10)
+    own = repository(connection, acme, "a")
+    for _ in range(3):
+        blobs.link(connection, own, BlobDigest("sha256", "a" * 64))
+    assert quota.used_bytes(connection, acme.id) == 10
+
+
+def test_a_count_that_is_wrong_is_damage(connection: Connection, acme: NamespaceRow) -> None:
+    quota.check_used(connection)
+    connection.execute(update(NAMESPACES).values(used=5))
+    with pytest.raises(StoreError, match="acme uses 0 bytes, and 5 were counted"):
+        quota.check_used(connection)
 
 
 def test_room_ends_at_the_quota(connection: Connection, acme: NamespaceRow) -> None:

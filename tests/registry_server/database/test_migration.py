@@ -3,10 +3,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from alembic import command
+from sqlalchemy import create_engine
 
 from expertctl.errors import StoreError
 from registry_server.database.connection import Database
-from registry_server.database.migration import differences, last_revision
+from registry_server.database.migration import _config, differences, last_revision
 from registry_server.database.revision import HEAD, current_revision
 
 
@@ -55,3 +57,24 @@ def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
     folder.mkdir()
     Database.open(folder / "registry.db").close()
     assert (folder / "registry.db").stat().st_size > 0
+
+
+def test_what_namespaces_used_before_it_was_counted_is_counted(tmp_path: Path) -> None:
+    with create_engine(f"sqlite:///{tmp_path / 'registry.db'}").begin() as connection:
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0001")
+        for statement in (
+            "INSERT INTO namespaces VALUES (1, 'acme', 'acme', 'oci', 'token', NULL, 0)",
+            "INSERT INTO namespaces VALUES (2, 'empty', 'empty', 'oci', 'token', NULL, 0)",
+            "INSERT INTO repositories VALUES (1, 1, 'acme/a', 0), (2, 1, 'acme/b', 0)",
+            "INSERT INTO blobs VALUES ('sha256:a', 10, 0), ('sha256:b', 100, 0)",
+            "INSERT INTO repository_blobs VALUES (1, 'sha256:a', 0), (2, 'sha256:a', 0)",
+            "INSERT INTO uploads VALUES ('u', 1, NULL, 7, 0, 0)",
+        ):
+            connection.exec_driver_sql(statement)
+    database = Database.open(tmp_path / "registry.db")
+    with database.read() as connection:
+        used = connection.exec_driver_sql("SELECT name, used FROM namespaces ORDER BY id").all()
+    database.close()
+    assert [tuple(row) for row in used] == [("acme", 17), ("empty", 0)]
