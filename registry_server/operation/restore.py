@@ -1,10 +1,17 @@
-"""Making a registry out of a backup: everything is checked on the way, and appears at once."""
+"""Making a registry out of a backup: everything is checked on the way, and appears at once.
+
+Clients remember how new the index documents were that they saw, and refuse older ones. So those of
+the registry that was restored get revisions that none of the lost changes can have reached.
+"""
 
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+
+from sqlalchemy import Connection, select, update
 
 from expertctl.digest import hash_file
 from expertctl.durable import make_folders, remove_tree, staged_file, sync_folder
@@ -14,14 +21,19 @@ from expertctl.errors import (
     InvalidPackageError,
     UsageError,
 )
+from expertctl.trust.keys import PrivateKey
+from registry_server.database.tables import PACKAGES
 from registry_server.operation.backup import copy_blob, known_blobs
 from registry_server.operation.backup_document import BLOBS, STATE, STATE_FILES, BackupDocument
+from registry_server.publishing.index import rewrite_index
 from registry_server.registry import open_registry
 from registry_server.settings_file import read_settings
 from registry_server.storage.blob_digest import BlobDigest
 from registry_server.storage.blobs import BlobStorage, disk_errors
 
 MAX_PROBLEMS = 20
+CHANGES_A_SECOND = 10
+"""More than one package gets for as long as nobody makes a backup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ def restore(backup: Path, data: Path) -> Restored:
             _copy_state(backup, folder, document)
             blobs = _known(backup, folder)
             _copy_blobs(backup, folder, blobs)
-            _check(backup, folder)
+            _check(backup, folder, _changes_since(backup, document.created))
             folder.replace(data)  # which may be there and empty
             sync_folder(data.parent)
     return Restored(len(blobs), sum(size for _, size in blobs))
@@ -110,16 +122,36 @@ def _copy_blobs(backup: Path, folder: Path, blobs: list[tuple[BlobDigest, int]])
     _refuse(backup, problems)
 
 
-def _check(backup: Path, folder: Path) -> None:
-    """Open the restored registry once, before anybody sees it."""
+def _changes_since(backup: Path, created: str) -> int:
+    """Return how often a package may have changed after the backup, at most."""
+    try:
+        passed = datetime.now(UTC) - datetime.fromisoformat(created).astimezone(UTC)
+    except ValueError as error:
+        raise InvalidPackageError(str(backup), [f"{created[:40]!r} is no time"]) from error
+    return CHANGES_A_SECOND * max(0, int(passed.total_seconds()) + 1)
+
+
+def _check(backup: Path, folder: Path, changes: int) -> None:
+    """Open the restored registry once, before anybody sees it, and renew its index documents."""
     try:
         registry = open_registry(read_settings(folder))
         try:
             registry.check_integrity()
+            with registry.database.write() as connection:
+                _outdo(connection, registry.index_key, changes)
         finally:
             registry.close()
     except ExpertError as error:
         raise InvalidPackageError(str(backup), [error.message]) from error
+
+
+def _outdo(connection: Connection, key: PrivateKey, changes: int) -> None:
+    """Renew every index document, with a revision above that which so many changes would give."""
+    query = select(PACKAGES.c.id, PACKAGES.c.updated).order_by(PACKAGES.c.id)
+    for package, updated in connection.execute(query).all():
+        own = update(PACKAGES).where(PACKAGES.c.id == package)
+        connection.execute(own.values(revision=PACKAGES.c.revision + changes))
+        rewrite_index(connection, package, key=key, now=updated)
 
 
 def _refuse(backup: Path, problems: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from registry_server.access.identity import Identity
 from registry_server.operation import restore as restoring
 from registry_server.operation.backup import back_up
 from registry_server.operation.backup_document import BackupDocument
-from registry_server.operation.restore import restore
-from registry_server.registry import Registry
-from tests.registry_server.publishing.parcels import Template, push
+from registry_server.operation.restore import CHANGES_A_SECOND, restore
+from registry_server.registry import Registry, open_registry
+from registry_server.settings_file import read_settings
+from tests.registry_server.publishing.parcels import Template, push, read
 
 
 @pytest.fixture
@@ -68,6 +70,45 @@ def test_a_damaged_backup_restores_nothing(
     with pytest.raises(InvalidPackageError, match=problem):
         restore(backup, tmp_path / "again")
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_index_documents_are_newer_than_any_that_was_lost(
+    tmp_path: Path,
+    backup: Path,
+    registry: Registry,
+    owner: Identity,
+    alice: PrivateKey,
+    template: Template,
+) -> None:
+    """Else clients that have seen the lost ones would refuse them, as the rollback that it is."""
+    saved = read(registry, owner)
+    for version in ("1.1.0", "1.2.0", "1.3.0"):
+        push(registry, owner, template.parcel(version=version, key=alice))
+    lost = read(registry, owner)
+    restore(backup, tmp_path / "again")
+    again = open_registry(read_settings(tmp_path / "again"))
+    found = read(again, owner)
+    again.close()
+    assert found.revision > lost.revision > saved.revision
+    assert replace(found, revision=0) == replace(saved, revision=0)
+
+
+def test_the_older_a_backup_is_the_newer_are_its_documents(
+    tmp_path: Path, backup: Path, owner: Identity
+) -> None:
+    document = BackupDocument.read(backup)
+    replace(document, created="2020-01-01T00:00:00+00:00").write(backup)
+    restore(backup, tmp_path / "again")
+    again = open_registry(read_settings(tmp_path / "again"))
+    assert read(again, owner).revision > CHANGES_A_SECOND * 365 * 86400
+    again.close()
+
+
+def test_a_backup_of_no_time_restores_nothing(tmp_path: Path, backup: Path) -> None:
+    replace(BackupDocument.read(backup), created="yesterday").write(backup)
+    with pytest.raises(InvalidPackageError, match="'yesterday' is no time"):
+        restore(backup, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 def test_all_damage_is_told_at_once_but_not_endlessly(tmp_path: Path, backup: Path) -> None:
