@@ -15,6 +15,7 @@ from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.install.install import Installed, install_files
 from expertctl.package.base_model import BaseIdentity
 from expertctl.routing.index import RoutingIndex
+from expertctl.schema.shape import shape_json
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.store import Store
@@ -53,7 +54,7 @@ def read_pins(folder: Path = STARTER) -> StarterPins:
     """
     path = folder / PINS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=StarterPins)
+        return shape_json(path.read_bytes(), StarterPins)
     except (OSError, msgspec.MsgspecError) as error:
         hint = "install expertctl again"
         raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import msgspec
-
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.regular_file import open_regular
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject, JsonValue, canonical, load_object, loads
 from expertctl.schema.validation import MAX_PROBLEMS, problems_of
 
@@ -127,7 +126,7 @@ class _Lines:
             problems = tuple(problems_of(document, "evaluation-sample"))
             problems = problems or self._unfit(document)
             if not problems:
-                return msgspec.convert({**document, "line": number}, Sample)
+                return shape({**document, "line": number}, Sample)
         self._problems += [f"line {number}: {problem}" for problem in problems]
         return None
 

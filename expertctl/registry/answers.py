@@ -19,6 +19,7 @@ from expertctl.errors import (
     UnreachableError,
 )
 from expertctl.registry.api_client import ApiClient
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject
 
 MAX_PAGES = 1000
@@ -46,7 +47,7 @@ def answer(document: JsonObject, kind: type[Kind], *, host: str) -> Kind:
         RegistryError: when it is something else.
     """
     try:
-        return msgspec.convert(document, kind)
+        return shape(document, kind)
     except msgspec.ValidationError as error:
         message = f"{host} answered with something else than was asked for: {error}"
         hint = f"is {host} a registry of this kind, and of a version that fits?"

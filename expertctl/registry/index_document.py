@@ -18,6 +18,7 @@ from expertctl.digest import Digest
 from expertctl.errors import ExpertError, InvalidPackageError
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.manifest import AdapterKind, BaseRequirement
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import canonical, load_object
 from expertctl.schema.validation import problems_of
 from expertctl.trust.dsse import to_base64, unbase64
@@ -111,7 +112,7 @@ class IndexDocument:
         if problems := problems_of(document, "index"):
             raise InvalidPackageError(what, problems)
         try:
-            stored = msgspec.convert(document, _Stored)
+            stored = shape(document, _Stored)
             index = cls._of(stored)
         except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
             raise InvalidPackageError(what, [str(error)]) from error

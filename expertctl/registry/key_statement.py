@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from expertctl.errors import InvalidPackageError, SignatureError, TrustError
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import canonical, load_object
 from expertctl.trust.dsse import Envelope
 from expertctl.trust.keys import PrivateKey, PublicKey
@@ -68,6 +69,6 @@ def _about(namespace: str, key: PublicKey) -> _Stored:
 def _parse(payload: bytes, what: str) -> _Stored:
     try:
         document = load_object(payload, what=what, max_bytes=MAX_BYTES)
-        return msgspec.convert(document, _Stored)
+        return shape(document, _Stored)
     except (InvalidPackageError, msgspec.ValidationError) as error:
         raise SignatureError(f"{what} is malformed: {error}") from error

@@ -14,6 +14,7 @@ from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.regular_file import open_regular
 from expertctl.routing.plan import Plan, PlannedExpert, SamplingParams
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 from expertctl.schema.validation import problems_of
 
@@ -86,7 +87,7 @@ def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
     if problems:
         raise InvalidPackageError(what, problems)
     try:
-        plan = _plan(msgspec.convert(read["plan"], _Document))
+        plan = _plan(shape(read["plan"], _Document))
     except msgspec.ValidationError as error:  # 7.0 is an integer for JSON Schema, not for us
         raise InvalidPackageError(what, [str(error)]) from error
     doubled = _doubled(plan)

@@ -19,6 +19,7 @@ from safetensors.numpy import save
 from expertctl.digest import Digest
 from expertctl.durable import write_atomic
 from expertctl.errors import DigestError
+from expertctl.schema.shape import shape, shape_json
 from expertctl.schema.strict_json import canonical
 
 Vectors = npt.NDArray[np.float32]
@@ -106,8 +107,8 @@ def read_table(path: Path, *, dimensions: int) -> VectorTable | None:
     try:
         with safe_open(path, framework="numpy") as file:
             rows = file.get_tensor(_ROWS)
-            metadata = msgspec.convert(file.metadata(), _Metadata)
-        counts = msgspec.json.decode(metadata.entries, type=list[tuple[str, int]])
+            metadata = shape(file.metadata(), _Metadata)
+        counts = shape_json(metadata.entries, list[tuple[str, int]])
         entries = {Digest.parse(digest): count for digest, count in counts}
         table = VectorTable(Digest.parse(metadata.encoder), metadata.stamp, entries, rows)
     except (OSError, SafetensorError, msgspec.MsgspecError, DigestError):

@@ -13,6 +13,7 @@ import msgspec
 from expertctl.errors import ExpertError, InvalidPackageError, UsageError
 from expertctl.reference import PackageName, Reference, Version
 from expertctl.schema.hint import parse_hint
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject, load_object
 from expertctl.schema.validation import problems_of
 
@@ -180,7 +181,7 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
     if problems:
         raise InvalidPackageError(what, problems)
     try:
-        manifest = msgspec.convert(document, Manifest)
+        manifest = shape(document, Manifest)
     except msgspec.ValidationError as error:  # 16.0 is an integer for JSON Schema, not for us
         raise InvalidPackageError(what, [str(error)]) from error
     problems = _beyond_the_schema(manifest)

@@ -14,6 +14,7 @@ import msgspec
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, StoreError
 from expertctl.package.base_model import BaseIdentity
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import load_object
 from expertctl.store.base_files import BaseFile
 
@@ -96,7 +97,7 @@ def read_base_record(path: Path) -> StoredBase:
     """
     try:
         document: Any = load_object(path.read_bytes(), what=str(path), max_bytes=_MAX_BYTES)
-        record = msgspec.convert(document, _Record)
+        record = shape(document, _Record)
         return _base_of(record, path.parent)
     except (ExpertError, msgspec.ValidationError, ValueError) as error:
         hint = f"remove {path.parent} and add the base again"

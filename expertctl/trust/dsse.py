@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from expertctl.errors import SignatureError
+from expertctl.schema.shape import shape_json
 from expertctl.trust.keys import PrivateKey, PublicKey
 
 
@@ -39,7 +40,7 @@ class Envelope:
         if len(data) > max_bytes:
             raise SignatureError(f"{what}: more than {max_bytes} bytes are too many")
         try:
-            stored = msgspec.json.decode(data, type=_Envelope)
+            stored = shape_json(data, _Envelope)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise SignatureError(f"{what}: not a signed envelope: {str(error)[:200]}") from error
         if stored.payloadType != payload_type:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from expertctl.errors import InvalidPackageError, TrustError
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import load_object
 from expertctl.schema.validation import problems_of
 from expertctl.trust.grant import Grant, KnownRegistry, Revocation, TrustedKey
@@ -40,7 +41,7 @@ def read_trust(data: bytes, *, what: str) -> TrustFile:
     if problems := problems_of(document, "trust"):
         raise InvalidPackageError(what, problems)
     try:
-        stored = msgspec.convert(document, _Stored)
+        stored = shape(document, _Stored)
     except msgspec.ValidationError as error:  # 1.0 is an integer for JSON Schema, not for us
         raise InvalidPackageError(what, [str(error)]) from error
     file = TrustFile(

@@ -2,10 +2,10 @@
 
 from typing import Annotated
 
-import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from sqlalchemy import Connection
 
+from expertctl.schema.shape import shape
 from registry_server.access import audit, namespaces, quota, rights
 from registry_server.access.identity import Action
 from registry_server.access.namespaces import NamespaceRow
@@ -246,4 +246,4 @@ def _facts(context: Context, connection: Connection, row: NamespaceRow) -> Names
             KeyFacts(k.key_id, k.key.pem().decode(), k.revoked is not None, k.reason) for k in known
         ],
     }
-    return msgspec.convert(facts, NamespaceFacts)
+    return shape(facts, NamespaceFacts)

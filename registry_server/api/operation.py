@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import JsonObject, load_object
 from registry_server.access.authentication import identity_of
 from registry_server.access.identity import Identity
@@ -126,6 +127,6 @@ def _converted(
     fields: Mapping[str, object], kind: type[_Kind], what: str, *, strict: bool
 ) -> _Kind:
     try:
-        return msgspec.convert(fields, kind, strict=strict)
+        return shape(fields, kind, strict=strict)
     except msgspec.ValidationError as error:
         raise UsageError(f"{what} is not as it must be: {error}") from error

@@ -9,12 +9,12 @@ versions are all yanked are not found.
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 from sqlalchemy import ColumnElement, Connection, and_, case, func, literal, select
 
 from expertctl.errors import UsageError
 from expertctl.schema.manifest import AdapterKind, Manifest
+from expertctl.schema.shape import shape_json
 from registry_server.access import rights
 from registry_server.access.identity import Identity
 from registry_server.api.wire import Input, Limit, Output, Time, moment
@@ -161,7 +161,7 @@ def _rank(wanted: Wanted) -> ColumnElement[int]:
 def _result(
     name: str, version: str, updated: float, downloads: int, manifest: bytes
 ) -> SearchResult:
-    facts = msgspec.json.decode(manifest, type=Manifest)
+    facts = shape_json(manifest, Manifest)
     return SearchResult(
         name=name,
         version=version,

@@ -8,7 +8,6 @@ clients read is always one state: the revision grows by one with each change, ne
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
-import msgspec
 from sqlalchemy import Connection, Row, func, insert, select, update
 
 from expertctl.digest import Digest
@@ -24,6 +23,7 @@ from expertctl.registry.index_document import (
 )
 from expertctl.registry.index_envelope import open_index, sign_index
 from expertctl.schema.manifest import Manifest
+from expertctl.schema.shape import shape_json
 from expertctl.trust.keys import PrivateKey
 from registry_server.access.confusable import skeleton
 from registry_server.access.namespaces import NamespaceRow
@@ -165,7 +165,7 @@ def _found_by(
     query = select(RELEASES.c.manifest).where(
         RELEASES.c.package_id == package, RELEASES.c.version == str(speaking.version)
     )
-    manifest = msgspec.json.decode(connection.execute(query).scalar_one(), type=Manifest)
+    manifest = shape_json(connection.execute(query).scalar_one(), Manifest)
     latest = str(speaking.version) if speaking.yanked is None else None
     return {"latest": latest, "search_text": search_text(document.package, manifest)}
 
@@ -206,7 +206,7 @@ def _release(
     forms: Mapping[int, list[SignedForm]],
 ) -> Release:
     """Make a release; its manifest was checked when it was published, so it is only decoded."""
-    manifest = msgspec.json.decode(row.manifest, type=Manifest)
+    manifest = shape_json(row.manifest, Manifest)
     return Release(
         version=Version.parse(row.version),
         content_digest=Digest.parse(row.content_digest),

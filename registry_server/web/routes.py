@@ -20,6 +20,7 @@ from expertctl.digest import Digest
 from expertctl.errors import ExpertError, NotFoundError, UnauthenticatedError, UsageError
 from expertctl.reference import PackageName, Reference
 from expertctl.schema.manifest import Manifest
+from expertctl.schema.shape import shape, shape_json
 from registry_server.access.authentication import identity_of
 from registry_server.api.operation import Context
 from registry_server.api.package_pages import FileFacts, package_page, version_page
@@ -106,7 +107,7 @@ def _search(registry: Registry, request: Request) -> Response:
         raise UsageError(f"search for {MAX_QUERY} characters at most")
     wanted = {"q": query, "limit": _LISTED, "cursor": cursor}
     try:
-        asked = msgspec.convert(wanted, SearchQuery)
+        asked = shape(wanted, SearchQuery)
     except msgspec.ValidationError as error:
         raise UsageError("there is no such page of results") from error
     with registry.database.read() as connection:
@@ -130,7 +131,7 @@ def _package(registry: Registry, request: Request) -> Response:
         package = package_page(connection, identity, name)
         version = asked.get("version") or package.latest or package.versions[0].version
         release = version_page(connection, identity, name, version)
-    manifest = msgspec.json.decode(release.manifest, type=Manifest)
+    manifest = shape_json(release.manifest, Manifest)
     composition = manifest.composition
     values = {
         "package": package,
