@@ -8,6 +8,7 @@ constraint, ``sha256:<hex>`` names exact bytes: the digest of a package or of it
 import re
 from dataclasses import dataclass
 from functools import total_ordering
+from ipaddress import IPv6Address, ip_address
 from typing import Self
 
 from expertctl.digest import Digest
@@ -19,8 +20,9 @@ FROM_FILE = "local"
 NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(
-    r"(?=.{1,128}\Z)([a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)*|\[[0-9a-fA-F:]+\])(:[0-9]{1,5})?"
+    r"(?=.{1,128}\Z)([a-zA-Z0-9-]+(\.[a-zA-Z0-9-]+)*|\[[0-9a-fA-F:]+\])(?::([0-9]{1,5}))?"
 )
+_LOCAL = re.compile(r"([a-z0-9-]+\.)*localhost")
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _IDENTIFIER = r"(0|[1-9][0-9]{0,8}|[0-9]*[a-zA-Z-][0-9a-zA-Z-]*)"
 _VERSION = re.compile(rf"{_NUMBER}\.{_NUMBER}\.{_NUMBER}(?:-({_IDENTIFIER}(?:\.{_IDENTIFIER})*))?")
@@ -170,17 +172,14 @@ class Reference:
             raise UsageError(f"{text[:40]!r}… is too long for a reference")
         path, at, constraint = text.partition("@")
         registry, _, rest = path.partition("/")
-        if "/" not in rest:
-            registry, rest = "", path
-        elif not _HOST.fullmatch(registry):
-            raise UsageError(f"{registry!r} in {text!r} is not a registry host")
+        host = _host(registry, text) if "/" in rest else None
         if at and not constraint:
             raise UsageError(f"{text!r} has nothing after '@'")
         by_digest = constraint.startswith("sha256:")
         return cls(
-            PackageName.parse(rest),
+            PackageName.parse(rest if host else path),
             Constraint.parse(constraint) if at and not by_digest else ANY,
-            registry.lower() or None,
+            host,
             Digest.typed(constraint) if by_digest else None,
         )
 
@@ -194,6 +193,32 @@ class Reference:
         limit = self.digest or self.constraint
         tail = "" if limit == ANY else f"@{limit}"
         return f"{host}{self.package}{tail}"
+
+
+def is_loopback(hostname: str) -> bool:
+    """Tell whether a host name or address without brackets means this machine."""
+    if _LOCAL.fullmatch(hostname):
+        return True
+    try:
+        return ip_address(hostname).is_loopback
+    except ValueError:
+        return False
+
+
+def _host(text: str, whole: str) -> str:
+    """Return the one writing of a host, that of `expertctl.registry.address`."""
+    match = _HOST.fullmatch(text)
+    try:
+        if match is None:
+            raise ValueError
+        name = match[1].lower().strip("[]")
+        bare = IPv6Address(name).compressed if match[1][0] == "[" else name
+    except ValueError as error:
+        raise UsageError(f"{text!r} in {whole!r} is not a registry host") from error
+    local = is_loopback(bare)
+    port = int(match[3]) if match[3] else (80 if local else 443)
+    shown = f"[{bare}]" if ":" in bare else bare
+    return shown if port == 443 and not local else f"{shown}:{port}"
 
 
 def _bounds(part: str, whole: str) -> list[tuple[str, Version]]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.reference import Constraint, PackageName, Reference, Version
+from expertctl.registry.address import RegistryAddress
 
 # semver.org section 11, the chain of precedence that it prints, plus its 1.0.0 < 2.0.0 < 2.1.0.
 PRECEDENCE = [
@@ -92,6 +93,29 @@ def test_a_reference_is_read_and_shown_again(
     reference = Reference.parse(text)
     assert (reference.registry, str(reference.package)) == (registry, name)
     assert (str(reference.constraint), str(reference)) == (constraint, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("Hub.Example:443", "hub.example"),
+        ("hub.example:0080", "hub.example:80"),
+        ("[2001:0:0:0:0:0:0:1]", "[2001::1]"),
+        ("LOCALHOST", "localhost:80"),
+        ("localhost:443", "localhost:443"),
+        ("[0:0:0:0:0:0:0:1]", "[::1]:80"),
+        ("[::FFFF:1.2.3.4]:443", None),
+        ("[::0001]:08443", "[::1]:8443"),
+        ("[1:2]:5000", None),
+    ],
+)
+def test_a_host_has_one_writing_however_it_was_typed(text: str, host: str | None) -> None:
+    if host is None:
+        with pytest.raises(UsageError, match="is not a registry host"):
+            Reference.parse(f"{text}/acme/sql")
+    else:
+        assert Reference.parse(f"{text}/acme/sql").registry == host
+        assert RegistryAddress.parse(text, allow_http=True).host == host
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from expertctl.errors import UsageError
+from expertctl.reference import is_loopback
+
+__all__ = ["RegistryAddress", "is_loopback", "looks_numeric"]
 
 MAX_LENGTH = 256
 _PORTS = {"https": 443, "http": 80}
@@ -19,7 +22,6 @@ _ADDRESS = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?/?"
 )
 _HINT = "write it as registry.example.com, registry.example.com:8443 or https://…"
-_LOCAL = re.compile(r"([a-z0-9-]+\.)*localhost")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,9 +60,13 @@ class RegistryAddress:
 
     @property
     def host(self) -> str:
-        """``host``, or ``host:port`` where the port is not 443: names the registry to people."""
+        """``host``, or ``host:port`` where the port is not 443 or the host is this machine.
+
+        Names the registry to people; `Reference` writes hosts so, too.
+        """
         name = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
-        return name if self.port == _PORTS["https"] else f"{name}:{self.port}"
+        usual = self.port == _PORTS["https"] and not self.is_loopback
+        return name if usual else f"{name}:{self.port}"
 
     @property
     def url(self) -> str:
@@ -82,16 +88,6 @@ class RegistryAddress:
     def __str__(self) -> str:
         """Return the host."""
         return self.host
-
-
-def is_loopback(hostname: str) -> bool:
-    """Tell whether a host name or address without brackets means this machine."""
-    if _LOCAL.fullmatch(hostname):
-        return True
-    try:
-        return ipaddress.ip_address(hostname).is_loopback
-    except ValueError:
-        return False
 
 
 def looks_numeric(hostname: str) -> bool:
