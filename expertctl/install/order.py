@@ -87,6 +87,7 @@ def install_order(order: Order, target: Target, sources: Sources, lend: Lend) ->
         )
         sources.prefetch(_surely_asked(order, here, directs))
         chosen = resolve(needs, universe) if needs else []
+        sources.demand_claims(chosen)
         done = install_chosen(chosen, target, sources, lend, files=staged, directs=directs)
         return replace(done, notes=(*done.notes, *waiting(chosen, sources, order.age)))
 

@@ -5,7 +5,7 @@ A person's reference chooses its registry; what a package or a project file says
 written to ``trust.json`` before something is going to be installed.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -16,6 +16,7 @@ from expertctl.errors import (
     OfflineError,
     RegistryError,
     RevokedError,
+    TrustError,
     UnreachableError,
     UsageError,
 )
@@ -149,6 +150,27 @@ class Sources:
         hint = f"if you know that it is right: `expertctl install {wanted}`"
         demand_home(wanted, address, self._before, hint=hint)
 
+    def demand_claims(self, chosen: Sequence[Chosen]) -> None:
+        """Let no package say to which registry a namespace belongs that belongs nowhere yet.
+
+        From then on all that a person asks for in it would come from there, not from the default.
+
+        Raises:
+            TrustError: when one does.
+        """
+        said = {_origin(item) for item in chosen if any(need.from_person for need in item.needs)}
+        for item in chosen:
+            host, namespace = _origin(item)
+            usual = item.candidate.given or self.default_host in {host, None}
+            if usual or (host, namespace) in said or self._before.homes(namespace):
+                continue
+            need = next((need for need in item.needs if need.wanted.registry), item.needs[0])
+            raise TrustError(
+                f"{need}, but nobody here has said that {namespace}/* comes from {host}, and not "
+                f"from {self.default_host}",
+                hint=f"if that is right: `expertctl install {host}/{item.candidate.package}` first",
+            )
+
     def has_index(self, address: RegistryAddress) -> bool:
         """Tell whether the user knows the index key of a registry."""
         return self._before.registry(address.host) is not None
@@ -273,6 +295,10 @@ def open_sources(settings: Settings, trust: TrustStore) -> Iterator[Sources]:
     """Lend what asks the registries of this user; nothing is sent while offline."""
     with open_http(settings) as http:
         yield Sources(http, trust, settings)
+
+
+def _origin(item: Chosen) -> tuple[str, str]:
+    return item.candidate.registry, item.candidate.package.namespace
 
 
 def _speaks_api(http: Http, address: RegistryAddress) -> bool:

@@ -111,6 +111,7 @@ def resolve_list(
         prefer_given=not worklist.is_project and fresh is not None,
     )
     chosen = resolve(needs, universe) if needs else []
+    sources.demand_claims(chosen)
     notes = [*_moved(project, sources), *waiting(chosen, sources, age)]
     return Resolved(tuple(chosen), tuple(directs), tuple(notes))
 

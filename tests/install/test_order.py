@@ -235,6 +235,24 @@ def test_a_package_cannot_send_for_its_requirement_to_a_registry_that_is_not_kno
         refuses(buyer, TrustError, "index key of .* is not known", "acme/top")
 
 
+def test_a_package_cannot_say_where_a_new_namespace_belongs(
+    buyer: Buyer, market: Market, template: Template, tmp_path: Path
+) -> None:
+    """Else all of corp/* would come from there: a name that the usual registry may have, too."""
+    with market_at(tmp_path / "second", template) as other:
+        other.open("corp").sell("corp/low@1.0.0")
+        other.open("zoo").sell("zoo/top@1.0.0", requires=[f"{other.host}/corp/low"])
+        buyer.house.trust.add_registry(other.known)
+        top, low = f"{other.host}/zoo/top", f"{other.host}/corp/low"
+        match = rf"zoo/top@1.0.0 requires {low}, but nobody here has said that corp/\* comes from"
+        hint = refuses(buyer, TrustError, match, top)
+        assert hint == f"if that is right: `expertctl install {low}` first"
+        assert buyer.house.trust.read().homes("corp") == ()
+        buyer.buy(low)
+        assert buyer.buy(top).installed[0].expert.ref == "zoo/top@1.0.0"
+        assert buyer.house.trust.read().homes("corp") == (other.host,)
+
+
 def test_a_name_that_is_not_there_is_told(buyer: Buyer, market: Market) -> None:
     refuses(buyer, NotFoundError, "acme/absent is not there: .* has no package", "acme/absent")
 
