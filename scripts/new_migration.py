@@ -1,0 +1,84 @@
+"""Write the next step of the registry's tables: what `tables` has and the last step does not.
+
+``python -m scripts.new_migration NAME``, in the root of the checkout. Read what it wrote: data that
+has to move, and triggers, it cannot know. Steps that were released are never changed.
+"""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from alembic.autogenerate import produce_migrations, render_python_code
+from alembic.operations.ops import UpgradeOps
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, MetaData, create_engine
+
+from registry_server.database import revision
+from registry_server.database.migration import migrate
+from registry_server.database.tables import METADATA
+
+STEPS = Path(revision.__file__).parent / "migrations" / "versions"
+TEMPLATE = '''"""{title}."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "{new}"
+down_revision = "{last}"
+
+
+def upgrade() -> None:
+    """{title}."""
+{body}
+'''
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the step, and make it the last one; return the exit code."""
+    if len(words) != 1 or not re.fullmatch(r"[a-z][a-z0-9_]{1,60}", words[0]):
+        sys.stderr.write("error: give one name, such as add_mirrors\n")
+        return 2
+    text = step(words[0], METADATA)
+    if text is None:
+        sys.stderr.write("the steps make these tables already\n")
+        return 1
+    (STEPS / f"{words[0]}.py").write_text(text)
+    source = Path(revision.__file__)
+    last = f'HEAD = "{revision.HEAD}"'
+    source.write_text(source.read_text().replace(last, f'HEAD = "{_next(revision.HEAD)}"'))
+    sys.stdout.write(f"{STEPS / words[0]}.py\n")
+    return 0
+
+
+def step(name: str, metadata: MetaData) -> str | None:
+    """Return the source of a step to the tables of ``metadata``, None when nothing changed."""
+    with create_engine("sqlite://").begin() as connection:
+        migrate(connection)
+        body = "\n".join(_body(connection, metadata))
+    if not body:
+        return None
+    title = name.replace("_", " ").capitalize()
+    return TEMPLATE.format(title=title, new=_next(revision.HEAD), last=revision.HEAD, body=body)
+
+
+def _body(connection: Connection, metadata: MetaData) -> Iterator[str]:
+    context = MigrationContext.configure(
+        connection,
+        opts={"compare_type": True, "target_metadata": metadata, "render_as_batch": True},
+    )
+    changes = produce_migrations(context, metadata).upgrade_ops
+    assert isinstance(changes, UpgradeOps)
+    if changes.is_empty():
+        return
+    for line in render_python_code(changes, migration_context=context).splitlines():
+        if line.strip() and not line.strip().startswith("#"):
+            yield line if line.startswith("    ") else f"    {line}"
+
+
+def _next(last: str) -> str:
+    return f"{int(last) + 1:04}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
