@@ -1,0 +1,231 @@
+"""Debian's skopeo carries packages: out of our registry, through others, and into ours."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import hash_file
+from expertctl.package.read import PackageContents, read_package
+from expertctl.settings import Home
+from expertctl.store.store import Store
+from expertctl.trust.keys import PrivateKey
+from tests.cli.commands import Commands, expertctl
+from tests.registry.docker_registry import DockerRegistry, docker_registry
+from tests.registry.publishing_world import Workshop, tiny_base, trust, workshop
+from tests.registry_server.interop.exchange import (
+    Exchange,
+    Skopeo,
+    exchange,
+    exchange_at,
+    skopeo,
+)
+
+pytestmark = pytest.mark.all
+
+__all__ = [
+    "docker_registry", "exchange", "expertctl", "skopeo", "tiny_base", "trust", "workshop",
+]  # fmt: skip
+
+
+@pytest.fixture
+def publisher(exchange: Exchange, home: Path, workshop: Workshop) -> Exchange:
+    """The registry, where the person of the workshop is logged in and may sign acme/*."""
+    exchange.log_in(home)
+    public = workshop.key.public.pem().decode()
+    answer = exchange.ask("POST", "/api/v1/namespaces/acme/keys", public_key=public)
+    assert answer.is_success, answer.text
+    return exchange
+
+
+@pytest.fixture
+def branch(tmp_path: Path) -> Iterator[Exchange]:
+    """A second registry of ours, in which ``acme`` is for anything."""
+    with exchange_at(tmp_path / "branch") as running:
+        running.open("acme", "oci")
+        yield running
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Somebody else's home."""
+
+    root: Path
+    expertctl: Commands
+
+    def installs(self, reference: str, contents: PackageContents) -> None:
+        """Install it; what is there then has the digests of the published package."""
+        self.expertctl("install", reference)
+        (there,) = Store(Home(self.root).store).experts()
+        assert there.package_digest == contents.package_digest
+        assert there.content_digest == contents.content_digest
+        Store(Home(self.root).store).check_integrity()
+
+
+@pytest.fixture
+def reader(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """Made when the publisher is ready: commands run in this home from now on."""
+    root = tmp_path / "reader"
+    monkeypatch.setenv("EXPERT_HOME", str(root))
+    return Reader(root, expertctl)
+
+
+@pytest.fixture
+def published(publisher: Exchange, workshop: Workshop, expertctl: Commands) -> PackageContents:
+    """``acme/sql@1.0.0``, published with the command."""
+    path = workshop.package()
+    expertctl("publish", path, "--registry", publisher.host)
+    return read_package(path)
+
+
+def copied(published: PackageContents, publisher: Exchange, skopeo: Skopeo, folder: Path) -> str:
+    """Copy the package out to a folder, look at every byte of it; return how skopeo calls it."""
+    skopeo.log_in(publisher)
+    skopeo.copy(f"docker://{publisher.host}/acme/sql:1.0.0", f"oci:{folder}:it")
+    (entry,) = json.loads((folder / "index.json").read_bytes())["manifests"]
+    assert entry["digest"] == str(published.package_digest)
+    blobs = list((folder / "blobs" / "sha256").iterdir())
+    assert {path.name for path in blobs} == {hash_file(path)[1].hex for path in blobs}
+    assert {file.digest.hex for file in published.layout.layers} < {path.name for path in blobs}
+    return f"oci:{folder}:it"
+
+
+def test_a_published_expert_goes_through_another_registry_of_ours(
+    published: PackageContents,
+    publisher: Exchange,
+    branch: Exchange,
+    skopeo: Skopeo,
+    reader: Reader,
+    tmp_path: Path,
+) -> None:
+    image = copied(published, publisher, skopeo, tmp_path / "out")
+    skopeo.log_in(branch)
+    skopeo.copy(image, f"docker://{branch.host}/acme/sql:1.0.0")
+    branch.log_in(reader.root)
+    reader.installs(f"{branch.host}/acme/sql@{published.package_digest}", published)
+
+
+def test_a_published_expert_goes_through_debians_registry(
+    published: PackageContents,
+    publisher: Exchange,
+    docker_registry: DockerRegistry,
+    skopeo: Skopeo,
+    reader: Reader,
+) -> None:
+    skopeo.log_in(publisher)
+    host = docker_registry.address.host
+    skopeo.copy(f"docker://{publisher.host}/acme/sql:1.0.0", f"docker://{host}/acme/sql:1.0.0")
+    reader.installs(f"{host}/acme/sql@{published.package_digest}", published)
+
+
+def test_an_expert_of_debians_registry_is_published_by_copying_it(
+    publisher: Exchange,
+    docker_registry: DockerRegistry,
+    skopeo: Skopeo,
+    workshop: Workshop,
+    expertctl: Commands,
+    reader: Reader,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, host = workshop.package(), docker_registry.address.host
+    monkeypatch.setenv("EXPERT_HOME", str(home))
+    expertctl("publish", path, "--registry", host)
+    skopeo.log_in(publisher)
+    skopeo.copy(f"docker://{host}/acme/sql:1.0.0", f"docker://{publisher.host}/acme/sql:1.0.0")
+    assert publisher.versions("acme/sql") == ["1.0.0"]
+    monkeypatch.setenv("EXPERT_HOME", str(reader.root))
+    install_from_the_index(publisher, reader, read_package(path))
+
+
+def install_from_the_index(publisher: Exchange, reader: Reader, contents: PackageContents) -> None:
+    """Install by name alone: only the signed index can tell which bytes that is."""
+    publisher.log_in(reader.root)
+    fingerprint = publisher.made.fingerprint
+    reader.expertctl("trust", "registry", "add", publisher.host, "--fingerprint", fingerprint)
+    reader.expertctl("config", "set", "registry", publisher.host)
+    reader.installs("acme/sql", contents)
+
+
+def archive(path: Path, expertctl: Commands) -> str:
+    """Export a package file as an OCI archive; return how skopeo calls it."""
+    target = path.with_suffix(".tar")
+    expertctl("export", path, "--oci", "-o", target)
+    return f"oci-archive:{target}"
+
+
+def test_copying_an_archive_to_a_version_publishes_it(
+    publisher: Exchange, skopeo: Skopeo, workshop: Workshop, expertctl: Commands, reader: Reader
+) -> None:
+    path = workshop.package()
+    image, target = archive(path, expertctl), f"docker://{publisher.host}/acme/sql:1.0.0"
+    skopeo.log_in(publisher)
+    skopeo.copy(image, target)
+    skopeo.copy(image, target)
+    assert publisher.versions("acme/sql") == ["1.0.0"]
+    install_from_the_index(publisher, reader, read_package(path))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("acme/sql:latest", "latest"),
+        ("acme/sql:1.0", "1.0"),
+        ("acme/sql:2.0.0", "2.0.0"),
+        ("acme/other:1.0.0", "acme/other"),
+        ("other/sql:1.0.0", ""),
+    ],
+)
+def test_an_archive_under_another_name_is_refused(
+    publisher: Exchange,
+    skopeo: Skopeo,
+    workshop: Workshop,
+    expertctl: Commands,
+    place: str,
+    said: str,
+) -> None:
+    image = archive(workshop.package(), expertctl)
+    skopeo.log_in(publisher)
+    assert said in skopeo.copy(image, f"docker://{publisher.host}/{place}", code=1)
+    assert publisher.versions(place.partition(":")[0]) == []
+
+
+@pytest.mark.parametrize("key", [None, PrivateKey.generate()], ids=["unsigned", "by a stranger"])
+def test_an_archive_that_nobody_of_the_namespace_signed_is_refused(
+    publisher: Exchange,
+    skopeo: Skopeo,
+    workshop: Workshop,
+    expertctl: Commands,
+    key: PrivateKey | None,
+) -> None:
+    image = archive(workshop.package(key=key), expertctl)
+    skopeo.log_in(publisher)
+    said = skopeo.copy(image, f"docker://{publisher.host}/acme/sql:1.0.0", code=1)
+    assert "sign" in said
+    assert publisher.versions("acme/sql") == []
+
+
+def test_another_content_never_takes_the_place_of_a_version(
+    published: PackageContents,
+    publisher: Exchange,
+    skopeo: Skopeo,
+    workshop: Workshop,
+    expertctl: Commands,
+) -> None:
+    other = workshop.package(output=workshop.folder / "other.expert", lora={"seed": 3})
+    skopeo.log_in(publisher)
+    image, target = archive(other, expertctl), f"docker://{publisher.host}/acme/sql:1.0.0"
+    assert "other content" in skopeo.copy(image, target, code=1)
+    assert skopeo.inspect(target, "--raw").encode() == published.layout.manifest
+
+
+def test_what_was_published_is_not_deleted_but_yanked(
+    published: PackageContents, publisher: Exchange, skopeo: Skopeo
+) -> None:
+    image = f"docker://{publisher.host}/acme/sql:1.0.0"
+    skopeo.log_in(publisher)
+    skopeo("delete", "--tls-verify=false", image, code=1)
+    assert skopeo.tags(f"docker://{publisher.host}/acme/sql") == ["1.0.0"]
+    assert skopeo.inspect(image, "--raw").encode() == published.layout.manifest
