@@ -26,17 +26,14 @@ from registry_server.database.tables import (
     TAGS,
 )
 from registry_server.operation.gc import collect
-from registry_server.publishing.keys import add_key
 from registry_server.registry import Registry, open_registry
-from registry_server.settings import Limits, ServerSettings
+from registry_server.settings import ServerSettings
 from tests.install.market import Buyer
-from tests.registry_server.operation.running import new_registry, running
+from tests.registry_server.operation.running import running
 from tests.registry_server.publishing.parcels import Template, make_template, pulled, read
-from tests.registry_server.served import serve
+from tests.registry_server.storms.grounds import LIMITS, grounds
 from tests.registry_server.storms.server_storm import Storm, make_parcels
-from tests.store.shop import a_key
 
-LIMITS = Limits(requests_per_minute=1_000_000, grace_seconds=0)
 FAR_FUTURE = 4e9
 
 
@@ -47,17 +44,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 
 def prepared(folder: Path, home: Path, template: Template, *, count: int, names: int) -> Storm:
     """Make a registry with a namespace, and packages to publish there."""
-    made = new_registry(folder / "registry", limits=LIMITS)
-    served = serve(made.settings)
-    served.namespace("acme", kind="expert", read="public", owner="admin")
-    add_key(
-        served.registry,
-        served.identity(made.token),
-        namespace="acme",
-        public_key=a_key("acme").public.pem(),
-        statement=None,
-    )
-    served.close()
+    made = grounds(folder / "registry")
     packages = folder / "packages"
     packages.mkdir()
     trust = TrustStore(Home(home).trust)

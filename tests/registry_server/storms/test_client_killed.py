@@ -1,0 +1,168 @@
+"""``kill -9`` of the client while it installs: whole experts only, and the next run goes on."""
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import hash_file
+from expertctl.registry.address import RegistryAddress
+from expertctl.store.store import Store
+from expertctl.trust.grant import KnownRegistry
+from registry_server.registry import open_registry
+from tests.registry_server.operation.running import Running, running
+from tests.registry_server.publishing.parcels import Template, make_template
+from tests.registry_server.storms.grounds import grounds
+from tests.registry_server.storms.zygote import SIGKILL, Zygote, zygote
+from tests.store.shop import House, a_key
+
+MEGABYTES = {"low": 3, "middle": 5, "top": 8}
+REFS = [f"acme/{name}@1.0.0" for name in MEGABYTES]
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
+    return make_template(tmp_path_factory.mktemp("template"))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A registry that runs, with three experts that require each other in a row."""
+
+    server: Running
+    known: KnownRegistry
+
+    def home(self, root: Path) -> House:
+        """A home that knows it."""
+        house = House(root)
+        house.trust.add_registry(self.known)
+        return house
+
+    def continued(self) -> int:
+        """How often a blob was asked for from its middle on."""
+        lines = self.server.log.read_text().splitlines()
+        said = [json.loads(line) for line in lines if line.startswith("{")]
+        return sum(line.get("status") == 206 for line in said)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, template: Template) -> Iterator[Scene]:
+    noise, required, parcels = random.Random(7), [], []
+    for name, megabytes in MEGABYTES.items():
+        notes = {"README.md": noise.randbytes(megabytes * 500_000).hex().encode()}
+        composition = {"requires": required, "conflicts": []}
+        parcels.append(
+            template.parcel(f"acme/{name}", key=a_key("acme"), files=notes, composition=composition)
+        )
+        required = [f"acme/{name}"]
+    made = grounds(tmp_path / "registry", parcels)
+    registry = open_registry(made.settings)
+    key = registry.index_key.public
+    registry.close()
+    with running(made.settings.data) as server:
+        address = RegistryAddress.parse(f"127.0.0.1:{server.port}")
+        yield Scene(server, KnownRegistry(address.host, address.url, key))
+
+
+@dataclass
+class Storm:
+    """Installs into some homes, killed by a clock with a seed."""
+
+    scene: Scene
+    zygote: Zygote
+    homes: list[House]
+    clock: random.Random
+    stages: Counter[str] = field(default_factory=Counter)
+    """What was there after each kill."""
+
+    def install(self, house: House, seconds: float | None = None) -> int:
+        return self.zygote.run(house.root, "install", "acme/top", seconds=seconds)
+
+    def rage(self, kills: int) -> None:
+        longest = self._time_of_one()
+        for number in range(kills * 10):
+            if self.stages.total() == kills:
+                return
+            house = self.homes[number % len(self.homes)]
+            code = self.install(house, self.clock.uniform(0, longest))
+            assert code in {0, SIGKILL}, self.zygote.log.read_text()
+            if code == SIGKILL:
+                self.stages[stage_of(house)] += 1
+            look(house)
+            if house.refs() == REFS:
+                empty(house)
+        raise AssertionError(f"only {self.stages} were killed in time")
+
+    def _time_of_one(self) -> float:
+        """How long an install takes that nobody disturbs."""
+        house = self.scene.home(self.homes[0].root.with_name("undisturbed"))
+        begun = time.monotonic()
+        assert self.install(house) == 0, self.zygote.log.read_text()
+        return time.monotonic() - begun
+
+    def end(self) -> None:
+        """Install everywhere, undisturbed."""
+        for house in self.homes:
+            assert self.install(house) == 0, self.zygote.log.read_text()
+            assert house.refs() == REFS
+            house.check()
+
+
+def stage_of(house: House) -> str:
+    """How far an install came."""
+    if house.refs():
+        return "all there" if house.refs() == REFS else "some there"
+    registries = house.home.registries
+    if any(path.stat().st_size for path in (registries / "partial").glob("*.part")):
+        return "half a blob"
+    return "some blobs" if any((registries / "arrived").glob("*")) else "no blob"
+
+
+def look(house: House) -> None:
+    """Only whole experts are there, each with what it requires."""
+    store: Store = house.store
+    store.check_integrity()
+    there = house.refs()
+    assert there == REFS[: len(there)]
+    for expert in store.experts():
+        for file in expert.layers:
+            assert hash_file(store.paths.blob(file.digest)) == (file.size, file.digest)
+
+
+def empty(house: House) -> None:
+    """Remove every expert; what was downloaded for others stays."""
+    for ref in reversed(house.refs()):
+        house.store.remove(next(expert for expert in house.store.experts() if expert.ref == ref))
+
+
+def survive(scene: Scene, tmp_path: Path, *, kills: int, homes: int, seed: int) -> Counter[str]:
+    environment = {
+        "EXPERT_REGISTRY": scene.known.host,
+        "EXPERT_ENCODER": "lexical",
+        "PYTHONFAULTHANDLER": "1",  # a crash of the command itself is told in the log
+    }
+    with zygote(tmp_path / "said.txt", **environment) as copies:
+        houses = [scene.home(tmp_path / f"home-{number}") for number in range(homes)]
+        storm = Storm(scene, copies, houses, random.Random(seed))
+        storm.rage(kills)
+        storm.end()
+    return storm.stages
+
+
+def test_an_install_that_is_killed_leaves_whole_experts(scene: Scene, tmp_path: Path) -> None:
+    stages = survive(scene, tmp_path, kills=12, homes=2, seed=1)
+    assert len(stages) > 1
+
+
+@pytest.mark.all
+def test_two_hundred_killed_installs_leave_whole_experts_and_use_what_came(
+    scene: Scene, tmp_path: Path
+) -> None:
+    stages = survive(scene, tmp_path, kills=200, homes=4, seed=2)
+    assert {"no blob", "half a blob", "some blobs"} <= set(stages)
+    assert scene.continued() > 0
