@@ -138,8 +138,8 @@ def test_a_known_registry_is_where_its_accepted_address_says(
     assert "no connection" in said.err  # TLS, where the server speaks none
 
 
-def _give_up(retries: Retries, attempt: int, error: Exception) -> None:
-    del retries, attempt
+def _give_up(retries: Retries, attempt: int, error: Exception, *, stop: object = None) -> None:
+    del retries, attempt, stop
     raise error
 
 
