@@ -52,6 +52,9 @@ _BY_CODE: dict[str, type[ExpertError]] = {
         UsageError,
     )
 }
+_OUR_CODES = frozenset(
+    {*_BY_CODE, *(kind.code for kind in (ForbiddenError, RateLimitError, UnauthenticatedError))}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +71,31 @@ def refusal(
 ) -> ExpertError:
     """Return the error for an answer that is none of those that were hoped for."""
     reason = read_reason(body)
-    said = f": {reason.message}" if reason.message else ""
-    message = f"{host}: {what}: {_FACTS.get(status, f'status {status}')}{said}"
+    message = f"{host}: {_fact(status, reason, what)}"
     if status == 429:
         pause = retry_after(headers)
         return RateLimitError(message, retry_after=max(1, math.ceil(pause or 0)), hint=reason.hint)
     if status in BUSY:
         return UnreachableError(message, sent=status != 503, retry_after=retry_after(headers))
     kind = _BY_CODE.get(reason.code) or _BY_STATUS.get(status, RegistryError)
-    hint = reason.hint or _HINTS.get(status, "").format(host=host)
+    hint = _hint(status, reason, host)
     if kind is InvalidPackageError:
         return InvalidPackageError(f"{host}: {what}", [reason.message or "refused"], hint=hint)
     return kind(message, hint=hint)
+
+
+def _fact(status: int, reason: Reason, what: str) -> str:
+    """Return what happened: the words of a registry of ours, which say it whole, or the request."""
+    if reason.message and reason.code in _OUR_CODES:
+        return reason.message
+    said = f": {reason.message}" if reason.message else ""
+    return f"{what}: {_FACTS.get(status, f'status {status}')}{said}"
+
+
+def _hint(status: int, reason: Reason, host: str) -> str:
+    """Return the way out; how to log in is known better here, where the host has its name."""
+    here = _HINTS.get(status, "").format(host=host)
+    return here if status == 401 else reason.hint or here
 
 
 def read_reason(body: bytes) -> Reason:

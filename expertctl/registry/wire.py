@@ -4,6 +4,7 @@ No certificate is accepted unseen: there is no switch for that. A machine's own 
 reached directly, whatever the environment says about proxies.
 """
 
+import re
 import ssl
 import threading
 import time
@@ -27,6 +28,7 @@ MIN_BYTES = 1024
 MAX_HEAD = 1 << 20
 """What may come before a body does: headers, and any number of ``100 Continue``."""
 MAX_CONNECTIONS = 16
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _READING = frozenset({"GET", "HEAD"})
 _TRANSIENT = (
     httpcore2.NetworkError,
@@ -144,7 +146,7 @@ def translated(host: str) -> Iterator[None]:
                 "`expertctl config set ca_file FILE`",
             ) from error
         sent = not isinstance(error, _NEVER_SENT)
-        hint = "" if sent else "is that its address? proxies are named by HTTPS_PROXY"
+        hint = "" if sent else _way_there(host)
         raise UnreachableError(f"{host}: {_reason(error)}", sent=sent, hint=hint) from error
 
 
@@ -203,6 +205,12 @@ def _untrusted(error: BaseException | None) -> ssl.SSLCertVerificationError | No
     return None
 
 
+def _way_there(host: str) -> str:
+    if is_loopback(httpx2.URL(f"http://{host}").host):
+        return "is a registry running there? `expertctl registry serve DIR` starts one"
+    return "is that its address? proxies are named by HTTPS_PROXY"
+
+
 def _reason(error: Exception) -> str:
     match error:
         case httpcore2.ConnectTimeout():
@@ -222,7 +230,8 @@ def _reason(error: Exception) -> str:
 
 
 def _line(error: Exception) -> str:
-    text = "".join(c if c.isprintable() else " " for c in str(error))
+    plain = _ERRNO.sub("", str(error))
+    text = "".join(c if c.isprintable() else " " for c in plain)
     return text[:200] or type(error).__name__
 
 

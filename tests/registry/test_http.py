@@ -531,9 +531,13 @@ def test_what_cannot_have_arrived_is_tried_again() -> None:
         unused.bind(("127.0.0.1", 0))
         address = RegistryAddress.parse(f"127.0.0.1:{unused.getsockname()[1]}")
         pauses = Pauses()
-        with client(pauses=pauses) as http, pytest.raises(UnreachableError, match="no connection"):
+        with client(pauses=pauses) as http, pytest.raises(UnreachableError) as refused:
             http.request(Call("POST", address, "/x", body=b"x"), max_bytes=10)
     assert len(pauses.seconds) == 2
+    assert refused.value.message == (
+        f"{address.host}: no connection: Connection refused (tried 3 times)"
+    )
+    assert "expertctl registry serve" in refused.value.hint
 
 
 def test_ctrl_c_ends_what_other_threads_wait_for(serve: Serve) -> None:

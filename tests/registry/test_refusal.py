@@ -2,7 +2,7 @@
 
 import pytest
 
-from expertctl.errors import InvalidPackageError, RateLimitError, UnreachableError
+from expertctl.errors import InvalidPackageError, NotFoundError, RateLimitError, UnreachableError
 from expertctl.registry.refusal import Reason, read_reason, refusal, retry_after, shown
 
 
@@ -44,6 +44,25 @@ def test_a_text_is_bounded_and_harmless(text: str, clean: str) -> None:
 )  # fmt: skip
 def test_a_pause_is_seconds_or_nothing(text: str, seconds: float | None) -> None:
     assert retry_after({"retry-after": text}) == seconds
+
+
+def test_words_of_our_own_registry_stand_without_the_request() -> None:
+    body = b'{"error": {"code": "not_found", "message": "there is no acme/sql", "hint": ""}}'
+    missing = refusal(404, {}, body, host="r.example", what="GET /api/v1/packages/acme/sql")
+    assert isinstance(missing, NotFoundError)
+    assert missing.message == "r.example: there is no acme/sql"
+
+
+def test_words_of_other_registries_stand_behind_the_request() -> None:
+    body = b'{"errors": [{"code": "NAME_UNKNOWN", "message": "unknown"}]}'
+    missing = refusal(404, {}, body, host="r.example", what="GET /v2/acme/sql")
+    assert missing.message == "r.example: GET /v2/acme/sql: not there: unknown"
+
+
+def test_who_must_log_in_is_told_where() -> None:
+    body = b'{"error": {"code": "unauthenticated", "message": "needs a token", "hint": "other"}}'
+    unknown = refusal(401, {}, body, host="r.example", what="GET /x")
+    assert unknown.hint == "log in with `expertctl login r.example`"
 
 
 def test_some_refusals_carry_more_than_a_text() -> None:
