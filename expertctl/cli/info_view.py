@@ -153,7 +153,7 @@ def _versions(page: PackagePage) -> str:
     rows = [
         [
             one_line(release.version),
-            one_line(release.published),
+            one_line(release.published[:10]),
             human_size(release.size),
             str(release.downloads),
             one_line((release.signer or "-").removeprefix("sha256:")[:12]),

@@ -167,7 +167,7 @@ def _rows(shipment: Shipment) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
             names.get(digest, "(configuration)"),
             human_size(size),
             "travels" if digest in missing else "is there",
-            str(digest),
+            digest.hex[:12],
         ]
         for digest, size in shipment.parcel.blobs
     ]

@@ -89,9 +89,14 @@ def _text(found: list[Token]) -> str:
             one_line(token.id),
             one_line(token.name),
             one_line(" ".join(token.scopes)) or "all",
-            token.expires or "never",
-            token.last_used or "never",
+            _moment(token.expires),
+            _moment(token.last_used),
         ]
         for token in found
     ]
     return table(["ID", "NAME", "SCOPES", "EXPIRES", "LAST USED"], rows) if rows else ""
+
+
+def _moment(time: str | None) -> str:
+    """Return a time to the minute, so that the table fits a terminal."""
+    return one_line(time[:16].replace("T", " ")) if time else "never"

@@ -77,7 +77,7 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
         standings = compare(worklist, target, sources, age_of(settings))
     behind = [standing for standing in standings if standing.is_behind]
     if not behind:
-        note(f"{len(standings)} experts are current")
+        note(_all_current(len(standings)))
     warn(f"{s.package}@{s.current} was yanked: {s.yanked}" for s in behind if s.yanked is not None)
     rows = [_row(standing) for standing in behind]
     text = table(["NAME", "CURRENT", "WANTED", "NEWEST", "NOTES"], rows) if rows else ""
@@ -159,8 +159,22 @@ def _tell_lock(
         "changes": list(changes),
         "experts": experts,
     }
-    lines = [*changes, f"{path.name} is {state}: {len(lock.experts)} experts"]
+    lines = [*changes, f"{path.name} is {state}: {_count(len(lock.experts))}"]
     emit(document, "\n".join(lines), as_json=as_json)
+
+
+def _count(count: int) -> str:
+    return "1 expert" if count == 1 else f"{count} experts"
+
+
+def _all_current(count: int) -> str:
+    match count:
+        case 0:
+            return "the list is empty; `expertctl install acme/sql` fills it"
+        case 1:
+            return "the one expert is current"
+        case _:
+            return f"all {count} experts are current"
 
 
 def _row(standing: Standing) -> list[str]:

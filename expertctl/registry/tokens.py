@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from expertctl.errors import UsageError
 from expertctl.registry.answers import answer, pages
 from expertctl.registry.api_client import ApiClient
+from expertctl.registry.refusal import shown
 
 _ID = re.compile(r"[0-9a-f]{1,64}")
 _LIFETIME = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
@@ -83,5 +84,5 @@ def revoke_token(api: ApiClient, token_id: str) -> None:
     """
     if not _ID.fullmatch(token_id):
         hint = "`expertctl token list` shows the ids"
-        raise UsageError(f"{token_id[:8]!r}… is not the id of a token", hint=hint)
+        raise UsageError(f"{shown(token_id, 20)!r} is not the id of a token", hint=hint)
     api.delete(f"tokens/{token_id}")
