@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import anyio
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from expertctl.errors import ExpertError, ForbiddenError, TooLargeError, UsageError
@@ -63,9 +63,12 @@ class RequestLimits:
     async def _within(self, body: "_Body", scope: Scope, send: Send) -> None:
         """Run the request; answer instead of the app what the body was refused for."""
         started = False
+        sent_body = _has_body(Headers(scope=scope))
 
         async def watched(message: Message) -> None:
             nonlocal started
+            if message["type"] == "http.response.start" and sent_body and not body.whole:
+                MutableHeaders(scope=message)["Connection"] = "close"
             if body.refused is None or started:
                 started = True
                 await send(message)
@@ -135,13 +138,14 @@ class _Body:
         self._limit = limit
         self._seconds = seconds
         self._size = 0
-        self._whole = False
+        self.whole = False
+        """Whether it came to its end; else the connection is of no use for another request."""
 
     async def receive(self) -> Message:
         """Return the next piece; a disconnect once the body is refused."""
         if self.refused is not None:
             return {"type": "http.disconnect"}
-        if self._whole:
+        if self.whole:
             return await self._source()
         message: Message | None = None
         with anyio.move_on_after(self._seconds):
@@ -153,7 +157,7 @@ class _Body:
 
     def _counted(self, message: Message) -> Message:
         self._size += len(message.get("body") or b"")
-        self._whole = message["type"] != "http.request" or not message.get("more_body", False)
+        self.whole = message["type"] != "http.request" or not message.get("more_body", False)
         if self._limit is not None and self._size > self._limit:
             return self._refuse(Refusal(413, _too_large(self._limit)))
         return message
@@ -161,6 +165,10 @@ class _Body:
     def _refuse(self, refusal: Refusal) -> Message:
         self.refused = refusal
         return {"type": "http.disconnect"}
+
+
+def _has_body(headers: Headers) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _body_limit(path: str, limits: Limits) -> int | None:

@@ -305,3 +305,27 @@ def test_a_websocket_is_not_answered(tmp_path: Path) -> None:
     anyio.run(RequestLimits(echo, settings), {"type": "websocket"}, None, send)
     anyio.run(RequestLimits(echo, settings), {"type": "lifespan"}, None, send)
     assert sent == []
+
+
+async def deaf(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer without looking at the body."""
+    await PlainTextResponse("no", 404)(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("app", "body", "told"),
+    [
+        (deaf, b"x", "close"),
+        (deaf, iter([b"x"]), "close"),
+        (deaf, b"", None),
+        (echo, b"x", None),
+        (echo, iter([b"x"]), None),
+    ],
+)
+def test_who_sent_a_body_that_nobody_read_is_told_that_the_connection_ends(
+    app: Any, body: Any, told: str | None, tmp_path: Path
+) -> None:
+    """The server cannot find the next request behind it, and closes in any case."""
+    limits = RequestLimits(app, ServerSettings(data=tmp_path, limits=SMALL))
+    answer = TestClient(limits, base_url=URL).put("/", content=body)
+    assert answer.headers.get("Connection") == told
