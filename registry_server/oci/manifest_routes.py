@@ -3,7 +3,10 @@
 In a namespace of packages a PUT of a tag is the publish, and nothing else writes there.
 """
 
+from contextlib import suppress
+
 from anyio import to_thread
+from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -56,9 +59,10 @@ class _ManifestRequests:
         headers = _headers(found, immutable(target) if by_digest else "private, no-cache")
         if knows(request, headers["ETag"]):
             return Response(status_code=304, headers=headers)
-        if request.method == "GET":
-            await self._count(name, found)
-        return Response(found.content, headers=headers, media_type=found.media_type)
+        later = self._counted(name, found) if request.method == "GET" else None
+        return Response(
+            found.content, headers=headers, media_type=found.media_type, background=later
+        )
 
     async def put(self, request: Request) -> Response:
         """PUT: keep a manifest and point tags to it, or publish a version."""
@@ -159,13 +163,20 @@ class _ManifestRequests:
             if repository is None or not remove(connection, repository.id, str(reference)):
                 raise OciError(OciCode.MANIFEST_UNKNOWN, f"{name} has no manifest {reference}")
 
-    async def _count(self, name: RepositoryName, found: StoredManifest) -> None:
+    def _counted(self, name: RepositoryName, found: StoredManifest) -> BackgroundTask | None:
+        """Count a fetch; return what has to be done when the answer is sent, for which none waits.
+
+        What cannot be written stays counted, and reading goes on.
+        """
         downloads = self._registry.downloads
-        if downloads.count(str(name), found.digest):
-            try:
-                await to_thread.run_sync(downloads.flush, self._registry.database)
-            except (StoreError, DiskFullError):
-                return  # they stay counted; reading goes on while nothing can be written
+        if not downloads.count(str(name), found.digest):
+            return None
+
+        def write() -> None:
+            with suppress(StoreError, DiskFullError):
+                downloads.flush(self._registry.database)
+
+        return BackgroundTask(write)
 
 
 def _reference(request: Request) -> str:

@@ -24,8 +24,12 @@ def routes(registry: Registry) -> list[BaseRoute]:
 
     async def index(request: Request) -> Response:
         name = _asked(request.path_params["namespace"], request.path_params["name"])
-        envelope = await run_in_threadpool(read_index, registry, request.state.identity, name)
-        return _answer(envelope, request.headers.get("if-none-match", ""))
+        known = request.headers.get("if-none-match", "")
+
+        def read() -> Response:
+            return _answer(read_index(registry, request.state.identity, name), known)
+
+        return await run_in_threadpool(read)  # hashing one of the largest takes a while, too
 
     return [Route("/tuf/targets/index/{namespace}/{name}.json", index, methods=["GET"])]
 

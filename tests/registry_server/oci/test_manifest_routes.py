@@ -1,9 +1,13 @@
 """Manifests over HTTP: kept as they came, by digest and tag, and only when they are whole."""
 
 import threading
+from queue import Queue
+from threading import Thread
 
+import anyio
 import pytest
 from starlette.testclient import TestClient
+from starlette.types import Message
 
 from tests.registry_server.oci.pushing import (
     CONFIG,
@@ -349,3 +353,27 @@ def test_in_a_namespace_of_packages_repositories_are_packages(served: Served, na
     served.namespace("models", owner="carol", kind="expert")
     answer = served.client(secret).post(f"/v2/{name}/blobs/uploads/")
     assert (answer.status_code, code_of(answer)) == (400, "NAME_INVALID")
+
+
+def test_a_reader_does_not_wait_for_a_writer(served: Served, alice: TestClient) -> None:
+    """Fetches are counted in the database, which somebody else may be writing to for a while."""
+    digest = push_image(alice, "acme/x", "v1")
+    secret = served.user("bob")
+    answered: Queue[bytes] = Queue()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        answered.put(message.get("body", b""))
+
+    headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {secret}".encode())]
+    path = "/v2/acme/x/manifests/v1"
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": headers}
+    asking = Thread(target=lambda: anyio.run(served.app, scope, receive, send))
+    with served.registry.database.write():
+        asking.start()
+        assert answered.get(timeout=30) == b""  # the status and headers
+        assert digest_of(answered.get(timeout=30)) == digest
+    asking.join(timeout=30)
+    assert not asking.is_alive()
