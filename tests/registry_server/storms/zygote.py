@@ -3,6 +3,7 @@
 As a program it reads one job per line and answers with the exit code, negative for a signal.
 """
 
+import faulthandler
 import json
 import os
 import select
@@ -18,6 +19,8 @@ from typing import Any
 from expertctl.cli import app, installing
 
 SIGKILL = -signal.SIGKILL
+LONGEST = 60.0
+"""Seconds after which a command that hangs says where, and ends."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def _become(job: Mapping[str, Any]) -> None:
     said = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    faulthandler.dump_traceback_later(LONGEST, exit=True)
     os._exit(app.run(job["words"]))
 
 
