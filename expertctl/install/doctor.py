@@ -16,14 +16,13 @@ from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.paths import Scan, StorePaths
-from expertctl.store.ref import StoredExpert
+from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.store.transaction import abandoned, required_base, stored_blobs
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.policy import TrustStore
 
 _THREADS = 4
-_AGAIN = "install it again from its file: `expertctl install FILE`"
 _TRUST_AGAIN = "restore it from a backup, or move it away; then `expertctl trust add` keys again"
 
 
@@ -117,7 +116,9 @@ def _hash_blob(path: Path, progress: Progress) -> _Blob:
 
 def _damaged_refs(now: Scan) -> Iterator[Finding]:
     for ref in now.damaged:
-        hint = f"{_AGAIN}; or `expertctl remove {ref.name}`"
+        local = ref.path.parts[-4] == LOCAL
+        again = "FILE` with its file" if local else f"{ref.name}`"
+        hint = f"`expertctl install {again}; or `expertctl remove {ref.name}`"
         yield Finding(ref.name, f"its record {ref.path} is damaged: {ref.problem}", hint)
 
 
@@ -147,7 +148,7 @@ def _file_finding(
         problem = f"{file.path} was changed: {path} has the digest {blob.digest}"
     else:
         return None
-    return Finding(expert.ref, problem, _AGAIN)
+    return Finding(expert.ref, problem, expert.again)
 
 
 def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
@@ -156,7 +157,7 @@ def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
     try:
         manifest = store.manifest(expert)
     except ExpertError as error:
-        yield Finding(expert.ref, error.message, error.hint or _AGAIN)
+        yield Finding(expert.ref, error.message, error.hint or expert.again)
         return
     pairs = {
         "content digest": (expert.content_digest, content_digest(expert.files)),
@@ -169,7 +170,7 @@ def _record_findings(expert: StoredExpert, store: Store) -> Iterator[Finding]:
     wrong = [what for what, (stated, real) in pairs.items() if stated != real]
     if wrong:
         problem = f"its record does not say what {MANIFEST_PATH} says: {', '.join(wrong)}"
-        yield Finding(expert.ref, problem, _AGAIN)
+        yield Finding(expert.ref, problem, expert.again)
 
 
 def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> Iterator[Finding]:
@@ -191,7 +192,7 @@ def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> I
     except TrustError as error:
         yield Finding(expert.ref, error.message, error.hint, broken=False)
     except ExpertError as error:
-        yield Finding(expert.ref, error.message, error.hint or _AGAIN)
+        yield Finding(expert.ref, error.message, error.hint or expert.again)
 
 
 def _requirement_findings(experts: Iterable[StoredExpert]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from expertctl.digest import hash_file
+from expertctl.digest import Digest, hash_file
 from expertctl.errors import ConflictError, OfflineError, RevokedError, UsageError
 from expertctl.install.candidate import Candidate, in_file, installed
 from expertctl.install.direct import Direct, find_direct
@@ -227,8 +227,17 @@ def _parcel(item: Chosen, sources: Sources, direct: Direct | None) -> Parcel:
         item.package_digest,
         candidate.content_digest,
         found[1] if found else None,
-        direct.named if direct else None,
+        direct.named if direct else _named_again(item, sources),
     )
+
+
+def _named_again(item: Chosen, sources: Sources) -> Digest | None:
+    """Return the exact bytes that a person names once more, of an expert that is damaged here."""
+    candidate = item.candidate
+    named = {need.wanted.digest for need in item.needs if need.by_hand}
+    if sources.knows(candidate.registry) or candidate.package_digest not in named:
+        return None
+    return candidate.package_digest
 
 
 def _refuse_revoked(present: Iterable[StoredExpert], sources: Sources) -> None:

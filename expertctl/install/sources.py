@@ -173,7 +173,11 @@ class Sources:
 
     def has_index(self, address: RegistryAddress) -> bool:
         """Tell whether the user knows the index key of a registry."""
-        return self._before.registry(address.host) is not None
+        return self.knows(address.host)
+
+    def knows(self, host: str) -> bool:
+        """Tell whether the user knows the index key of a host."""
+        return self._before.registry(host) is not None
 
     def vouches(self, address: RegistryAddress, package: PackageName) -> bool:
         """Tell whether the user trusts a key for the namespace of a package from there."""

@@ -64,6 +64,14 @@ class StoredExpert:
     warnings: tuple[str, ...] = ()
 
     @property
+    def again(self) -> str:
+        """How a person makes damage to it good."""
+        if self.registry == LOCAL:
+            return "install it again from its file: `expertctl install FILE`"
+        exact = self.ref if self.signer is not None else f"{self.package}@{self.package_digest}"
+        return f"install it again: `expertctl install {self.registry}/{exact}`"
+
+    @property
     def ref(self) -> str:
         """``namespace/name@version``, as plans and messages show it."""
         return f"{self.package}@{self.version}"

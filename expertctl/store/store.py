@@ -79,7 +79,7 @@ class Store:
         file = expert.file(path)
         data = self.blob_path(file.digest).read_bytes()
         if Digest.of(data) != file.digest:
-            hint = f"install it again from its file; `expertctl doctor` checks all of {self.root}"
+            hint = f"{expert.again}; `expertctl doctor` checks all of {self.root}"
             raise DigestError(f"{expert.ref}: {path} was changed in the store", hint=hint)
         return data
 

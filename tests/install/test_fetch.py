@@ -18,6 +18,7 @@ from expertctl.errors import (
     RegistryError,
     TrustError,
 )
+from expertctl.install.doctor import examine
 from expertctl.install.fetch import Arrivals
 from expertctl.package.layout import MANIFEST_TYPE, layout_of
 from expertctl.registry import http as http_module
@@ -195,6 +196,29 @@ def test_exact_bytes_of_a_plain_registry_are_taken_at_the_persons_word(
         (again,) = buyer.offline().buy(ref).installed
         assert again.outcome == "already installed"
         buyer.house.check()
+
+
+def test_damage_to_what_came_from_a_plain_registry_is_made_good_as_doctor_says(
+    home: Path, one: Parcel
+) -> None:
+    with lying(one, indexed=False) as liar:
+        buyer, ref = at(liar, home), f"{liar.host}/acme/one@{one.package_digest}"
+        (done,) = buyer.buy(ref).installed
+        blob = buyer.store.paths.blob(done.expert.file("expert.json").digest)
+        blob.chmod(0o644)
+        blob.write_bytes(b"changed")
+        house: House = buyer.house
+        doctor = (house.store, house.bases, house.trust, house.catalogue)
+
+        def broken() -> list[str]:
+            store, bases, trust, catalogue = doctor
+            found = examine(store, bases=bases, trust=trust, catalogue=catalogue).findings
+            return [finding.hint for finding in found if finding.broken]
+
+        assert broken() == [f"install it again: `expertctl install {ref}`"]
+        (again,) = buyer.buy(ref).installed
+        assert again.warnings[0].startswith("accepted because you named its exact bytes")
+        assert broken() == []
 
 
 def test_an_exact_version_of_a_plain_registry_needs_a_trusted_key(home: Path, one: Parcel) -> None:
