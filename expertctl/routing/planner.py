@@ -24,6 +24,7 @@ from expertctl.store.catalogue import Catalogue
 from expertctl.store.paths import DamagedRef
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
+from expertctl.trust.bundle import read_bundle
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
@@ -161,12 +162,29 @@ class Planner:
         trusted = self.trust.read()
         now = self.store.scan()
         for stored in now.experts:
-            revoked = _is_revoked(stored, trusted)
+            revoked = self._is_revoked(stored, trusted)
             try:
                 readable.append(Installed(stored, self.store.manifest(stored), revoked))
             except ExpertError as error:
                 broken.append((stored, error))
         return Inventory(tuple(readable), tuple(broken), now.damaged)
+
+    def _is_revoked(self, stored: StoredExpert, trusted: TrustRecord) -> bool:
+        """Tell whether the key was revoked, everywhere or by the registry that this came from."""
+        signer = stored.signer or self._unvouched_signer(stored)
+        if signer is None:
+            return False
+        namespace = stored.package.namespace
+        return trusted.revocation(signer, namespace=namespace, registry=stored.registry) is not None
+
+    def _unvouched_signer(self, stored: StoredExpert) -> str | None:
+        """Return who signed what a person took by naming its exact bytes; its key may be bad."""
+        if stored.signature is None:
+            return None
+        try:
+            return read_bundle(self.store.blob_path(stored.signature.digest).read_bytes()).key_id
+        except (OSError, ExpertError):  # `doctor` says so
+            return None
 
     def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
         """Raise what is wrong with an expert that the user names; others are only left out."""
@@ -259,16 +277,6 @@ def _suits(base: StoredBase, request: RouteRequest, experts: Sequence[Installed]
 
 def _best_score(result: RoutingResult) -> float:
     return max((expert.score for expert in result.plan.experts), default=float("-inf"))
-
-
-def _is_revoked(stored: StoredExpert, trusted: TrustRecord) -> bool:
-    """Tell whether the key was revoked, everywhere or by the registry that this came from."""
-    if stored.signer is None:
-        return False
-    namespace = stored.package.namespace
-    return (
-        trusted.revocation(stored.signer, namespace=namespace, registry=stored.registry) is not None
-    )
 
 
 def _broken(stored: StoredExpert, error: ExpertError) -> str:

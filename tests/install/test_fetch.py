@@ -24,6 +24,7 @@ from expertctl.package.layout import MANIFEST_TYPE, layout_of
 from expertctl.registry import http as http_module
 from expertctl.registry.index_document import Release
 from expertctl.registry.retry import Retries
+from expertctl.routing.planner import Planner
 from expertctl.schema.manifest import MAX_MANIFEST_BYTES
 from tests.install.liar import Liar, lying, with_form
 from tests.install.market import Buyer
@@ -219,6 +220,27 @@ def test_damage_to_what_came_from_a_plain_registry_is_made_good_as_doctor_says(
         (again,) = buyer.buy(ref).installed
         assert again.warnings[0].startswith("accepted because you named its exact bytes")
         assert broken() == []
+
+
+def test_exact_bytes_whose_key_is_revoked_later_do_not_run(home: Path, one: Parcel) -> None:
+    with lying(one, indexed=False) as liar:
+        buyer = at(liar, home)
+        buyer.buy(f"{liar.host}/acme/one@{one.package_digest}")
+    house = buyer.house
+    planner = Planner(
+        store=house.store,
+        bases=house.bases,
+        trust=house.trust,
+        catalogue=house.catalogue,
+        index=house.index,
+    )
+    assert [e.revoked for e in planner.inventory().experts] == [False]
+    house.trust.revoke(a_key("acme").public.key_id, "stolen")
+    assert [e.revoked for e in planner.inventory().experts] == [True]
+    [file] = [expert.signature for expert in house.store.experts()]
+    assert file is not None
+    house.store.paths.blob(file.digest).unlink()
+    assert [e.revoked for e in planner.inventory().experts] == [False]
 
 
 def test_an_exact_version_of_a_plain_registry_needs_a_trusted_key(home: Path, one: Parcel) -> None:
