@@ -95,7 +95,8 @@ def users(api: ApiClient) -> list[User]:
 
 def add_user(api: ApiClient, name: str, *, admin: bool) -> NewUser:
     """Make a user with a first token."""
-    return answer(api.post("users", {"name": name, "admin": admin}), NewUser, host=_host(api))
+    made = api.post("users", {"name": _named(name), "admin": admin})
+    return answer(made, NewUser, host=_host(api))
 
 
 def remove_user(api: ApiClient, name: str) -> None:
@@ -119,7 +120,8 @@ def namespace(api: ApiClient, name: str) -> Namespace:
 
 def add_namespace(api: ApiClient, name: str, options: JsonObject) -> Namespace:
     """Make a namespace."""
-    return answer(api.post("namespaces", {"name": name, **options}), Namespace, host=_host(api))
+    made = api.post("namespaces", {"name": _named(name), **options})
+    return answer(made, Namespace, host=_host(api))
 
 
 def set_namespace(api: ApiClient, name: str, options: JsonObject) -> Namespace:

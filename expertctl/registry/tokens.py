@@ -4,11 +4,15 @@ import re
 from dataclasses import dataclass
 
 from expertctl.errors import UsageError
+from expertctl.reference import NAME_PATTERN
 from expertctl.registry.answers import answer, pages
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.refusal import shown
 
 _ID = re.compile(r"[0-9a-f]{1,64}")
+_SCOPE = re.compile(
+    rf"admin|(read|push|delete|yank|manage)(:{NAME_PATTERN}(/[a-z0-9]+([._/-]+[a-z0-9]+)*)?)?"
+)
 _LIFETIME = re.compile(r"([1-9][0-9]{0,4})([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -70,7 +74,15 @@ def tokens(api: ApiClient) -> list[Token]:
 
 
 def new_token(api: ApiClient, name: str, *, scopes: list[str], lifetime: int | None) -> NewToken:
-    """Make a token that may do what its scopes say; none: what the user may."""
+    """Make a token that may do what its scopes say; none: what the user may.
+
+    Raises:
+        UsageError: when that is no scope.
+    """
+    for scope in scopes:
+        if not _SCOPE.fullmatch(scope):
+            hint = "write read, push:acme, push:acme/sql, yank:acme or admin"
+            raise UsageError(f"{shown(scope, 80)!r} is not a scope", hint=hint)
     document = api.post("tokens", {"name": name, "scopes": list(scopes), "expires_in": lifetime})
     return answer(document, NewToken, host=api.address.host)
 
@@ -84,5 +96,5 @@ def revoke_token(api: ApiClient, token_id: str) -> None:
     """
     if not _ID.fullmatch(token_id):
         hint = "`expertctl token list` shows the ids"
-        raise UsageError(f"{shown(token_id, 20)!r} is not the id of a token", hint=hint)
+        raise UsageError("that is not the id of a token", hint=hint)  # perhaps the token itself
     api.delete(f"tokens/{token_id}")

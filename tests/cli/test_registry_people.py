@@ -183,6 +183,8 @@ def test_what_is_no_name_never_gets_into_a_path(name: str, expertctl: Commands, 
     said = expertctl("registry", "user", "remove", name, code=2)
     assert "\x1b" not in said.err
     expertctl("registry", "namespace", "set", name, "--read", "public", code=2)
+    assert "lower-case letters" in expertctl("registry", "user", "add", name, code=2).err
+    assert "lower-case letters" in expertctl("registry", "namespace", "add", name, code=2).err
 
 
 def test_nothing_to_change_is_a_slip(expertctl: Commands, chief: str) -> None:

@@ -63,7 +63,9 @@ def test_a_lifetime_that_is_none_is_a_slip(text: str, expertctl: Commands, alice
 
 
 def test_a_scope_that_is_none_is_refused(expertctl: Commands, alice: str) -> None:
-    expertctl("token", "new", "ci", "--scope", "everything", code=2)
+    said = expertctl("token", "new", "ci", "--scope", "everything", code=2)
+    assert said.err.startswith("error: 'everything' is not a scope")
+    assert "push:acme" in said.err
 
 
 def test_a_token_that_is_not_there_is_not_found(expertctl: Commands, alice: str) -> None:
@@ -75,7 +77,7 @@ def test_attack_80_a_secret_in_place_of_its_id_is_neither_sent_nor_repeated(
 ) -> None:
     """A path is in logs of servers and proxies."""
     said = expertctl("token", "revoke", alice, code=2)
-    assert alice not in said.err
+    assert alice[:8] not in said.err
     assert "token list" in said.err
 
 
