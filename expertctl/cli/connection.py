@@ -11,6 +11,7 @@ from expertctl.errors import UsageError
 from expertctl.reference import Reference
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
+from expertctl.registry.credentials import CredentialStore
 from expertctl.registry.http import open_http
 from expertctl.registry.oci_client import OciClient
 from expertctl.settings import Settings
@@ -30,6 +31,8 @@ class Connection:
     address: RegistryAddress
     api: ApiClient
     oci: OciClient
+    logged_in: bool
+    """Whether the registry is shown a token."""
 
     @property
     def host(self) -> str:
@@ -54,11 +57,13 @@ def connected_for(
 ) -> Iterator[Connection]:
     """Lend the registry that was named, else the one that all these namespaces belong to."""
     address = _address(settings, namespaces, registry)
+    login = CredentialStore(settings.home.credentials).for_address(address)
     with open_http(settings) as http:
         yield Connection(
             address,
             ApiClient(http, address),
             OciClient(http, address, settings.home.registries / "uploads"),
+            login is not None,
         )
 
 

@@ -44,7 +44,7 @@ def search(
         "more": found.next is not None,
     }
     if not found.results:
-        note(f"nothing on {connection.host} fits {text!r}")
+        note(f"nothing on {connection.host} fits {text!r}{_unseen(connection)}")
     emit(document, _hits_text(found.results), as_json=as_json)
     if found.next is not None:
         note(f"there are more than {limit}; `--limit {MAX_LIMIT}`, or say more exactly what")
@@ -91,6 +91,13 @@ def _ask(connection: Connection, wanted: Reference) -> Offer:
 def _installed(home: Home, wanted: Reference) -> list[StoredExpert]:
     experts = Store(home.store).scan().experts
     return [expert for expert in experts if expert.package == wanted.package]
+
+
+def _unseen(connection: Connection) -> str:
+    """Tell whom nobody knows that there may be more."""
+    if connection.logged_in:
+        return ""
+    return f" for everybody to read; `expertctl login {connection.host}` may show more"
 
 
 def _hits_text(hits: Sequence[Hit]) -> str:

@@ -309,3 +309,11 @@ def test_a_list_that_never_ends_is_given_up(
     monkeypatch.setattr("expertctl.registry.answers.MAX_PAGES", 3)
     hostile({"/api/v1/users": {"users": [], "next": "again"}})
     assert "never ends" in expertctl("registry", "user", "list", code=6).err
+
+
+def test_a_search_by_nobody_says_that_a_login_may_show_more(
+    expertctl: Commands, live: Live, published: Path
+) -> None:
+    expertctl("logout", live.host)
+    said = expertctl("search", "--registry", live.host, "nothing-of-it")
+    assert f"`expertctl login {live.host}` may show more" in said.err
