@@ -3,7 +3,7 @@
 import typer
 
 from expertctl.cli.exit_codes import FAILURE
-from expertctl.cli.output import JsonFlag, emit, human_size, progress
+from expertctl.cli.output import JsonFlag, counted, emit, human_size, progress
 from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
 from expertctl.registry.index_store import IndexStore
 from expertctl.settings import load_settings
@@ -49,7 +49,8 @@ def _document(diagnosis: Diagnosis) -> dict[str, object]:
 
 def _text(diagnosis: Diagnosis) -> str:
     size = human_size(diagnosis.size)
-    looked = f"checked {diagnosis.experts} experts, {diagnosis.blobs} files, {size}"
+    things = f"{counted(diagnosis.experts, 'expert')}, {counted(diagnosis.blobs, 'file')}"
+    looked = f"checked {things}, {size}"
     verdict = "nothing is broken" if diagnosis.healthy else "something is broken"
     return "\n".join([*map(_line, diagnosis.findings), f"{looked}: {verdict}"])
 

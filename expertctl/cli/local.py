@@ -21,7 +21,7 @@ def list_(as_json: JsonFlag = False) -> None:
     now, signers = Store(home.store).scan(), read_signers(home.trust)
     warn(ref.warning for ref in now.damaged)
     if not (now.experts or now.damaged):
-        note("no experts yet; install one with `expertctl install FILE`")
+        note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
     emit(_document(now, signers), _text(now, signers), as_json=as_json)
 
 

@@ -131,6 +131,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def counted(count: int, thing: str) -> str:
+    """Return a number with its noun: ``1 expert``, ``2 experts``."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def human_size(size: int) -> str:
     """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
     value = float(size)

@@ -16,7 +16,7 @@ from expertctl.cli.installing import (
     say_notes,
     target_of,
 )
-from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.cli.output import JsonFlag, counted, emit, note, table, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.lock import Lock, demand_lock
 from expertctl.install.outdated import Standing
@@ -159,12 +159,8 @@ def _tell_lock(
         "changes": list(changes),
         "experts": experts,
     }
-    lines = [*changes, f"{path.name} is {state}: {_count(len(lock.experts))}"]
+    lines = [*changes, f"{path.name} is {state}: {counted(len(lock.experts), 'expert')}"]
     emit(document, "\n".join(lines), as_json=as_json)
-
-
-def _count(count: int) -> str:
-    return "1 expert" if count == 1 else f"{count} experts"
 
 
 def _all_current(count: int) -> str:

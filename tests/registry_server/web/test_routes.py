@@ -55,7 +55,7 @@ def test_home_says_how_to_install_from_here(
     assert answer.status_code == 200
     assert f"expertctl trust registry add http://127.0.0.1:8080 --fingerprint {key}" in text
     assert "expertctl install 127.0.0.1:8080/acme/sql" in text
-    assert "1 experts 1 versions 1 namespaces" in text
+    assert "1 expert 1 version 1 namespace" in text
     assert "Writes SQL." in text
     assert "This registry shows its experts to people with an account" in text
     demand_tame(answer.text)
