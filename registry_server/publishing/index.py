@@ -75,36 +75,19 @@ def rewrite_index(connection: Connection, package: int, *, key: PrivateKey, now:
     Raises:
         BudgetError: when no client could read it any more: too many versions, forms or keys.
     """
-    row = connection.execute(
-        select(PACKAGES.c.name, PACKAGES.c.revision, PACKAGES.c.namespace_id, NAMESPACES.c.name)
-        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
-        .where(PACKAGES.c.id == package)
-    ).one()
-    name, revision, namespace_id, namespace = row
-    document = document_of(
-        PackageName(namespace, name),
-        releases_of(connection, package),
-        namespace_keys(connection, namespace_id),
-        revision=revision + 1,
-        now=now,
-    )
-    values = {
-        "revision": document.revision,
-        "index_document": _readable(document, key),
-        "description": document.description,
-        "updated": now,
-        **_found_by(connection, package, document),
-    }
-    connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
+    query = select(PACKAGES.c.namespace_id).where(PACKAGES.c.id == package)
+    keys = namespace_keys(connection, connection.execute(query).scalar_one())
+    _rewrite(connection, package, keys, key=key, now=now)
 
 
 def rewrite_namespace(
     connection: Connection, namespace: NamespaceRow, *, key: PrivateKey, now: float
 ) -> None:
     """Make the next document of every package of a namespace: its keys have changed."""
+    keys = namespace_keys(connection, namespace.id)
     packages = select(PACKAGES.c.id).where(PACKAGES.c.namespace_id == namespace.id)
     for package in list(connection.execute(packages.order_by(PACKAGES.c.id)).scalars()):
-        rewrite_index(connection, package, key=key, now=now)
+        _rewrite(connection, package, keys, key=key, now=now)
 
 
 def document_of(
@@ -155,6 +138,37 @@ def releases_of(connection: Connection, package: int) -> list[Release]:
 def moment(seconds: float) -> str:
     """Return a time as index documents say it."""
     return write_time(datetime.fromtimestamp(seconds, UTC))
+
+
+def _rewrite(
+    connection: Connection,
+    package: int,
+    keys: Sequence[NamespaceKey],
+    *,
+    key: PrivateKey,
+    now: float,
+) -> None:
+    row = connection.execute(
+        select(PACKAGES.c.name, PACKAGES.c.revision, NAMESPACES.c.name)
+        .join(NAMESPACES, NAMESPACES.c.id == PACKAGES.c.namespace_id)
+        .where(PACKAGES.c.id == package)
+    ).one()
+    name, revision, namespace = row
+    document = document_of(
+        PackageName(namespace, name),
+        releases_of(connection, package),
+        keys,
+        revision=revision + 1,
+        now=now,
+    )
+    values = {
+        "revision": document.revision,
+        "index_document": _readable(document, key),
+        "description": document.description,
+        "updated": now,
+        **_found_by(connection, package, document),
+    }
+    connection.execute(update(PACKAGES).where(PACKAGES.c.id == package).values(values))
 
 
 def _found_by(
