@@ -214,7 +214,8 @@ def _host(text: str, whole: str) -> str:
         name = match[1].lower().strip("[]")
         bare = IPv6Address(name).compressed if match[1][0] == "[" else name
     except ValueError as error:
-        raise UsageError(f"{text!r} in {whole!r} is not a registry host") from error
+        hint = "a reference is HOST/namespace/name, without https:// and without a path"
+        raise UsageError(f"{text!r} in {whole!r} is not a registry host", hint=hint) from error
     local = is_loopback(bare)
     port = int(match[3]) if match[3] else (80 if local else 443)
     shown = f"[{bare}]" if ":" in bare else bare

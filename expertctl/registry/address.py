@@ -42,6 +42,9 @@ class RegistryAddress:
         Raises:
             UsageError: for anything else, and for http to another machine unless it is allowed.
         """
+        if "@" in text:  # not shown: it may hold a password
+            hint = "`expertctl login HOST` takes the token, and keeps it from messages and logs"
+            raise UsageError("the address of a registry holds no login", hint=hint)
         match = _ADDRESS.fullmatch(text) if len(text) <= MAX_LENGTH else None
         if match is None:
             raise UsageError(f"{text[:80]!r} is not the address of a registry", hint=_HINT)

@@ -73,3 +73,10 @@ def test_loopback_is_told_by_name(host: str, local: bool) -> None:
 )  # fmt: skip
 def test_an_address_is_seen_in_every_writing(host: str, numeric: bool) -> None:
     assert looks_numeric(host) is numeric
+
+
+@pytest.mark.parametrize("text", ["https://me:pa55word@hub.example", "me:pa55word@hub.example"])
+def test_a_password_in_an_address_is_refused_and_not_shown(text: str) -> None:
+    with pytest.raises(UsageError, match="holds no login") as refused:
+        RegistryAddress.parse(text)
+    assert "pa55word" not in refused.value.message + refused.value.hint
