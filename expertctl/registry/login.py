@@ -3,14 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expertctl.errors import (
-    ExpertError,
-    OfflineError,
-    RateLimitError,
-    UnauthenticatedError,
-    UnreachableError,
-)
+from expertctl.errors import UnauthenticatedError
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.credentials import Credential, OneCredential
 from expertctl.registry.http import Http, http_for
@@ -45,19 +40,10 @@ def try_login(
         UnreachableError: when it cannot be asked.
     """
     with http_for(settings, OneCredential(address, credential), environment) as http:
-        if _is_ours(ApiClient(http, address)):
+        if is_ours(ApiClient(http, address)):
             return _our_login(ApiClient(http, address), credential)
         OciClient(http, address).ping()
         return Login(address, credential, checked=_was_asked(http, address))
-
-
-def _is_ours(api: ApiClient) -> bool:
-    try:
-        return "index_key" in api.get("")
-    except (OfflineError, RateLimitError, UnauthenticatedError, UnreachableError):
-        raise
-    except ExpertError:
-        return False
 
 
 def _our_login(api: ApiClient, credential: Credential) -> Login:
