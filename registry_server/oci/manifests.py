@@ -87,18 +87,8 @@ def store(
             created=time.time(),
         )
     )
-    links = [*((d, "blob") for d in document.blobs), *((d, "manifest") for d in document.manifests)]
-    rows = {
-        str(to): {
-            "repository_id": repository_id,
-            "manifest": str(digest),
-            "digest": str(to),
-            "kind": kind,
-        }
-        for to, kind in links
-    }
-    if rows:
-        connection.execute(insert(MANIFEST_LINKS), list(rows.values()))
+    if rows := _links(repository_id, digest, document):
+        connection.execute(insert(MANIFEST_LINKS), rows)
     return True
 
 
@@ -131,6 +121,15 @@ def remove(connection: Connection, repository_id: int, digest: str) -> bool:
         delete(TAGS).where(TAGS.c.repository_id == repository_id, TAGS.c.digest == digest)
     )
     return gone
+
+
+def _links(
+    repository_id: int, digest: BlobDigest, document: ManifestDocument
+) -> list[dict[str, object]]:
+    """Return a row for everything that a manifest names, once each."""
+    named = [*((d, "blob") for d in document.blobs), *((d, "manifest") for d in document.manifests)]
+    own = {"repository_id": repository_id, "manifest": str(digest)}
+    return [{**own, "digest": str(to), "kind": kind} for to, kind in dict(named).items()]
 
 
 def _present_blobs(
