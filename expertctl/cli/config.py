@@ -7,6 +7,7 @@ import typer
 
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.config_file import Setting, check_key, read_settings, set_value, unset_value
+from expertctl.registry.address import RegistryAddress
 from expertctl.settings import CONFIG_KEYS, find_home
 
 app = typer.Typer(
@@ -41,6 +42,8 @@ def set_(
 
     Example: expertctl config set memory_budget 512MiB
     """
+    if key == "registry":  # what no command could use, or holds a password, is not kept
+        RegistryAddress.parse(value, allow_http=True)
     set_value(find_home().config, key, value)
     found = next(setting for setting in _settings() if setting.key == key)
     if found.source == "environment":

@@ -82,6 +82,14 @@ def test_an_unknown_key_is_refused_everywhere(expertctl: Commands) -> None:
         assert "known: registry" in expertctl("config", *words, "nothing", code=2).err
 
 
+def test_what_is_no_address_of_a_registry_is_not_kept(expertctl: Commands, home: Path) -> None:
+    for value in ("https://me:pa55word@hub.example", "https://hub.example/path"):
+        said = expertctl("config", "set", "registry", value, code=2)
+        assert "address of a registry" in said.err
+        assert "pa55word" not in said.err
+    assert not (home / "config.toml").exists()
+
+
 def test_comments_and_other_settings_stay(expertctl: Commands, home: Path) -> None:
     make_folders(home)
     path = home / "config.toml"
