@@ -112,10 +112,11 @@ def _parse(data: Path, path: Path, text: bytes) -> ServerSettings:
         document = tomllib.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise InvalidPackageError(str(path), [f"not valid TOML: {error}"]) from error
-    reader = _Reader(document, [f"unknown setting {k[:80]!r}" for k in document if k not in _KEYS])
+    unknown = [f"unknown setting {k[:80]!r}" for k in document if k not in _KEYS]
+    hint = f"known: {', '.join(_KEYS)}" if unknown else ""
+    reader = _Reader(document, unknown)
     settings = _settings(data, reader)
     if reader.problems:
-        hint = f"known: {', '.join(_KEYS)}"
         raise InvalidPackageError(str(path), reader.problems, hint=hint)
     return settings
 

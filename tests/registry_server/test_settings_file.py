@@ -111,6 +111,17 @@ def test_a_url_is_a_scheme_and_a_host_and_nothing_else(url: str, tmp_path: Path)
     assert problem.endswith("is not https://host[:port] or http://host[:port]")
 
 
+def test_the_known_settings_are_told_only_to_who_named_another(tmp_path: Path) -> None:
+    settings = ServerSettings(data=tmp_path)
+    with pytest.raises(InvalidPackageError) as wrong:
+        check_settings(replace(settings, port=70000))
+    assert wrong.value.hint == ""
+    settings_path(tmp_path).write_text("reed = 'public'", encoding="utf-8")
+    with pytest.raises(InvalidPackageError) as unknown:
+        read_settings(tmp_path)
+    assert unknown.value.hint.startswith("known: host, port")
+
+
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert len(problems(tmp_path, "port = 'x'\nread = 'x'\nlimits.x = 1")) == 3
 
