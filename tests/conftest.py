@@ -1,6 +1,8 @@
 """For every test: a home of its own, one thread, no settings of the person who runs it."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "expert-home"
     monkeypatch.setenv("EXPERT_HOME", str(root))
     return root
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """The log of a registry that a test ran here does not go on, to a stream that is closed."""
+    loggers = [logging.getLogger(name) for name in ("registry_server", "_granian")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.level, logger.propagate = handlers, level, propagate

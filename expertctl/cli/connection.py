@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.output import note_once
 from expertctl.errors import UsageError
 from expertctl.reference import Reference
 from expertctl.registry.address import RegistryAddress
@@ -58,7 +59,7 @@ def connected_for(
     """Lend the registry that was named, else the one that all these namespaces belong to."""
     address = _address(settings, namespaces, registry)
     login = CredentialStore(settings.home.credentials).for_address(address)
-    with open_http(settings) as http:
+    with open_http(settings, tell=note_once()) as http:
         yield Connection(
             address,
             ApiClient(http, address),

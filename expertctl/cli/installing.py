@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.local import expert_document
-from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, warn
+from expertctl.cli.output import JsonFlag, emit, human_size, note, note_once, progress, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.disagreement import Need
 from expertctl.install.fetch import Lend
@@ -79,7 +79,7 @@ def install(
     worklist = find_worklist(settings.home, Path.cwd())
     references, files = sort_targets(targets or [])
     _check_call(worklist, references, files, locked=locked, save=save)
-    with open_sources(settings, target.trust) as sources:
+    with open_sources(settings, target.trust, tell=note_once()) as sources:
         lend = lender("installing", as_json=as_json)
         if locked:
             done = install_locked(worklist, references, target, sources, lend)

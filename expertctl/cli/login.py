@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, note
+from expertctl.cli.output import JsonFlag, emit, note, note_once
 from expertctl.errors import UsageError
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.credentials import (
@@ -51,7 +51,7 @@ def login(
     name = user or (found.user if found else DEFAULT_USER)
     other = RegistryAddress.parse(realm, allow_http=settings.allow_http).url if realm else None
     credential = Credential(name, secret, other)
-    done = try_login(settings, address, credential, os.environ)
+    done = try_login(settings, address, credential, os.environ, tell=note_once())
     CredentialStore(settings.home.credentials).add(address, done.credential)
     if not done.checked:
         note(f"warning: {address.host} lets anybody in and did not look at the token")

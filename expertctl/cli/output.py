@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Annotated, TextIO
 
@@ -51,6 +51,18 @@ def write_piece(text: str) -> None:
 def note(text: str) -> None:
     """Say something that is not data."""
     _say(_shown_on(text, sys.stderr), sys.stderr)
+
+
+def note_once() -> Callable[[str], None]:
+    """Return what says something that is not data, the same text once, from any thread."""
+    said: set[str] = set()
+
+    def say(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            note(text)
+
+    return say
 
 
 def warn(messages: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.cli.output import JsonFlag, emit, note, note_once, table, warn
 from expertctl.errors import UsageError
 from expertctl.registry.address import RegistryAddress
 from expertctl.settings import Settings, load_settings
@@ -124,7 +124,7 @@ def _index_key(
         hint = "add `--fingerprint sha256:…` or `--root FILE`; whoever runs the registry has it"
         raise UsageError(f"what {address.host} says of itself proves nothing", hint=hint)
     wanted = read_fingerprint(fingerprint)
-    with open_http(settings) as http:
+    with open_http(settings, tell=note_once()) as http:
         return fetch_index_key(http, address, fingerprint=wanted)
 
 

@@ -16,7 +16,7 @@ from expertctl.cli.installing import (
     say_notes,
     target_of,
 )
-from expertctl.cli.output import JsonFlag, counted, emit, note, table, warn
+from expertctl.cli.output import JsonFlag, counted, emit, note, note_once, table, warn
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.install.lock import Lock, demand_lock
 from expertctl.install.outdated import Standing
@@ -57,7 +57,7 @@ def lock(
         _tell_lock(path, current, [], written=False, as_json=as_json)
         return
     target = target_of(settings)
-    with open_sources(settings, target.trust) as sources:
+    with open_sources(settings, target.trust, tell=note_once()) as sources:
         resolved = resolve_list(worklist, target, sources, age_of(settings))
     changes, written = lock_list(worklist, resolved)
     for text in resolved.notes:
@@ -73,7 +73,7 @@ def outdated(offline: Offline = False, as_json: JsonFlag = False) -> None:
     settings = opened_settings(offline=offline)
     target = target_of(settings)
     worklist = find_worklist(settings.home, Path.cwd())
-    with open_sources(settings, target.trust) as sources:
+    with open_sources(settings, target.trust, tell=note_once()) as sources:
         standings = compare(worklist, target, sources, age_of(settings))
     behind = [standing for standing in standings if standing.is_behind]
     if not behind:
@@ -101,7 +101,7 @@ def update(
     target = target_of(settings, mismatch=allow_base_mismatch)
     worklist = find_worklist(settings.home, Path.cwd())
     fresh = _fresh(worklist, refs or [])
-    with open_sources(settings, target.trust) as sources:
+    with open_sources(settings, target.trust, tell=note_once()) as sources:
         lend = lender("updating", as_json=as_json)
         done, changes = install_list(worklist, target, sources, lend, age_of(settings), fresh=fresh)
     warn(warning for item in done.installed for warning in item.warnings)

@@ -25,7 +25,7 @@ from expertctl.install.resolve import Chosen
 from expertctl.reference import FROM_FILE, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.api_client import ApiClient
-from expertctl.registry.http import Http, open_http
+from expertctl.registry.http import Http, Tell, open_http
 from expertctl.registry.index_client import fetch_index
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.registry.index_store import IndexStore
@@ -295,9 +295,11 @@ class Sources:
 
 
 @contextmanager
-def open_sources(settings: Settings, trust: TrustStore) -> Iterator[Sources]:
+def open_sources(
+    settings: Settings, trust: TrustStore, *, tell: Tell | None = None
+) -> Iterator[Sources]:
     """Lend what asks the registries of this user; nothing is sent while offline."""
-    with open_http(settings) as http:
+    with open_http(settings, tell=tell) as http:
         yield Sources(http, trust, settings)
 
 

@@ -33,6 +33,9 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _READING = frozenset({"GET", "HEAD"})
 _REPEATABLE = frozenset({"GET", "HEAD", "PUT", "DELETE"})
 
+Tell = Callable[[str], object]
+"""Hears what the person should know meanwhile."""
+
 Chunks = Callable[[], Iterator[bytes]]
 """Begins a body anew: a request may be sent again after a login or a broken connection."""
 
@@ -321,6 +324,8 @@ def http_for(
     settings: Settings,
     credentials: Credentials | None = None,
     environment: Mapping[str, str] = os.environ,
+    *,
+    tell: Tell | None = None,
 ) -> Http:
     """Return what the user's settings say: logins, certificates, offline or not."""
     return Http(
@@ -328,13 +333,16 @@ def http_for(
         environment=environment,
         ca_file=settings.ca_file,
         offline=settings.offline,
+        retries=Retries(tell=tell),
     )
 
 
 @contextmanager
-def open_http(settings: Settings, environment: Mapping[str, str] = os.environ) -> Iterator[Http]:
+def open_http(
+    settings: Settings, environment: Mapping[str, str] = os.environ, *, tell: Tell | None = None
+) -> Iterator[Http]:
     """Lend `http_for` the settings, with the logins that are kept."""
-    with http_for(settings, environment=environment) as http:
+    with http_for(settings, environment=environment, tell=tell) as http:
         yield http
 
 

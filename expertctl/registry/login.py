@@ -8,7 +8,7 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.credentials import Credential, OneCredential
-from expertctl.registry.http import Http, http_for
+from expertctl.registry.http import Http, Tell, http_for
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.tokens import Token, whoami
 from expertctl.settings import Settings
@@ -32,6 +32,8 @@ def try_login(
     address: RegistryAddress,
     credential: Credential,
     environment: Mapping[str, str],
+    *,
+    tell: Tell | None = None,
 ) -> Login:
     """Show a credential to its registry and return who that makes one.
 
@@ -39,7 +41,7 @@ def try_login(
         UnauthenticatedError: when the registry does not accept it.
         UnreachableError: when it cannot be asked.
     """
-    with http_for(settings, OneCredential(address, credential), environment) as http:
+    with http_for(settings, OneCredential(address, credential), environment, tell=tell) as http:
         if is_ours(ApiClient(http, address)):
             return _our_login(ApiClient(http, address), credential)
         OciClient(http, address).ping()

@@ -21,6 +21,8 @@ class Retries:
     longest_pause: float = 15.0
     longest_asked: float = 60.0
     """A server that asks for a longer pause is not waited for."""
+    tell: Callable[[str], object] | None = None
+    """Hears of the first failure, so that nobody wonders what is waited for."""
     sleep: Callable[[float], object] | None = None
     chance: Callable[[], float] = random.random
 
@@ -61,6 +63,8 @@ class Retries:
             error.args = (error.message,)
             raise error
         pause = min(self.longest_pause, self.first_pause * 2.0 ** (attempt - 1))
+        if attempt == 1 and self.tell is not None:
+            self.tell(f"{error.message}; trying again")
         sleep = self.sleep or (stop.wait if stop is not None else time.sleep)
         sleep(max(asked, pause * (0.5 + self.chance() / 2)))
 

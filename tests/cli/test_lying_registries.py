@@ -34,7 +34,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sleeps between two tries."""
     patient = Retries(attempts=2, sleep=Pauses(), chance=lambda: 1.0)
-    monkeypatch.setattr("expertctl.registry.http.Retries", lambda: patient)
+    monkeypatch.setattr("expertctl.registry.http.Retries", lambda tell=None: patient)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from tests.store.shop import House, a_key
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sleeps between two tries."""
     patient = Retries(attempts=2, sleep=Pauses(), chance=lambda: 1.0)
-    monkeypatch.setattr(http_module, "Retries", lambda: patient)
+    monkeypatch.setattr(http_module, "Retries", lambda tell=None: patient)
 
 
 @pytest.fixture

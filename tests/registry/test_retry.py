@@ -67,3 +67,10 @@ def test_a_pause_that_is_asked_for_is_kept_if_it_is_not_too_long() -> None:
     with pytest.raises(RateLimitError, match="asks to wait 61 seconds"):
         retries.run(failing(RateLimitError("x", retry_after=61)))
     assert pauses.seconds == [60]
+
+
+def test_the_first_failure_alone_is_told_while_it_is_tried_again() -> None:
+    told: list[str] = []
+    retries = Retries(tell=told.append, sleep=Pauses())
+    assert retries.run(failing(UnreachableError("a"), UnreachableError("b"))) == "done"
+    assert told == ["a; trying again"]

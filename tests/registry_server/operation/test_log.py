@@ -77,13 +77,8 @@ def test_fields_keep_their_kinds() -> None:
 
 
 def test_the_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("registry_server")
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    try:
-        configure_log()
-        logging.getLogger("registry_server.requests").info("hello")
-        out, err = capsys.readouterr()
-    finally:
-        logger.handlers[:], logger.level, logger.propagate = before
+    configure_log()
+    logging.getLogger("registry_server.requests").info("hello")
+    out, err = capsys.readouterr()
     assert (out, json.loads(err)["message"]) == ("", "hello")
     assert set(LOGGING["loggers"]) == {"registry_server", "_granian"}

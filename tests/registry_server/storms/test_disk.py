@@ -45,7 +45,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tries again what the server refuses."""
-    monkeypatch.setattr("expertctl.registry.http.Retries", lambda: Retries(attempts=1))
+    monkeypatch.setattr("expertctl.registry.http.Retries", lambda tell=None: Retries(attempts=1))
 
 
 @dataclass
