@@ -13,7 +13,6 @@ from expertctl.digest import Digest
 from expertctl.errors import (
     ExpertError,
     NotFoundError,
-    OfflineError,
     RegistryError,
     RevokedError,
     TrustError,
@@ -24,6 +23,7 @@ from expertctl.install.candidate import Candidate, Judge, Verdict, published
 from expertctl.install.resolve import Chosen
 from expertctl.reference import FROM_FILE, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.http import Http, Tell, open_http
 from expertctl.registry.index_client import fetch_index
@@ -274,7 +274,7 @@ class Sources:
         if host in self._plain:
             hint = f"name its exact bytes too: {host}/{package}@sha256:…"
             raise NotFoundError(f"{host} has no index to find {package} in", hint=hint)
-        if self.has_index(address) or self.settings.offline or _speaks_api(self.http, address):
+        if self.has_index(address) or self.settings.offline or self._is_ours(address):
             return known_registry(address, self._before)
         raise RegistryError(
             f"{host} has no index of experts: it is a plain OCI registry, so nothing there tells "
@@ -283,6 +283,9 @@ class Sources:
             f"`expertctl trust add KEY.pem --namespace {package.namespace} --registry {host}`, "
             f"and name an exact version",
         )
+
+    def _is_ours(self, address: RegistryAddress) -> bool:
+        return is_ours(ApiClient(self.http, address))
 
     def _judge(self, package: PackageName, host: str) -> Judge:
         def judge(release: Release, form: SignedForm) -> Verdict:
@@ -305,13 +308,3 @@ def open_sources(
 
 def _origin(item: Chosen) -> tuple[str, str]:
     return item.candidate.registry, item.candidate.package.namespace
-
-
-def _speaks_api(http: Http, address: RegistryAddress) -> bool:
-    """Tell whether a registry is one of ours."""
-    try:
-        return "index_key" in ApiClient(http, address).get("")
-    except (UnreachableError, OfflineError):
-        raise
-    except ExpertError:
-        return False
