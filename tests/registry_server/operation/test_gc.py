@@ -18,46 +18,19 @@ from registry_server.oci import manifests
 from registry_server.oci.errors import OciError
 from registry_server.operation.gc import Garbage, _is_old_file, collect, survey
 from registry_server.publishing import commit
-from registry_server.publishing.keys import add_key
 from registry_server.registry import Registry, open_registry
 from tests.registry_server.publishing.parcels import (
     Parcel,
     Template,
-    make_template,
     pulled,
     push,
     read,
     send,
     upload,
 )
-from tests.registry_server.served import Served
 
 DAY = 86400.0
 NOTHING = Garbage(0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Template:
-    return make_template(tmp_path_factory.mktemp("template"))
-
-
-@pytest.fixture(scope="module")
-def alice() -> PrivateKey:
-    return PrivateKey.generate()
-
-
-@pytest.fixture
-def owner(served: Served) -> Identity:
-    identity = served.identity(served.user("olga"))
-    served.namespace("acme", kind="expert", owner="olga")
-    return identity
-
-
-@pytest.fixture
-def registry(served: Served, owner: Identity, alice: PrivateKey) -> Registry:
-    registry = served.registry
-    add_key(registry, owner, namespace="acme", public_key=alice.public.pem(), statement=None)
-    return registry
 
 
 def later(days: float = 2) -> float:
