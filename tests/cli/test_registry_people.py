@@ -173,9 +173,10 @@ def test_a_token_to_push_manages_nothing(
     expertctl: Commands, live: Live, alice: str, home: Path, workshop: Workshop
 ) -> None:
     log_in(live, home, live.served.token("alice", Scope(Action.PUSH, "acme")))
-    expertctl("registry", "keys", "add", "me", "--namespace", "acme", code=6)
+    key = expertctl("registry", "keys", "add", "me", "--namespace", "acme", code=6)
     live.served.user("bob")
-    expertctl("registry", "namespace", "member", "acme", "bob", "--role", "owner", code=6)
+    member = expertctl("registry", "namespace", "member", "acme", "bob", "--role", "owner", code=6)
+    assert ["not for manage in acme" in said.err for said in (key, member)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", "A", "a%2fb", "", "x" * 65, "a\x1b[31mb"])

@@ -155,8 +155,8 @@ def test_info_of_what_only_this_machine_has(
 
 
 def test_info_of_what_is_nowhere_is_not_found(expertctl: Commands, published: Path) -> None:
-    expertctl("info", "acme/none", code=3)
-    expertctl("info", "Not A Name", code=2)
+    assert "there is no package acme/none" in expertctl("info", "acme/none", code=3).err
+    assert "is not a package name" in expertctl("info", "Not A Name", code=2).err
 
 
 def test_a_token_for_something_else_shows_nothing(

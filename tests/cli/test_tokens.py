@@ -69,7 +69,8 @@ def test_a_scope_that_is_none_is_refused(expertctl: Commands, alice: str) -> Non
 
 
 def test_a_token_that_is_not_there_is_not_found(expertctl: Commands, alice: str) -> None:
-    expertctl("token", "revoke", "0123456789abcdef", code=3)
+    said = expertctl("token", "revoke", "0123456789abcdef", code=3)
+    assert "there is no token '0123456789abcdef'" in said.err
 
 
 def test_attack_80_a_secret_in_place_of_its_id_is_neither_sent_nor_repeated(
@@ -83,7 +84,7 @@ def test_attack_80_a_secret_in_place_of_its_id_is_neither_sent_nor_repeated(
 
 @pytest.mark.parametrize("text", ["../users/alice", "", "%2e%2e", "a b"])
 def test_what_is_no_id_is_a_slip(text: str, expertctl: Commands, alice: str) -> None:
-    expertctl("token", "revoke", text, code=2)
+    assert "not the id of a token" in expertctl("token", "revoke", text, code=2).err
 
 
 def test_many_tokens_are_listed_page_by_page(expertctl: Commands, live: Live, alice: str) -> None:
