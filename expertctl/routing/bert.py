@@ -115,17 +115,19 @@ class Bert:
         self.config = config
         self.weights = weights
 
-    def hidden(self, ids: Ids, mask: Floats) -> Floats:
-        """Return the last hidden states [b, t, h] for token ids and their mask [b, t]."""
+    def hidden(self, ids: Ids, mask: Floats) -> list[Floats]:
+        """Return the hidden states [b, t, h] after each layer, for ids and their mask [b, t]."""
         w = self.weights
         x = w["embeddings.word_embeddings.weight"][ids]
         x = x + w["embeddings.position_embeddings.weight"][: ids.shape[1]]
         x = x + w["embeddings.token_type_embeddings.weight"][0]
         x = self._norm("embeddings.LayerNorm", x)
         bias = (np.float32(1) - mask)[:, None, None, :] * _MASKED  # [b, 1, 1, t]
+        states = []
         for layer in range(self.config.num_hidden_layers):
             x = self._layer(f"encoder.layer.{layer}", x, bias)
-        return x
+            states.append(x)
+        return states
 
     def _layer(self, at: str, x: Floats, bias: Floats) -> Floats:
         attended = self._linear(f"{at}.attention.output.dense", self._attention(at, x, bias))

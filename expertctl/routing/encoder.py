@@ -13,6 +13,7 @@ from typing import Protocol
 
 from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
+from expertctl.routing.encoded import Encoded
 from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.minilm import FILES, open_minilm
 from expertctl.routing.vector_table import Vectors
@@ -37,11 +38,18 @@ class Encoder(Protocol):
     def stamp(self) -> str:
         """What the vectors depend on, told without reading the weights."""
 
+    @property
+    def deep_dimensions(self) -> int:
+        """The length of a deep row, which a head is fitted on."""
+
     def digest(self) -> Digest:
-        """Return the digest of what the vectors depend on; may read all weights."""
+        """Return the digest of what rows and deep rows depend on; may read all weights."""
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Return one unit row per text."""
+
+    def encode_deep(self, texts: Sequence[str]) -> Encoded:
+        """Return the rows of `encode` and the deep rows, from one pass over the texts."""
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Map cosines to similarities for which the thresholds of the router hold."""

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from expertctl.digest import Digest
+from expertctl.routing.encoded import Encoded
 from expertctl.routing.vector_table import Vectors
 from expertctl.routing.words import STOP_WORDS, Word, is_number, read_words
 
@@ -44,6 +45,7 @@ class LexicalEncoder:
 
     name = "lexical"
     dimensions = DIMENSIONS
+    deep_dimensions = DIMENSIONS
     stamp = f"lexical {VERSION}"
 
     def digest(self) -> Digest:
@@ -60,6 +62,10 @@ class LexicalEncoder:
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
         return unit
+
+    def encode_deep(self, texts: Sequence[str]) -> Encoded:
+        """Return the rows, deep as they are: words are all that is seen."""
+        return Encoded.flat(self.encode(texts))
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Map raw cosines to similarities; monotone."""

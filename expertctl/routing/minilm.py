@@ -5,6 +5,7 @@ float32, so opening takes milliseconds. Equal to the reference within 1e-4. Any 
 mean pooling in the same files works: the setting ``encoder`` may name a directory of one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,12 +16,19 @@ from expertctl.digest import Digest, hash_file
 from expertctl.errors import InvalidPackageError
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.routing.bert import Bert, Floats, bert_config, weight_shapes
+from expertctl.routing.encoded import Encoded
 from expertctl.routing.vector_table import Vectors
 from expertctl.routing.words import MAX_CHARACTERS
 from expertctl.schema.strict_json import canonical, load_object
 
 MAX_TOKENS = 256
 """Where the model was trained to stop; the rest of a text is not seen."""
+
+DEEP_LAYERS = 3
+"""How many of the last layers a deep row is made of; the last one alone makes the row."""
+
+VERSION = 2
+"""Raised whenever the same weights give other rows or deep rows, so that all are made again."""
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 FILES = (CONFIG, TOKENIZER, WEIGHTS)
@@ -52,39 +60,59 @@ class MiniLmEncoder:
         marks = [[str(s.st_size), str(s.st_mtime_ns), str(s.st_ino)] for s in stats]
         return str(Digest.of(canonical([str(self.directory.resolve()), marks])))
 
+    @property
+    def deep_dimensions(self) -> int:
+        """The length of a deep row: one vector for each of the layers it is made of."""
+        return self._deep_layers * self.dimensions
+
+    @property
+    def _deep_layers(self) -> int:
+        return min(DEEP_LAYERS, self._bert.config.num_hidden_layers)
+
     def digest(self) -> Digest:
         """Hash configuration, tokenizer and weights: 50 ms, so the stamp is compared first."""
         digests = [str(hash_file(self.directory / name)[1]) for name in FILES]
-        return Digest.of(canonical([self.name, MAX_TOKENS, digests]))
+        return Digest.of(canonical([self.name, VERSION, MAX_TOKENS, DEEP_LAYERS, digests]))
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """Return one unit row per text; texts of similar length are computed together."""
+        """Return one unit row per text."""
+        return self.encode_deep(texts).rows
+
+    def encode_deep(self, texts: Sequence[str]) -> Encoded:
+        """Return rows and deep rows; texts of similar length are computed together."""
         encodings = self._tokenizer.encode_batch([text[:MAX_CHARACTERS] for text in texts])
         tokens = [encoding.ids for encoding in encodings]
         order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
-        rows = np.zeros((len(tokens), self.dimensions), np.float32)
+        deep = np.zeros((len(tokens), self.deep_dimensions), np.float32)
         for start in range(0, len(order), _BATCH):
             batch = order[start : start + _BATCH]
-            rows[batch] = self._pooled([tokens[i] for i in batch])
-        return rows
+            deep[batch] = self._pooled([tokens[i] for i in batch])
+        rows = deep[:, -self.dimensions :] * np.float32(math.sqrt(self._deep_layers))
+        return Encoded(rows, deep)
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Return them as they are: the thresholds were made for this model."""
         return cosines
 
     def _pooled(self, tokens: Sequence[Sequence[int]]) -> Vectors:
-        """Return the mean of the hidden states of each text's own tokens, as unit rows."""
+        """Return the means over each text's own tokens, a unit for each deep layer, as one unit."""
         longest = max(map(len, tokens))
         ids = np.zeros((len(tokens), longest), np.int64)
         mask = np.zeros((len(tokens), longest), np.float32)
         for row, sequence in enumerate(tokens):
             ids[row, : len(sequence)] = sequence
             mask[row, : len(sequence)] = 1
-        hidden = self._bert.hidden(ids, mask)  # [b, t, h]
-        means = (hidden * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True)
-        norms = np.linalg.norm(means, axis=1, keepdims=True)
-        unit: Vectors = means / np.maximum(norms, np.float32(1e-12))
-        return unit
+        states = self._bert.hidden(ids, mask)[-self._deep_layers :]  # each [b, t, h]
+        means = [(x * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True) for x in states]
+        joined = np.concatenate([_unit(mean) for mean in means], axis=1)
+        deep: Vectors = joined / np.float32(math.sqrt(self._deep_layers))
+        return deep
+
+
+def _unit(rows: Vectors) -> Vectors:
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: Vectors = rows / np.maximum(norms, np.float32(1e-12))
+    return unit
 
 
 def open_minilm(directory: Path) -> MiniLmEncoder:

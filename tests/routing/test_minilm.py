@@ -162,3 +162,30 @@ def test_the_real_tokenizer_reads_as_transformers_does() -> None:
     theirs = AutoTokenizer.from_pretrained(MINILM)
     for text in TEXTS:
         assert ours.encode(text).ids == theirs(text)["input_ids"]
+
+
+def reference_deep(directory: Path, texts: list[str], *, layers: int) -> Vectors:
+    """The unit means of the last layers side by side, as transformers computes them."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(MAX_TOKENS)
+    model = BertModel.from_pretrained(directory, dtype=torch.float32)
+    rows = []
+    with torch.no_grad():
+        for text in texts:
+            ids = torch.tensor([tokenizer.encode(text).ids])
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states[-layers:]
+            parts = [torch.nn.functional.normalize(state.mean(1))[0] for state in states]
+            rows.append(torch.cat(parts) / layers**0.5)
+    result: Vectors = torch.stack(rows).numpy()
+    return result
+
+
+def test_a_deep_row_is_made_of_the_last_layers_that_there_are(tiny: Path) -> None:
+    encoder = open_minilm(tiny)  # of two layers
+    encoded = encoder.encode_deep(TEXTS)
+    assert encoded.deep.shape == (len(TEXTS), 64) == (len(TEXTS), encoder.deep_dimensions)
+    assert np.abs(encoded.deep - reference_deep(tiny, TEXTS, layers=2)).max() < 1e-5
+    assert np.allclose(np.linalg.norm(encoded.deep, axis=1), 1, atol=1e-5)
+    assert np.array_equal(encoded.rows, encoder.encode(TEXTS))
+    assert encoder.encode_deep([]).deep.shape == (0, 64)
