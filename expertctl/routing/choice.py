@@ -11,7 +11,6 @@ from expertctl.digest import Digest
 from expertctl.errors import (
     IncompatibleError,
     MissingDependencyError,
-    NotFoundError,
     RevokedError,
     UsageError,
 )
@@ -25,6 +24,7 @@ from expertctl.routing.composition import (
     with_requirements,
 )
 from expertctl.routing.request import Forced, Target
+from expertctl.routing.suggestion import not_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +209,7 @@ def _tie(first: Candidate, second: Candidate, words: str) -> str:
 def _named(target: Target, installed: Sequence[Installed]) -> Installed:
     found = [expert for expert in installed if expert.is_meant(target)]
     if not found:
-        raise NotFoundError(
-            f"{target} is not installed", hint="`expertctl list` shows what is installed"
-        )
+        raise not_installed(target, installed)
     return max(found, key=lambda expert: expert.stored.version)
 
 

@@ -101,6 +101,12 @@ class Planner:
         """
         return self._planned(request, self.inventory(), base=base, files=files)
 
+    def plan_from(
+        self, inventory: Inventory, request: RouteRequest, *, base: str | None = None
+    ) -> Planned:
+        """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
+        return self._planned(request, inventory, base=base)
+
     def _planned(
         self,
         request: RouteRequest,

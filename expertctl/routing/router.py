@@ -30,6 +30,7 @@ from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
 from expertctl.routing.presets import resolve, unapplied
 from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.score import DEFAULT_BUDGET, THRESHOLD
+from expertctl.routing.suggestion import idle_exclusions
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
 
@@ -105,7 +106,7 @@ def route(
         features=features,
         encoder=index.encoder.name,
         notes=tuple(_notes(request, choices, candidates, index)),
-        warnings=tuple(warnings_of(choices, base)),
+        warnings=(*idle_exclusions(request.exclude, experts), *warnings_of(choices, base)),
         timings_ms={"encode": encode_ms, "total": _since(start)},
     )
 
@@ -123,7 +124,7 @@ def _measured(
     start = time.perf_counter()
     index.add({expert.digest: expert.manifest for expert in experts})
     named = [e.digest for e in experts for f in request.force if e.is_meant(f.target)]
-    found = index.search(request.prompt, always=named)
+    found = index.similarities(request.prompt, always=named)
     encode_ms = _since(start)
     budget = DEFAULT_BUDGET if request.memory_budget is None else request.memory_budget
     measured = [
