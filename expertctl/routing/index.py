@@ -8,7 +8,7 @@ may use one index: readers take what was published last, writers take turns. Whe
 written, vectors are kept in memory and `notes` says so.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, StoreError
 from expertctl.routing.encoder import Encoder
+from expertctl.routing.found import Allowed, Found, best_of_each
 from expertctl.routing.graph import GRAPH_ROWS, Graph, build_graph, load_graph
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable, read_table, write_table
 from expertctl.schema.manifest import Manifest
@@ -28,6 +29,8 @@ from expertctl.store.disk import disk_errors
 TABLE_FILE = "vectors.safetensors"
 LOCK_FILE = "vectors.lock"
 LOCK_SECONDS = 10.0
+FOUND = 64
+"""How many experts a search returns at most, unless told otherwise."""
 MEAN_FROM = 4
 """How many texts an expert must have for their mean to count."""
 
@@ -87,7 +90,59 @@ class RoutingIndex:
         if len(table.rows) >= GRAPH_ROWS:
             self._graph = build_graph(self.folder, table)
 
-    def search(self, prompt: str, *, always: Iterable[Digest] = ()) -> dict[Digest, Similarity]:
+    @property
+    def revision(self) -> str:
+        """What changes whenever positions or rows do."""
+        return str(self._current().contents)
+
+    @property
+    def digests(self) -> Sequence[Digest]:
+        """The content digest of every position."""
+        return list(self._current().entries)
+
+    def positions(self, digests: Iterable[Digest]) -> Rows:
+        """Return where experts are; those that are not in the index are left out."""
+        at = {digest: position for position, digest in enumerate(self._current().entries)}
+        return np.array([at[digest] for digest in digests if digest in at], np.int64)
+
+    def allow(self, digests: Iterable[Digest]) -> Allowed:
+        """Return a filter that lets these experts through; made once, used for many searches."""
+        mask = np.zeros(len(self._current().entries), np.bool_)
+        mask[self.positions(digests)] = True
+        return mask
+
+    def search(
+        self, query: Vectors, *, count: int = FOUND, allowed: Allowed | None = None
+    ) -> Found:
+        """Return the experts closest to a unit vector, at most ``count``, of those allowed.
+
+        With a graph they are the owners of the ``count`` closest rows.
+        """
+        table = self._current()
+        graph = self._graph_of(table)
+        starts = np.array(table.starts, np.int64)
+        rows = np.arange(len(table.rows))
+        if graph is not None and allowed is None:
+            rows = graph.nearest(query)[:count]
+        owners = np.searchsorted(starts, rows, side="right") - 1
+        if allowed is not None:
+            rows, owners = rows[allowed[owners]], owners[allowed[owners]]
+        found = best_of_each(rows, table.rows[rows] @ query, owners=owners, starts=starts)
+        return found.first(count)
+
+    def measure(self, query: Vectors, experts: Rows) -> Found:
+        """Return how close the experts at these positions are, whatever else is closer."""
+        mask = np.zeros(len(self._current().entries), np.bool_)
+        mask[experts] = True
+        return self.search(query, count=len(mask), allowed=mask)
+
+    def vector(self, prompt: str) -> Vectors:
+        """Return the unit vector of a prompt; the last one is remembered."""
+        return self._vector_of(prompt)
+
+    def similarities(
+        self, prompt: str, *, always: Iterable[Digest] = ()
+    ) -> dict[Digest, Similarity]:
         """Return how close the experts are: all, or with a graph the closest and ``always``."""
         table = self._current()
         if not table.entries:

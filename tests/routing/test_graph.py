@@ -103,10 +103,10 @@ def test_a_large_index_is_searched_through_the_graph_from_the_second_search_on(
     RoutingIndex(tmp_path, LexicalEncoder()).rebuild(EXPERTS)
     assert (tmp_path / GRAPH_FILE).exists()
     index = RoutingIndex(tmp_path, LexicalEncoder())
-    exact = index.search("do job7 now")
+    exact = index.similarities("do job7 now")
     assert len(exact) == len(EXPERTS)
     always = [content_digest("acme/e39@1.0.0")]
-    near = index.search("do job7 now", always=always)
+    near = index.similarities("do job7 now", always=always)
     assert len(near) < len(EXPERTS)
     assert set(always) <= set(near)
     best = max(exact, key=lambda digest: exact[digest].cosine)
@@ -122,5 +122,5 @@ def test_a_new_expert_makes_search_exact_until_the_graph_is_built_again(tmp_path
     index.rebuild(EXPERTS)
     new = manifest("acme/new", description="brand new")
     index.add({content_digest(new.ref): new})
-    index.search("first")
-    assert len(index.search("second")) == len(EXPERTS) + 1
+    index.similarities("first")
+    assert len(index.similarities("second")) == len(EXPERTS) + 1

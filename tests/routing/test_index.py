@@ -47,22 +47,22 @@ class OtherEncoder(LexicalEncoder):
 
 def test_an_expert_is_as_close_as_its_closest_text(index: RoutingIndex) -> None:
     index.add(BOTH)
-    found = index.search("query the orders table")
+    found = index.similarities("query the orders table")
     assert found[content_digest(SQL.ref)].cosine == pytest.approx(1)
     assert found[content_digest(SQL.ref)].text == 2
     assert found[content_digest(SORT.ref)].cosine < 0.3
-    assert index.search("Sorts numbers.")[content_digest(SORT.ref)].text == 0
+    assert index.similarities("Sorts numbers.")[content_digest(SORT.ref)].text == 0
     index.check_integrity()
 
 
 def test_of_equal_texts_the_first_is_named(index: RoutingIndex) -> None:
     doubled = manifest("acme/twice", examples=("sort it", "SORT it"))
     index.add(texts(doubled))
-    assert index.search("sort it")[content_digest(doubled.ref)].text == 1
+    assert index.similarities("sort it")[content_digest(doubled.ref)].text == 1
 
 
 def test_an_empty_index_finds_nothing_and_writes_nothing(index: RoutingIndex) -> None:
-    assert index.search("anything") == {}
+    assert index.similarities("anything") == {}
     assert not index.folder.exists()
 
 
@@ -72,7 +72,7 @@ def test_vectors_are_kept_and_not_made_again(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, again)
     index.add(BOTH)
     assert again.encoded == []
-    assert set(index.search("sort")) == set(BOTH)
+    assert set(index.similarities("sort")) == set(BOTH)
     assert (tmp_path / TABLE_FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -83,7 +83,7 @@ def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     assert len(other.encoded) == 5  # two descriptions, three examples
     RoutingIndex(tmp_path, other).check_integrity()
     index = RoutingIndex(tmp_path, other)
-    index.search("x")
+    index.similarities("x")
     index.encoder = OtherEncoder("three")
     with pytest.raises(StoreError, match="made by another encoder"):
         index.check_integrity()
@@ -104,7 +104,7 @@ def test_a_damaged_file_is_made_again(index: RoutingIndex, data: bytes) -> None:
     (index.folder / TABLE_FILE).write_bytes(data)
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.add(BOTH)
-    assert set(fresh.search("sort")) == set(BOTH)
+    assert set(fresh.similarities("sort")) == set(BOTH)
     fresh.check_integrity()
 
 
@@ -120,11 +120,11 @@ def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
 def test_experts_are_forgotten_and_all_made_again(index: RoutingIndex) -> None:
     index.add(BOTH)
     index.remove([content_digest(SQL.ref), content_digest("acme/unknown@1.0.0")])
-    assert set(RoutingIndex(index.folder, LexicalEncoder()).search("sql")) == set(texts(SORT))
+    assert set(RoutingIndex(index.folder, LexicalEncoder()).similarities("sql")) == set(texts(SORT))
     index.rebuild(texts(SQL))
-    assert set(index.search("sql")) == set(texts(SQL))
+    assert set(index.similarities("sql")) == set(texts(SQL))
     index.rebuild({})
-    assert index.search("sql") == {}
+    assert index.similarities("sql") == {}
     index.check_integrity()
 
 
@@ -132,7 +132,7 @@ def test_an_unwritable_home_keeps_vectors_in_memory_and_says_so(tmp_path: Path) 
     (tmp_path / "file").write_text("in the way")
     index = RoutingIndex(tmp_path / "file" / "home", LexicalEncoder())
     index.add(BOTH)
-    assert set(index.search("sort")) == set(BOTH)
+    assert set(index.similarities("sort")) == set(BOTH)
     assert index.notes[0].startswith("the routing index was not saved: ")
 
 
@@ -144,7 +144,7 @@ def test_a_full_disk_keeps_vectors_in_memory(
 
     monkeypatch.setattr(indexes, "write_table", full)
     index.add(BOTH)
-    assert set(index.search("sort")) == set(BOTH)
+    assert set(index.similarities("sort")) == set(BOTH)
     assert "No space left" in index.notes[0]
     with pytest.raises(DiskFullError):
         index.remove(BOTH)
@@ -156,8 +156,8 @@ def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, encoder)
     index.add(BOTH)
     encoder.encoded.clear()
-    assert index.search("sort") == index.search("sort")
-    index.search("other")
+    assert index.similarities("sort") == index.similarities("sort")
+    index.similarities("other")
     assert encoder.encoded == ["sort", "other"]
 
 
@@ -170,17 +170,17 @@ def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
         index.add(BOTH)
         with pytest.raises(StoreError, match="held for too long"):
             index.rebuild(BOTH)
-    assert set(index.search("sort")) == set(BOTH)
+    assert set(index.similarities("sort")) == set(BOTH)
     assert "held for too long" in index.notes[0]
 
 
 def test_what_another_process_published_meanwhile_is_kept(index: RoutingIndex) -> None:
     other = RoutingIndex(index.folder, LexicalEncoder())
     index.add(texts(SORT))
-    other.search("read before the next one writes")
+    other.similarities("read before the next one writes")
     other.add(texts(SORT, SQL))
     index.add(texts(manifest("acme/third")))
-    assert len(RoutingIndex(index.folder, LexicalEncoder()).search("x")) == 3
+    assert len(RoutingIndex(index.folder, LexicalEncoder()).similarities("x")) == 3
 
 
 def add_some(folder: Path, first: int) -> None:
@@ -198,7 +198,7 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     index = RoutingIndex(tmp_path, LexicalEncoder())
-    assert len(index.search("x")) == 15
+    assert len(index.similarities("x")) == 15
     index.check_integrity()
 
 
@@ -211,3 +211,18 @@ def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
         index.check_integrity()
     table.rows[0] *= 2
     assert np.isfinite(table.rows).all()
+
+
+def test_a_search_names_positions_and_the_closest_text_of_each(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    found = index.search(index.vector("query the orders table"))
+    assert [index.digests[position] for position in found.experts] == [
+        content_digest(SQL.ref),
+        content_digest(SORT.ref),
+    ]
+    assert found.cosines[0] == pytest.approx(1)
+    assert found.texts[0] == 2
+    only = index.allow([content_digest(SORT.ref), content_digest("acme/absent@1.0.0")])
+    assert index.search(index.vector("query"), allowed=only).experts.tolist() == [0]
+    measured = index.measure(index.vector("query"), index.positions([content_digest(SQL.ref)]))
+    assert measured.experts.tolist() == [1]

@@ -69,7 +69,7 @@ INSTALLED = [starter(task) for task in EXPERTS]
 
 def routed(index: RoutingIndex, prompt: str) -> list[str]:
     features = features_of(prompt)
-    found = index.search(prompt)
+    found = index.similarities(prompt)
     measured = [
         measure(e, features, found[e.digest], success=None, budget=DEFAULT_BUDGET)
         for e in INSTALLED
