@@ -1,0 +1,225 @@
+"""`Suspicions`: ``suspicions.db``, what is odd about installed packages, and who came first.
+
+One row per content digest says what was flagged when it was installed, so that nobody has to judge
+again. A mark is a number made from a text or a piece of it; it belongs to the package that brought
+it first, for good: so a copy is flagged and never what it was copied from, whatever is updated,
+removed or installed again in between. The file may be deleted at any time and is made again by
+`expertctl reindex`; then what was installed first counts as first.
+"""
+
+import json
+import os
+import sqlite3
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.digest import Digest
+from expertctl.durable import make_folders
+from expertctl.errors import DiskFullError, StoreError
+
+FILE = "suspicions.db"
+BUSY_SECONDS = 30.0
+MODE = 0o600
+_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE"}
+_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
+_MANY = 500
+"""How many values one question may have; SQLite allows 999 and more."""
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS packages (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
+    "short TEXT NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS packages_by_short ON packages (short)",
+    "CREATE TABLE IF NOT EXISTS marks (mark INTEGER PRIMARY KEY, package INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS verdicts (content_digest TEXT PRIMARY KEY, name TEXT NOT NULL, "
+    "flags TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS flagged ON verdicts (content_digest) WHERE flags != '[]'",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One thing about a package that looks as if it were made to mislead the router."""
+
+    code: str
+    """``copied``, ``stuffed`` and so on: for programs."""
+    sentence: str
+    """For people; names what was found."""
+    other: str | None = None
+    """The package that it is about beside its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found about one content, and the marks that its package brings."""
+
+    content_digest: Digest
+    name: str
+    flags: tuple[Flag, ...]
+    marks: frozenset[int]
+
+
+class Suspicions:
+    """The owner of one ``suspicions.db``; every call opens it, so processes may share it."""
+
+    def __init__(self, path: Path) -> None:
+        """Remember where; nothing is read yet."""
+        self.path = path
+        self.notes: list[str] = []
+
+    def flagged(self) -> dict[Digest, tuple[Flag, ...]]:
+        """Return the flags of all contents that have any; one small reading."""
+        query = "SELECT content_digest, flags FROM verdicts WHERE flags != '[]'"
+        return {Digest.parse(str(digest)): _read_flags(flags) for digest, flags in self._ask(query)}
+
+    def of(self, content_digest: Digest) -> tuple[Flag, ...] | None:
+        """Return the flags of one content; None where nobody has judged it yet."""
+        query = "SELECT flags FROM verdicts WHERE content_digest = ?"
+        rows = self._ask(query, [str(content_digest)])
+        return _read_flags(rows[0][0]) if rows else None
+
+    def judged(self) -> frozenset[Digest]:
+        """Return the contents that were judged."""
+        return frozenset(
+            Digest.parse(str(row[0])) for row in self._ask("SELECT content_digest FROM verdicts")
+        )
+
+    def owners(self, marks: Collection[int]) -> dict[int, str]:
+        """Return the packages that brought these marks first; of marks that are new, nothing."""
+        query = (
+            "SELECT mark, name FROM marks JOIN packages ON packages.id = package WHERE mark IN ({})"
+        )
+        return {int(str(mark)): str(name) for mark, name in self._ask_many(query, sorted(marks))}
+
+    def named(self, names: Collection[str]) -> dict[str, str]:
+        """Return which of these names are packages: a name, with or without its namespace."""
+        wanted = sorted(names)
+        full = self._ask_many("SELECT name, name FROM packages WHERE name IN ({})", wanted)
+        short = self._ask_many("SELECT short, name FROM packages WHERE short IN ({})", wanted)
+        return {str(name): str(package) for name, package in [*short, *full]}
+
+    def add(self, verdicts: Iterable[Verdict]) -> None:
+        """Remember verdicts; what a flagged package brings does not count against later ones.
+
+        Raises:
+            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
+        """
+        new = list(verdicts)
+        with self._writing() as db:
+            for verdict in new:
+                _add(db, verdict)
+
+    def remove(self, content_digests: Iterable[Digest]) -> None:
+        """Forget the flags of contents; who brought a text first is remembered.
+
+        Raises:
+            StoreError: when the file cannot be written.
+        """
+        gone = [(str(digest),) for digest in content_digests]
+        if self.path.exists():
+            with self._writing() as db:
+                db.executemany("DELETE FROM verdicts WHERE content_digest = ?", gone)
+
+    def clear(self) -> None:
+        """Forget everything.
+
+        Raises:
+            StoreError: when the file cannot be written.
+        """
+        with self._writing() as db:
+            for table in ("verdicts", "marks", "packages"):
+                db.execute(f"DELETE FROM {table}")  # noqa: S608  # names of ours
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the file, without changing it."""
+        if not self.path.exists():
+            return []
+        try:
+            with _opened(self.path, "ro") as db:
+                found = [str(row[0]) for row in db.execute("PRAGMA quick_check").fetchall()]
+        except sqlite3.DatabaseError as error:
+            found = [str(error)]
+        return [line for line in found if line != "ok"]
+
+    def check_integrity(self) -> None:
+        """Raise unless the file is whole and every mark belongs to a package."""
+        assert self.problems() == []
+        orphans = "SELECT count(*) FROM marks WHERE package NOT IN (SELECT id FROM packages)"
+        assert [tuple(row) for row in self._ask(orphans)] in ([], [(0,)])
+
+    def _ask_many(self, query: str, values: Sequence[object]) -> list[tuple[object, ...]]:
+        parts = [values[i : i + _MANY] for i in range(0, len(values), _MANY)]
+        return [row for p in parts for row in self._ask(query.format(",".join("?" * len(p))), p)]
+
+    def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
+        """Ask; a file that is missing or damaged knows nothing, and `doctor` says so."""
+        if not self.path.exists():
+            return []
+        try:
+            with _opened(self.path, "ro") as db:
+                return list(db.execute(query, values))
+        except sqlite3.DatabaseError as error:
+            self.notes.append(f"{self.path}: {error}; `expertctl reindex` makes it again")
+            return []
+
+    @contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """Change the file in one transaction; a damaged one begins anew."""
+        try:
+            make_folders(self.path.parent, mode=0o700)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
+            if self.problems():
+                self._begin_anew()
+            with _opened(self.path, "rw") as db, db:
+                for table in _TABLES:
+                    db.execute(table)
+                yield db
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}") from error
+        except sqlite3.DatabaseError as error:
+            raise self._told(error) from error
+
+    def _begin_anew(self) -> None:
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
+        self.notes.append(f"{self.path} was damaged and begins anew; see `expertctl reindex`")
+
+    def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
+        if getattr(error, "sqlite_errorname", "") in _FULL:
+            return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
+        return StoreError(f"{self.path}: {error}")
+
+
+@contextmanager
+def _opened(path: Path, mode: str) -> Iterator[sqlite3.Connection]:
+    quoted = str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+    immutable = "" if os.access(path.parent, os.W_OK) else "&immutable=1"
+    uri = f"file:{quoted}?mode={mode}{immutable}"
+    connection = sqlite3.connect(uri, timeout=BUSY_SECONDS, uri=True)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
+    short = verdict.name.partition("/")[2]
+    db.execute("INSERT OR IGNORE INTO packages (name, short) VALUES (?, ?)", [verdict.name, short])
+    (row,) = db.execute("SELECT id FROM packages WHERE name = ?", [verdict.name]).fetchall()
+    if not verdict.flags:
+        pairs = [(mark, row[0]) for mark in sorted(verdict.marks)]
+        db.executemany("INSERT OR IGNORE INTO marks (mark, package) VALUES (?, ?)", pairs)
+    flags = json.dumps([[f.code, f.sentence, f.other] for f in verdict.flags])
+    values = [str(verdict.content_digest), verdict.name, flags]
+    db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", values)
+
+
+def _read_flags(text: object) -> tuple[Flag, ...]:
+    return tuple(Flag(code, sentence, other) for code, sentence, other in json.loads(str(text)))
+
+
+def flag_documents(flags: Iterable[Flag]) -> list[Mapping[str, str | None]]:
+    """Return flags as ``--json`` shows them."""
+    return [{"code": f.code, "sentence": f.sentence, "other": f.other} for f in flags]
