@@ -116,7 +116,7 @@ def test_a_store_that_may_not_be_written_is_read_and_refuses_the_rest(
     house = House(public / "home").trusting("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     house.bases.add_copy(shop.base_dir, name="base")
-    house.catalogue.record_use(done.expert.content_digest, success=True)
+    house.catalogue.record_use(done.expert.content_digest)
     package = public / "second.expert"
     package.write_bytes(shop.package("acme/second", seed=3).read_bytes())
     package.chmod(0o644)
@@ -161,13 +161,16 @@ def test_the_history_is_read_and_not_written_where_nothing_may_be_written(
     house = House(public / "home").trusting("acme")
     (done,) = house.install(shop.package("acme/first"), catalogue=house.catalogue)
     digest = done.expert.content_digest
-    house.catalogue.record_use(digest, success=True)
+    house.catalogue.record_use(digest)
     protect(house.root)
 
     def use() -> None:
         powerless()
         catalogue = house.catalogue
-        assert catalogue.success_rate(digest) == 1
+        usage = catalogue.usage(digest)
+        assert usage is not None
+        assert usage.uses == 1
+        assert catalogue.success_rate(digest) is None
         assert catalogue.refs() == ["acme/first@1.0.0"]
         assert not catalogue.record_use(digest)
         assert "not recorded" in catalogue.notes[0]

@@ -1,0 +1,54 @@
+"""`WhileUnchanged`: what was read from an SQLite file, read again only once the file changed.
+
+A look costs two calls of ``stat``. A file that was written a moment ago may be written again
+without another time stamp, so what is read then is not kept.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_Mark = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of the file and of its log."""
+
+_COARSEST_NS = 100_000_000
+"""No file system that SQLite is used on has time stamps that are coarser, but FAT."""
+
+
+class WhileUnchanged(Generic[T]):
+    """The owner of the last answer to one question that is asked of a file."""
+
+    def __init__(self, path: Path, read: Callable[[], T]) -> None:
+        """Remember what to ask; nothing is read yet."""
+        self._path, self._read = path, read
+        self._kept: tuple[_Mark, T] | None = None
+
+    def get(self) -> T:
+        """Return the answer, of now."""
+        mark, kept = _mark(self._path), self._kept
+        if kept is not None and kept[0] == mark:
+            return kept[1]
+        value = self._read()
+        self._kept = (mark, value) if _is_settled(mark) else None
+        return value
+
+
+def _mark(path: Path) -> _Mark:
+    return _stamp(path), _stamp(path.with_name(f"{path.name}-wal"))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with a file; an empty log is none, as readers make one."""
+    with suppress(OSError):
+        found = path.stat()
+        if found.st_size:
+            return found.st_ino, found.st_size, found.st_mtime_ns
+    return None
+
+
+def _is_settled(mark: _Mark) -> bool:
+    newest = max((stamp[2] for stamp in mark if stamp), default=0)
+    return abs(time.time_ns() - newest) > _COARSEST_NS

@@ -1,0 +1,81 @@
+"""`Job`: one run as it is remembered: who answered, how long it took, how it was judged.
+
+Neither the prompt nor the answer is ever part of it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expertctl.digest import Digest
+
+Verdict = Literal["good", "bad"]
+Validation = Literal["passed", "failed"]
+FAILED = "error"
+"""The ``finish_reason`` of a run that ended with an error."""
+
+SAID = 1.0
+"""What the word of a person counts as evidence."""
+PASSED = 0.25
+FAILED_VALIDATION = 0.5
+"""Form says less than a person: an answer may be well-formed and wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsedExpert:
+    """An expert that took part in a run."""
+
+    ref: str
+    content_digest: Digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTimes:
+    """Milliseconds of the steps of a run; `None` for one that was not reached."""
+
+    route: float | None = None
+    load: float | None = None
+    ttft: float | None = None
+    decode: float | None = None
+    total: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One run; it is named by its ``job_id``, or the beginning of it."""
+
+    job_id: str
+    at: float
+    """Seconds since the epoch, at its end."""
+    task: str
+    base: str
+    experts: tuple[UsedExpert, ...]
+    finish_reason: str
+    validation: Validation | None = None
+    verdict: Verdict | None = None
+    judged_at: float | None = None
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    times: JobTimes = JobTimes()
+    blamed: bool = False
+    """Whether it ended with an error that the experts are to blame for."""
+
+    @property
+    def good(self) -> float:
+        """The evidence that it is for its experts together."""
+        if self.verdict is not None:
+            return SAID if self.verdict == "good" else 0.0
+        return PASSED if self.validation == "passed" else 0.0
+
+    @property
+    def bad(self) -> float:
+        """The evidence that it is against its experts together."""
+        if self.verdict is not None:
+            return SAID if self.verdict == "bad" else 0.0
+        if self.blamed:
+            return SAID
+        return FAILED_VALIDATION if self.validation == "failed" else 0.0
+
+    @property
+    def weighed_at(self) -> float:
+        """From when on its evidence fades."""
+        return self.at if self.judged_at is None else self.judged_at
