@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package import evaluation_data
-from expertctl.package.evaluation_data import MAX_DATA_BYTES, Metric, Sample, is_right, read_data
+from expertctl.package.evaluation_data import Metric, Sample, is_right, read_data
+from expertctl.schema import json_lines
+from expertctl.schema.json_lines import MAX_DATA_BYTES
 
 GOOD = b'{"prompt": "3 + 4", "answer": "7"}'
 
@@ -82,12 +83,12 @@ def test_a_file_without_an_end_of_problems_is_told_briefly(tmp_path: Path) -> No
 
 def test_size_and_lines_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, GOOD + b"\n" + GOOD)
-    monkeypatch.setattr(evaluation_data, "MAX_SAMPLES", 1)
+    monkeypatch.setattr(json_lines, "MAX_LINES", 1)
     assert problems(path) == ("2 lines, at most 1 are allowed",)
-    monkeypatch.setattr(evaluation_data, "MAX_DATA_BYTES", 10)
+    monkeypatch.setattr(json_lines, "MAX_DATA_BYTES", 10)
     assert "more than 0 MiB" in problems(path)
     monkeypatch.undo()
-    monkeypatch.setattr(evaluation_data, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 10)
     assert all("too many bytes" in problem for problem in problems(path))
 
 
