@@ -1,36 +1,42 @@
 """The router's view of a prompt: what it asks, without what is addressed to the router itself.
 
-Who writes into a prompt, or into a text that is pasted there, must not steer the choice: invisible
-characters go, letters that only look like others are read as those, sentences that talk to the
-router, name experts or pile up keywords are left out where something else remains. Only the router
-sees this; the model is given the prompt as it was written.
+Who writes into a prompt, or into a text that is pasted there, must not steer the choice. What
+cannot be seen goes; letters that only look like others are read as those. Orders to the router,
+names of experts, other roles, piles of keywords and what the request is about are left out where a
+request remains. Only the router sees this; the model is given the prompt as it was written.
 """
 
 import re
 from collections.abc import Iterable
 
+from expertctl.routing.addressed import is_order, without_labels, without_order, without_roles
+from expertctl.routing.prompt_parts import (
+    LONG,
+    asking_paragraph,
+    is_pile,
+    request_of,
+    sentences,
+    shortened,
+    without_repeats,
+)
 from expertctl.routing.spelling import plain
 from expertctl.routing.words import MAX_CHARACTERS
 
 LEAST_WORDS = 2
 """A prompt of which fewer words would remain is looked at as it is."""
 
-_SEGMENT = re.compile(r"(?<=[.!?])\s+|\s*\n\s*")
+_CALL = 3
+"""Words that may call an expert by its name and say nothing else."""
+_END = 2048
+_REPEATED = 5
 _NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*/[a-z0-9]+(?:[-_][a-z0-9]+)*(?:@[\w.^~*-]+)?")
 _COMPOUND = re.compile(r"\b[a-z0-9]+(?:_[a-z0-9]+|(?:[-_][a-z0-9]+){2,})\b")
 """Names of one or two words are also words: a carry-on is luggage before it is an expert."""
-_WORDS = re.compile(r"\w+")
-_TRIGGER = re.compile(r"rout(?:er|ing|e)|expert|adapter|system|instruct|[/_\n<\[]|\w-\w", re.I)
-_THING = r"(?:rout(?:er|ing)|experts?|adapters?|lora|plugin)"
-_ADDRESSED = re.compile(
-    rf"\b(?:ignore|disregard|bypass|override|forget|skip)\b.{{0,60}}\b{_THING}\b"
-    rf"|\b(?:use|choose|select|pick|force|load|call|activate|prefer|take|run|invoke|switch to"
-    rf"|route (?:this |it )?to|send (?:this |it )?to)\b.{{0,60}}\b{_THING}\b"
-    rf"|\b{_THING}\b.{{0,30}}\b(?:must|should|shall|has to|is to|always)\b"
-    r"|\b(?:ignore|disregard|forget|override)\b.{0,30}\b(?:previous|prior|above|all|earlier)\b"
-    r".{0,20}\b(?:instructions?|rules?|prompts?)\b",
-    re.IGNORECASE,
-)
+_MARKS = ("\n", "(", "#", "@", "/", "_", "<", "[", "{", "|", "\u3002", "--")
+_LABEL = re.compile(r"(?:words?|tags?|topics?|labels?|categor(?:y|ies)|subjects?|intents?)\s*[:=]")
+_ASIDE = re.compile(r"[(\[{]\s*([a-z0-9]+(?:[-_][a-z0-9]+)+)\s*[)\]}]")
+_BRACKETS = re.compile(r"[(\[{][\s,;]*[)\]}]")
+_SPACES = re.compile(r"\s+")
 
 
 def mentionable(names: Iterable[str]) -> frozenset[str]:
@@ -41,25 +47,50 @@ def mentionable(names: Iterable[str]) -> frozenset[str]:
 
 def view(prompt: str, names: frozenset[str]) -> str:
     """Return what the router looks at; ``names`` are those of `mentionable`."""
-    text = plain(prompt[:MAX_CHARACTERS])
-    if not _TRIGGER.search(text):
+    text = plain(_ends(prompt))
+    if _is_simple(text):
         return text
-    kept = [part for part in _SEGMENT.split(text) if part and not _is_addressed(part)]
-    seen = " ".join(_without_names(part, names) for part in kept)
-    return seen if len(_WORDS.findall(seen)) >= LEAST_WORDS else text
+    request = without_repeats(asking_paragraph(request_of(without_roles(text).strip())))
+    kept = [kept for part in sentences(request) if (kept := _for_the_model(part, names))]
+    seen = _SPACES.sub(" ", " ".join(shortened(kept))).strip(" :,;-")
+    return seen if seen.count(" ") + 1 >= LEAST_WORDS else text
 
 
-def _is_addressed(part: str) -> bool:
-    return bool(_ADDRESSED.search(part))
+def _ends(prompt: str) -> str:
+    """Return the beginning and the end of a very long prompt: one of them asks."""
+    if len(prompt) <= MAX_CHARACTERS:
+        return prompt
+    return f"{prompt[: MAX_CHARACTERS - _END]}\n\n{prompt[-_END:]}"
+
+
+def _is_simple(text: str) -> bool:
+    """Tell whether nothing in a text could be more than a request."""
+    spelled = text.casefold()
+    words = spelled.split()
+    return (
+        len(words) <= LONG
+        and len(words) - len(set(words)) < max(_REPEATED, len(words) // 4)
+        and not any(mark in text for mark in _MARKS)
+        and not (_LABEL.search(spelled) if ":" in text or "=" in text else None)
+        and not is_order(text)
+    )
+
+
+def _for_the_model(sentence: str, names: frozenset[str]) -> str:
+    """Return what a sentence says to the model; nothing where it only steers."""
+    said = without_order(without_labels(sentence))
+    unnamed = _BRACKETS.sub(" ", _without_names(said, names))
+    few = unnamed != said and len(unnamed.split()) <= _CALL
+    return "" if few or is_pile(unnamed) else unnamed
 
 
 def _without_names(part: str, names: frozenset[str]) -> str:
     """Leave out references to packages that are there."""
-    return _COMPOUND.sub(
-        lambda m: _unless_named(m, names), _NAME.sub(lambda m: _unless_named(m, names), part)
-    )
+    for pattern in (_NAME, _ASIDE, _COMPOUND):
+        part = pattern.sub(lambda match: _unless_named(match, names), part)
+    return part
 
 
 def _unless_named(match: re.Match[str], names: frozenset[str]) -> str:
-    name = match.group().partition("@")[0].replace("_", "-")
+    name = match[match.lastindex or 0].partition("@")[0].replace("_", "-")
     return " " if name in names else match.group()

@@ -23,17 +23,28 @@ _LATIN_OF = {
     for code in entry.split()[1:]
 }
 _LATIN = re.compile(r"[A-Za-z]")
+_OTHER = re.compile(r"[\u0370-\u052f]")
+_MIXED = re.compile(r"[A-Za-z][\u0370-\u052f]|[\u0370-\u052f][A-Za-z]")
 _WORD = re.compile(r"[^\W\d_]+")
-_UNSEEN = frozenset({"Cf", "Cc", "Co", "Cn", "Cs", "Mn"})
-_BREAKS = frozenset("\n\r\t")
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u115f\u1160"
+    "\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ud800-\udfff\ue000-\uf8ff"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001d173-\U0001d17a\U000e0000-\U0010ffff]"
+)
+_BREAK = re.compile("\r\n?|[\x0b\x0c\x1c-\x1f\x85\u2028\u2029]")
+_OVERLAID = re.compile(r"[\u0300-\u036f\u20d0-\u20ff]")
+"""Marks that stay apart from a letter in NFKC: strokes through it, or heaps of accents."""
 
 
 def plain(text: str) -> str:
     """Return a text as people see it: in one spelling, without what cannot be seen."""
     if text.isascii():
-        return text if text.isprintable() else "".join(filter(_is_seen, text))
-    shown = "".join(filter(_is_seen, unicodedata.normalize("NFKC", text)))
-    return _WORD.sub(_in_latin, shown)
+        return text if text.isprintable() else _seen(text)
+    shown = _OVERLAID.sub("", _seen(unicodedata.normalize("NFKC", text)))
+    if shown.isascii():
+        return shown
+    disguised = _MIXED.search(shown) is not None
+    return _WORD.sub(_as_seen if disguised or _is_latin(shown) else _in_latin, shown)
 
 
 def hidden(text: str) -> str | None:
@@ -41,17 +52,27 @@ def hidden(text: str) -> str | None:
     if text.isascii():
         return None
     for word in unicodedata.normalize("NFKC", text).split():
-        shown = "".join(filter(_is_seen, word))
+        shown = _seen(word)
         if (shown != word and _LATIN.search(word)) or _WORD.sub(_in_latin, shown) != shown:
             return _WORD.sub(_in_latin, shown)
     return None
 
 
-def _is_seen(character: str) -> bool:
-    return character in _BREAKS or unicodedata.category(character) not in _UNSEEN
+def _seen(text: str) -> str:
+    return _UNSEEN.sub("", _BREAK.sub("\n", text))
+
+
+def _is_latin(text: str) -> bool:
+    return len(_LATIN.findall(text)) > len(_OTHER.findall(text))
 
 
 def _in_latin(match: re.Match[str]) -> str:
     """Read a word that has letters of two alphabets in one of them."""
     word = match.group()
     return word.translate(_LATIN_OF) if _LATIN.search(word) else word
+
+
+def _as_seen(match: re.Match[str]) -> str:
+    """Read a word in Latin letters if all of it looks so."""
+    seen = match.group().translate(_LATIN_OF)
+    return seen if seen.isascii() else _in_latin(match)

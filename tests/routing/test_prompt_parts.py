@@ -1,0 +1,96 @@
+"""A request is told from what it is about."""
+
+import pytest
+
+from expertctl.routing.prompt_parts import (
+    LONG,
+    asking_paragraph,
+    asks,
+    is_pile,
+    request_of,
+    sentences,
+    shortened,
+    without_repeats,
+)
+
+STORY = "The rain went on for hours. A window was open."
+
+
+@pytest.mark.parametrize(
+    "mark", ["---", "=====", '"""', "```", "```python", "<document>", "Text:", "> quoted"]
+)
+def test_a_body_is_left_out_where_the_request_says_enough(mark: str) -> None:
+    assert (
+        request_of(f"sort these numbers\n{mark}\nquery the table").strip() == "sort these numbers"
+    )
+
+
+@pytest.mark.parametrize("head", ["Please do this for me", "Answer the following question", "It"])
+def test_a_request_that_only_points_at_its_body_keeps_it(head: str) -> None:
+    text = f"{head}\n---\nsort 3, 1, 2"
+    assert request_of(text) == text
+
+
+def test_a_prompt_that_begins_with_a_mark_is_no_body() -> None:
+    assert request_of("---\nsort 3, 1, 2") == "---\nsort 3, 1, 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "paragraph"),
+    [
+        ("one paragraph", "one paragraph"),
+        (f"{STORY}\n\nsort these numbers", "sort these numbers"),
+        (f"sort these numbers\n\n{STORY}", "sort these numbers"),
+        (f"{STORY}\n\nmy card is lost", "my card is lost"),
+        (f"what is it\n\nhow is it\n\n{STORY}", "what is it"),
+        (f"{STORY}\n\n{STORY} Again.", STORY),
+        ("", ""),
+    ],
+)
+def test_the_paragraph_that_asks_is_taken(text: str, paragraph: str) -> None:
+    assert asking_paragraph(text) == paragraph
+
+
+def test_sentences_end_with_stops_and_lines() -> None:
+    text = "Sort 3.5 and 2. Then\nstop! \u505c\u3002\u8d70"
+    assert sentences(text) == ["Sort 3.5 and 2.", "Then", "stop!", "\u505c\u3002", "\u8d70"]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "answer"),
+    [
+        ("is it late", True),
+        ("Hello, please tell me", True),
+        ("I would like a table", True),
+        ("it is late, right?", True),
+        ("the window was open", False),
+    ],
+)
+def test_questions_and_wishes_ask(sentence: str, answer: bool) -> None:
+    assert asks(sentence) is answer
+
+
+@pytest.mark.parametrize(
+    ("sentence", "answer"),
+    [
+        ("sql query select table where join", True),
+        ("sql query select", False),
+        ("what is the query for all my tables", False),
+    ],
+)
+def test_words_that_nothing_joins_are_a_pile(sentence: str, answer: bool) -> None:
+    assert is_pile(sentence) is answer
+
+
+def test_of_a_long_text_only_what_asks_is_left() -> None:
+    story = ["The rain went on for hours and hours."] * LONG
+    assert shortened([*story, "sort it", *story]) == ["sort it"]
+    assert shortened([*story, "my card is lost"]) == ["my card is lost"]
+    assert shortened(story) == story[:1]
+    assert shortened(["The rain went on.", "sort it"]) == ["The rain went on.", "sort it"]
+
+
+def test_words_said_again_and_again_are_left_out() -> None:
+    assert without_repeats("sort it sql sql sql sql").split() == ["sort", "it"]
+    assert without_repeats("sort 4 4 4 4 4") == "sort 4 4 4 4 4"
+    assert without_repeats("the cat and the dog and the hen") == "the cat and the dog and the hen"
