@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from expertctl.routing.router import RoutingResult
 
 _INDENT = "  "
+_FORMS = {True: "as called for", False: "not as called for", None: "none called for"}
 
 
 def routing_text(result: "RoutingResult") -> str:
@@ -52,6 +53,7 @@ def statistics(result: "RunResult") -> str:
         f"{_INDENT}memory {_pairs({k: human_size(size) for k, size in sizes.items()})}",
         f"{_INDENT}cache {_pairs(document['cache'])}",
         f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
+        f"{_INDENT}form {_FORMS[result.validation_passed]}",
     ]
     if plan.experts:  # else the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]

@@ -35,6 +35,8 @@ class RunResult:
     planned: Planned
     dropped: tuple[Dropped, ...]
     generated: Generated
+    validation_passed: bool | None
+    """Whether the answer has the form that was called for; None where none was."""
     prompt_tokens: int
     timings_ms: Mapping[str, float]
     memory: MemoryUse
@@ -52,6 +54,7 @@ class RunResult:
             "job_id": self.job_id,
             "text": self.generated.text,
             "finish_reason": self.generated.finish_reason,
+            "validation_passed": self.validation_passed,
             "plan": plan.to_json(),
             "dropped": dropped,
             "tokens": {

@@ -6,8 +6,7 @@ know becomes a warning, and the result is the document of ``run --json``.
 
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,7 @@ from expertctl.engine.preparation import (
     prepare,
     prepare_fewer,
 )
+from expertctl.engine.recording import check_answer, failures_of, record
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import MemoryUse, RunResult
 from expertctl.engine.threads import choose_threads, threads
@@ -46,7 +46,6 @@ from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import DigestError
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned, Planner
-from expertctl.store.catalogue import Catalogue
 from expertctl.store.derived import Derived
 
 CPU = torch.device("cpu")
@@ -133,6 +132,7 @@ class Engine:
             files = self._files(request, stack)
             planned = plan_request(self._planner, request, files)
             clock.lap("route")
+            stack.enter_context(failures_of(planned, self._planner.catalogue))
             prepared = self._prepared(request, planned, files)
             planned = prepared.planned
             seat = stack.enter_context(self._seat(request, prepared, files))
@@ -144,27 +144,12 @@ class Engine:
             ready = self._ready(prepared, files, request.cache_key, stack)
             seat.resize(self.budget.used)
             clock.lap("load")
-            recording = self._recording(planned, files, stack)
             plan = planned.result.plan
             generated = yield from ready.generate(prepared.prompt, plan, cancelled)
             memory = self._memory()
-        unsaved = (*recording.result(), *self._derived.take_notes())
-        told = (*planned.warnings, *(one.warning for one in prepared.dropped))
-        told = (*told, *_alone(planned, request), *_threads_differ(request, count))
-        told = (*told, *request.message.warnings, *prepared.template.warnings)
-        return RunResult(
-            job_id=uuid.uuid4().hex,
-            planned=planned,
-            dropped=prepared.dropped,
-            generated=generated,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=clock.timings(generated),
-            memory=memory,
-            experts_loaded=self.tiers.traffic[Tier.RAM].loads - loads,
-            kv_reused_tokens=ready.reused,
-            threads=count,
-            warnings=(*told, *ready.warnings, *_of_the_context(prepared, generated), *unsaved),
-        )
+        loads = self.tiers.traffic[Tier.RAM].loads - loads
+        made = _Made(prepared, generated, ready, clock.timings(generated), memory, loads, count)
+        return self._result(request, made)
 
     def plan(self, request: RunRequest) -> Planned:
         """Return the plan that a request would have; nothing but its files is read.
@@ -291,18 +276,56 @@ class Engine:
         with store.lease(e.stored for e in planned.experts if e.digest not in from_files):
             yield [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
 
-    def _recording(
-        self, planned: Planned, files: Files, stack: ExitStack
-    ) -> Future[tuple[str, ...]]:
-        """Count the use of installed experts while the text is made: flushing it takes a while."""
-        from_files = {file.source.content_digest for file in files.values()}
-        digests = [e.digest for e in planned.experts if e.digest not in from_files]
-        thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="usage"))
-        return thread.submit(_record, self._planner.catalogue, digests)
+    def _result(self, request: RunRequest, made: "_Made") -> RunResult:
+        """Remember a run and return what it came to, with all that a person should know."""
+        prepared, generated, count = made.prepared, made.generated, made.threads
+        planned, prompt_tokens = prepared.planned, len(prepared.prompt.ids)
+        form, job_id = check_answer(generated, planned, request.route.prompt), uuid.uuid4().hex
+        unsaved = record(
+            self._planner.catalogue,
+            planned,
+            generated,
+            job_id=job_id,
+            form=form,
+            prompt_tokens=prompt_tokens,
+            timings_ms=made.timings_ms,
+        )
+        told = (*planned.warnings, *(one.warning for one in prepared.dropped))
+        told = (*told, *_alone(planned, request), *_threads_differ(request, count))
+        told = (*told, *request.message.warnings, *prepared.template.warnings, *form.warnings)
+        unsaved = (*unsaved, *self._derived.take_notes())
+        told = (*told, *made.ready.warnings, *_of_the_context(prepared, generated), *unsaved)
+        return RunResult(
+            job_id=job_id,
+            planned=planned,
+            dropped=prepared.dropped,
+            generated=generated,
+            validation_passed=form.passed,
+            prompt_tokens=prompt_tokens,
+            timings_ms=made.timings_ms,
+            memory=made.memory,
+            experts_loaded=made.loads,
+            kv_reused_tokens=made.ready.reused,
+            threads=count,
+            warnings=told,
+        )
 
     def _memory(self) -> MemoryUse:
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
         return MemoryUse(self.budget.limit, self.budget.peak, held)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a run was made from, and what it took."""
+
+    prepared: Prepared
+    generated: Generated
+    ready: _Ready | CompatReady
+    timings_ms: Mapping[str, float]
+    memory: MemoryUse
+    loads: int
+    threads: int
 
 
 class _Clock:
@@ -326,14 +349,6 @@ class _Clock:
             "decode": generated.decode_ms,
             "total": (time.perf_counter() - self._begun) * 1e3,
         }
-
-
-def _record(catalogue: Catalogue, digests: Sequence[Digest]) -> tuple[str, ...]:
-    """Return what could not be written, as notes; that is never fatal."""
-    known = len(catalogue.notes)
-    for digest in digests:
-        catalogue.record_use(digest)
-    return tuple(catalogue.notes[known:])
 
 
 def _target(prepared: Prepared, loaded: LoadedBase, derived: Derived) -> Target:

@@ -150,6 +150,7 @@ class IndexDatabase:
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}") from error
         with _opened(f"file:{_quoted(self.path)}?mode=rw") as db:
+            db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
                 _lay_out(db)
             yield db

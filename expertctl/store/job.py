@@ -12,6 +12,8 @@ Verdict = Literal["good", "bad"]
 Validation = Literal["passed", "failed"]
 FAILED = "error"
 """The ``finish_reason`` of a run that ended with an error."""
+CUT = "length"
+"""That of an answer that had no room to end; its form is nobody's fault."""
 
 SAID = 1.0
 """What the word of a person counts as evidence."""
@@ -73,7 +75,8 @@ class Job:
             return SAID if self.verdict == "bad" else 0.0
         if self.blamed:
             return SAID
-        return FAILED_VALIDATION if self.validation == "failed" else 0.0
+        is_whole = self.finish_reason != CUT
+        return FAILED_VALIDATION if self.validation == "failed" and is_whole else 0.0
 
     @property
     def weighed_at(self) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from expertctl.engine.generate import Cancelled, never
 from expertctl.engine.message import NOT_READ, UserMessage
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
@@ -58,8 +59,8 @@ def request(*experts: NamedExpert, prompt: str = PROMPT, **options: Any) -> RunR
     return RunRequest(message=message, route=route, experts=experts, **options)
 
 
-def run(engine: Engine, wanted: RunRequest) -> RunResult:
-    pieces, stream = [], engine.run(wanted)
+def run(engine: Engine, wanted: RunRequest, *, cancelled: Cancelled = never) -> RunResult:
+    pieces, stream = [], engine.run(wanted, cancelled=cancelled)
     while True:
         try:
             pieces.append(next(stream))
@@ -142,7 +143,7 @@ def test_a_read_only_home_answers_and_says_that_the_use_was_not_recorded(
 ) -> None:
     house.install(market.package())
     home = planner(house)
-    home.catalogue.path = Path("/proc/nowhere/index.db")
+    home.catalogue.database.path = Path("/proc/nowhere/index.db")
     result = run(Engine(home, budget=8 << 20), request(SQL))
     assert result.generated.tokens
     assert any("was not recorded" in warning for warning in result.warnings)

@@ -1,0 +1,103 @@
+"""What is remembered of a run in the history of the home: who answered, how long, in what form.
+
+Neither prompt nor answer is given to it. That nothing can be written is told and never fatal.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from expertctl.engine.answer_form import Checked, checked, wanted_form
+from expertctl.engine.generate import Generated
+from expertctl.errors import (
+    DigestError,
+    ExpertError,
+    IncompatibleError,
+    InvalidPackageError,
+    UsageError,
+)
+from expertctl.routing.planner import Planned
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.job import FAILED, Job, JobTimes, UsedExpert, Validation
+
+_OF_EXPERTS = (DigestError, IncompatibleError, InvalidPackageError)
+"""Errors that may be the fault of an expert: of the one that the message names."""
+
+
+@contextmanager
+def failures_of(planned: Planned, catalogue: Catalogue) -> Iterator[None]:
+    """Remember that a run ended with an error; a call that was wrong never became one."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except ExpertError as error:
+        catalogue.history.record(_failed(planned, error))
+        raise
+
+
+def check_answer(generated: Generated, planned: Planned, prompt: str) -> Checked:
+    """Check the form of an answer that was not stopped; one that was cut may lack its end."""
+    if generated.finish_reason == "cancelled":
+        return Checked(None)
+    experts = [expert.manifest for expert in planned.experts]
+    return checked(generated.text, wanted_form(prompt, experts))
+
+
+def record(
+    catalogue: Catalogue,
+    planned: Planned,
+    generated: Generated,
+    *,
+    job_id: str,
+    form: Checked,
+    prompt_tokens: int,
+    timings_ms: Mapping[str, float],
+) -> tuple[str, ...]:
+    """Remember a run; return what could not be written, as notes."""
+    known = len(catalogue.notes)
+    catalogue.history.record(
+        Job(
+            job_id=job_id,
+            at=time.time(),
+            task=planned.result.features.task,
+            base=planned.base.name,
+            experts=_used(planned),
+            finish_reason=generated.finish_reason,
+            validation=_validation(form),
+            prompt_tokens=prompt_tokens,
+            generated_tokens=len(generated.tokens),
+            times=_times(timings_ms),
+        )
+    )
+    return tuple(catalogue.notes[known:])
+
+
+def _failed(planned: Planned, error: ExpertError) -> Job:
+    """Return a run that failed: with the experts that the error names, if any is to blame."""
+    may_be_theirs = isinstance(error, _OF_EXPERTS)
+    named = tuple(e for e in _used(planned) if may_be_theirs and e.ref in error.message)
+    return Job(
+        job_id=uuid.uuid4().hex,
+        at=time.time(),
+        task=planned.result.features.task,
+        base=planned.base.name,
+        experts=named or _used(planned),
+        finish_reason=FAILED,
+        blamed=bool(named),
+    )
+
+
+def _used(planned: Planned) -> tuple[UsedExpert, ...]:
+    return tuple(UsedExpert(expert.ref, expert.digest) for expert in planned.experts)
+
+
+def _validation(form: Checked) -> Validation | None:
+    if form.passed is None:
+        return None
+    return "passed" if form.passed else "failed"
+
+
+def _times(timings_ms: Mapping[str, float]) -> JobTimes:
+    return JobTimes(**{name: timings_ms.get(name) for name in JobTimes.__dataclass_fields__})

@@ -1,0 +1,159 @@
+"""What the history of a home knows of runs: who, when, how long, in what form; never the words."""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.runtime import Engine
+from expertctl.errors import BudgetError, DigestError, ExpertError, NotFoundError, UsageError
+from expertctl.store.job import Job
+from tests.engine.market import Market, market
+from tests.engine.test_runtime import SQL, WISHES, engine, known, planner, request, run
+from tests.store.shop import House, fast, house
+
+__all__ = ["engine", "fast", "house", "known", "market"]
+
+
+def newest(house: House) -> Job:
+    return house.catalogue.history.jobs()[0]
+
+
+def test_a_run_is_remembered_with_its_figures(engine: Engine, house: House, market: Market) -> None:
+    [installed] = house.install(market.package())
+    result = run(engine, request(SQL, prompt="Write SQL: the names of all users"))
+    job = newest(house)
+    assert job.job_id == result.job_id
+    assert job.task == result.planned.result.features.task == "code_generation"
+    assert job.base == result.planned.base.name
+    assert [(e.ref, e.content_digest) for e in job.experts] == [
+        ("acme/sql@1.0.0", installed.expert.content_digest)
+    ]
+    assert (job.finish_reason, job.verdict) == (result.generated.finish_reason, None)
+    assert job.prompt_tokens == result.prompt_tokens
+    assert job.generated_tokens == len(result.generated.tokens)
+    assert job.times.total == result.timings_ms["total"]
+    assert job.times.ttft == result.timings_ms["ttft"]
+
+
+def test_neither_prompt_nor_answer_is_in_the_history(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package())
+    prompt = "Write as JSON: the quokka of Rottnest"
+    result = run(engine, request(SQL, prompt=prompt))
+    with sqlite3.connect(house.home.index) as connection:
+        dump = "\n".join(connection.iterdump())
+    connection.close()
+    assert result.job_id in dump
+    for words in (prompt, "quokka", "Rottnest", result.generated.text):
+        assert words not in dump
+        for path in house.root.glob("index.db*"):
+            assert words.encode() not in path.read_bytes()
+
+
+def test_an_answer_of_another_form_is_told_and_its_end_may_be_missing(
+    engine: Engine, house: House, market: Market
+) -> None:
+    [installed] = house.install(market.package(routing={"task": "json_parsing"}))
+    result = run(engine, request(SQL, prompt="Fields: name Ada"))
+    assert result.generated.finish_reason == "length"
+    assert result.validation_passed is False
+    assert any(w.startswith("the answer is not JSON: ") for w in result.warnings)
+    assert newest(house).validation == "failed"
+    assert house.catalogue.success_rate(installed.expert.content_digest) is None
+
+
+def test_an_empty_answer_speaks_against_its_expert(
+    engine: Engine, house: House, market: Market
+) -> None:
+    [installed] = house.install(market.package())
+    begins = run(engine, request(SQL)).generated.text[0]
+    before = house.catalogue.revision()
+    wanted = request(SQL)
+    wishes = replace(WISHES, stop=(begins,))
+    result = run(engine, replace(wanted, route=replace(wanted.route, wishes=wishes)))
+    assert (result.generated.finish_reason, result.generated.text) == ("stop", "")
+    assert result.validation_passed is False
+    assert "the answer is empty" in result.warnings
+    digest = installed.expert.content_digest
+    assert house.catalogue.success_rate(digest) == pytest.approx(2 / 4.5)
+    assert house.catalogue.revision() > before
+
+
+def test_without_a_form_nothing_is_said_of_an_answer(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package())
+    before = house.catalogue.revision()
+    result = run(engine, request(SQL))
+    assert result.validation_passed is None
+    assert newest(house).validation is None
+    assert house.catalogue.revision() == before
+
+
+def test_a_stopped_answer_is_remembered_and_not_checked(
+    engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package(routing={"task": "json_parsing"}))
+    result = run(engine, request(SQL), cancelled=lambda: True)
+    assert result.validation_passed is None
+    assert (newest(house).finish_reason, newest(house).validation) == ("cancelled", None)
+
+
+def damaged(house: House) -> Path:
+    """Change one byte of an adapter in the store."""
+    [expert] = house.store.experts()
+    [path] = [house.store.paths.blob(f.digest) for f in expert.files if "safetensors" in f.path]
+    path.chmod(0o644)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def test_a_run_that_a_damaged_expert_ended_speaks_against_it(
+    engine: Engine, house: House, market: Market
+) -> None:
+    [installed] = house.install(market.package())
+    before = house.catalogue.revision()
+    damaged(house)
+    with pytest.raises(DigestError, match="acme/sql"):
+        run(engine, request(SQL))
+    job = newest(house)
+    assert (job.finish_reason, job.blamed) == ("error", True)
+    assert house.catalogue.revision() > before
+    assert house.catalogue.success_rate(installed.expert.content_digest) == pytest.approx(2 / 5)
+    assert house.catalogue.usage(installed.expert.content_digest) is None
+    with pytest.raises(NotFoundError, match="no run is remembered"):
+        house.catalogue.history.judge("last", "good")
+
+
+def test_a_run_that_did_not_fit_blames_nobody(house: House, market: Market) -> None:
+    [installed] = house.install(market.package())
+    with pytest.raises(BudgetError):
+        run(Engine(planner(house), budget=1000), request(SQL))
+    assert (newest(house).finish_reason, newest(house).blamed) == ("error", False)
+    assert house.catalogue.success_rate(installed.expert.content_digest) is None
+
+
+@pytest.mark.parametrize("prompt", ["word " * 3000])
+def test_a_call_that_was_wrong_is_no_run(
+    prompt: str, engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package())
+    with pytest.raises(UsageError):
+        run(engine, request(SQL, prompt=prompt))
+    assert house.catalogue.history.jobs() == []
+
+
+def test_a_failure_that_cannot_be_written_is_told_as_itself(
+    house: House, market: Market, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.install(market.package())
+    home = planner(house)
+    home.catalogue.database.path = Path("/proc/nowhere/index.db")
+    with pytest.raises(ExpertError) as told:
+        run(Engine(home, budget=1000), request(SQL))
+    assert isinstance(told.value, BudgetError)
