@@ -1,0 +1,371 @@
+"""Runs, what is said of them, and what that makes of their experts."""
+
+import multiprocessing
+import sqlite3
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.history import KEPT_JOBS, History
+from expertctl.store.index_database import IndexDatabase
+from expertctl.store.job import Job, JobTimes, UsedExpert, Verdict
+from expertctl.store.pair_gain import PairGain
+
+X, Y = UsedExpert("acme/x@1.0.0", Digest.of(b"x")), UsedExpert("acme/y@1.0.0", Digest.of(b"y"))
+DAY = 86_400.0
+
+
+class Clock:
+    """A time that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def history(tmp_path: Path, clock: Clock) -> History:
+    return History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+
+
+def job(number: int, *experts: UsedExpert, clock: Clock, **said: object) -> Job:
+    plain = Job(
+        job_id=Digest.of(str(number).encode()).hex[:32],
+        at=clock.now,
+        task="default",
+        base="base",
+        experts=experts or (X,),
+        finish_reason="stop",
+    )
+    return replace(plain, **said)  # type: ignore[arg-type]  # fields of a job
+
+
+def rate(history: History, expert: UsedExpert = X, task: str | None = None) -> float | None:
+    return history.success_rates().of(expert.content_digest, task=task)
+
+
+def judge(history: History, verdict: Verdict, *, number: int, clock: Clock) -> Job:
+    return history.judge(job(number, clock=clock).job_id, verdict)
+
+
+def test_a_run_is_read_back_as_it_was(history: History, clock: Clock) -> None:
+    whole = job(
+        1,
+        X,
+        Y,
+        clock=clock,
+        validation="passed",
+        prompt_tokens=12,
+        generated_tokens=30,
+        times=JobTimes(route=1.5, load=2.5, ttft=3.5, decode=4.5, total=5.5),
+    )
+    assert history.record(whole)
+    assert history.record(job(2, clock=clock))
+    assert history.jobs() == [job(2, clock=clock), whole]
+
+
+def test_an_absent_history_is_empty_and_stays_absent(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "index.db")
+    assert catalogue.history.jobs() == []
+    assert catalogue.gains() == {}
+    assert catalogue.success_rate(X.content_digest, task="default") is None
+    assert catalogue.revision() == 0
+    assert catalogue.history.clear() == 0
+    with pytest.raises(NotFoundError, match="no run is remembered") as told:
+        catalogue.history.judge("last", "good")
+    assert "expertctl run" in told.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_yet_judged_has_no_rate(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    assert rate(history) is None
+    assert history.usages()[X.content_digest].uses == 1
+
+
+def test_the_last_word_counts_once(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    assert judge(history, "good", number=1, clock=clock).verdict == "good"
+    assert rate(history) == pytest.approx(3 / 5)
+    for _ in range(3):
+        judge(history, "good", number=1, clock=clock)
+    assert rate(history) == pytest.approx(3 / 5)
+    judge(history, "bad", number=1, clock=clock)
+    assert rate(history) == pytest.approx(2 / 5)
+    usage = history.usages()[X.content_digest]
+    assert (usage.uses, usage.successes, usage.failures) == (1, 0, 1)
+
+
+def test_the_word_of_a_person_replaces_what_its_form_said(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock, validation="failed"))
+    assert rate(history) == pytest.approx(2 / 4.5)
+    judge(history, "good", number=1, clock=clock)
+    assert rate(history) == pytest.approx(3 / 5)
+    history.record(job(2, clock=clock, validation="passed"))
+    assert rate(history) == pytest.approx(3.25 / 5.25)
+
+
+def test_an_answer_that_was_cut_is_not_blamed_for_its_form(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock, validation="failed", finish_reason="length"))
+    assert rate(history) is None
+
+
+def test_the_experts_of_a_chain_share_a_word(history: History, clock: Clock) -> None:
+    history.record(job(1, X, Y, clock=clock))
+    judge(history, "good", number=1, clock=clock)
+    assert rate(history, X) == rate(history, Y) == pytest.approx(2.5 / 4.5)
+
+
+def test_evidence_halves_in_thirty_days(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    judge(history, "bad", number=1, clock=clock)
+    clock.now += 30 * DAY
+    history.record(job(2, Y, clock=clock))
+    assert rate(history) == pytest.approx(2 / 4.5)
+    history.record(job(3, clock=clock))
+    judge(history, "good", number=3, clock=clock)
+    assert rate(history) == pytest.approx(3 / 5.5)
+
+
+def test_a_word_on_an_old_run_counts_from_now_on(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    clock.now += 300 * DAY
+    judge(history, "good", number=1, clock=clock)
+    assert rate(history) == pytest.approx(3 / 5)
+    clock.now += 30 * DAY
+    judge(history, "bad", number=1, clock=clock)
+    assert rate(history) == pytest.approx(2 / 5)
+
+
+def test_a_clock_that_was_set_back_makes_nothing_younger(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    judge(history, "good", number=1, clock=clock)
+    clock.now -= 3000 * DAY
+    history.record(job(2, clock=clock))
+    assert rate(history) == pytest.approx(3 / 5)
+    judge(history, "good", number=2, clock=clock)
+    assert rate(history) == pytest.approx(4 / 6)
+
+
+def test_what_an_expert_is_worth_depends_on_the_task(history: History, clock: Clock) -> None:
+    for number in range(8):
+        history.record(job(number, clock=clock, task="default"))
+        judge(history, "good", number=number, clock=clock)
+    for number in range(8, 16):
+        history.record(job(number, clock=clock, task="translation"))
+        judge(history, "bad", number=number, clock=clock)
+    at_default, at_translation = rate(history, task="default"), rate(history, task="translation")
+    assert rate(history) == pytest.approx(10 / 20)
+    assert at_default == pytest.approx((8 + 4 * (2 / 12)) / 12)
+    assert at_translation == pytest.approx(4 * (10 / 12) / 12)
+    assert rate(history, task="classification") == rate(history)
+
+
+def test_runs_are_named_by_their_beginning(history: History, clock: Clock) -> None:
+    for number, job_id in enumerate(("ab" + "0" * 30, "abc" + "0" * 29, "b" * 32)):
+        history.record(job(number, clock=clock, job_id=job_id))
+    assert history.judge("b", "good").job_id == "b" * 32
+    assert history.judge("ABC", "good").job_id == "abc" + "0" * 29
+    assert history.judge("ab" + "0" * 30, "good").job_id == "ab" + "0" * 30
+    assert history.judge("last", "bad").job_id == "b" * 32
+    with pytest.raises(UsageError, match="several runs begin with 'ab': ab00000000, abc0000000"):
+        history.judge("ab", "good")
+
+
+@pytest.mark.parametrize("name", ["c", "", "%", "b_", "bb' OR 1 = 1 --", "ß", "b" * 33, "\0"])
+def test_a_run_that_is_not_there_is_not_found(name: str, history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock, job_id="b" * 32))
+    with pytest.raises(NotFoundError, match="is remembered") as told:
+        history.judge(name, "good")
+    assert "expertctl stats" in told.value.hint
+
+
+def test_many_runs_that_begin_alike_are_not_all_listed(history: History, clock: Clock) -> None:
+    for number in range(6):
+        history.record(job(number, clock=clock, job_id=f"a{number}" + "0" * 30))
+    with pytest.raises(UsageError, match=r"a00000000, a10000000, a20000000 and more"):
+        history.judge("a", "good")
+
+
+def test_the_last_run_is_one_that_answered(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    history.record(job(2, clock=clock, finish_reason="error"))
+    assert history.judge("last", "good").job_id == job(1, clock=clock).job_id
+
+
+def test_only_the_newest_runs_are_kept_and_their_evidence_stays(
+    history: History, clock: Clock
+) -> None:
+    history.record(job(0, clock=clock))
+    judge(history, "good", number=0, clock=clock)
+    rows = [(f"{number:032x}", clock.now, "default", "base", "stop") for number in range(KEPT_JOBS)]
+
+    history._database.write(
+        lambda db: db.conn.executemany(
+            "INSERT INTO jobs (job_id, at, task, base, finish_reason, blamed, prompt_tokens, "
+            "generated_tokens) VALUES (?, ?, ?, ?, ?, 0, 0, 0)",
+            rows,
+        ).connection.commit()
+    )
+    history.record(job(-1, clock=clock))
+    jobs = history.jobs()
+    assert len(jobs) == KEPT_JOBS
+    assert jobs[0].job_id == job(-1, clock=clock).job_id
+    with pytest.raises(NotFoundError):
+        judge(history, "bad", number=0, clock=clock)
+    assert rate(history) == pytest.approx(3 / 5)
+
+
+def test_a_judgement_or_a_failure_changes_the_revision_and_a_plain_run_does_not(
+    tmp_path: Path, clock: Clock
+) -> None:
+    catalogue = Catalogue(tmp_path / "index.db")
+    history = catalogue.history
+    seen = [catalogue.revision()]
+
+    def changed() -> bool:
+        seen.append(catalogue.revision())
+        return seen[-1] != seen[-2]
+
+    history.record(job(1, clock=clock))
+    history.record(job(2, clock=clock, validation="passed"))
+    assert not changed()
+    history.judge("last", "good")
+    assert changed()
+    history.judge("last", "good")
+    assert not changed()
+    history.record(job(3, clock=clock, validation="failed"))
+    assert changed()
+    history.record(job(4, clock=clock, finish_reason="error"))
+    assert changed()
+    history.record_gain(gain())
+    assert changed()
+    history.clear()
+    assert changed()
+    catalogue.path.unlink()
+    catalogue.history.record(job(5, clock=clock, finish_reason="error"))
+    assert changed()
+    assert len(set(seen)) == 7
+
+
+def test_another_process_sees_what_is_said(tmp_path: Path, clock: Clock) -> None:
+    catalogue = Catalogue(tmp_path / "index.db")
+    catalogue.history.record(job(1, clock=clock))
+    before = catalogue.revision(), catalogue.success_rate(X.content_digest)
+
+    def say() -> None:
+        Catalogue(tmp_path / "index.db").history.judge("last", "good")
+
+    other = multiprocessing.get_context("fork").Process(target=say)
+    other.start()
+    other.join(60)
+    assert other.exitcode == 0
+    assert catalogue.revision() != before[0]
+    assert before[1] is None
+    assert catalogue.success_rate(X.content_digest) is not None
+
+
+def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: Clock) -> None:
+    history = Catalogue(tmp_path / "index.db").history
+    for number in range(40):
+        history.record(job(number, clock=clock, at=0.0))
+
+    def say(first: int) -> None:
+        own = History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+        for number in range(first, 40, 4):
+            own.judge(job(number, clock=clock).job_id, "good")
+
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=say, args=(first,)) for first in range(4)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(120)
+        assert other.exitcode == 0
+    history = History(IndexDatabase(tmp_path / "index.db"), clock=clock)
+    assert rate(history) == pytest.approx(42 / 44)
+    assert history.usages()[X.content_digest].successes == 40
+
+
+def test_clearing_forgets_all_but_gains(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock))
+    history.record(job(2, clock=clock))
+    judge(history, "good", number=1, clock=clock)
+    history.record_gain(gain())
+    assert history.clear() == 2
+    assert history.jobs() == []
+    assert history.usages() == {}
+    assert rate(history) is None
+    assert list(history.gains()) == [(X.content_digest, Y.content_digest)]
+
+
+def gain(**other: object) -> PairGain:
+    plain = PairGain(
+        first=X.content_digest,
+        second=Y.content_digest,
+        base="base",
+        gain=0.2,
+        low=0.1,
+        high=0.3,
+        p=0.001,
+        n=100,
+        at=1.0,
+    )
+    return replace(plain, **other)  # type: ignore[arg-type]  # fields of a gain
+
+
+def test_only_sure_gains_count(history: History) -> None:
+    pair = (X.content_digest, Y.content_digest)
+    history.record_gain(gain())
+    assert history.gains() == {pair: 0.2}
+    history.record_gain(gain(base="other", gain=0.1, at=2.0))
+    assert history.gains() == {pair: 0.1}
+    assert history.gains(base="base") == {pair: 0.2}
+    assert history.gains(base="third") == {}
+    history.record_gain(gain(low=-0.01, at=3.0))
+    assert history.gains(base="base") == {}
+    history.record_gain(gain(p=0.06, at=4.0))
+    assert history.gains(base="base") == {}
+    assert [each.at for each in history.pair_gains()] == [4.0, 2.0]
+
+
+def test_nobody_else_may_read_the_history(history: History, clock: Clock, tmp_path: Path) -> None:
+    history.record(job(1, clock=clock))
+    for path in tmp_path.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_file_of_an_older_version_gets_the_new_tables_and_keeps_its_own(
+    tmp_path: Path, clock: Clock
+) -> None:
+    with sqlite3.connect(tmp_path / "index.db") as old:
+        old.execute(
+            "CREATE TABLE usage (content_digest TEXT PRIMARY KEY, uses INTEGER, "
+            "successes INTEGER, failures INTEGER, last_used FLOAT)"
+        )
+        old.execute("INSERT INTO usage VALUES (?, 7, 0, 0, 1.0)", [str(X.content_digest)])
+    old.close()
+    (tmp_path / "index.db").chmod(0o600)
+    catalogue = Catalogue(tmp_path / "index.db")
+    assert catalogue.history.jobs() == []
+    assert catalogue.revision() == 0
+    assert catalogue.success_rate(X.content_digest) is None
+    assert catalogue.problems() == []
+    catalogue.history.record(job(1, clock=clock))
+    usage = catalogue.usage(X.content_digest)
+    assert usage is not None
+    assert usage.uses == 8
+    assert catalogue.notes == []
+    catalogue.check_integrity()
