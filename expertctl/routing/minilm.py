@@ -6,7 +6,7 @@ mean pooling in the same files works: the setting ``encoder`` may name a directo
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ VERSION = 2
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
 FILES = (CONFIG, TOKENIZER, WEIGHTS)
 _MAX_CONFIG_BYTES = 1 << 20
-_BATCH = 32
+_BATCH = 512
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 
@@ -80,12 +80,10 @@ class MiniLmEncoder:
 
     def encode_deep(self, texts: Sequence[str]) -> Encoded:
         """Return rows and deep rows; texts of similar length are computed together."""
-        encodings = self._tokenizer.encode_batch([text[:MAX_CHARACTERS] for text in texts])
+        encodings = self._tokenizer.encode_batch_fast([text[:MAX_CHARACTERS] for text in texts])
         tokens = [encoding.ids for encoding in encodings]
-        order = sorted(range(len(tokens)), key=lambda i: len(tokens[i]))
         deep = np.zeros((len(tokens), self.deep_dimensions), np.float32)
-        for start in range(0, len(order), _BATCH):
-            batch = order[start : start + _BATCH]
+        for batch in _batches([len(ids) for ids in tokens]):
             deep[batch] = self._pooled([tokens[i] for i in batch])
         rows = deep[:, -self.dimensions :] * np.float32(math.sqrt(self._deep_layers))
         return Encoded(rows, deep)
@@ -95,22 +93,29 @@ class MiniLmEncoder:
         return cosines
 
     def _pooled(self, tokens: Sequence[Sequence[int]]) -> Vectors:
-        """Return the means over each text's own tokens, a unit for each deep layer, as one unit."""
-        longest = max(map(len, tokens))
-        ids = np.zeros((len(tokens), longest), np.int64)
-        mask = np.zeros((len(tokens), longest), np.float32)
-        for row, sequence in enumerate(tokens):
-            ids[row, : len(sequence)] = sequence
-            mask[row, : len(sequence)] = 1
-        states = self._bert.hidden(ids, mask)[-self._deep_layers :]  # each [b, t, h]
-        means = [(x * mask[:, :, None]).sum(1) / mask.sum(1, keepdims=True) for x in states]
+        """Return the means over each text's tokens, a unit for each deep layer, as one unit."""
+        means = self._bert.means(tokens, layers=self._deep_layers)
         joined = np.concatenate([_unit(mean) for mean in means], axis=1)
-        deep: Vectors = joined / np.float32(math.sqrt(self._deep_layers))
-        return deep
+        joined /= np.float32(math.sqrt(self._deep_layers))
+        return joined
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Put texts, the shortest first, in batches of about `_BATCH` tokens."""
+    batch: list[int] = []
+    width = 0
+    for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and width + lengths[i] > _BATCH:
+            yield batch
+            batch, width = [], 0
+        batch.append(i)
+        width += lengths[i]
+    if batch:
+        yield batch
 
 
 def _unit(rows: Vectors) -> Vectors:
-    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    norms = np.sqrt(np.square(rows).sum(1, keepdims=True))
     unit: Vectors = rows / np.maximum(norms, np.float32(1e-12))
     return unit
 
