@@ -30,6 +30,22 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
+def append(path: Path, data: bytes | memoryview, *, at: int) -> None:
+    """Cut a file, or a new one, at an offset and write there; what lies before is not touched.
+
+    It is on the disk at the end, but what was cut off before is gone: a reader must be told by
+    another file, written later, how far it may read.
+    """
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.ftruncate(handle, at)
+        os.lseek(handle, at, os.SEEK_SET)
+        _write_all(handle, memoryview(data))
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def staged_file(path: Path, *, mode: int = 0o644) -> Iterator[Write]:
     """Create or empty a file and lend what writes to it; it is on the disk at the end.

@@ -1,18 +1,50 @@
 """`Found`: what a search of the index returns, as arrays that are grouped without a loop."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
-from expertctl.routing.vector_table import Rows, Vectors
-
-Allowed = npt.NDArray[np.bool_]
-"""A filter: which positions of the index may be found."""
+from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Allowed:
+    """A filter: which positions of a table may be found; made once, used for many searches."""
+
+    table: VectorTable
+    mask: Mask
+
+    @cached_property
+    def positions(self) -> Rows:
+        """The positions that may be found."""
+        return np.flatnonzero(self.mask)
+
+    @cached_property
+    def row_count(self) -> int:
+        """How many rows they have."""
+        return int(self.table.counts[self.positions].sum())
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Their rows."""
+        return self.table.rows_of(self.positions)
+
+    def of(self, table: VectorTable) -> "Allowed":
+        """Return the filter for the table with entries added since: it does not let them through.
+
+        It is the same for the same table.
+        """
+        if table is self.table:
+            return self
+        assert table.generation == self.table.generation, "a filter of positions that are no more"
+        mask = np.zeros(len(table), np.bool_)
+        mask[: len(self.mask)] = self.mask
+        return Allowed(table, mask & table.alive)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Found:
     """Experts close to a query, the closest first, each with the best of its rows.
 
@@ -30,27 +62,21 @@ class Found:
         none = np.zeros(0, np.int64)
         return cls(none, np.zeros(0, np.float32), none)
 
-    def first(self, count: int) -> Self:
+    def first(self, count: int) -> "Found":
         """Return the closest ``count``."""
-        return replace(
-            self,
-            experts=self.experts[:count],
-            cosines=self.cosines[:count],
-            texts=self.texts[:count],
-        )
+        return Found(self.experts[:count], self.cosines[:count], self.texts[:count])
 
     def __len__(self) -> int:
         """How many experts were found."""
         return len(self.experts)
 
 
-def best_of_each(rows: Rows, cosines: Vectors, *, owners: Rows, starts: Rows) -> Found:
-    """Group rows by the expert that owns them; of equal rows the first counts.
-
-    ``owners`` says who owns each of ``rows``, ``starts`` where the rows of every expert begin.
-    """
+def best_of_each(table: VectorTable, rows: Rows, cosines: Vectors) -> Found:
+    """Group rows by the expert that owns them; of equal rows the first counts."""
     order = np.lexsort((rows, -cosines))
-    _, first = np.unique(owners[order], return_index=True)
-    best = order[np.sort(first)]
-    experts = owners[best]
-    return Found(experts, cosines[best], rows[best] - starts[experts])
+    owners = table.owners[rows[order]]
+    _, first = np.unique(owners, return_index=True)
+    first.sort()
+    best = order[first]
+    experts = owners[first].astype(np.int64)
+    return Found(experts, cosines[best], rows[best] - table.starts[experts])

@@ -2,90 +2,214 @@
 
 Used from a measured size on (ADR 3) and only when hnswlib is installed (extra ``ann``). Below that
 size, without the library, or when the graph does not belong to the table, search is exact. hnswlib
-reads its file without checks, so a graph is loaded only when its digest is the recorded one.
+reads its file without checks, so a graph is loaded only when its digest is the recorded one. A
+graph may cover only the first rows of its table: those that came later are searched exactly.
 """
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from expertctl.digest import hash_file
+from expertctl.digest import Digest, hash_file
 from expertctl.durable import write_atomic
 from expertctl.errors import InvalidPackageError
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
+from expertctl.schema.shape import shape
 from expertctl.schema.strict_json import canonical, load_object
 
-GRAPH_ROWS = 50_000
+GRAPH_ROWS = 8_000
 """The size from which a graph is built."""
-NEAREST = 256
-"""How many rows a graph returns."""
+RECALL = 0.99
+"""The share of the ten closest rows that a graph must find."""
 
 GRAPH_FILE = "index.hnsw"
 RECORD_FILE = "index.hnsw.json"
-_LINKS, _BUILD_WIDTH, _SEARCH_WIDTH, _SEED = 16, 200, 512, 7
+_LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
+_WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_HELD_OUT, _TEN = 256, 10
+_PARALLEL_ROWS = 200_000
+_CHUNK = 10_000
 _MAX_RECORD = 4096
+_LOADED_PER_SECOND = 500e6
+
+
+class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of the graph on the disk."""
+
+    contents: str  # digest of the entries whose rows it covers
+    rows: int
+    width: int  # hnswlib's ef
+    recall: float  # at that width, as measured with rows that were held out
+    size: int
+    graph: str
+
+    @property
+    def load_seconds(self) -> float:
+        """About how long hashing and loading it takes."""
+        return self.size / _LOADED_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A loaded graph; ``index`` is hnswlib's."""
+    """A loaded graph over the first ``rows`` rows of a table; ``index`` is hnswlib's."""
 
     index: Any
     rows: int
+    width: int
+    recall: float
 
-    def nearest(self, query: Vectors) -> Rows:
-        """Return which rows are closest."""
-        labels, _ = self.index.knn_query(query[None], k=min(NEAREST, self.rows))
-        rows: Rows = labels[0].astype(np.int64)
+    def nearest(self, query: Vectors, count: int) -> Rows | None:
+        """Return the closest rows, the closest first; ``None`` when it does not find so many."""
+        self.index.set_ef(max(self.width, count))
+        try:
+            labels, _ = self.index.knn_query(query, k=count)
+        except RuntimeError:
+            return None
+        rows: Rows = labels[0].view(np.int64)
         return rows
 
+    def absorb(self, table: VectorTable) -> "Graph":
+        """Take in the rows of the table that came after the graph was made."""
+        self.index.resize_index(max(len(table.rows), self.index.get_max_elements()))
+        _insert(self.index, table, np.arange(self.rows, len(table.rows)))
+        return replace(self, rows=len(table.rows))
 
-def build_graph(folder: Path, table: VectorTable) -> Graph | None:
-    """Build and publish the graph of a table; ``None`` without hnswlib."""
+
+def build_graph(table: VectorTable) -> Graph | None:
+    """Build the graph of all rows that are alive; ``None`` without hnswlib.
+
+    Some rows are held out at first and used as prompts: the graph is searched as widely as it
+    takes to find what exact search finds for them.
+    """
     if find_spec("hnswlib") is None:
         return None
-    index = import_module("hnswlib").Index(space="ip", dim=table.rows.shape[1])
+    rows = np.flatnonzero(table.alive[table.owners])
+    index = _hnswlib_index(table)
     index.init_index(len(table.rows), M=_LINKS, ef_construction=_BUILD_WIDTH, random_seed=_SEED)
-    index.set_num_threads(1)  # with more, the same rows give another graph every time
-    index.add_items(table.rows, np.arange(len(table.rows)))
-    index.set_ef(_SEARCH_WIDTH)
-    _publish(folder, index, table)
-    return Graph(index, len(table.rows))
+    index.set_num_threads(_threads(len(rows)))
+    held_out = np.random.default_rng(_SEED).permutation(len(rows))[: min(_HELD_OUT, len(rows) // 4)]
+    inserted = np.delete(rows, held_out)
+    _insert(index, table, inserted)
+    width, recall = _sufficient_width(index, table, inserted, table.rows[rows[held_out]])
+    _insert(index, table, rows[held_out])
+    index.set_num_threads(1)
+    return Graph(index, len(table.rows), width, recall)
+
+
+def save_graph(folder: Path, graph: Graph, table: VectorTable) -> None:
+    """Save the graph beside its place, then rename it, then record its digest."""
+    with TemporaryDirectory(prefix=".hnsw-", dir=folder) as temporary:
+        path = Path(temporary, GRAPH_FILE)
+        graph.index.save_index(str(path))
+        path.chmod(0o600)
+        size, digest = hash_file(path)
+        path.replace(folder / GRAPH_FILE)
+    record = GraphRecord(
+        contents=str(contents(table, graph.rows)),
+        rows=graph.rows,
+        width=graph.width,
+        recall=round(graph.recall, 4),
+        size=size,
+        graph=str(digest),
+    )
+    data = canonical(msgspec.to_builtins(record))
+    write_atomic(folder / RECORD_FILE, data, mode=0o600)
+
+
+def read_record(folder: Path, table: VectorTable) -> GraphRecord | None:
+    """Return what is known of the graph of this table; ``None`` where there is none."""
+    if find_spec("hnswlib") is None:
+        return None
+    try:
+        data = (folder / RECORD_FILE).read_bytes()
+        record = shape(load_object(data, what=RECORD_FILE, max_bytes=_MAX_RECORD), GraphRecord)
+    except (OSError, InvalidPackageError, msgspec.ValidationError):
+        return None
+    fits = 0 < record.rows <= len(table.rows) and record.width > 0
+    return record if fits and record.contents == str(contents(table, record.rows)) else None
 
 
 def load_graph(folder: Path, table: VectorTable) -> Graph | None:
     """Load the graph of this very table; ``None`` unless it is the recorded one."""
-    if find_spec("hnswlib") is None or not _is_recorded(folder, table):
+    record = read_record(folder, table)
+    if record is None or not _is_recorded(folder, record):
         return None
-    index = import_module("hnswlib").Index(space="ip", dim=table.rows.shape[1])
-    index.load_index(str(folder / GRAPH_FILE), max_elements=len(table.rows))
+    index = _hnswlib_index(table)
+    index.load_index(str(folder / GRAPH_FILE), max_elements=record.rows)
     index.set_num_threads(1)
-    index.set_ef(_SEARCH_WIDTH)
-    return Graph(index, len(table.rows))
+    return Graph(index, record.rows, record.width, record.recall)
 
 
-def _publish(folder: Path, index: Any, table: VectorTable) -> None:
-    """Save the graph beside its place, then rename it, then record its digest."""
-    with TemporaryDirectory(prefix=".hnsw-", dir=folder) as temporary:
-        path = Path(temporary, GRAPH_FILE)
-        index.save_index(str(path))
-        size, digest = hash_file(path)
-        path.replace(folder / GRAPH_FILE)
-    record = {"rows": str(table.contents), "size": size, "graph": str(digest)}
-    write_atomic(folder / RECORD_FILE, canonical(record), mode=0o600)
+def remove_graph(folder: Path) -> None:
+    """Remove the graph of a table that is no more."""
+    for name in (RECORD_FILE, GRAPH_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
-def _is_recorded(folder: Path, table: VectorTable) -> bool:
-    """Tell whether the file is the one that was recorded for these rows."""
+def contents(table: VectorTable, rows: int) -> Digest:
+    """Return the digest of the entries that the first ``rows`` rows belong to."""
+    entries = int(np.searchsorted(table.starts, rows))
+    parts = [str(table.encoder).encode(), table.keys[:entries], table.counts[:entries]]
+    return Digest.of(b"".join(bytes(part) for part in parts))
+
+
+def _hnswlib_index(table: VectorTable) -> Any:
+    return import_module("hnswlib").Index(space="ip", dim=table.rows.shape[1])
+
+
+def _insert(index: Any, table: VectorTable, rows: Rows) -> None:
+    """Insert rows under their own numbers, a part at a time."""
+    for start in range(0, len(rows), _CHUNK):
+        part = rows[start : start + _CHUNK]
+        index.add_items(table.rows[part], part)
+
+
+def _threads(rows: int) -> int:
+    """Return 1 but for large graphs: with more, the same rows give another graph every time."""
+    return 1 if rows < _PARALLEL_ROWS else os.cpu_count() or 1
+
+
+def _sufficient_width(
+    index: Any, table: VectorTable, rows: Rows, queries: Vectors
+) -> tuple[int, float]:
+    """Return the smallest width of search that finds enough, and what it finds."""
+    exact = _exact_ten(table, rows, queries)
+    recall = 1.0
+    for width in _WIDTHS:
+        index.set_ef(width)
+        found = index.knn_query(queries, k=exact.shape[1])[0] if len(exact) else exact
+        hits = [len(np.intersect1d(a, b)) for a, b in zip(found, exact, strict=True)]
+        recall = sum(hits) / max(exact.size, 1)
+        if recall >= RECALL:
+            break
+    return width, recall
+
+
+def _exact_ten(table: VectorTable, rows: Rows, queries: Vectors) -> Rows:
+    """Return the ten rows that are closest to each query, in any order."""
+    best = np.zeros((len(queries), 0), np.int64)
+    cosines = np.zeros((len(queries), 0), np.float32)
+    for start in range(0, len(rows), _CHUNK):
+        part = rows[start : start + _CHUNK]
+        cosines = np.concatenate([cosines, queries @ table.rows[part].T], axis=1)
+        best = np.concatenate([best, np.broadcast_to(part, (len(queries), len(part)))], axis=1)
+        kept = np.argpartition(-cosines, min(_TEN, cosines.shape[1] - 1), axis=1)[:, :_TEN]
+        best = np.take_along_axis(best, kept, axis=1)
+        cosines = np.take_along_axis(cosines, kept, axis=1)
+    return best
+
+
+def _is_recorded(folder: Path, record: GraphRecord) -> bool:
+    """Tell whether the file is the one that was recorded."""
     try:
-        data = (folder / RECORD_FILE).read_bytes()
-        record = load_object(data, what=RECORD_FILE, max_bytes=_MAX_RECORD)
         size, digest = hash_file(folder / GRAPH_FILE)
-    except (OSError, InvalidPackageError):
+    except OSError:
         return False
-    return record == {"rows": str(table.contents), "size": size, "graph": str(digest)}
+    return (size, str(digest)) == (record.size, record.graph)

@@ -1,17 +1,15 @@
 """`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
 
-An expert is as close to a prompt as the closest of its vectors: its description, its examples and,
-where there are enough of them, their mean, in which what the examples ask for outweighs what each
-is about (ADR 4).
-The files can be deleted at any time and are made again when the encoder changes. Several processes
-may use one index: readers take what was published last, writers take turns. Where nothing can be
-written, vectors are kept in memory and `notes` says so.
+An expert is as close to a prompt as the closest of its vectors (`expert_texts`). To add one costs
+what its own texts cost. The files can be deleted at any time and are made again when the encoder
+changes. Several processes may use one index: readers take what was published last, writers take
+turns. Where nothing can be written, vectors are kept in memory and `notes` says so.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -20,19 +18,25 @@ from filelock import FileLock, Timeout
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, StoreError
 from expertctl.routing.encoder import Encoder
-from expertctl.routing.found import Allowed, Found, best_of_each
-from expertctl.routing.graph import GRAPH_ROWS, Graph, build_graph, load_graph
-from expertctl.routing.vector_table import Rows, Vectors, VectorTable, read_table, write_table
+from expertctl.routing.expert_texts import ExpertTexts
+from expertctl.routing.found import Allowed, Found
+from expertctl.routing.graph import GRAPH_ROWS, build_graph, remove_graph, save_graph
+from expertctl.routing.lesson import Learner, Lesson
+from expertctl.routing.nearest import exactly
+from expertctl.routing.searching import Searching
+from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles
+from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
 from expertctl.schema.manifest import Manifest
 from expertctl.store.disk import disk_errors
 
-TABLE_FILE = "vectors.safetensors"
 LOCK_FILE = "vectors.lock"
 LOCK_SECONDS = 10.0
 FOUND = 64
 """How many experts a search returns at most, unless told otherwise."""
-MEAN_FROM = 4
-"""How many texts an expert must have for their mean to count."""
+DEAD = 0.3
+"""The share of rows that may belong to forgotten experts before all is written anew."""
+BATCH = 64
+"""How many experts are encoded and published at once."""
 
 Texts = Mapping[Digest, Manifest]
 """Content digest → manifest."""
@@ -43,28 +47,31 @@ class Similarity:
     """How close an expert is to a prompt, and which of its vectors is closest."""
 
     cosine: float
-    text: int  # 0 is the description, n the nth example, one more the mean of all
+    text: int  # see `expert_texts.described`
 
 
 class RoutingIndex:
     """The owner of the vectors in one folder."""
 
-    def __init__(self, folder: Path, encoder: Encoder) -> None:
+    def __init__(self, folder: Path, encoder: Encoder, learner: Learner | None = None) -> None:
         """Remember where and with what; nothing is read yet."""
         self.folder = folder
         self.encoder = encoder
+        self.learner = learner
         self.notes: list[str] = []
+        self._files = VectorFiles(folder, dimensions=encoder.dimensions)
         self._table: VectorTable | None = None
-        self._graph: Graph | None = None
-        self._searched = False
+        self._searching = Searching(folder)
         self._last: tuple[str, Vectors] | None = None
 
     def add(self, experts: Texts) -> None:
         """Make sure that these experts have vectors, on disk where possible."""
-        table = self._current()
-        missing = {digest: m for digest, m in experts.items() if digest not in table.entries}
-        if missing:
-            self._extend(self._encoded(missing))
+        missing = self._missing(self._current(), experts)
+        if missing and self._files.changed():
+            self._table = self._read()
+            missing = self._missing(self._table, missing)
+        for batch in _batches(missing):
+            self._extend(self._encoded(batch))
 
     def remove(self, digests: Iterable[Digest]) -> None:
         """Forget experts.
@@ -72,11 +79,15 @@ class RoutingIndex:
         Raises:
             StoreError: when the folder cannot be written.
         """
-        gone = set(digests)
-        if gone & set(self._current().entries):
-            with self._writing():
-                table = self._load()
-                self._publish(table.only(d for d in table.entries if d not in gone))
+        gone = list(digests)
+        if not len(self.positions(gone)):
+            return
+        with self._writing():
+            table = self._read()
+            at = table.positions(gone)
+            self._table = self._bury(table, at[at >= 0])
+        if self.learner is not None:
+            self.learner.forget(gone)
 
     def rebuild(self, experts: Texts) -> None:
         """Make all vectors again, and the graph where the index is large enough for one.
@@ -84,32 +95,50 @@ class RoutingIndex:
         Raises:
             StoreError: when the folder cannot be written.
         """
-        table = self._empty().with_entries(self._encoded(experts))
+        if self.learner is not None:
+            self.learner.restart()
+        rows = dict(chain.from_iterable(self._encoded(b).items() for b in _batches(experts)))
         with self._writing():
-            self._publish(table)
-        if len(table.rows) >= GRAPH_ROWS:
-            self._graph = build_graph(self.folder, table)
+            self._table = self._files.replace(self._empty().with_entries(rows))
+        self._build_graph(self._table)
+
+    def prepare(self) -> None:
+        """Do now what only pays in a process that searches often: load the graph, if any."""
+        self._searching.load(self._current())
 
     @property
     def revision(self) -> str:
-        """What changes whenever positions or rows do."""
-        return str(self._current().contents)
+        """What changes whenever positions may mean others, or there are more or fewer."""
+        table = self._current()
+        return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
     @property
-    def digests(self) -> Sequence[Digest]:
-        """The content digest of every position."""
-        return list(self._current().entries)
+    def digests(self) -> list[Digest]:
+        """The content digest of every position, of those that were forgotten too."""
+        table = self._current()
+        return [table.digest(position) for position in range(len(table))]
+
+    def digest(self, position: int) -> Digest:
+        """Return the content digest of the expert at a position."""
+        return self._current().digest(position)
+
+    def rows(self, digest: Digest) -> Vectors | None:
+        """Return the rows of an expert, see `expert_texts`; ``None`` when it is not here."""
+        table = self._current()
+        at = table.positions([digest])
+        return None if at[0] < 0 else table.rows[table.rows_of(at)]
 
     def positions(self, digests: Iterable[Digest]) -> Rows:
         """Return where experts are; those that are not in the index are left out."""
-        at = {digest: position for position, digest in enumerate(self._current().entries)}
-        return np.array([at[digest] for digest in digests if digest in at], np.int64)
+        found = self._current().positions(list(digests))
+        return found[found >= 0]
 
     def allow(self, digests: Iterable[Digest]) -> Allowed:
         """Return a filter that lets these experts through; made once, used for many searches."""
-        mask = np.zeros(len(self._current().entries), np.bool_)
+        table = self._current()
+        mask = np.zeros(len(table), np.bool_)
         mask[self.positions(digests)] = True
-        return mask
+        return Allowed(table, mask)
 
     def search(
         self, query: Vectors, *, count: int = FOUND, allowed: Allowed | None = None
@@ -119,40 +148,31 @@ class RoutingIndex:
         With a graph they are the owners of the ``count`` closest rows.
         """
         table = self._current()
-        graph = self._graph_of(table)
-        starts = np.array(table.starts, np.int64)
-        rows = np.arange(len(table.rows))
-        if graph is not None and allowed is None:
-            rows = graph.nearest(query)[:count]
-        owners = np.searchsorted(starts, rows, side="right") - 1
-        if allowed is not None:
-            rows, owners = rows[allowed[owners]], owners[allowed[owners]]
-        found = best_of_each(rows, table.rows[rows] @ query, owners=owners, starts=starts)
-        return found.first(count)
+        return self._searching.run(table, query, count=count, allowed=_filter(table, allowed))
 
     def measure(self, query: Vectors, experts: Rows) -> Found:
         """Return how close the experts at these positions are, whatever else is closer."""
-        mask = np.zeros(len(self._current().entries), np.bool_)
+        table = self._current()
+        mask = np.zeros(len(table), np.bool_)
         mask[experts] = True
-        return self.search(query, count=len(mask), allowed=mask)
+        return exactly(table, query, count=len(table), allowed=Allowed(table, mask))
 
     def vector(self, prompt: str) -> Vectors:
-        """Return the unit vector of a prompt; the last one is remembered."""
-        return self._vector_of(prompt)
+        """Return the unit vector of a prompt; the last one is kept, as it meets many bases."""
+        if self._last is None or self._last[0] != prompt:
+            self._last = (prompt, self.encoder.encode([prompt])[0])
+        return self._last[1]
 
     def similarities(
         self, prompt: str, *, always: Iterable[Digest] = ()
     ) -> dict[Digest, Similarity]:
         """Return how close the experts are: all, or with a graph the closest and ``always``."""
         table = self._current()
-        if not table.entries:
+        if not table.alive.any():
             return {}
-        query = self._vector_of(prompt)
-        graph = self._graph_of(table)
-        if graph is None:
-            return self._nearest(table, np.arange(len(table.rows)), table.rows @ query)
-        rows = np.union1d(graph.nearest(query), table.rows_of(always))
-        return self._nearest(table, rows, table.rows[rows] @ query)
+        query = self.vector(prompt)
+        near = self.search(query, count=len(table))
+        return self._meant(self.measure(query, self.positions(always))) | self._meant(near)
 
     def check_integrity(self) -> None:
         """Check what the class promises about its state.
@@ -161,56 +181,54 @@ class RoutingIndex:
             StoreError: naming what does not hold.
         """
         table = self._current()
-        norms = np.linalg.norm(table.rows, axis=1)
-        if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
-            raise StoreError(f"{self.folder / TABLE_FILE}: a row has not unit length")
-        if sum(table.entries.values()) != len(table.rows):
-            raise StoreError(f"{self.folder / TABLE_FILE}: rows without an expert")
+        where = self.folder / JOURNAL_FILE
+        for start in range(0, len(table.rows), 1 << 14):
+            norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
+            if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
+                raise StoreError(f"{where}: a row has not unit length")
+        if table.counts.sum() != len(table.rows):
+            raise StoreError(f"{where}: rows without an expert")
         if table.encoder != self.encoder.digest():
-            raise StoreError(f"{self.folder / TABLE_FILE}: made by another encoder")
+            raise StoreError(f"{where}: made by another encoder")
+        if table.generation and not self._files.check():
+            raise StoreError(f"{where}: rows that are not those that were written")
 
-    def _vector_of(self, prompt: str) -> Vectors:
-        """Return the vector of a prompt; the last one is kept, as one prompt meets many bases."""
-        if self._last is None or self._last[0] != prompt:
-            self._last = (prompt, self.encoder.encode([prompt])[0])
-        return self._last[1]
+    def _meant(self, found: Found) -> dict[Digest, Similarity]:
+        """Return what was found, the closest first, with cosines that thresholds hold for."""
+        meant = self.encoder.calibrate(found.cosines).tolist()
+        told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
+        return {self.digest(at): Similarity(cosine, text) for at, cosine, text in told}
 
-    def _graph_of(self, table: VectorTable) -> Graph | None:
-        """Return the graph from the second search on: loading one costs more than it saves once."""
-        if self._searched and self._graph is None and len(table.rows) >= GRAPH_ROWS:
-            self._graph = load_graph(self.folder, table)
-        self._searched = True
-        return self._graph
-
-    def _nearest(
-        self, table: VectorTable, rows: Rows, cosines: Vectors
-    ) -> dict[Digest, Similarity]:
-        """Return the best row of every entry that has one among ``rows``."""
-        digests, starts = list(table.entries), np.array(table.starts)
-        meant = self.encoder.calibrate(cosines)
-        found: dict[Digest, Similarity] = {}
-        owners = np.searchsorted(starts, rows, side="right") - 1
-        for i in np.lexsort((rows, -meant)):  # the closest first, the earliest of equals
-            owner = int(owners[i])
-            text = int(rows[i] - starts[owner])
-            found.setdefault(digests[owner], Similarity(float(meant[i]), text))
-        return found
+    def _missing(self, table: VectorTable, experts: Texts) -> Texts:
+        """Return the experts that have no vectors here, or that the learner knows nothing of."""
+        digests = list(experts)
+        at = table.positions(digests)
+        missing = {digest for digest, there in zip(digests, at, strict=True) if there < 0}
+        if self.learner is not None:
+            missing |= set(self.learner.lacking(digests))
+        return {digest: m for digest, m in experts.items() if digest in missing}
 
     def _encoded(self, experts: Texts) -> dict[Digest, Vectors]:
-        """Encode all texts in one go, then cut the rows apart."""
-        texts = {d: [m.description, *m.routing.examples] for d, m in experts.items()}
-        rows = self.encoder.encode([text for listed in texts.values() for text in listed])
-        ends = list(accumulate(len(listed) for listed in texts.values()))
-        return {d: _with_mean(part) for d, part in zip(texts, np.split(rows, ends), strict=False)}
+        """Encode all texts in one go, teach the learner, and cut the rows apart."""
+        texts = {digest: ExpertTexts.of(manifest) for digest, manifest in experts.items()}
+        counts = np.array([len(each.all) for each in texts.values()], np.int64)
+        encoded = self.encoder.encode_deep([t for each in texts.values() for t in each.all])
+        if self.learner is not None:
+            deep = zip(experts.items(), parts_of(encoded.deep, counts), strict=True)
+            self.learner.learn(
+                [Lesson(d, m, rows[: 1 + len(m.routing.examples)]) for (d, m), rows in deep]
+            )
+        parts = zip(texts.items(), parts_of(encoded.rows, counts), strict=True)
+        return {digest: each.rows(rows) for (digest, each), rows in parts}
 
     def _current(self) -> VectorTable:
         if self._table is None:
-            self._table = self._load()
+            self._table = self._read()
         return self._table
 
-    def _load(self) -> VectorTable:
+    def _read(self) -> VectorTable:
         """Return the published table, an empty one where it is absent, damaged or another's."""
-        table = read_table(self.folder / TABLE_FILE, dimensions=self.encoder.dimensions)
+        table = self._files.read()
         if table is None:
             return self._empty()
         if table.stamp == self.encoder.stamp:
@@ -230,14 +248,37 @@ class RoutingIndex:
         """Publish what is on disk by now and these entries; in memory where that fails."""
         try:
             with self._writing():
-                self._publish(self._load().with_entries(added))
+                self._table = self._appended(self._read(), added)
         except ExpertError as error:
             self.notes.append(f"the routing index was not saved: {error.message}")
             self._table = self._current().with_entries(added)
 
-    def _publish(self, table: VectorTable) -> None:
-        write_table(self.folder / TABLE_FILE, table)
-        self._table, self._graph = table, None
+    def _appended(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
+        new = table.lacking(added)
+        if not table.generation:
+            return self._files.replace(table.with_entries(new))
+        self._files.restamp(table.stamp)
+        return self._files.append(new) if new else table
+
+    def _bury(self, table: VectorTable, positions: Rows) -> VectorTable:
+        """Bury entries; write all anew when too much is dead."""
+        if not len(positions):
+            return table
+        left = self._files.bury(positions)
+        if left.dead_rows <= DEAD * len(left.rows):
+            return left
+        remove_graph(self.folder)
+        return self._files.replace(left)
+
+    def _build_graph(self, table: VectorTable) -> None:
+        """Build the graph of a table that is on disk, without keeping writers out meanwhile."""
+        graph = build_graph(table) if len(table.rows) >= GRAPH_ROWS else None
+        with self._writing():
+            if graph is None:
+                remove_graph(self.folder)
+            elif self._read().generation == table.generation:
+                save_graph(self.folder, graph, table)
+                self._searching.take(table, graph)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -247,7 +288,7 @@ class RoutingIndex:
             StoreError: when the folder cannot be written, or is locked for too long.
             DiskFullError: when there is no space left.
         """
-        with disk_errors(self.folder / TABLE_FILE):
+        with disk_errors(self.folder / JOURNAL_FILE):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
                 with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS):
@@ -256,11 +297,14 @@ class RoutingIndex:
                 raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
 
 
-def _with_mean(rows: Vectors) -> Vectors:
-    """Return the rows and, of several, their mean as one more unit row."""
-    mean = rows.mean(0, keepdims=True)
-    norm = np.linalg.norm(mean)
-    if len(rows) < MEAN_FROM or norm == 0:
-        return rows
-    both: Vectors = np.concatenate([rows, mean / norm])
-    return both
+def _batches(experts: Texts) -> Iterator[Texts]:
+    rest = iter(experts.items())
+    while batch := dict(islice(rest, BATCH)):
+        yield batch
+
+
+def _filter(table: VectorTable, allowed: Allowed | None) -> Allowed | None:
+    """Return the filter for this table; none where all may be found."""
+    if allowed is not None:
+        return allowed.of(table)
+    return Allowed(table, table.alive) if table.dead_rows else None

@@ -1,127 +1,180 @@
-"""The vectors of installed experts as one table, and the file that keeps it.
+"""`VectorTable`: the vectors of experts as one matrix, entry after entry.
 
-The file is safetensors with JSON metadata, never pickle, and may be deleted at any time. Whatever
-is wrong with it makes it worthless, not dangerous: the table is made again from the manifests.
+An entry has a position that it keeps: new ones come behind, and what is forgotten stays in its
+place, dead, until everything is written anew. So whoever keeps something per position need not
+look again while `VectorTable.generation` is the same.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from expertctl.digest import Digest
-from expertctl.durable import write_atomic
-from expertctl.errors import DigestError
-from expertctl.schema.shape import shape, shape_json
-from expertctl.schema.strict_json import canonical
 
 Vectors = npt.NDArray[np.float32]
 """Unit rows, or other float32 numbers that come of them."""
 
 Rows = npt.NDArray[np.int64]
-"""Indices of rows."""
+"""Indices of rows, or positions of experts."""
 
-FORMAT = "1"
-_ROWS = "rows"
+Mask = npt.NDArray[np.bool_]
+"""One yes or no for every position."""
+
+Keys = npt.NDArray[np.uint8]
+"""Content digests as bytes, [entries, 32]."""
+
+_FEW = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class VectorTable:
-    """Unit rows, entry after entry; an entry is the texts of one expert.
+    """Entries and their rows; an entry is the texts of one expert.
 
-    ``encoder`` is the digest of what made the rows, ``stamp`` how to recognise it cheaply.
+    ``encoder`` is the digest of what made the rows, ``stamp`` how to recognise it cheaply. A table
+    that no file holds has no ``generation``.
     """
 
     encoder: Digest
     stamp: str
-    entries: Mapping[Digest, int]  # content digest → number of rows, in the order of the rows
-    rows: Vectors  # [sum of entries, dimensions]
+    keys: Keys
+    counts: Rows  # how many rows each entry has
+    alive: Mask
+    rows: Vectors  # [sum of counts, dimensions]
+    generation: str = ""
 
     @classmethod
     def empty(cls, *, encoder: Digest, stamp: str, dimensions: int) -> Self:
         """Return a table without entries."""
-        return cls(encoder, stamp, {}, np.zeros((0, dimensions), np.float32))
+        none = np.zeros(0, np.int64)
+        rows = np.zeros((0, dimensions), np.float32)
+        return cls(encoder, stamp, _keys_of([]), none, none.astype(np.bool_), rows)
 
-    @property
-    def contents(self) -> Digest:
-        """What the rows were made of: names a graph built over them."""
-        entries = [[str(digest), count] for digest, count in self.entries.items()]
-        return Digest.of(canonical([str(self.encoder), entries]))
+    def __len__(self) -> int:
+        """How many positions there are, dead ones included."""
+        return len(self.counts)
 
-    @property
-    def starts(self) -> list[int]:
+    @cached_property
+    def starts(self) -> Rows:
         """The first row of every entry."""
-        return [0, *accumulate(self.entries.values())][:-1]
+        starts: Rows = np.cumsum(self.counts) - self.counts
+        return starts
 
-    def rows_of(self, digests: Iterable[Digest]) -> Rows:
-        """Return which rows belong to the entries that are named and there."""
-        wanted = set(digests)
-        spans = zip(self.entries.items(), self.starts, strict=True)
-        mine = [range(start, start + n) for (digest, n), start in spans if digest in wanted]
-        return np.array([row for span in mine for row in span], np.int64)
+    @cached_property
+    def owners(self) -> npt.NDArray[np.int32]:
+        """The position that every row belongs to."""
+        return np.repeat(np.arange(len(self), dtype=np.int32), self.counts)
+
+    @cached_property
+    def dead_rows(self) -> int:
+        """How many rows belong to entries that were forgotten."""
+        return int(self.counts[~self.alive].sum())
+
+    @property
+    def digests(self) -> list[Digest]:
+        """The content digests of the entries that are alive, in their order."""
+        return [self.digest(int(position)) for position in np.flatnonzero(self.alive)]
+
+    def digest(self, position: int) -> Digest:
+        """Return the content digest at a position."""
+        return Digest(self.keys[position].tobytes().hex())
+
+    def positions(self, digests: Sequence[Digest]) -> Rows:
+        """Return the position of each digest, -1 where it is not in the table."""
+        wanted = _keys_of(digests)
+        heads = _heads(wanted)
+        found = self._scan(heads) if len(digests) <= _FEW else self._bisect(heads)
+        sure = (self.keys[found] == wanted).all(axis=1) if len(self) else np.zeros(0, np.bool_)
+        return np.where((found >= 0) & sure, found, -1) if len(self) else found
+
+    def rows_of(self, positions: Rows) -> Rows:
+        """Return which rows belong to these positions, entry after entry."""
+        counts = self.counts[positions]
+        before = np.cumsum(counts) - counts
+        rows: Rows = np.repeat(self.starts[positions] - before, counts) + np.arange(counts.sum())
+        return rows
 
     def with_entries(self, added: Mapping[Digest, Vectors]) -> "VectorTable":
-        """Return a table with more entries; those that are there already stay as they are."""
-        new = {digest: rows for digest, rows in added.items() if digest not in self.entries}
-        entries = {**self.entries, **{digest: len(rows) for digest, rows in new.items()}}
+        """Return a table in memory with more entries; those that are alive already stay as is."""
+        new = self.lacking(added)
         rows = np.concatenate([self.rows, *new.values()])
-        return VectorTable(self.encoder, self.stamp, entries, rows)
+        return replace(self.joined(new, rows), generation="")
 
-    def only(self, kept: Iterable[Digest]) -> "VectorTable":
-        """Return a table without the entries that are not named."""
-        wanted = set(kept)
-        entries = {digest: n for digest, n in self.entries.items() if digest in wanted}
-        return VectorTable(self.encoder, self.stamp, entries, self.rows[self.rows_of(wanted)])
+    def joined(self, new: Mapping[Digest, Vectors], rows: Vectors) -> "VectorTable":
+        """Return the table with new entries; ``rows`` are all rows, the new ones last."""
+        return replace(
+            self,
+            keys=np.concatenate([self.keys, _keys_of(new)]),
+            counts=np.concatenate([self.counts, counts_of(new)]),
+            alive=np.concatenate([self.alive, np.ones(len(new), np.bool_)]),
+            rows=rows,
+        )
+
+    def lacking(self, added: Mapping[Digest, Vectors]) -> dict[Digest, Vectors]:
+        """Return what of these entries is not in the table."""
+        at = self.positions(list(added))
+        return {d: rows for (d, rows), there in zip(added.items(), at, strict=True) if there < 0}
+
+    def without(self, positions: Rows) -> "VectorTable":
+        """Return the table with these entries dead."""
+        alive = self.alive.copy()
+        alive[positions] = False
+        return replace(self, alive=alive)
+
+    def compact(self) -> "VectorTable":
+        """Return a table in memory of what is alive."""
+        kept = np.flatnonzero(self.alive)
+        return replace(
+            self,
+            keys=self.keys[kept],
+            counts=self.counts[kept],
+            alive=self.alive[kept],
+            rows=self.rows[self.rows_of(kept)],
+            generation="",
+        )
+
+    def _scan(self, heads: npt.NDArray[np.uint64]) -> Rows:
+        """Find a few digests by looking at all; -1 where nothing begins like one."""
+        mine = [np.flatnonzero((self._heads == head) & self.alive) for head in heads]
+        return np.array([at[-1] if len(at) else -1 for at in mine], np.int64)
+
+    def _bisect(self, heads: npt.NDArray[np.uint64]) -> Rows:
+        """Find many digests in a sorted list of what is alive."""
+        order = self._order
+        at = np.searchsorted(self._heads[order], heads)
+        inside = at < len(order)
+        found = np.full(len(heads), -1, np.int64)
+        found[inside] = order[at[inside]]
+        return found
+
+    @cached_property
+    def _heads(self) -> npt.NDArray[np.uint64]:
+        return _heads(self.keys)
+
+    @cached_property
+    def _order(self) -> Rows:
+        alive = np.flatnonzero(self.alive)
+        return alive[np.argsort(self._heads[alive], kind="stable")]
 
 
-class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The metadata of the file."""
-
-    format: str
-    encoder: str
-    stamp: str
-    entries: str
+def counts_of(entries: Mapping[Digest, Vectors]) -> Rows:
+    """Return how many rows each of these entries has."""
+    return np.array([len(rows) for rows in entries.values()], np.int64)
 
 
-def write_table(path: Path, table: VectorTable) -> None:
-    """Replace the file by this table, whole or not at all."""
-    entries = [[str(digest), count] for digest, count in table.entries.items()]
-    metadata = {
-        "format": FORMAT,
-        "encoder": str(table.encoder),
-        "stamp": table.stamp,
-        "entries": canonical(entries).decode(),
-    }
-    write_atomic(path, save({_ROWS: table.rows}, metadata=metadata), mode=0o600)
+def parts_of(rows: Vectors, counts: Rows) -> list[Vectors]:
+    """Cut rows apart, so many for each entry."""
+    return np.split(rows, np.cumsum(counts))[:-1]
 
 
-def read_table(path: Path, *, dimensions: int) -> VectorTable | None:
-    """Read the file; ``None`` when it is absent or anything is wrong with it."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            rows = file.get_tensor(_ROWS)
-            metadata = shape(file.metadata(), _Metadata)
-        counts = shape_json(metadata.entries, list[tuple[str, int]])
-        entries = {Digest.parse(digest): count for digest, count in counts}
-        table = VectorTable(Digest.parse(metadata.encoder), metadata.stamp, entries, rows)
-    except (OSError, SafetensorError, msgspec.MsgspecError, DigestError):
-        return None
-    return table if metadata.format == FORMAT and _is_sound(table, dimensions) else None
+def _keys_of(digests: Iterable[Digest]) -> Keys:
+    joined = bytes.fromhex("".join(digest.hex for digest in digests))
+    return np.frombuffer(joined, np.uint8).reshape(-1, 32)
 
 
-def _is_sound(table: VectorTable, dimensions: int) -> bool:
-    rows, counts = table.rows, table.entries.values()
-    fits = rows.dtype == np.float32 and rows.ndim == 2 and rows.shape[1] == dimensions
-    return (
-        fits
-        and all(count > 0 for count in counts)
-        and sum(counts) == len(rows)
-        and bool((np.abs(rows) <= 1 + 1e-3).all())  # NaN compares false
-    )
+def _heads(keys: Keys) -> npt.NDArray[np.uint64]:
+    """Return the first eight bytes of every key as one number, enough to tell most apart."""
+    return np.ascontiguousarray(keys[:, :8]).view(np.uint64).reshape(-1)

@@ -9,61 +9,84 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.routing import graph as graphs
-from expertctl.routing import index as indexes
-from expertctl.routing.graph import GRAPH_FILE, RECORD_FILE, build_graph, load_graph
-from expertctl.routing.index import RoutingIndex
-from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing.graph import (
+    GRAPH_FILE,
+    RECORD_FILE,
+    Graph,
+    build_graph,
+    load_graph,
+    read_record,
+    remove_graph,
+    save_graph,
+)
 from expertctl.routing.vector_table import VectorTable
-from tests.routing.experts import content_digest, manifest
+from tests.routing.rows import clusters, table_of
 
 needs_hnswlib = pytest.mark.skipif(
     find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
 )
-EXPERTS = {
-    content_digest(m.ref): m
-    for m in (
-        manifest(f"acme/e{n}", description=f"does job{n} things", examples=(f"do job{n} now",))
-        for n in range(40)
-    )
-}
 
 
-def rows(count: int = 300, *, seed: int = 0) -> VectorTable:
-    drawn = np.random.default_rng(seed).standard_normal((count, 16)).astype(np.float32)
-    unit = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
-    empty = VectorTable.empty(encoder=Digest.of(b"e"), stamp="s", dimensions=16)
-    return empty.with_entries(
-        {Digest.of(bytes([n % 256, n // 256])): unit[n : n + 1] for n in range(count)}
-    )
+def saved(folder: Path, table: VectorTable) -> Graph:
+    graph = build_graph(table)
+    assert graph is not None
+    save_graph(folder, graph, table)
+    return graph
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An index that is large enough for a graph with a few rows, and a graph that sees few."""
-    monkeypatch.setattr(indexes, "GRAPH_ROWS", 10)
-    monkeypatch.setattr(graphs, "NEAREST", 6)
+def ten(table: VectorTable, query: np.ndarray) -> set[int]:
+    return set(np.argsort(-(table.rows @ query))[:10].tolist())
+
+
+def found_of(graph: Graph, query: np.ndarray) -> set[int]:
+    found = graph.nearest(query, 10)
+    assert found is not None
+    return set(found.tolist())
 
 
 def test_without_hnswlib_there_is_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hnswlib", None)
     monkeypatch.setattr(graphs, "find_spec", lambda _: None)
-    assert build_graph(tmp_path, rows()) is None
-    assert load_graph(tmp_path, rows()) is None
-    assert list(tmp_path.iterdir()) == []
+    assert build_graph(clusters(30)) is None
+    assert load_graph(tmp_path, clusters(30)) is None
+    assert read_record(tmp_path, clusters(30)) is None
 
 
 @needs_hnswlib
 def test_a_graph_finds_the_closest_rows_that_exact_search_finds(tmp_path: Path) -> None:
-    table = rows()
-    built = build_graph(tmp_path, table)
+    table = clusters(60)
+    built = saved(tmp_path, table)
     loaded = load_graph(tmp_path, table)
-    assert built is not None
     assert loaded is not None
-    for query in table.rows[::25]:
-        exact = set(np.argsort(-(table.rows @ query))[:10].tolist())
-        assert exact <= set(built.nearest(query).tolist())
-        assert exact <= set(loaded.nearest(query).tolist())
+    assert (loaded.rows, loaded.width) == (built.rows, built.width)
+    for graph in (built, loaded):
+        hits = [found_of(graph, query) & ten(table, query) for query in table.rows[::25]]
+        assert sum(map(len, hits)) / (10 * len(hits)) >= 0.99
     assert {p.name for p in tmp_path.iterdir()} == {GRAPH_FILE, RECORD_FILE}
+    assert (tmp_path / GRAPH_FILE).stat().st_mode & 0o777 == 0o600
+
+
+@needs_hnswlib
+def test_the_width_of_search_is_the_smallest_that_finds_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = clusters(150)
+    saved(tmp_path, table)
+    record = read_record(tmp_path, table)
+    assert record is not None
+    assert record.recall >= 0.99
+    monkeypatch.setattr(graphs, "RECALL", 1.1)
+    widest = build_graph(table)
+    assert widest is not None
+    assert record.width < widest.width == 1024
+    assert record.load_seconds > 0
+
+
+@needs_hnswlib
+def test_a_graph_returns_nothing_rather_than_less_than_it_was_asked_for() -> None:
+    graph = build_graph(clusters(10))
+    assert graph is not None
+    assert graph.nearest(clusters(10).rows[0], 10**6) is None
 
 
 @needs_hnswlib
@@ -72,8 +95,8 @@ def test_a_graph_finds_the_closest_rows_that_exact_search_finds(tmp_path: Path) 
 def test_a_graph_that_is_not_the_recorded_one_is_never_loaded(
     tmp_path: Path, name: str, damage: str
 ) -> None:
-    table = rows()
-    build_graph(tmp_path, table)
+    table = clusters(30)
+    saved(tmp_path, table)
     path = tmp_path / name
     data = path.read_bytes()
     match damage:
@@ -89,38 +112,61 @@ def test_a_graph_that_is_not_the_recorded_one_is_never_loaded(
 
 
 @needs_hnswlib
-def test_a_graph_of_other_rows_is_not_used(tmp_path: Path) -> None:
-    build_graph(tmp_path, rows())
-    assert load_graph(tmp_path, rows(299)) is None
-    assert load_graph(tmp_path, rows()) is not None
+@pytest.mark.parametrize(
+    "table",
+    [clusters(29), clusters(30, seed=1, name="f"), clusters(30, encoder=b"other")],
+    ids=["fewer", "others", "encoder"],
+)
+def test_a_graph_of_other_rows_is_not_used(tmp_path: Path, table: VectorTable) -> None:
+    saved(tmp_path, clusters(30))
+    assert load_graph(tmp_path, table) is None
+    assert load_graph(tmp_path, clusters(30)) is not None
 
 
 @needs_hnswlib
-@pytest.mark.usefixtures("small")
-def test_a_large_index_is_searched_through_the_graph_from_the_second_search_on(
+def test_a_graph_covers_the_first_rows_of_a_table_that_grew_and_takes_in_the_rest(
     tmp_path: Path,
 ) -> None:
-    RoutingIndex(tmp_path, LexicalEncoder()).rebuild(EXPERTS)
-    assert (tmp_path / GRAPH_FILE).exists()
-    index = RoutingIndex(tmp_path, LexicalEncoder())
-    exact = index.similarities("do job7 now")
-    assert len(exact) == len(EXPERTS)
-    always = [content_digest("acme/e39@1.0.0")]
-    near = index.similarities("do job7 now", always=always)
-    assert len(near) < len(EXPERTS)
-    assert set(always) <= set(near)
-    best = max(exact, key=lambda digest: exact[digest].cosine)
-    assert best == content_digest("acme/e7@1.0.0")
-    assert near[best] == exact[best]
-    assert all(near[digest] == exact[digest] for digest in always)
+    table = clusters(30)
+    saved(tmp_path, table)
+    new = clusters(1, seed=5, name="new").rows
+    grown = table.with_entries({Digest.of(b"new"): new})
+    graph = load_graph(tmp_path, grown)
+    assert graph is not None
+    assert graph.rows == len(table.rows)
+    all_of_it = graph.absorb(grown)
+    assert all_of_it.rows == len(grown.rows)
+    found = all_of_it.nearest(new[0], 5)
+    assert found is not None
+    assert found[0] == len(table.rows)
+    save_graph(tmp_path, all_of_it, grown)
+    again = load_graph(tmp_path, grown)
+    assert again is not None
+    assert again.rows == len(grown.rows)
+    assert load_graph(tmp_path, table) is None  # it knows rows that this table has not
 
 
 @needs_hnswlib
-@pytest.mark.usefixtures("small")
-def test_a_new_expert_makes_search_exact_until_the_graph_is_built_again(tmp_path: Path) -> None:
-    index = RoutingIndex(tmp_path, LexicalEncoder())
-    index.rebuild(EXPERTS)
-    new = manifest("acme/new", description="brand new")
-    index.add({content_digest(new.ref): new})
-    index.similarities("first")
-    assert len(index.similarities("second")) == len(EXPERTS) + 1
+def test_what_is_dead_is_not_built_in() -> None:
+    table = clusters(40)
+    graph = build_graph(table.without(np.arange(0, 40, 2)))
+    assert graph is not None
+    assert graph.index.get_current_count() == len(table.rows) // 2
+    found = graph.nearest(table.rows[0], 20)
+    assert found is not None
+    assert (table.owners[found] % 2 == 1).all()
+
+
+@needs_hnswlib
+def test_one_entry_is_enough_for_a_graph() -> None:
+    graph = build_graph(table_of({Digest.of(b"one"): clusters(1).rows[:1]}))
+    assert graph is not None
+    assert graph.nearest(clusters(1).rows[0], 1) is not None
+
+
+@needs_hnswlib
+def test_a_graph_is_removed_with_its_record(tmp_path: Path) -> None:
+    saved(tmp_path, clusters(30))
+    remove_graph(tmp_path)
+    remove_graph(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,9 @@ from filelock import FileLock
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.routing import index as indexes
-from expertctl.routing.index import LOCK_FILE, TABLE_FILE, RoutingIndex
+from expertctl.routing.index import LOCK_FILE, RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing.vector_files import JOURNAL_FILE
 from expertctl.routing.vector_table import Vectors
 from expertctl.schema.manifest import Manifest
 from tests.routing.experts import content_digest, manifest
@@ -73,14 +74,14 @@ def test_vectors_are_kept_and_not_made_again(tmp_path: Path) -> None:
     index.add(BOTH)
     assert again.encoded == []
     assert set(index.similarities("sort")) == set(BOTH)
-    assert (tmp_path / TABLE_FILE).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / JOURNAL_FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     RoutingIndex(tmp_path, OtherEncoder("one")).add(BOTH)
     other = OtherEncoder("two")
     RoutingIndex(tmp_path, other).add(BOTH)
-    assert len(other.encoded) == 5  # two descriptions, three examples
+    assert len(other.encoded) == 7  # two descriptions, three examples, two names
     RoutingIndex(tmp_path, other).check_integrity()
     index = RoutingIndex(tmp_path, other)
     index.similarities("x")
@@ -101,7 +102,7 @@ def test_the_same_weights_in_another_place_are_recognised_by_their_digest(tmp_pa
 )
 def test_a_damaged_file_is_made_again(index: RoutingIndex, data: bytes) -> None:
     index.add(BOTH)
-    (index.folder / TABLE_FILE).write_bytes(data)
+    (index.folder / JOURNAL_FILE).write_bytes(data)
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.add(BOTH)
     assert set(fresh.similarities("sort")) == set(BOTH)
@@ -114,7 +115,7 @@ def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
         path.unlink()
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.add(BOTH)
-    assert (index.folder / TABLE_FILE).exists()
+    assert (index.folder / JOURNAL_FILE).exists()
 
 
 def test_experts_are_forgotten_and_all_made_again(index: RoutingIndex) -> None:
@@ -142,12 +143,14 @@ def test_a_full_disk_keeps_vectors_in_memory(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(indexes, "write_table", full)
+    monkeypatch.setattr(os, "fsync", full)
     index.add(BOTH)
     assert set(index.similarities("sort")) == set(BOTH)
     assert "No space left" in index.notes[0]
+    index.remove(BOTH)
+    assert index.similarities("sort") == {}
     with pytest.raises(DiskFullError):
-        index.remove(BOTH)
+        index.rebuild(BOTH)
     assert [path.name for path in index.folder.iterdir()] in ([], [LOCK_FILE])
 
 
@@ -226,3 +229,12 @@ def test_a_search_names_positions_and_the_closest_text_of_each(index: RoutingInd
     assert index.search(index.vector("query"), allowed=only).experts.tolist() == [0]
     measured = index.measure(index.vector("query"), index.positions([content_digest(SQL.ref)]))
     assert measured.experts.tolist() == [1]
+
+
+def test_the_rows_of_an_expert_are_those_of_its_texts(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    rows = index.rows(content_digest(SORT.ref))
+    assert rows is not None
+    texts_ = ["Sorts numbers.", "Sort these numbers: 3, 1, 2", "sort"]
+    assert np.array_equal(rows, index.encoder.encode(texts_))
+    assert index.rows(content_digest("acme/absent@1.0.0")) is None

@@ -1,0 +1,241 @@
+"""`VectorFiles`: the vectors of installed experts on the disk, beside ``index.db``.
+
+``vectors.journal`` says which expert has which rows of ``vectors-….rows``, a matrix of float32
+that is mapped, not read. To add experts is to append to both, rows first and each flushed, so it
+costs what they cost and is there or not, whatever is killed when. What is forgotten is a record;
+its rows go when all is written anew, to a file of another name that the new journal names. Damage
+makes the files worthless, not dangerous: the vectors are made again from the manifests.
+"""
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from expertctl.digest import Digest
+from expertctl.durable import append, sync_folder, write_atomic
+from expertctl.routing.vector_journal import (
+    FORMAT,
+    RECORD,
+    Entries,
+    Header,
+    Journal,
+    Records,
+    added_records,
+    buried_records,
+    read_journal,
+    replay,
+    rows_check,
+    sealed,
+)
+from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
+
+JOURNAL_FILE = "vectors.journal"
+ROWS_GLOB = "vectors-*.rows"
+CHECKED_BYTES = 8 << 20
+"""Rows up to this size are read and checked when they are opened; more of them are mapped."""
+
+Signature = tuple[int, int, int]
+"""What changes when the journal does: its inode, size and time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What the files held when they had a signature."""
+
+    signature: Signature | None
+    journal: Journal
+    table: VectorTable
+
+
+class VectorFiles:
+    """The files in one folder; writers take turns by a lock that their owner holds."""
+
+    def __init__(self, folder: Path, *, dimensions: int) -> None:
+        """Remember where, and how long rows are; nothing is read yet."""
+        self.folder = folder
+        self.dimensions = dimensions
+        self._opened: _Opened | None = None
+
+    @property
+    def journal(self) -> Path:
+        """The file that is replaced or appended to last."""
+        return self.folder / JOURNAL_FILE
+
+    def changed(self) -> bool:
+        """Tell whether the files are others than those that were read last."""
+        known = None if self._opened is None else self._opened.signature
+        return self._signature() != known
+
+    def read(self) -> VectorTable | None:
+        """Return what was published last; ``None`` when it is absent or worthless."""
+        if self._opened is None or self.changed():
+            self._opened = self._open()
+        return None if self._opened is None else self._opened.table
+
+    def append(self, added: Mapping[Digest, Vectors]) -> VectorTable:
+        """Add entries that are not there to a table that is, and return both.
+
+        Nothing is read again, so adding takes as long for a large table as for a small one.
+        """
+        opened = self._writable()
+        table, at = opened.table, len(opened.table.rows)
+        new = np.concatenate(list(added.values()))
+        append(self.folder / table.generation, _bytes(new), at=at * self._row_bytes)
+        journal = self._recorded(opened.journal, added_records(added, row=at))
+        rows = self._more_rows(table, new)
+        return self._keep(journal, table.joined(added, rows))
+
+    def bury(self, positions: Rows) -> VectorTable:
+        """Forget the entries at these positions of the table that is there."""
+        opened = self._writable()
+        journal = self._recorded(opened.journal, buried_records(opened.table.keys, positions))
+        return self._keep(journal, opened.table.without(positions))
+
+    def restamp(self, stamp: str) -> VectorTable:
+        """Say how to recognise the encoder, which may have moved; the rows stay."""
+        opened = self._writable()
+        if opened.journal.header.stamp == stamp:
+            return opened.table
+        header = msgspec.structs.replace(opened.journal.header, stamp=stamp)
+        return self._begin(header, opened.journal.records, replace(opened.table, stamp=stamp))
+
+    def replace(self, table: VectorTable) -> VectorTable:
+        """Write all that is alive anew and return it; who reads the old files may go on."""
+        whole = table.compact() if table.dead_rows else table
+        name = f"vectors-{secrets.token_hex(8)}.rows"
+        header = Header(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
+        entries = dict(zip(whole.digests, parts_of(whole.rows, whole.counts), strict=True))
+        with self._removed_on_failure(self.folder / name):
+            append(self.folder / name, _bytes(whole.rows), at=0)
+            sync_folder(self.folder)
+            published = self._begin(
+                header, added_records(entries, row=0), replace(whole, generation=name)
+            )
+        self._remove_others(name)
+        return published
+
+    def check(self) -> bool:
+        """Tell whether all rows are those that were written."""
+        journal = read_journal(self.journal)
+        entries = None if journal is None else replay(journal.records)
+        return journal is not None and entries is not None and self._is_whole(journal, entries)
+
+    def _signature(self) -> Signature | None:
+        try:
+            status = self.journal.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _open(self) -> _Opened | None:
+        signature = self._signature()
+        journal = read_journal(self.journal)
+        if journal is None or journal.header.dimensions != self.dimensions:
+            return None
+        entries = replay(journal.records)
+        rows = None if entries is None else self._rows(journal.header, entries)
+        if entries is None or rows is None:
+            return None
+        table = VectorTable(
+            encoder=Digest.parse(journal.header.encoder),
+            stamp=journal.header.stamp,
+            keys=entries.keys,
+            counts=entries.counts,
+            alive=entries.alive,
+            rows=rows,
+            generation=journal.header.rows,
+        )
+        return _Opened(signature, journal, table)
+
+    def _writable(self) -> _Opened:
+        """Return what is open, in files that can be appended to: damaged ones are written anew."""
+        assert self._opened is not None, "writers read first"
+        if self._opened.journal.damaged:
+            self.replace(self._opened.table)
+        return self._opened
+
+    def _recorded(self, journal: Journal, records: Records) -> Journal:
+        data = sealed(records, journal.header, first=len(journal.records))
+        append(self.journal, data, at=journal.size)
+        return journal.with_records(np.frombuffer(data, RECORD))
+
+    def _begin(self, header: Header, records: Records, table: VectorTable) -> VectorTable:
+        """Replace the journal by one with this header."""
+        data = sealed(records, header, first=0)
+        write_atomic(self.journal, header.to_bytes() + data, mode=0o600)
+        size = len(header.to_bytes()) + len(data)
+        journal = Journal(header, np.frombuffer(data, RECORD), size, damaged=False)
+        return self._keep(journal, table)
+
+    def _keep(self, journal: Journal, table: VectorTable) -> VectorTable:
+        self._opened = _Opened(self._signature(), journal, table)
+        return table
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.dimensions * np.dtype(np.float32).itemsize
+
+    def _rows(self, header: Header, entries: Entries) -> Vectors | None:
+        """Open the rows: all in memory and checked when they are few, else mapped."""
+        count = int(entries.counts.sum())
+        try:
+            rows = self._mapped(header.rows, count)
+        except (OSError, ValueError):  # absent, or shorter than the journal says
+            return None
+        if rows.nbytes > CHECKED_BYTES:
+            return rows
+        read = np.array(rows)
+        return read if _is_sound(read, entries) else None
+
+    def _mapped(self, name: str, count: int) -> Vectors:
+        shape = (count, self.dimensions)
+        if count == 0:
+            return np.zeros(shape, np.float32)
+        path = self.folder / Path(name).name
+        return np.memmap(path, np.float32, mode="r", shape=shape).view(np.ndarray)
+
+    def _more_rows(self, table: VectorTable, new: Vectors) -> Vectors:
+        """Return the rows of a table with those that were appended to its file."""
+        if table.rows.nbytes > CHECKED_BYTES:
+            return self._mapped(table.generation, len(table.rows) + len(new))
+        both: Vectors = np.concatenate([table.rows, new])
+        return both
+
+    def _is_whole(self, journal: Journal, entries: Entries) -> bool:
+        try:
+            rows = self._mapped(journal.header.rows, int(entries.counts.sum()))
+        except (OSError, ValueError):
+            return False
+        return _is_sound(rows, entries)
+
+    @staticmethod
+    @contextmanager
+    def _removed_on_failure(path: Path) -> Iterator[None]:
+        """Leave nothing on a disk that may be full."""
+        try:
+            yield
+        except OSError:
+            with suppress(OSError):
+                path.unlink()
+            raise
+
+    def _remove_others(self, name: str) -> None:
+        """Remove the rows of older journals; those that somebody has open go a later time."""
+        for path in self.folder.glob(ROWS_GLOB):
+            if path.name != name:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _is_sound(rows: Vectors, entries: Entries) -> bool:
+    parts = parts_of(rows, entries.counts)
+    return all(rows_check(part) == check for part, check in zip(parts, entries.checks, strict=True))
+
+
+def _bytes(rows: Vectors) -> memoryview:
+    return np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
