@@ -4,7 +4,6 @@ A file is JSON Lines in UTF-8, one `Sample` a line (``schemas/evaluation-sample.
 is bounded, read strictly, and all of its problems are reported at once, each with its line.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -84,7 +83,7 @@ def _samples(what: str, data: bytes, metric: Metric) -> tuple[Sample, ...]:
     for number, document in lines.read(data):
         lines.complain(number, *_unfit(document, metric))
         samples.append(shape({**document, "line": number}, Sample))
-    _check_ids(lines, samples)
+    lines.check_ids((sample.line, sample.id) for sample in samples)
     lines.check()
     return tuple(samples)
 
@@ -96,12 +95,3 @@ def _unfit(document: JsonObject, metric: Metric) -> tuple[str, ...]:
         except InvalidPackageError as error:
             return tuple(f"answer: {problem}" for problem in error.problems)
     return ()
-
-
-def _check_ids(lines: JsonLines, samples: Sequence[Sample]) -> None:
-    first: dict[str, int] = {}
-    for sample in samples:
-        if sample.id is not None and first.setdefault(sample.id, sample.line) != sample.line:
-            lines.complain(
-                sample.line, f"id {sample.id!r} is that of line {first[sample.id]} already"
-            )

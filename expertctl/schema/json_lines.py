@@ -59,6 +59,13 @@ class JsonLines:
         """Remember what else is wrong with a line."""
         self._problems += [f"line {number}: {problem}" for problem in problems]
 
+    def check_ids(self, ids: Iterable[tuple[int, str | None]]) -> None:
+        """Remember which ids come twice; each comes with its line."""
+        first: dict[str, int] = {}
+        for line, name in ids:
+            if name is not None and first.setdefault(name, line) != line:
+                self.complain(line, f"id {name!r} is that of line {first[name]} already")
+
     def check(self) -> None:
         """End the reading.
 
