@@ -4,6 +4,8 @@ Torch is imported inside the functions, when everything that can be wrong withou
 """
 
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +15,27 @@ from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import Base, MemoryBudget, budget_of, check_device
-from expertctl.cli.target import Target
+from expertctl.errors import UsageError
 from expertctl.package.build import Plan
 from expertctl.package.evaluation_data import EvaluationData, Metric, read_data
 from expertctl.schema.manifest import Evaluation
 from expertctl.settings import load_settings
 
+Wanted = Annotated[
+    str | None,
+    typer.Argument(metavar="[FILE|REF]", help="A .expert file, or an installed expert."),
+]
 Data = Annotated[
-    Path,
+    Path | None,
     typer.Option(metavar="FILE", help='JSON Lines: {"prompt": "3 + 4", "answer": "7"} and more.'),
+]
+RoutingData = Annotated[
+    Path | None,
+    typer.Option(
+        "--routing",
+        metavar="FILE",
+        help='Measure routing: {"prompt": "Sort 2, 1", "expert": "acme/sorting"} or null.',
+    ),
 ]
 Compose = Annotated[
     list[str] | None,
@@ -38,27 +52,83 @@ MinGain = Annotated[
     float | None,
     typer.Option("--min-gain", min=-1, max=1, help="Exit 1 when the gain is less than this."),
 ]
+MinAccuracy = Annotated[
+    float | None,
+    typer.Option("--min-accuracy", min=0, max=1, help="Of --routing: exit 1 when it is less."),
+]
 Show = Annotated[int, typer.Option(min=0, help="How many wrong answers to show.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the scores: .svg or .png.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the figures: .svg or .png.")]
 
 
 def evaluate(
-    target: Target,
-    data: Data,
+    target: Wanted = None,
+    data: Data = None,
+    routing: RoutingData = None,
     compose: Compose = None,
     metric: MetricOption = "exact_match",
     max_tokens: MaxTokens = None,
     min_gain: MinGain = None,
+    min_accuracy: MinAccuracy = None,
     show: Show = 3,
     plot: Plot = None,
     base: Base = None,
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure an expert against its base. It takes prompts with right answers.
+    """Measure an expert against its base, or with --routing who is chosen.
 
     Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
     """
+    answering = {
+        "FILE|REF": target,
+        "--data": data,
+        "--compose": compose,
+        "--max-tokens": max_tokens,
+        "--min-gain": min_gain,
+        "--memory-budget": memory_budget,
+    }
+    if routing is not None:
+        from expertctl.cli.evaluating_routing import RoutingAsked, evaluate_routing
+
+        _refuse(answering, "--routing measures who is chosen, and generates nothing")
+        wished = RoutingAsked(
+            data=routing, base=base, min_accuracy=min_accuracy, show=show, plot=plot
+        )
+        _fall_short(evaluate_routing(wished, as_json=as_json), wrong="decisions")
+        return
+    _refuse({"--min-accuracy": min_accuracy}, "without --routing answers are measured")
+    if target is None or data is None:
+        raise UsageError(
+            f"{'FILE|REF' if target is None else '--data'} is missing",
+            hint="eval REF --data FILE measures an expert, eval --routing FILE who is chosen",
+        )
+    asked = _Asked(target, data, compose or (), metric, max_tokens, min_gain, show)
+    _evaluate_answers(asked, plot=plot, base=base, memory_budget=memory_budget, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Which expert is measured on what, and what is demanded and shown."""
+
+    target: str
+    data: Path
+    compose: Sequence[str]
+    metric: Metric
+    max_tokens: int | None
+    min_gain: float | None
+    show: int
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    """Refuse options that would be ignored."""
+    given = [name for name, value in options.items() if value not in (None, [])]
+    if given:
+        raise UsageError(f"{', '.join(given)}: {why}", hint="see `expertctl eval --help`")
+
+
+def _evaluate_answers(
+    asked: _Asked, *, plot: Path | None, base: str | None, memory_budget: str | None, as_json: bool
+) -> None:
     from expertctl.cli.evaluation_view import cut_off, document, shortfall, text
     from expertctl.engine.request import parse_expert
 
@@ -68,8 +138,8 @@ def evaluate(
         from expertctl.cli.plot import check_picture
 
         check_picture(plot)
-    experts = [parse_expert(word) for word in (target, *(compose or ()))]
-    samples = read_data(data, metric=metric)
+    experts = [parse_expert(word) for word in (asked.target, *asked.compose)]
+    samples = read_data(asked.data, metric=asked.metric)
     try:
         from expertctl.engine.evaluation import EvaluationRequest
         from expertctl.engine.evaluation import evaluate as measure
@@ -80,7 +150,7 @@ def evaluate(
         expert=experts[0],
         compose=tuple(experts[1:]),
         base=base,
-        max_tokens=max_tokens,
+        max_tokens=asked.max_tokens,
     )
     planner, budget = open_planner(settings, as_json=as_json), budget_of(memory_budget, settings)
     with counting("evaluating", request.answers, as_json=as_json) as report:
@@ -90,11 +160,16 @@ def evaluate(
         from expertctl.cli.plot import draw
 
         draw(found, plot)
-    short = shortfall(found, min_gain)
-    emit(document(found, show=show, min_gain=min_gain), text(found, show=show), as_json=as_json)
-    if short:
+    told, show = document(found, show=asked.show, min_gain=asked.min_gain), asked.show
+    emit(told, text(found, show=show), as_json=as_json)
+    _fall_short(shortfall(found, asked.min_gain), wrong="answers")
+
+
+def _fall_short(why: str, *, wrong: str) -> None:
+    """End with 1 where the figures above are less than was demanded."""
+    if why:
         sys.stdout.flush()  # the figures stand above what is said of them
-        note(f"error: {short}\n\nhint: --show N shows more of the wrong answers")
+        note(f"error: {why}\n\nhint: --show N shows more of the wrong {wrong}")
         raise typer.Exit(FAILURE)
 
 

@@ -6,7 +6,7 @@ bytes of SVG.
 
 import textwrap
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -50,6 +50,11 @@ def check_picture(path: Path) -> None:
 
 def draw(found: "Evaluated", path: Path) -> None:
     """Draw the scores into a file, which is there whole or not at all."""
+    write_figure(lambda: figure_of(found), path)
+
+
+def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
+    """Draw a figure into a file, which is there whole or not at all."""
     import matplotlib as mpl
 
     kind, picture = path.suffix.lower().removeprefix("."), BytesIO()
@@ -57,7 +62,7 @@ def draw(found: "Evaluated", path: Path) -> None:
         mpl.rcdefaults()  # nobody's own style: the same scores give the same picture
         mpl.rcParams["svg.hashsalt"] = "expertctl"
         warnings.simplefilter("ignore", UserWarning)  # a glyph that no font has is a box
-        figure_of(found).savefig(picture, format=kind, dpi=200, metadata=_metadata(kind))
+        make().savefig(picture, format=kind, dpi=200, metadata=_metadata(kind))
     write_atomic(path, picture.getvalue())
 
 

@@ -1,0 +1,196 @@
+"""The picture of an evaluation of routing: who is confused with whom, risk, and confidence."""
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from expertctl.cli.confusion_matrix import MOST_ROWS, Matrix, matrix_of
+from expertctl.cli.output import counted, printable
+from expertctl.routing.risk_coverage import curve
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    from expertctl.routing.evaluation import Decision, RoutingEvaluation
+
+_INK, _FAINT, _GREY = "#222222", "#dddddd", "#9aa0a6"
+_RIGHT, _WRONG = (42, 111, 176), (217, 130, 43)
+_CELL, _LEAST_SIDE, _PANELS = 0.24, 4.2, 4.6  # in inches
+_PER_CHARACTER = 0.075
+_LABEL_CHARACTERS, _TITLE_CHARACTERS = 32, 90
+_PALEST = 0.3  # a single wrong decision is seen
+_STEPS = 20
+
+
+def figure_of(found: "RoutingEvaluation") -> "Figure":
+    """Return the picture: the matrix on the left, the curve and the histogram on the right."""
+    from matplotlib.figure import Figure
+
+    matrix = matrix_of(found)
+    labels = _labels(matrix)
+    room = _PER_CHARACTER * max(map(len, labels))
+    side = max(_LEAST_SIDE, _CELL * len(labels))
+    around = room + 0.2 * _note_of(matrix).count("\n") + 1.2  # of the matrix, in inches
+    figure = Figure(figsize=(side + room + _PANELS + 1, side + around), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=(side + room + 0.6, _PANELS), wspace=0.06)
+    _draw_matrix(figure.add_subplot(grid[:, 0]), matrix, labels)
+    _draw_risk(figure.add_subplot(grid[0, 1]), found)
+    _draw_confidence(figure.add_subplot(grid[1, 1]), found)
+    figure.suptitle(_title(found), x=0.01, ha="left", fontsize=12, color=_INK, parse_math=False)
+    return figure
+
+
+def _draw_matrix(axes: "Axes", matrix: Matrix, labels: Sequence[str]) -> None:
+    axes.imshow(_colours(matrix), interpolation="nearest", aspect="auto")
+    places = range(len(labels))
+    axes.set_xticks(places, labels, rotation=90, parse_math=False)
+    axes.set_yticks(places, labels, parse_math=False)
+    size = 8 if len(labels) > 12 else 9
+    axes.tick_params(length=0, labelcolor=_INK, labelsize=size)
+    for i, row in enumerate(matrix.counts):
+        for j, count in enumerate(row):
+            if count:
+                _write_count(axes, (j, i), count, dark=i == j and 2 * count > sum(row))
+    axes.set_xlabel(_note_of(matrix), color=_INK, fontsize=9)
+    axes.set_ylabel("wanted", color=_INK, fontsize=10)
+    axes.set_title("who was wanted, and who answered", loc="left", fontsize=10, color=_INK)
+    axes.set_xticks([place - 0.5 for place in places][1:], minor=True)
+    axes.set_yticks([place - 0.5 for place in places][1:], minor=True)
+    axes.grid(which="minor", color="white", linewidth=1)
+    axes.tick_params(which="minor", length=0)
+    _without_frame(axes)
+
+
+def _write_count(axes: "Axes", place: tuple[int, int], count: int, *, dark: bool) -> None:
+    shown = str(count)
+    axes.text(
+        *place,
+        shown,
+        ha="center",
+        va="center",
+        fontsize=7 if len(shown) < 4 else 5,
+        color="white" if dark else _INK,
+    )
+
+
+def _colours(matrix: Matrix) -> "NDArray[np.float64]":
+    """Return each cell's colour: blue where right, orange where wrong, paler where rarer."""
+    import numpy as np
+
+    counts = np.array(matrix.counts, dtype=np.float64)
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    strength = np.where(counts > 0, np.maximum(_PALEST, shares), 0.0)[..., None]
+    diagonal = np.eye(len(counts), dtype=bool)[..., None]
+    ink = np.where(diagonal, np.array(_RIGHT), np.array(_WRONG)) / 255
+    blank = np.where(diagonal, 0.94, 0.97)
+    image: NDArray[np.float64] = blank * (1 - strength) + ink * strength  # [rows, columns, 3]
+    return image
+
+
+def _draw_risk(axes: "Axes", found: "RoutingEvaluation") -> None:
+    points = curve([decision.guess for decision in found.decisions])
+    drawn = [(p.coverage, p.risk) for p in points if p.risk is not None]
+    axes.plot(
+        [coverage for coverage, _ in drawn],
+        [risk for _, risk in drawn],
+        color=_rgb(_RIGHT),
+        linewidth=1.6,
+    )
+    precision, coverage = found.precision, found.coverage
+    if precision is not None:
+        told = f"{100 * coverage.value:.0f} % answered\n{100 * (1 - precision.value):.1f} % wrong"
+        now = coverage.value, 1 - precision.value
+        axes.plot(*now, "o", color=_rgb(_WRONG), zorder=3, clip_on=False)
+        axes.annotate(
+            told, now, xytext=(-8, 8), textcoords="offset points", ha="right", fontsize=8,
+            color=_INK,
+        )  # fmt: skip
+    top = max([risk for _, risk in drawn], default=0.0)
+    axes.set_xlim(0, 1.02)
+    axes.set_ylim(0, max(0.05, 1.15 * top))
+    axes.set_xlabel("prompts that an expert answers", fontsize=9, color=_INK)
+    axes.set_title("wrong ones among the answered", loc="left", fontsize=10, color=_INK)
+    axes.xaxis.set_major_formatter(_percent)
+    axes.yaxis.set_major_formatter(_percent)
+    _plain(axes)
+
+
+def _draw_confidence(axes: "Axes", found: "RoutingEvaluation") -> None:
+    groups = {
+        "right expert first": (_rgb(_RIGHT), [d for d in found.decisions if d.guess.right]),
+        "another first": (
+            _rgb(_WRONG),
+            [d for d in found.decisions if d.prompt.expert and not d.guess.right],
+        ),
+        "no expert wanted": (_GREY, [d for d in found.decisions if not d.prompt.expert]),
+    }
+    shown = {name: (c, _confidences(ds)) for name, (c, ds) in groups.items() if ds}
+    axes.hist(
+        [values for _, values in shown.values()],
+        bins=[i / _STEPS for i in range(_STEPS + 1)],
+        stacked=True,
+        color=[colour for colour, _ in shown.values()],
+        label=list(shown),
+        rwidth=0.92,
+    )
+    axes.locator_params(axis="y", integer=True)
+    axes.axvline(found.threshold, color=_INK, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, 1)
+    axes.set_xlabel(f"confidence, threshold {found.threshold:.2f}", fontsize=9, color=_INK)
+    axes.set_title("confidence in the first candidate", loc="left", fontsize=10, color=_INK)
+    axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
+    _plain(axes)
+
+
+def _confidences(decisions: Sequence["Decision"]) -> list[float]:
+    """Return the confidences within 0 to 1; a prompt without a candidate has none, as 0."""
+    return [min(1.0, max(0.0, d.confidence or 0.0)) for d in decisions]
+
+
+def _plain(axes: "Axes") -> None:
+    axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelcolor=_INK, labelsize=8)
+    _without_frame(axes)
+
+
+def _without_frame(axes: "Axes") -> None:
+    for side in ("top", "right", "bottom", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _percent(value: float, _: object) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _rgb(colour: tuple[int, int, int]) -> str:
+    return "#" + "".join(f"{part:02x}" for part in colour)
+
+
+def _note_of(matrix: Matrix) -> str:
+    """Say what is not drawn, below the matrix."""
+    lines = ["answered"]
+    others = next((name for name in matrix.names if name.endswith(" others")), "")
+    if others:
+        lines.append(f"the worst {MOST_ROWS} of {matrix.experts} experts; {others} together")
+    if matrix.hidden:
+        lines.append(f"{counted(matrix.hidden, 'wrong decision')} among the others not drawn")
+    return "\n".join(lines)
+
+
+def _labels(matrix: Matrix) -> list[str]:
+    """Return the names, without the namespace where all experts share one."""
+    spaces = {name.partition("/")[0] for name in matrix.names if "/" in name}
+    shown = [n.partition("/")[2] or n if len(spaces) == 1 else n for n in matrix.names]
+    return [n if len(n) <= _LABEL_CHARACTERS else f"{n[: _LABEL_CHARACTERS - 1]}…" for n in shown]
+
+
+def _title(found: "RoutingEvaluation") -> str:
+    data, n = found.data.path.name, len(found.decisions)
+    shown = data if len(data) <= _TITLE_CHARACTERS else f"{data[: _TITLE_CHARACTERS - 1]}…"
+    share = found.accuracy
+    named = f"{shown}: {share.right} of {n} decisions as wanted ({100 * share.value:.1f} %)"
+    return "\n".join(textwrap.wrap(printable(named), _TITLE_CHARACTERS))

@@ -1,0 +1,205 @@
+"""``eval --routing`` from the outside; its figures are counted in tests/routing."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from expertctl.cli import routing_evaluation_view as view
+from expertctl.cli.routing_evaluation_view import document, shortfall, text
+from expertctl.schema.validation import problems_of
+from tests.cli.commands import Commands, expertctl
+from tests.routing.evaluated import Row, evaluated
+from tests.store.shop import House, Shop, fast, house, shop
+
+__all__ = ["expertctl", "fast", "house", "shop"]
+
+SORT, DAYS, HELLO = "Sort these numbers: 3, 1, 2", "Which day of the week is it?", "Hello there"
+HAND: list[Row] = [
+    ("sorting", "sorting", 0.9),
+    ("sorting", "dates", 0.8),
+    ("sorting", "sorting", 0.4),
+    ("dates", "dates", 0.5),
+    (None, "dates", 0.7),
+    (None, None, None),
+]
+
+
+@pytest.fixture
+def data(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three prompts of two experts and none, the last one labelled wrong."""
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    house.bases.add(shop.base_dir)
+    house.install(
+        shop.package("acme/sorting", description="Sorts numbers.", routing={"examples": [SORT]}),
+        shop.package("acme/dates", description="Names days.", routing={"examples": [DAYS]}),
+    )
+    rows = [(SORT, "acme/sorting"), (DAYS, "acme/dates"), (HELLO, None), (DAYS + " ", None)]
+    return written(tmp_path, *rows)
+
+
+def written(folder: Path, *rows: tuple[str, str | None]) -> Path:
+    path = folder / "held-out.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "expert": e}) + "\n" for p, e in rows))
+    return path
+
+
+def test_the_document_holds_every_figure(data: Path, expertctl: Commands) -> None:
+    found = expertctl("eval", "--routing", data, "--json").document
+    assert problems_of(found, "eval-routing") == []
+    assert (found["n"], found["experts"], found["encoder"]) == (4, 2, "lexical")
+    assert (found["accuracy"]["right"], found["in_scope"]["share"]) == (3, 1.0)
+    assert (found["out_of_scope"]["right"], found["precision"]["n"]) == (1, 3)
+    assert (found["passed"], found["min_accuracy"]) == (True, None)
+    assert {"wanted": None, "got": "acme/dates", "n": 1} in found["confusion"]
+    (wrong,) = found["wrong"]
+    assert (wrong["line"], wrong["prompt"], wrong["got"]) == (4, DAYS + " ", "acme/dates")
+    assert found["latency_ms"]["plan"]["median"] > 0
+
+
+def test_a_person_sees_the_figures_and_the_wrong_decisions(data: Path, expertctl: Commands) -> None:
+    said = expertctl("eval", "--routing", data)
+    for part in (
+        "n = 4, 2 experts installed, encoder lexical, threshold ",
+        "decided as wanted               3 of 4   0.750  0.301 to 0.954",
+        "TIMES  WANTED  GOT\n1      none    acme/dates",
+        "ANSWERED  WRONG   THRESHOLD",
+        "MS A PROMPT",
+        "wrong decisions, 1 of 1:\n  line 4\n",
+        "    wanted  none\n    got     acme/dates; first was acme/dates: ",
+    ):
+        assert part in said.out
+    assert "wrong decisions" not in expertctl("eval", "--routing", data, "--show", "0").out
+
+
+@pytest.mark.parametrize(("demanded", "code"), [("0.75", 0), ("0.76", 1), ("0", 0), ("1", 1)])
+def test_an_accuracy_can_be_demanded(
+    demanded: str, code: int, data: Path, expertctl: Commands
+) -> None:
+    words = ("eval", "--routing", data, "--min-accuracy", demanded)
+    said = expertctl(*words, code=code)
+    assert ("error: " in said.err) == bool(code)
+    assert "decided as wanted" in said.out
+    found = expertctl(*words, "--json", code=code).document
+    assert (found["passed"], found["min_accuracy"]) == (not code, float(demanded))
+
+
+def test_what_was_demanded_and_missed_is_said_with_its_figures(
+    data: Path, expertctl: Commands
+) -> None:
+    said = expertctl("eval", "--routing", data, "--min-accuracy", "0.9", code=1)
+    assert f"{data}: an accuracy of 0.750, at least 0.9 was demanded (3 of 4 decisions" in said.err
+
+
+def test_unknown_experts_are_all_named(data: Path, tmp_path: Path, expertctl: Commands) -> None:
+    path = written(tmp_path, (SORT, "acme/sortign"), (DAYS, "corp/dates"), (HELLO, None))
+    said = expertctl("eval", "--routing", path, code=3)
+    assert "line 1: acme/sortign; did you mean acme/sorting?" in said.err
+    assert "line 2: corp/dates; did you mean acme/dates?" in said.err
+
+
+def test_a_malformed_file_is_refused_with_all_of_its_problems(
+    data: Path, tmp_path: Path, expertctl: Commands
+) -> None:
+    data.write_text('{"prompt": "x"}\nno\n')
+    said = expertctl("eval", "--routing", data, code=8)
+    assert "line 1: " in said.err
+    assert "line 2: " in said.err
+    expertctl("eval", "--routing", tmp_path / "nowhere", code=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("acme/sorting",), "FILE|REF"),
+        (("--data", "x"), "--data"),
+        (("--compose", "a/b", "--min-gain", "0"), "--compose, --min-gain"),
+        (("--max-tokens", "3"), "--max-tokens"),
+        (("--memory-budget", "1GB"), "--memory-budget"),
+    ],
+)
+def test_what_does_not_count_for_routing_is_refused(
+    words: tuple[str, ...], named: str, expertctl: Commands
+) -> None:
+    said = expertctl("eval", "--routing", "x", *words, code=2)
+    assert f"error: {named}: --routing measures who is chosen" in said.err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "FILE|REF is missing"),
+        (("acme/sorting",), "--data is missing"),
+        (("acme/sorting", "--data", "x", "--min-accuracy", "0"), "--min-accuracy: without"),
+        (("--routing", "x", "--min-accuracy", "1.1"), "less than or equal to 1"),
+    ],
+)
+def test_a_call_that_says_too_little_or_too_much_is_refused(
+    words: tuple[str, ...], told: str, expertctl: Commands
+) -> None:
+    assert told in expertctl("eval", *words, code=2).err
+
+
+def test_a_picture_is_drawn(data: Path, tmp_path: Path, expertctl: Commands) -> None:
+    picture = tmp_path / "routing.svg"
+    expertctl("eval", "--routing", data, "--plot", picture)
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    said = expertctl("eval", "--routing", data, "--plot", tmp_path / "routing.gif", code=2)
+    assert "no picture ends so" in said.err
+
+
+def test_warnings_go_to_stderr_and_into_the_document(
+    data: Path, tmp_path: Path, expertctl: Commands
+) -> None:
+    path = written(tmp_path, (SORT, "acme/sorting"), (SORT, "acme/sorting"))
+    said = expertctl("eval", "--routing", path, "--json")
+    assert "warning: " in said.err
+    assert "1 prompt is repeated" in said.document["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        HAND,
+        [(None, None, None)],
+        [("a", None, None)],
+        [("a", "a", 0.9)],
+        [("a", "b", 0.9)] * 200,
+        [(f"e{i}", f"e{i + 1}", i / 300) for i in range(300)],
+    ],
+    ids=["hand", "none", "nobody", "right", "wrong", "many"],
+)
+def test_every_evaluation_has_a_document_and_a_text(rows: list[Row]) -> None:
+    found = evaluated(rows)
+    told = json.loads(json.dumps(document(found, show=2, min_accuracy=0.5), allow_nan=False))
+    assert problems_of(told, "eval-routing") == []
+    assert sum(cell["n"] for cell in told["confusion"]) == told["n"] == len(rows)
+    assert told["passed"] == (shortfall(found, 0.5) == "")
+    assert text(found, show=2).startswith("held-out.jsonl: n = ")
+
+
+def test_only_the_commonest_confusions_are_shown_to_a_person() -> None:
+    found = evaluated([(f"e{i:02}", "x", 0.9) for i in range(12) for _ in range(i + 1)])
+    shown = text(found, show=0)
+    assert shown.index("12     acme/e11  acme/x") < shown.index("11     acme/e10  acme/x")
+    assert "acme/e01" not in shown
+    assert "… and 2 more pairs; --json has all" in shown
+
+
+def test_the_curve_is_told_at_a_few_coverages() -> None:
+    shown = text(evaluated([("a", "a", i / 100) for i in range(100)]), show=0)
+    assert "ANSWERED  WRONG  THRESHOLD\n100 %     0.0 %  0.00\n90 %      0.0 %  0.10\n" in shown
+    assert "these prompts would be decided best with threshold 0.00: 1.000 as wanted" in shown
+    nobody = text(evaluated([(None, "a", 0.9)]), show=0)
+    assert "decided best with no expert: 1.000 as wanted" in nobody
+
+
+def test_a_decision_without_a_candidate_says_so() -> None:
+    shown = text(evaluated([("a", None, None)]), show=1)
+    assert "got     none; no expert may answer" in shown
+
+
+def test_a_long_prompt_is_cut_for_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view, "_SHOWN_CHARACTERS", 4)
+    assert 'prompt  "prom…"' in text(evaluated([("a", None, None)]), show=1)
