@@ -5,6 +5,7 @@ that the expert recommends whoever answers. Being evaluated does not count as be
 """
 
 import tempfile
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from expertctl.engine.message import UserMessage
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
-from expertctl.errors import DigestError, UsageError
+from expertctl.errors import DigestError, DiskFullError, StoreError, UsageError
 from expertctl.package.build import Plan as BuildPlan
 from expertctl.package.build import build
 from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
@@ -25,6 +26,7 @@ from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import NO_WISHES, SamplingWishes
 from expertctl.routing.request import RouteRequest
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.pair_gain import PairGain
 
 DEFAULT_MAX_TOKENS = 256
 """How long an answer may be where neither the caller nor the expert says."""
@@ -72,7 +74,7 @@ def evaluate(
         expert = asker.score([request.expert])
         base = asker.score([])
         others = tuple(asker.score([replace(e, weight=1.0)]) for e in request.compose)
-    return Evaluated(
+    found = Evaluated(
         data=request.data,
         base_name=asker.base,
         max_tokens=asker.max_tokens,
@@ -82,6 +84,31 @@ def evaluate(
         chain=chain,
         warnings=(*request.data.warnings, *asker.warnings),
     )
+    return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
+
+
+def _remember_gain(catalogue: Catalogue, found: Evaluated) -> tuple[str, ...]:
+    """Remember what a chain of two, each at weight 1, gains; return what could not be written."""
+    experts = found.chain.experts if found.chain else ()
+    if len(experts) != 2 or any(expert.weight != 1 for expert in experts):
+        return ()
+    gain = found.gains[-1]
+    measured = PairGain(
+        first=experts[0].content_digest,
+        second=experts[1].content_digest,
+        base=found.base_name,
+        gain=gain.value,
+        low=gain.interval.low,
+        high=gain.interval.high,
+        p=gain.p,
+        n=len(found.data.samples),
+        at=time.time(),
+    )
+    try:
+        catalogue.history.record_gain(measured)
+    except (StoreError, DiskFullError) as error:
+        return (f"the gain was not remembered for routing: {error.message}",)
+    return ()
 
 
 def evaluate_build(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,15 @@ from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import Forced
 from expertctl.settings import Home, Settings
+from expertctl.store.catalogue import Catalogue
 from tests.engine.market import Market, market
 from tests.factories import make_package, write_base
 from tests.store.shop import House, a_key, house
 
 __all__ = ["house", "market"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+"""The oracle is made by whichever test comes first in a process."""
 
 PROMPTS = tuple(f"{a} + {b}" for a, b in zip("12345678", "87654321", strict=True))
 LIMIT = 6
@@ -140,7 +144,6 @@ def shares(found: Evaluated) -> dict[str, float]:
     return {score.name: score.share for score in found.scores}
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_the_oracle_tells_all_ways_of_answering_apart(pair: Pair) -> None:
     answers = pair.answers
     for prompt in PROMPTS:
@@ -243,6 +246,36 @@ def test_being_evaluated_is_not_being_used(
     evaluate(planner, EvaluationRequest(data=written(["x"]), expert=ONE))
     (stored, _) = house.store.experts()
     assert house.catalogue.usage(stored.content_digest) is None
+
+
+def test_a_gain_of_two_experts_is_remembered_where_it_is_sure(
+    planner: Planner, house: House, written: Written
+) -> None:
+    asked = EvaluationRequest(data=written(["x"] * len(PROMPTS)), expert=ONE, compose=(TWO,))
+    first = evaluate(planner, asked)
+    assert house.catalogue.gains() == {}
+    assert first.chain is not None
+    together = [answer.text for answer in first.chain.answers]
+    before = house.catalogue.revision()
+    found = evaluate(planner, replace(asked, data=written(together)))
+    assert found.gains[-1].value == 1.0
+    one, two = (house.store.find(e.target).content_digest for e in (ONE, TWO))
+    assert house.catalogue.gains(base="market-base") == {(one, two): 1.0}
+    assert house.catalogue.revision() > before
+    (gain,) = house.catalogue.history.pair_gains()
+    assert (gain.n, gain.base, gain.is_sure) == (len(PROMPTS), "market-base", True)
+    assert gain.p == pytest.approx(2 / 2**8)
+
+
+def test_a_gain_at_another_weight_or_without_a_place_to_write_is_not_remembered(
+    planner: Planner, house: House, written: Written
+) -> None:
+    asked = EvaluationRequest(data=written(["x"]), expert=ONE, compose=(HALF_TWO,))
+    assert evaluate(planner, asked).warnings == ()
+    assert house.catalogue.history.pair_gains() == []
+    nowhere = replace(planner, catalogue=Catalogue(Path("/proc/nowhere/index.db")))
+    [warning] = evaluate(nowhere, replace(asked, compose=(TWO,))).warnings
+    assert warning.startswith("the gain was not remembered for routing: /proc/nowhere/index.db")
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_any_other_is_answered(
