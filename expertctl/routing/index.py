@@ -107,6 +107,11 @@ class RoutingIndex:
         self._searching.load(self._current())
 
     @property
+    def table(self) -> VectorTable:
+        """The vectors of now; a value, which later changes leave alone."""
+        return self._current()
+
+    @property
     def revision(self) -> str:
         """What changes whenever positions may mean others, or there are more or fewer."""
         table = self._current()

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from expertctl.digest import Digest
 from expertctl.durable import make_folders
@@ -32,8 +33,14 @@ _TABLES = (
     "CREATE INDEX IF NOT EXISTS packages_by_short ON packages (short)",
     "CREATE TABLE IF NOT EXISTS marks (mark INTEGER PRIMARY KEY, package INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS verdicts (content_digest TEXT PRIMARY KEY, name TEXT NOT NULL, "
-    "flags TEXT NOT NULL) WITHOUT ROWID",
+    "rules INTEGER NOT NULL, flags TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS verdicts_by_name ON verdicts (name)",
     "CREATE INDEX IF NOT EXISTS flagged ON verdicts (content_digest) WHERE flags != '[]'",
+)
+_FORGET = (
+    "DELETE FROM verdicts WHERE content_digest NOT IN (SELECT value FROM kept)",
+    "DELETE FROM packages WHERE name NOT IN (SELECT value FROM kept)",
+    "DELETE FROM marks WHERE package NOT IN (SELECT id FROM packages)",
 )
 
 
@@ -56,7 +63,19 @@ class Verdict:
     content_digest: Digest
     name: str
     flags: tuple[Flag, ...]
-    marks: frozenset[int]
+    rules: int
+    """The edition of the rules that it was judged by."""
+    marks: frozenset[int] = frozenset()
+
+
+class Known(Protocol):
+    """What packages brought before."""
+
+    def owners(self, marks: Collection[int]) -> Mapping[int, str]:
+        """Return the package that brought each mark first; of new marks, nothing."""
+
+    def named(self, names: Collection[str]) -> Mapping[str, str]:
+        """Return which of these names are packages, with or without namespace."""
 
 
 class Suspicions:
@@ -74,15 +93,22 @@ class Suspicions:
 
     def of(self, content_digest: Digest) -> tuple[Flag, ...] | None:
         """Return the flags of one content; None where nobody has judged it yet."""
-        query = "SELECT flags FROM verdicts WHERE content_digest = ?"
-        rows = self._ask(query, [str(content_digest)])
-        return _read_flags(rows[0][0]) if rows else None
+        found = self.verdicts([content_digest])
+        return found[content_digest].flags if found else None
 
-    def judged(self) -> frozenset[Digest]:
-        """Return the contents that were judged."""
-        return frozenset(
-            Digest.parse(str(row[0])) for row in self._ask("SELECT content_digest FROM verdicts")
+    def verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, Verdict]:
+        """Return what was found about these contents, of those that were judged."""
+        query = (
+            "SELECT content_digest, name, flags, rules FROM verdicts WHERE content_digest IN ({})"
         )
+        rows = self._ask_many(query, sorted(map(str, content_digests)))
+        return {verdict.content_digest: verdict for verdict in map(_read_verdict, rows)}
+
+    def of_namespace(self, namespace: str) -> list[Digest]:
+        """Return the contents of one publisher that were judged."""
+        query = "SELECT content_digest FROM verdicts WHERE name > ? AND name < ?"
+        rows = self._ask(query, [f"{namespace}/", f"{namespace}0"])
+        return [Digest.parse(str(row[0])) for row in rows]
 
     def owners(self, marks: Collection[int]) -> dict[int, str]:
         """Return the packages that brought these marks first; of marks that are new, nothing."""
@@ -110,26 +136,19 @@ class Suspicions:
             for verdict in new:
                 _add(db, verdict)
 
-    def remove(self, content_digests: Iterable[Digest]) -> None:
-        """Forget the flags of contents; who brought a text first is remembered.
+    def keep(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
+        """Forget the verdicts of other contents, and what other packages brought.
 
         Raises:
             StoreError: when the file cannot be written.
-        """
-        gone = [(str(digest),) for digest in content_digests]
-        if self.path.exists():
-            with self._writing() as db:
-                db.executemany("DELETE FROM verdicts WHERE content_digest = ?", gone)
-
-    def clear(self) -> None:
-        """Forget everything.
-
-        Raises:
-            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
         """
         with self._writing() as db:
-            for table in ("verdicts", "marks", "packages"):
-                db.execute(f"DELETE FROM {table}")  # noqa: S608  # names of ours
+            db.execute("CREATE TEMP TABLE kept (value TEXT PRIMARY KEY)")
+            kept = [(value,) for value in {*map(str, content_digests), *names}]
+            db.executemany("INSERT INTO kept VALUES (?)", kept)
+            for forget in _FORGET:
+                db.execute(forget)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""
@@ -212,8 +231,13 @@ def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
         pairs = [(mark, row[0]) for mark in sorted(verdict.marks)]
         db.executemany("INSERT OR IGNORE INTO marks (mark, package) VALUES (?, ?)", pairs)
     flags = json.dumps([[f.code, f.sentence, f.other] for f in verdict.flags])
-    values = [str(verdict.content_digest), verdict.name, flags]
-    db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", values)
+    values = [str(verdict.content_digest), verdict.name, verdict.rules, flags]
+    db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", values)
+
+
+def _read_verdict(row: tuple[object, ...]) -> Verdict:
+    digest, name, flags, rules = row
+    return Verdict(Digest.parse(str(digest)), str(name), _read_flags(flags), int(str(rules)))
 
 
 def _read_flags(text: object) -> tuple[Flag, ...]:

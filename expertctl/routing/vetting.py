@@ -1,0 +1,141 @@
+"""Vetting: judging packages as they are installed, each by what was there before it.
+
+The verdict is kept (`store.suspicions`), so routing only reads it. What is judged already stays
+judged: whoever was there first is never flagged for a copy that came later.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from expertctl.digest import Digest
+from expertctl.routing.copied_texts import marks_of
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.resemblance import resemblance
+from expertctl.routing.suspicion import RULES, KnownManifests, flags
+from expertctl.routing.vector_table import Mask
+from expertctl.schema.manifest import Manifest
+from expertctl.store.suspicions import FILE, Flag, Known, Suspicions, Verdict
+
+BATCH = 128
+"""How many packages are judged between two writes."""
+
+Experts = Mapping[Digest, Manifest]
+"""Content digest → manifest, in the order in which they came."""
+
+
+def suspicions_of(index: RoutingIndex) -> Suspicions:
+    """Return what is remembered beside an index."""
+    return Suspicions(index.folder / FILE)
+
+
+def vet(experts: Experts, index: RoutingIndex) -> dict[Digest, tuple[Flag, ...]]:
+    """Judge those that nobody has judged yet, and remember it; return the flags of all.
+
+    Raises:
+        StoreError: when the verdicts cannot be written.
+        DiskFullError: when there is no space left.
+    """
+    suspicions = suspicions_of(index)
+    known = suspicions.verdicts(experts)
+    current = {digest: v.flags for digest, v in known.items() if v.rules == RULES}
+    new = {digest: m for digest, m in experts.items() if digest not in current}
+    if not new:
+        return current
+    vetting = Vetting(suspicions, index, pending=new)
+    left = iter(new.items())
+    while batch := dict(islice(left, BATCH)):
+        verdicts = vetting.judge(batch)
+        suspicions.add(verdicts)
+        current |= {verdict.content_digest: verdict.flags for verdict in verdicts}
+    return current
+
+
+def vet_again(experts: Experts, index: RoutingIndex) -> dict[Digest, tuple[Flag, ...]]:
+    """Forget all but these, judge the flagged ones once more, and those that nobody has judged.
+
+    Raises:
+        StoreError: when the verdicts cannot be written.
+        DiskFullError: when there is no space left.
+    """
+    suspicions = suspicions_of(index)
+    known = suspicions.verdicts(experts)
+    clean = [digest for digest, verdict in known.items() if not verdict.flags]
+    suspicions.keep(clean, {manifest.name for manifest in experts.values()})
+    return vet(experts, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Either:
+    """What the record knows and what a batch adds to it; the record was there first."""
+
+    record: Known
+    batch: Known
+
+    def owners(self, marks: Collection[int]) -> Mapping[int, str]:
+        return {**self.batch.owners(marks), **self.record.owners(marks)}
+
+    def named(self, names: Collection[str]) -> Mapping[str, str]:
+        return {**self.batch.named(names), **self.record.named(names)}
+
+
+class Vetting:
+    """One round of judging: who may be copied from so far."""
+
+    def __init__(self, suspicions: Suspicions, index: RoutingIndex, *, pending: Experts) -> None:
+        """Begin; what is pending counts only once it is judged, what is flagged never."""
+        self.suspicions = suspicions
+        self.index = index
+        self.names = {digest: manifest.name for digest, manifest in pending.items()}
+        self.pending: dict[str, list[Digest]] = {}
+        for digest, manifest in pending.items():
+            self.pending.setdefault(manifest.package.namespace, []).append(digest)
+        self.others: Mask = index.table.alive.copy()
+        self.others[index.positions([*pending, *suspicions.flagged()])] = False
+
+    def judge(self, batch: Experts) -> list[Verdict]:
+        """Judge packages in order, each by those before it."""
+        seen = KnownManifests()
+        known = _Either(self.suspicions, seen)
+        return [self._judge(digest, m, known, seen) for digest, m in batch.items()]
+
+    def _judge(
+        self, digest: Digest, manifest: Manifest, known: Known, seen: KnownManifests
+    ) -> Verdict:
+        found = (*flags(manifest, known), *self._resembling(digest, manifest))
+        if not found:
+            seen.add(manifest)
+            self.others[self.index.positions([digest])] = True
+        return Verdict(digest, manifest.name, found, RULES, marks_of(manifest))
+
+    def _resembling(self, digest: Digest, manifest: Manifest) -> tuple[Flag, ...]:
+        """Compare the vectors of a package with those of other publishers."""
+        table, position = self.index.table, self.index.positions([digest])
+        if not len(position):
+            return ()
+        rows = table.rows[table.rows_of(position)]
+        examples = rows[1 : 1 + len(manifest.routing.examples)]
+        return tuple(
+            resemblance(
+                table,
+                np.ascontiguousarray(examples),
+                others=self._foreign(manifest),
+                name=self._name,
+                encoder=self.index.encoder,
+            )
+        )
+
+    def _foreign(self, manifest: Manifest) -> Mask:
+        """Leave out what the same publisher brought."""
+        namespace = manifest.package.namespace
+        own = [*self.pending.get(namespace, ()), *self.suspicions.of_namespace(namespace)]
+        foreign = self.others.copy()
+        foreign[self.index.positions(own)] = False
+        return foreign
+
+    def _name(self, position: int) -> str:
+        digest = self.index.digest(position)
+        known = self.suspicions.verdicts([digest])
+        return self.names.get(digest) or (known[digest].name if known else str(digest))
