@@ -59,6 +59,8 @@ COMMANDS: dict[str, str] = {
     "route": "run:route",
     "run": "run:run",
     "chat": "chat:chat",
+    "feedback": "feedback:feedback",
+    "stats": "stats:stats",
     "registry": "registry:app",
 }
 """Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""

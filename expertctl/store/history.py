@@ -243,7 +243,7 @@ def _unknown(name: str) -> NotFoundError:
     if name == LAST:
         return NotFoundError("no run is remembered", hint="`expertctl run PROMPT` makes one")
     return NotFoundError(
-        f"no run {name!r} is remembered; the newest {KEPT_JOBS} are",
+        f"no run {name[:40]!r} is remembered; the newest {KEPT_JOBS} are",
         hint="`expertctl stats --json` shows the ids of the newest runs, `last` names the last",
     )
 

@@ -3,28 +3,24 @@
 import multiprocessing
 import sqlite3
 import stat
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from expertctl.digest import Digest
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.history import KEPT_JOBS, History
 from expertctl.store.index_database import IndexDatabase
 from expertctl.store.job import Job, JobTimes, UsedExpert, Verdict
-from expertctl.store.pair_gain import PairGain
-
-X, Y = UsedExpert("acme/x@1.0.0", Digest.of(b"x")), UsedExpert("acme/y@1.0.0", Digest.of(b"y"))
-DAY = 86_400.0
+from tests.store.jobs import DAY, NOW, X, Y, a_gain, a_job
 
 
 class Clock:
     """A time that moves when it is told to."""
 
     def __init__(self) -> None:
-        self.now = 1_800_000_000.0
+        self.now = NOW
 
     def __call__(self) -> float:
         return self.now
@@ -40,16 +36,10 @@ def history(tmp_path: Path, clock: Clock) -> History:
     return History(IndexDatabase(tmp_path / "index.db"), clock=clock)
 
 
-def job(number: int, *experts: UsedExpert, clock: Clock, **said: object) -> Job:
-    plain = Job(
-        job_id=Digest.of(str(number).encode()).hex[:32],
-        at=clock.now,
-        task="default",
-        base="base",
-        experts=experts or (X,),
-        finish_reason="stop",
-    )
-    return replace(plain, **said)  # type: ignore[arg-type]  # fields of a job
+def job(
+    number: int, *experts: UsedExpert, clock: Clock, at: float | None = None, **said: object
+) -> Job:
+    return a_job(number, *experts, at=clock.now if at is None else at, **said)
 
 
 def rate(history: History, expert: UsedExpert = X, task: str | None = None) -> float | None:
@@ -250,7 +240,7 @@ def test_a_judgement_or_a_failure_changes_the_revision_and_a_plain_run_does_not(
     assert changed()
     history.record(job(4, clock=clock, finish_reason="error"))
     assert changed()
-    history.record_gain(gain())
+    history.record_gain(a_gain())
     assert changed()
     history.clear()
     assert changed()
@@ -303,7 +293,7 @@ def test_clearing_forgets_all_but_gains(history: History, clock: Clock) -> None:
     history.record(job(1, clock=clock))
     history.record(job(2, clock=clock))
     judge(history, "good", number=1, clock=clock)
-    history.record_gain(gain())
+    history.record_gain(a_gain())
     assert history.clear() == 2
     assert history.jobs() == []
     assert history.usages() == {}
@@ -311,32 +301,17 @@ def test_clearing_forgets_all_but_gains(history: History, clock: Clock) -> None:
     assert list(history.gains()) == [(X.content_digest, Y.content_digest)]
 
 
-def gain(**other: object) -> PairGain:
-    plain = PairGain(
-        first=X.content_digest,
-        second=Y.content_digest,
-        base="base",
-        gain=0.2,
-        low=0.1,
-        high=0.3,
-        p=0.001,
-        n=100,
-        at=1.0,
-    )
-    return replace(plain, **other)  # type: ignore[arg-type]  # fields of a gain
-
-
 def test_only_sure_gains_count(history: History) -> None:
     pair = (X.content_digest, Y.content_digest)
-    history.record_gain(gain())
+    history.record_gain(a_gain())
     assert history.gains() == {pair: 0.2}
-    history.record_gain(gain(base="other", gain=0.1, at=2.0))
+    history.record_gain(a_gain(base="other", gain=0.1, at=2.0))
     assert history.gains() == {pair: 0.1}
     assert history.gains(base="base") == {pair: 0.2}
     assert history.gains(base="third") == {}
-    history.record_gain(gain(low=-0.01, at=3.0))
+    history.record_gain(a_gain(low=-0.01, at=3.0))
     assert history.gains(base="base") == {}
-    history.record_gain(gain(p=0.06, at=4.0))
+    history.record_gain(a_gain(p=0.06, at=4.0))
     assert history.gains(base="base") == {}
     assert [each.at for each in history.pair_gains()] == [4.0, 2.0]
 

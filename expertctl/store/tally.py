@@ -1,0 +1,158 @@
+"""`Tally`: what the remembered runs come to, for each expert and for each day."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from statistics import median
+from typing import Self
+
+from expertctl.digest import Digest
+from expertctl.store.history import History, Usage
+from expertctl.store.job import FAILED, Job
+from expertctl.store.success import SuccessRates
+
+NEWEST = 10
+"""How many runs are listed one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Some runs, counted."""
+
+    jobs: tuple[Job, ...]
+
+    @property
+    def good(self) -> int:
+        """How many a person called good."""
+        return sum(job.verdict == "good" for job in self.jobs)
+
+    @property
+    def bad(self) -> int:
+        """How many a person called bad."""
+        return sum(job.verdict == "bad" for job in self.jobs)
+
+    @property
+    def passed(self) -> int:
+        """How many answers had the form that was called for."""
+        return sum(job.validation == "passed" for job in self.jobs)
+
+    @property
+    def checked(self) -> int:
+        """How many answers were checked for a form."""
+        return sum(job.validation is not None for job in self.jobs)
+
+    @property
+    def errors(self) -> int:
+        """How many runs ended with an error."""
+        return sum(job.finish_reason == FAILED for job in self.jobs)
+
+    @property
+    def success(self) -> float | None:
+        """The share of those with evidence that it is for; None where none has any."""
+        good = sum(job.good > 0 for job in self.jobs)
+        bad = sum(job.bad > 0 for job in self.jobs)
+        return good / (good + bad) if good + bad else None
+
+    @property
+    def first_token_ms(self) -> float | None:
+        """The median time to the first token."""
+        return _median(job.times.ttft for job in self.jobs)
+
+    @property
+    def total_ms(self) -> float | None:
+        """The median time of a whole run."""
+        return _median(job.times.total for job in self.jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTally:
+    """One expert: its remembered runs, and all there ever were."""
+
+    ref: str
+    content_digest: Digest
+    uses: int
+    last_used: float | None
+    success: float | None
+    """What the router reckons with: of late, with the prior; None where nobody judged it."""
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class DayTally:
+    """The runs of one day, in local time."""
+
+    day: date
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Everything that is shown of a history."""
+
+    runs: Runs
+    """The newest first."""
+    alone: Runs
+    """Those that the base answered alone."""
+    experts: tuple[ExpertTally, ...]
+    """The most used first."""
+    days: tuple[DayTally, ...]
+    """Without a gap, the last is today."""
+
+    @classmethod
+    def of(cls, history: History, *, days: int, today: date) -> Self:
+        """Count everything that a history remembers."""
+        jobs = history.jobs()
+        return cls(
+            runs=Runs(tuple(jobs)),
+            alone=Runs(tuple(job for job in jobs if not job.experts)),
+            experts=_experts(jobs, history.usages(), history.success_rates()),
+            days=_days(jobs, days, today),
+        )
+
+
+def _experts(
+    jobs: Sequence[Job], usages: Mapping[Digest, Usage], rates: SuccessRates
+) -> tuple[ExpertTally, ...]:
+    refs: dict[Digest, str] = {}
+    by_expert: dict[Digest, list[Job]] = defaultdict(list)
+    for job in jobs:
+        for used in job.experts:
+            refs.setdefault(used.content_digest, used.ref)
+            by_expert[used.content_digest].append(job)
+    found = [
+        _expert(digest, ref, by_expert[digest], usages.get(digest), rates.of(digest))
+        for digest, ref in refs.items()
+    ]
+    return tuple(sorted(found, key=lambda each: (-each.uses, each.ref)))
+
+
+def _expert(
+    digest: Digest, ref: str, jobs: Sequence[Job], usage: Usage | None, success: float | None
+) -> ExpertTally:
+    return ExpertTally(
+        ref=ref,
+        content_digest=digest,
+        uses=usage.uses if usage else 0,
+        last_used=usage.last_used if usage else None,
+        success=success,
+        runs=Runs(tuple(jobs)),
+    )
+
+
+def _days(jobs: Sequence[Job], count: int, today: date) -> tuple[DayTally, ...]:
+    by_day: dict[date, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_day[day_of(job.at)].append(job)
+    days = (today - timedelta(days=back) for back in reversed(range(count)))
+    return tuple(DayTally(day, Runs(tuple(by_day.get(day, ())))) for day in days)
+
+
+def day_of(seconds: float) -> date:
+    """Return the day of a time, where this machine is."""
+    return datetime.fromtimestamp(seconds).astimezone().date()
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

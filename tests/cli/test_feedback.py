@@ -1,0 +1,81 @@
+"""``feedback`` as a person types it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from expertctl.schema.validation import problems_of
+from expertctl.store.catalogue import Catalogue
+from tests.cli.commands import Commands, expertctl
+from tests.store.jobs import X, Y, a_job
+
+__all__ = ["expertctl"]
+
+
+@pytest.fixture
+def catalogue(home: Path) -> Catalogue:
+    return Catalogue(home / "index.db")
+
+
+def test_it_has_an_example(expertctl: Commands) -> None:
+    text = expertctl("feedback", "--help").out
+    assert "expertctl feedback last good" in text.split("Example")[1]
+    assert "--json" in text
+
+
+def test_a_person_says_what_an_answer_was(expertctl: Commands, catalogue: Catalogue) -> None:
+    catalogue.history.record(a_job(1, X, Y))
+    job_id = a_job(1).job_id
+    said = expertctl("feedback", job_id[:6], "good")
+    assert said.out.splitlines() == [
+        f"job {job_id[:8]} was good",
+        "  acme/x@1.0.0: success at default 0.56, before unknown",
+        "  acme/y@1.0.0: success at default 0.56, before unknown",
+    ]
+    said = expertctl("feedback", "last", "bad", "--json")
+    assert said.err == ""
+    assert problems_of(said.document, "feedback") == []
+    assert said.document["verdict"] == "bad"
+    assert [expert["success"] for expert in said.document["experts"]] == [0.4444, 0.4444]
+    assert [expert["success_before"] for expert in said.document["experts"]] == [0.5556, 0.5556]
+
+
+def test_the_base_alone_can_be_judged(expertctl: Commands, catalogue: Catalogue) -> None:
+    catalogue.history.record(a_job(1, alone=True))
+    said = expertctl("feedback", "last", "bad")
+    assert said.out == f"job {a_job(1).job_id[:8]} was bad; the base answered alone\n"
+
+
+def test_a_run_that_is_not_remembered_is_not_found(
+    expertctl: Commands, catalogue: Catalogue
+) -> None:
+    said = expertctl("feedback", "last", "good", code=3)
+    assert "error: no run is remembered\n\nhint: `expertctl run PROMPT` makes one" in said.err
+    assert not catalogue.path.exists()
+    catalogue.history.record(a_job(1))
+    said = expertctl("feedback", "\x1b[31mzz", "good", "--json", code=3)
+    assert said.document["error"]["code"] == "not_found"
+    assert "\x1b" not in said.err
+
+
+def test_an_ambiguous_beginning_or_another_word_is_refused(
+    expertctl: Commands, catalogue: Catalogue
+) -> None:
+    for number in "01":
+        catalogue.history.record(a_job(int(number), job_id=f"a{number}" * 16))
+    assert "several runs begin with 'a'" in expertctl("feedback", "a", "good", code=2).err
+    assert "'fine' is not one of" in expertctl("feedback", "last", "fine", code=2).err
+    assert catalogue.success_rate(X.content_digest) is None
+
+
+def test_nothing_leaves_the_machine(
+    expertctl: Commands, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    catalogue.history.record(a_job(1))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    expertctl("feedback", "last", "good")
+    expertctl("stats")

@@ -1,0 +1,144 @@
+"""``stats`` as a person types it: what it counts, how it is drawn, and how it is forgotten."""
+
+import io
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from expertctl.cli import app
+from expertctl.digest import Digest
+from expertctl.schema.validation import problems_of
+from expertctl.store.catalogue import Catalogue
+from expertctl.store.job import JobTimes, UsedExpert
+from tests.cli.commands import Commands, expertctl
+from tests.store.jobs import DAY, X, Y, a_gain, a_job
+
+__all__ = ["expertctl"]
+
+
+@pytest.fixture
+def catalogue(home: Path) -> Catalogue:
+    return Catalogue(home / "index.db")
+
+
+@pytest.fixture
+def used(catalogue: Catalogue) -> Catalogue:
+    """A home with five runs of the last three days."""
+    now, times = time.time(), JobTimes(ttft=40.0, total=300.0)
+    for number, age in enumerate((2, 1, 0, 0)):
+        experts = (X, Y) if number == 1 else (X,)
+        catalogue.history.record(a_job(number, *experts, at=now - age * DAY, times=times))
+    slow = JobTimes(ttft=90.0, total=12_000.0)
+    catalogue.history.record(a_job(4, alone=True, at=now, validation="passed", times=slow))
+    catalogue.history.judge(a_job(0).job_id, "good")
+    return catalogue
+
+
+def test_it_has_an_example(expertctl: Commands) -> None:
+    text = expertctl("stats", "--help").out
+    assert "expertctl stats --days 30" in text.split("Example")[1]
+
+
+def test_an_empty_home_has_no_runs_and_stays_empty(expertctl: Commands, home: Path) -> None:
+    said = expertctl("stats")
+    assert (said.out, said.err) == ("", "no runs yet; `expertctl run PROMPT` makes one\n")
+    document = expertctl("stats", "--days", "2", "--json").document
+    assert problems_of(document, "stats") == []
+    assert (document["runs"], document["experts"], len(document["days"])) == (0, [], 2)
+    assert expertctl("stats", "--clear", "--json").document == {"cleared": 0}
+    assert not home.exists()
+
+
+def test_runs_are_drawn(expertctl: Commands, used: Catalogue) -> None:
+    lines = expertctl("stats", "--days", "4").out.splitlines()
+    assert lines[0].endswith(", 1 good, 0 bad, form held 1 of 1")
+    assert lines[2].split() == ["EXPERT", "USES", "SUCCESS", "SAID", "FIRST", "TOTAL"]
+    figures = ["0.60", "+1", "-0", "40", "ms", "300", "ms"]
+    assert lines[3].split() == ["acme/x@1.0.0", "4", "█" * 24, *figures]
+    assert lines[4].split()[:4] == ["acme/y@1.0.0", "1", "██████", "-"]
+    assert lines[5].split()[-4:] == ["90", "ms", "12.0", "s"]
+    assert lines[7].startswith("4 days, ")
+    assert lines[8] == "  runs    ·▃▃█  most 3"
+    assert lines[9] == "  success ·█·█  of 1"
+    assert lines[10] == "  total   ·███  most 300 ms"
+    assert lines[12].split() == ["JOB", "WHEN", "SAID", "FORM", "ANSWERED", "BY"]
+    assert lines[13].split()[0] == a_job(4).job_id[:8]
+    assert lines[13].endswith("  -     passed  base alone")
+    assert lines[-1].endswith("acme/x@1.0.0")
+
+
+def test_the_document_has_every_figure(expertctl: Commands, used: Catalogue) -> None:
+    used.history.record_gain(a_gain())
+    document = expertctl("stats", "--json").document
+    assert problems_of(document, "stats") == []
+    assert (document["runs"], document["good"], document["checked"]) == (5, 1, 1)
+    assert [(e["ref"], e["uses"], e["success"]) for e in document["experts"]] == [
+        ("acme/x@1.0.0", 4, 0.6),
+        ("acme/y@1.0.0", 1, None),
+    ]
+    assert document["base_alone"]["runs"] == 1
+    assert [(gain["gain"], gain["sure"]) for gain in document["gains"]] == [(0.2, True)]
+    assert [day["runs"] for day in document["days"][-3:]] == [1, 1, 3]
+    assert [job["job_id"] for job in document["jobs"]] == [a_job(n).job_id for n in (4, 3, 2, 1, 0)]
+
+
+def width_of(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+@pytest.mark.parametrize("columns", [24, 40, 60, 80, 132])
+def test_no_line_is_wider_than_the_terminal(
+    columns: int, expertctl: Commands, used: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = UsedExpert("acme/" + "very-" * 20 + "long@1.0.0", Digest.of(b"long"))
+    used.history.record(a_job(9, long, X, Y, at=time.time()))
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert width_of(expertctl("stats", "--days", "366").out) <= columns
+
+
+def test_days_without_runs_are_said(expertctl: Commands, catalogue: Catalogue) -> None:
+    catalogue.history.record(a_job(1, at=time.time() - 40 * DAY))
+    assert "\nno runs in 14 days\n" in expertctl("stats").out
+
+
+def test_many_experts_are_not_all_drawn(expertctl: Commands, catalogue: Catalogue) -> None:
+    for number in range(17):
+        expert = UsedExpert(f"acme/e{number}@1.0.0", Digest.of(str(number).encode()))
+        catalogue.history.record(a_job(number, expert))
+    assert "\nand 2 more experts: see --json\n" in expertctl("stats").out
+
+
+def test_a_terminal_without_blocks_gets_ascii(
+    used: Catalogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert app.run(["stats", "--days", "4"]) == 0
+    shown.flush()
+    text = shown.buffer.getvalue().decode("ascii")
+    assert "\\u" not in text
+    assert "\n  runs     --#  most 3\n" in text
+
+
+def test_what_was_remembered_is_forgotten_when_it_is_asked_for(
+    expertctl: Commands, used: Catalogue
+) -> None:
+    assert expertctl("stats", "--clear").out == "forgot 5 runs\n"
+    assert expertctl("stats", "--json").document["runs"] == 0
+    assert used.success_rate(X.content_digest) is None
+    assert used.usage(X.content_digest) is None
+
+
+@pytest.mark.parametrize("days", ["0", "367", "x"])
+def test_days_are_bounded(days: str, expertctl: Commands) -> None:
+    assert "--days" in expertctl("stats", "--days", days, code=2).err
+
+
+def test_a_damaged_history_is_told_and_begins_anew(expertctl: Commands, used: Catalogue) -> None:
+    used.path.write_bytes(b"no database " * 500)
+    said = expertctl("stats")
+    assert "warning: " in said.err
+    assert "was damaged" in said.err
+    assert "no runs yet" in said.err
