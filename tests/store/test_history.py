@@ -37,7 +37,7 @@ def history(tmp_path: Path, clock: Clock) -> History:
 
 
 def job(
-    number: int, *experts: UsedExpert, clock: Clock, at: float | None = None, **said: object
+    number: int, *experts: UsedExpert, clock: Clock, at: float | None = None, **said: Any
 ) -> Job:
     return a_job(number, *experts, at=clock.now if at is None else at, **said)
 
