@@ -16,6 +16,9 @@ from expertctl.store.suspicions import Flag
 NEAR = 0.9
 """Texts this similar say the same in other words."""
 
+LEXICAL = "lexical"
+"""The encoder that sees words, not meaning: examples of one task may share none."""
+
 _SAMPLE = 12
 """How many examples of a package are compared with all others."""
 _NEAR_SHARE = 0.4
@@ -51,11 +54,15 @@ def resemblance(
         other = name(near.most_common(1)[0][0])
         told = f"{count} of {len(sample)} examples say in other words"
         yield Flag("near-copy", f"{told} what those of {other} say", other)
-    alike = {int(at) for at in owners[meant >= _ALIKE]}
-    share = float((meant >= _ALIKE).mean())
-    if len(alike) >= _GRABBED and share >= _GRABBED_SHARE and _common(examples) < _UNLIKE:
-        told = "its examples have little in common, but each resembles those of another package"
-        yield Flag("grab-all", f"{told}: {len(alike)} packages in all")
+    if encoder.name != LEXICAL and _is_grab_all(examples, meant, owners):
+        told = "its examples have little in common, but most resemble those of other packages"
+        yield Flag("grab-all", told)
+
+
+def _is_grab_all(examples: Vectors, meant: Vectors, owners: Rows) -> bool:
+    alike = meant >= _ALIKE
+    spread = len(np.unique(owners[alike])) >= _GRABBED and alike.mean() >= _GRABBED_SHARE
+    return bool(spread) and _common(examples) < _UNLIKE
 
 
 def _closest(table: VectorTable, queries: Vectors, others: Mask) -> tuple[Vectors, Rows]:

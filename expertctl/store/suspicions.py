@@ -10,7 +10,7 @@ removed or installed again in between. The file may be deleted at any time and i
 import json
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,9 +132,12 @@ class Suspicions:
             DiskFullError: when there is no space left.
         """
         new = list(verdicts)
-        with self._writing() as db:
+
+        def add_all(db: sqlite3.Connection) -> None:
             for verdict in new:
                 _add(db, verdict)
+
+        self._write(add_all)
 
     def keep(self, content_digests: Collection[Digest], names: Collection[str]) -> None:
         """Forget the verdicts of other contents, and what other packages brought.
@@ -143,12 +146,15 @@ class Suspicions:
             StoreError: when the file cannot be written.
             DiskFullError: when there is no space left.
         """
-        with self._writing() as db:
+        kept = [(value,) for value in {*map(str, content_digests), *names}]
+
+        def forget(db: sqlite3.Connection) -> None:
             db.execute("CREATE TEMP TABLE kept (value TEXT PRIMARY KEY)")
-            kept = [(value,) for value in {*map(str, content_digests), *names}]
             db.executemany("INSERT INTO kept VALUES (?)", kept)
-            for forget in _FORGET:
-                db.execute(forget)
+            for statement in _FORGET:
+                db.execute(statement)
+
+        self._write(forget)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""
@@ -182,28 +188,41 @@ class Suspicions:
             self.notes.append(f"{self.path}: {error}; `expertctl reindex` makes it again")
             return []
 
-    @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _write(self, action: Callable[[sqlite3.Connection], None]) -> None:
         """Change the file in one transaction; a damaged one begins anew."""
+        try:
+            self._attempt(action)
+        except sqlite3.DatabaseError as error:
+            if not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
+                raise self._told(error) from error
+            self._begin_anew(action, error)
+
+    def _attempt(self, action: Callable[[sqlite3.Connection], None]) -> None:
         try:
             make_folders(self.path.parent, mode=0o700)
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
-            if self.problems():
-                self._begin_anew()
-            with _opened(self.path, "rw") as db, db:
-                for table in _TABLES:
-                    db.execute(table)
-                yield db
         except OSError as error:
             raise StoreError(f"{self.path}: {error.strerror}") from error
-        except sqlite3.DatabaseError as error:
-            raise self._told(error) from error
+        with _opened(self.path, "rw") as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            with db:
+                for table in _TABLES:
+                    db.execute(table)
+                action(db)
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(
+        self, action: Callable[[sqlite3.Connection], None], why: sqlite3.DatabaseError
+    ) -> None:
         for suffix in ("", "-wal", "-shm", "-journal"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
-        self.notes.append(f"{self.path} was damaged and begins anew; see `expertctl reindex`")
+        self.notes.append(
+            f"{self.path} was damaged ({why}) and begins anew; `expertctl reindex` judges "
+            "again what is installed"
+        )
+        try:
+            self._attempt(action)
+        except sqlite3.DatabaseError as error:
+            raise self._told(error) from error
 
     def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
         if getattr(error, "sqlite_errorname", "") in _FULL:
