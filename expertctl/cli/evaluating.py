@@ -75,7 +75,7 @@ def evaluate(
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure an expert against its base, or with --routing who is chosen.
+    """Measure an expert against its base, or routing.
 
     Example: expertctl eval starter/sorting --data held-out.jsonl --min-gain 0.5
     """

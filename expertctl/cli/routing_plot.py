@@ -71,7 +71,7 @@ def _write_count(axes: "Axes", place: tuple[int, int], count: int, *, dark: bool
         shown,
         ha="center",
         va="center",
-        fontsize=7 if len(shown) < 4 else 5,
+        fontsize=min(7, 24 / len(shown)),
         color="white" if dark else _INK,
     )
 

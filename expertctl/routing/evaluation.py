@@ -178,6 +178,7 @@ def evaluate_routing(
     """
     inventory = planner.inventory()
     check_installed(data, {expert.stored.package for expert in inventory.experts})
+    planner.index.prepare()
     decisions, results = [], []
     for prompt in data.prompts:
         start = time.perf_counter()
