@@ -33,6 +33,11 @@ COLUMNS = 16
 
 _GELU = (-1.5956551533, -0.0729398634, 2.509523236e-4, 6.093441144e-5, -2.225264237e-6)
 """p of gelu(x) = x / (1 + exp(x · p(x²))), lowest power first; fitted for the least error, 4e-6."""
+_FEW_COLUMNS = 128
+_CACHE_BLOCK = 1 << 18
+"""How many weights are brought into the cache at a time, before few columns are multiplied."""
+_CACHE_LINE = 16
+
 _GELU_BLOCK = 1 << 16
 """How many numbers pass through gelu at a time, so that they stay in the cache."""
 
@@ -166,8 +171,8 @@ class Bert:
         heads = self.config.num_attention_heads
         q = self._linear(f"{at}.attention.self.query", x)
         q *= np.float32(1 / math.sqrt(len(x) // heads))
-        k = self.weights[f"{at}.attention.self.key.weight"] @ x
-        v = self.weights[f"{at}.attention.self.value.weight"] @ x
+        k = product(self.weights[f"{at}.attention.self.key.weight"], x)
+        v = product(self.weights[f"{at}.attention.self.value.weight"], x)
         mixed = np.zeros_like(x)
         for run in runs:
             mine, keys, values = (run.of(part, heads=heads) for part in (q, k, v))
@@ -179,7 +184,7 @@ class Bert:
         return mixed
 
     def _linear(self, name: str, x: Floats) -> Floats:
-        result: Floats = self.weights[f"{name}.weight"] @ x
+        result = product(self.weights[f"{name}.weight"], x)
         result += self.weights[f"{name}.bias"][:, None]
         return result
 
@@ -193,6 +198,23 @@ class Bert:
         x *= self.weights[f"{name}.weight"][:, None]
         x += self.weights[f"{name}.bias"][:, None]
         return x
+
+
+def product(weight: Floats, x: Floats) -> Floats:
+    """Return the matrix product; with few columns, weights are brought into the cache before.
+
+    The weights of a model do not fit the cache, and a product that must wait for each part of them
+    takes up to a third longer than reading one number of each cache line first, all at full speed.
+    """
+    if x.shape[1] > _FEW_COLUMNS:
+        return weight @ x
+    result = np.empty((len(weight), x.shape[1]), np.float32)
+    step = max(1, _CACHE_BLOCK // weight.shape[1])
+    for start in range(0, len(weight), step):
+        block = weight[start : start + step]
+        block.reshape(-1)[::_CACHE_LINE].max()
+        np.matmul(block, x, out=result[start : start + step])
+    return result
 
 
 def exponentials(x: Floats) -> Floats:

@@ -1,11 +1,12 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.routing.bert import exponentials, gelu
+from expertctl.routing.bert import exponentials, gelu, product
 
 
 def exact_gelu(x: float) -> float:
@@ -41,3 +42,14 @@ def test_exponentials_over_their_sums_are_the_softmax_of_torch(values: list[floa
     sums = exponentials(x)
     expected = torch.softmax(torch.tensor(values), -1).numpy()
     assert np.allclose((x / sums)[:, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [1, 16, 128, 129])
+@pytest.mark.parametrize("shape", [(3, 5), (1024, 300), (7, 300_000)])
+def test_a_product_is_that_of_numpy_however_it_is_computed(
+    shape: tuple[int, int], columns: int
+) -> None:
+    random = np.random.default_rng(0)
+    weight = random.standard_normal(shape).astype(np.float32)
+    x = random.standard_normal((shape[1], columns)).astype(np.float32)
+    assert np.allclose(product(weight, x), weight @ x, rtol=1e-4, atol=1e-2)
