@@ -247,15 +247,17 @@ def _wrong_texts(found: "RoutingEvaluation", show: int) -> list[str]:
         lines.append(f"  line {prompt.line}" + (f" ({prompt.id})" if prompt.id else ""))
         lines.append(f"    prompt  {_quoted(prompt.prompt)}")
         lines.append(f"    wanted  {_name(prompt.expert)}")
-        lines.append(f"    got     {_name(decision.expert)}; {_first(decision)}")
+        lines.append(f"    got     {_outcome(decision)}")
     return ["\n".join(lines)] if shown else []
 
 
-def _first(decision: "Decision") -> str:
-    """Say who came first, and why that one answers or not."""
+def _outcome(decision: "Decision") -> str:
+    """Say who answered and why, or who came first and why that one did not."""
     if decision.first is None:
-        return "no expert may answer"
-    return f"first was {decision.first}: {decision.reason}"
+        return f"{NONE}; no expert may answer"
+    if decision.expert is None:
+        return f"{NONE}; first was {decision.first}: {decision.reason}"
+    return f"{decision.expert}: {decision.reason}"
 
 
 def _quoted(value: str) -> str:
