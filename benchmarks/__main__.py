@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.harness import as_table
 
-NOT_BENCHMARKS = {"__init__", "__main__", "harness", "inputs", "servers"}
+NOT_BENCHMARKS = {"__init__", "__main__", "drawn_rows", "harness", "inputs", "servers"}
 
 
 def benchmark_names() -> list[str]:

@@ -8,6 +8,9 @@ import numpy as np
 
 from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
 
+DECIMALS = 6
+"""To how many places cosines are told."""
+
 
 @dataclass(frozen=True, eq=False)
 class Allowed:
@@ -72,7 +75,12 @@ class Found:
 
 
 def best_of_each(table: VectorTable, rows: Rows, cosines: Vectors) -> Found:
-    """Group rows by the expert that owns them; of equal rows the first counts."""
+    """Group rows by the expert that owns them; of equal rows the first counts.
+
+    Cosines are rounded, as the same product comes out otherwise in its last bits when other rows
+    are multiplied beside it: no order may hang on that.
+    """
+    cosines = cosines.round(DECIMALS)
     order = np.lexsort((rows, -cosines))
     owners = table.owners[rows[order]]
     _, first = np.unique(owners, return_index=True)

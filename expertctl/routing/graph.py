@@ -65,9 +65,12 @@ class Graph:
     width: int
     recall: float
 
-    def nearest(self, query: Vectors, count: int) -> Rows | None:
-        """Return the closest rows, the closest first; ``None`` when it does not find so many."""
-        self.index.set_ef(max(self.width, count))
+    def nearest(self, query: Vectors, count: int, *, width: int = 0) -> Rows | None:
+        """Return the closest rows, the closest first; ``None`` when it does not find so many.
+
+        A larger ``width`` searches more widely than it takes for the ten closest.
+        """
+        self.index.set_ef(max(self.width, count, width))
         try:
             labels, _ = self.index.knn_query(query, k=count)
         except RuntimeError:

@@ -11,8 +11,8 @@ from expertctl.routing.found import Allowed, Found, best_of_each
 from expertctl.routing.graph import Graph
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
-ROWS_PER_LINK = 16
-"""How many rows are compared in the time in which a graph returns one more."""
+ROWS_PER_LINK = 48
+"""How many rows are compared in the time that one more of width costs a graph."""
 
 _MOST = 0.3
 _SPARE = 1.2
@@ -71,33 +71,39 @@ def _through_graph(
     table: VectorTable, graph: Graph, query: Vectors, count: int, allowed: Allowed | None
 ) -> Rows | None:
     """Return the closest rows that may be found; ``None`` where exact search costs less."""
-    later = _later_rows(table, graph, query, count, allowed)
     if allowed is None:
         rows = graph.nearest(query, min(count, graph.rows))
-        return rows if rows is None or not len(later) else np.concatenate([rows, later])
-    asked = int(count * graph.rows / max(allowed.row_count, 1) * _SPARE) + 1
-    while asked < graph.rows and asked * ROWS_PER_LINK < allowed.row_count:
-        rows = graph.nearest(query, asked)
+        return rows if rows is None else _with_later(rows, table, graph, query, count, None)
+    sparsity = graph.rows / max(allowed.row_count, 1)
+    asked, width = int(count * sparsity * _SPARE) + 1, int(graph.width * sparsity)
+    while max(asked, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
+        rows = graph.nearest(query, asked, width=width)
         if rows is None:
             return None
         passing = rows[allowed.mask[table.owners[rows]]]
         if len(passing) >= count:
-            return np.concatenate([passing[:count], later])
+            return _with_later(passing[:count], table, graph, query, count, allowed)
         asked *= 2
     return None
 
 
-def _later_rows(
-    table: VectorTable, graph: Graph, query: Vectors, count: int, allowed: Allowed | None
+def _with_later(
+    rows: Rows,
+    table: VectorTable,
+    graph: Graph,
+    query: Vectors,
+    count: int,
+    allowed: Allowed | None,
 ) -> Rows:
-    """Return the closest of the rows that the graph does not cover."""
-    rows = np.arange(graph.rows, len(table.rows))
-    if allowed is not None:
-        rows = rows[allowed.mask[table.owners[rows]]]
-    if len(rows) <= count:
+    """Add the closest of the rows that the graph does not cover."""
+    if graph.rows == len(table.rows):
         return rows
-    kept: Rows = np.sort(np.argpartition(-(table.rows[rows] @ query), count)[:count])
-    return rows[kept]
+    later = np.arange(graph.rows, len(table.rows))
+    if allowed is not None:
+        later = later[allowed.mask[table.owners[later]]]
+    if len(later) > count:
+        later = later[np.argpartition(-(table.rows[later] @ query), count)[:count]]
+    return np.concatenate([rows, later])
 
 
 def _spans(starts: Rows, counts: Rows) -> Rows:

@@ -110,7 +110,7 @@ class VectorFiles:
         name = f"vectors-{secrets.token_hex(8)}.rows"
         header = Header(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
         entries = dict(zip(whole.digests, parts_of(whole.rows, whole.counts), strict=True))
-        with self._removed_on_failure(self.folder / name):
+        with self._removed_unless_named(name):
             append(self.folder / name, _bytes(whole.rows), at=0)
             sync_folder(self.folder)
             published = self._begin(
@@ -213,15 +213,16 @@ class VectorFiles:
             return False
         return _is_sound(rows, entries)
 
-    @staticmethod
     @contextmanager
-    def _removed_on_failure(path: Path) -> Iterator[None]:
-        """Leave nothing on a disk that may be full."""
+    def _removed_unless_named(self, name: str) -> Iterator[None]:
+        """Leave no rows on a disk that may be full, unless the journal got to name them."""
         try:
             yield
         except OSError:
-            with suppress(OSError):
-                path.unlink()
+            journal = read_journal(self.journal)
+            if journal is None or journal.header.rows != name:
+                with suppress(OSError):
+                    (self.folder / name).unlink()
             raise
 
     def _remove_others(self, name: str) -> None:

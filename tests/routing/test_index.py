@@ -1,6 +1,9 @@
 import errno
 import multiprocessing
 import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,20 @@ from filelock import FileLock
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.routing import index as indexes
+from expertctl.routing import searching, vector_files
+from expertctl.routing.encoded import Encoded
+from expertctl.routing.graph import GRAPH_FILE, Graph, build_graph
 from expertctl.routing.index import LOCK_FILE, RoutingIndex
+from expertctl.routing.lesson import Lesson
 from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.vector_files import JOURNAL_FILE
-from expertctl.routing.vector_table import Vectors
+from expertctl.routing.vector_table import Vectors, VectorTable
 from expertctl.schema.manifest import Manifest
 from tests.routing.experts import content_digest, manifest
 
+needs_hnswlib = pytest.mark.skipif(
+    find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
+)
 SORT = manifest(
     "acme/sort", description="Sorts numbers.", examples=("Sort these numbers: 3, 1, 2",)
 )
@@ -238,3 +248,180 @@ def test_the_rows_of_an_expert_are_those_of_its_texts(index: RoutingIndex) -> No
     texts_ = ["Sorts numbers.", "Sort these numbers: 3, 1, 2", "sort"]
     assert np.array_equal(rows, index.encoder.encode(texts_))
     assert index.rows(content_digest("acme/absent@1.0.0")) is None
+
+
+def test_forgetting_much_writes_what_is_left_anew(index: RoutingIndex) -> None:
+    many = texts(*(manifest(f"acme/e{n}", examples=(f"do {n}",)) for n in range(10)))
+    index.add(many)
+    revision = index.revision
+    index.remove(list(many)[:3])
+    assert index.positions(many).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert index.revision != revision
+    index.remove(list(many)[3:5])
+    assert index.positions(many).tolist() == [0, 1, 2, 3, 4]
+    assert set(index.similarities("do 7")) == set(list(many)[5:])
+    assert [index.digest(n) for n in range(5)] == index.digests == list(many)[5:]
+    index.check_integrity()
+
+
+def test_what_was_forgotten_is_never_found_and_may_come_back(index: RoutingIndex) -> None:
+    many = texts(*(manifest(f"acme/e{n}", examples=(f"do job{n} now",)) for n in range(10)))
+    index.add(many)
+    gone = list(many)[7]
+    everyone = index.allow(many)
+    index.remove([gone])
+    for allowed in (None, everyone):
+        found = index.search(index.vector("do job7 now"), allowed=allowed)
+        assert gone not in {index.digest(at) for at in found.experts}
+    index.add({gone: many[gone]})
+    found = index.search(index.vector("do job7 now"))
+    assert index.digest(found.experts[0]) == gone
+
+
+def test_a_process_that_did_not_see_a_removal_forgets_too_when_it_writes(
+    index: RoutingIndex,
+) -> None:
+    other = RoutingIndex(index.folder, LexicalEncoder())
+    index.add(BOTH)
+    other.similarities("sort")
+    index.remove([content_digest(SQL.ref)])
+    other.remove([content_digest(SQL.ref)])
+    assert set(other.similarities("sort")) == set(texts(SORT))
+
+
+def test_a_row_that_was_changed_on_the_disk_is_told(
+    index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vector_files, "CHECKED_BYTES", 0)
+    index.add(BOTH)
+    (path,) = index.folder.glob(vector_files.ROWS_GLOB)
+    data = bytearray(path.read_bytes())
+    data[10] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match="not those that were written"):
+        RoutingIndex(index.folder, LexicalEncoder()).check_integrity()
+
+
+def test_rows_without_an_expert_are_told(index: RoutingIndex) -> None:
+    index.add(BOTH)
+    assert index._table is not None
+    index._table = replace(index._table, counts=index._table.counts - 1)
+    with pytest.raises(StoreError, match="rows without an expert"):
+        index.check_integrity()
+
+
+class Notebook:
+    """A learner that writes down what it is taught."""
+
+    def __init__(self) -> None:
+        self.lessons: dict[Digest, Lesson] = {}
+
+    def lacking(self, digests: Sequence[Digest]) -> list[Digest]:
+        return [digest for digest in digests if digest not in self.lessons]
+
+    def learn(self, lessons: Sequence[Lesson]) -> None:
+        self.lessons |= {lesson.digest: lesson for lesson in lessons}
+
+    def forget(self, digests: Iterable[Digest]) -> None:
+        for digest in digests:
+            self.lessons.pop(digest, None)
+
+    def restart(self) -> None:
+        self.lessons.clear()
+
+
+def test_a_learner_is_taught_what_is_added_by_the_same_pass(tmp_path: Path) -> None:
+    encoder, notebook = OtherEncoder("one"), Notebook()
+    index = RoutingIndex(tmp_path, encoder, notebook)
+    index.add(BOTH)
+    assert len(encoder.encoded) == 7
+    lesson = notebook.lessons[content_digest(SQL.ref)]
+    assert lesson.manifest == SQL
+    assert np.array_equal(lesson.deep, encoder.encode([SQL.description, *SQL.routing.examples]))
+    index.add(BOTH)
+    assert len(encoder.encoded) == 10  # three of them by this test
+    index.remove([content_digest(SQL.ref)])
+    assert set(notebook.lessons) == {content_digest(SORT.ref)}
+    index.rebuild(texts(SQL))
+    assert set(notebook.lessons) == {content_digest(SQL.ref)}
+
+
+def test_a_learner_that_knows_nothing_is_taught_what_the_index_has(tmp_path: Path) -> None:
+    RoutingIndex(tmp_path, LexicalEncoder()).add(BOTH)
+    size = (tmp_path / JOURNAL_FILE).stat().st_size
+    notebook = Notebook()
+    RoutingIndex(tmp_path, LexicalEncoder(), notebook).add(BOTH)
+    assert set(notebook.lessons) == set(BOTH)
+    assert (tmp_path / JOURNAL_FILE).stat().st_size == size
+
+
+def test_many_experts_are_published_a_part_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "BATCH", 4)
+    encoder = OtherEncoder("one")
+    many = texts(*(manifest(f"acme/e{n}") for n in range(10)))
+
+    def encode_deep(listed: Any) -> Encoded:
+        if len(encoder.encoded) >= 16:
+            raise KeyboardInterrupt
+        return Encoded.flat(encoder.encode(listed))
+
+    monkeypatch.setattr(encoder, "encode_deep", encode_deep)
+    with pytest.raises(KeyboardInterrupt):
+        RoutingIndex(tmp_path, encoder).add(many)
+    assert set(RoutingIndex(tmp_path, encoder).similarities("x")) == set(list(many)[:8])
+
+
+@needs_hnswlib
+def test_making_all_again_builds_a_graph_where_it_pays_and_removes_it_where_not(
+    index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "GRAPH_ROWS", 60)
+    monkeypatch.setattr(searching, "GRAPH_ROWS", 60)
+    many = texts(
+        *(
+            manifest(f"acme/e{n}", description=f"does job{n}", examples=(f"do job{n} now",))
+            for n in range(40)
+        )
+    )
+    index.rebuild(many)
+    assert (index.folder / GRAPH_FILE).exists()
+    fresh = RoutingIndex(index.folder, LexicalEncoder())
+    fresh.prepare()
+    for each in (index, fresh):
+        found = each.search(each.vector("does job7"), count=10)
+        assert each.digest(found.experts[0]) == content_digest("acme/e7@1.0.0")
+        assert len(found) < 10  # the owners of the ten closest rows
+        near = each.similarities("does job7", always=[content_digest("acme/e39@1.0.0")])
+        assert content_digest("acme/e39@1.0.0") in near
+    index.remove(list(many)[:20])
+    assert not (index.folder / GRAPH_FILE).exists()
+    index.rebuild(many)
+    index.rebuild(texts(SORT))
+    assert not (index.folder / GRAPH_FILE).exists()
+
+
+@needs_hnswlib
+def test_a_graph_that_was_built_too_late_is_thrown_away(
+    index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexes, "GRAPH_ROWS", 10)
+    many = texts(*(manifest(f"acme/e{n}", description=f"does job{n}") for n in range(40)))
+
+    def overtaken(table: VectorTable) -> Graph | None:
+        monkeypatch.setattr(indexes, "build_graph", lambda _: None)
+        RoutingIndex(index.folder, LexicalEncoder()).rebuild(texts(SORT))
+        return build_graph(table)
+
+    monkeypatch.setattr(indexes, "build_graph", overtaken)
+    index.rebuild(many)
+    assert not (index.folder / GRAPH_FILE).exists()
+    assert len(RoutingIndex(index.folder, LexicalEncoder()).similarities("x")) == 1
+
+
+def test_forgetting_what_is_not_there_writes_nothing(index: RoutingIndex) -> None:
+    index.remove([content_digest("acme/unknown@1.0.0")])
+    assert not index.folder.exists()
+    index.add(BOTH)
+    assert index.table.digests == list(BOTH)
