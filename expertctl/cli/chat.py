@@ -276,6 +276,7 @@ class _Session:
             "/help": self._help,
             "/experts": self._experts,
             "/plan": self._plan,
+            "/feedback": self._feedback,
             "/reset": self._reset,
             "/exit": _want_none,  # alone it never comes here
         }
@@ -318,6 +319,15 @@ class _Session:
             note(f"saved {rest[0]}")
         else:
             note(routing_text(turn.result.planned.result))
+
+    def _feedback(self, rest: list[str]) -> None:
+        from expertctl.cli.feedback import parse_verdict, verdict_text
+
+        verdict = parse_verdict(rest)
+        if not self.conversation.turns:
+            raise NotFoundError("there is no answer yet", hint="say something first")
+        job_id, catalogue = self.conversation.turns[-1].result.job_id, self._planner.catalogue
+        note(verdict_text(catalogue, job_id, verdict))
 
     def _reset(self, rest: list[str]) -> None:
         _want_none(rest)

@@ -16,6 +16,7 @@ HELP = '''\
 /experts auto         choose them by each message again
 /plan                 who answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
+/feedback good        say what the last answer was: good, or bad
 /reset                forget what was said
 /exit                 leave, as the end of the input (Ctrl-D) does
 A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.

@@ -395,3 +395,29 @@ def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
     monkeypatch.setattr(sys, "stdin", Typist(key, key, "/nonsense\n"))
     outcome = expertctl("chat", *QUIET)
     assert (outcome.code, "no command" in outcome.err) == (0, False)
+
+
+def test_an_answer_of_a_chat_is_judged_in_it(workshop: Workshop, expertctl: Expertctl) -> None:
+    script = f"{PROMPT}\n/feedback good\n/feedback bad\n"
+    told = expertctl("chat", *QUIET, stdin=script.encode()).err
+    assert " was good\n  acme/sorting@1.2.0: success at default 0.60, before unknown\n" in told
+    assert " was bad\n  acme/sorting@1.2.0: success at default 0.40, before 0.60\n" in told
+    [job] = expertctl("stats", "--json").document["jobs"]
+    assert (job["verdict"], job["experts"]) == ("bad", ["acme/sorting@1.2.0"])
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("/feedback good\n", 3, "there is no answer yet"),
+        (f"{PROMPT}\n/feedback\n", 2, "an answer is good or bad"),
+        (f"{PROMPT}\n/feedback good bad\n", 2, "an answer is good or bad"),
+        (f"{PROMPT}\n/feedback fine\n", 2, "an answer is good or bad"),
+    ],
+)
+def test_a_judgement_that_is_none_is_refused(
+    script: str, code: int, told: str, workshop: Workshop, expertctl: Expertctl
+) -> None:
+    outcome = expertctl("chat", *QUIET, stdin=script.encode())
+    assert outcome.code == code
+    assert told in outcome.err
