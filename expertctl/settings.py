@@ -94,6 +94,16 @@ class Home:
         return self.root / "index.db"
 
     @property
+    def suspicions(self) -> Path:
+        """What is odd about installed packages, and who came first, an SQLite database."""
+        return self.root / "suspicions.db"
+
+    @property
+    def flagged(self) -> Path:
+        """Which installed packages look suspicious, for who only reads."""
+        return self.root / "flagged.json"
+
+    @property
     def bases(self) -> Path:
         """One folder per known base model."""
         return self.root / "bases"

@@ -10,6 +10,7 @@ from expertctl.settings import load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.store import Store
+from expertctl.store.suspicions import Suspicions
 from expertctl.trust.policy import TrustStore
 
 
@@ -27,6 +28,7 @@ def doctor(as_json: JsonFlag = False) -> None:
             trust=TrustStore(home.trust),
             indexes=IndexStore(home.registries),
             catalogue=Catalogue(home.index),
+            suspicions=Suspicions(home.suspicions),
             progress=report,
         )
     emit(_document(diagnosis), _text(diagnosis), as_json=as_json)

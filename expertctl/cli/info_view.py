@@ -10,10 +10,13 @@ from expertctl.errors import BaseMismatchError, TrustError
 from expertctl.package.compatibility import check_base
 from expertctl.reference import PackageName
 from expertctl.registry.package_pages import PackagePage, Release, VersionPage
+from expertctl.routing.suspicion import flags
 from expertctl.schema.manifest import Manifest, manifest_of
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
+from expertctl.store.flags import Flag, Flagged, flag_documents
 from expertctl.store.ref import StoredExpert
+from expertctl.store.suspicions import Suspicions
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
@@ -43,6 +46,8 @@ class Known:
     """Whether the first install from there takes the namespace's keys from its index."""
     base: str | None
     """The base here that it fits."""
+    flags: tuple[Flag, ...]
+    """What looks suspicious beside what is installed."""
 
 
 def judged(offer: Offer, home: Home) -> Known:
@@ -54,7 +59,8 @@ def judged(offer: Offer, home: Home) -> Known:
     known = record.registry(offer.host) is not None
     to_be_pinned = known and not record.is_pinned(offer.host, namespace)
     trusted = _is_trusted(manifest, offer, record)
-    return Known(manifest, trusted, to_be_pinned, _base_here(manifest, home))
+    found = flags(manifest, Suspicions(home.suspicions))
+    return Known(manifest, trusted, to_be_pinned, _base_here(manifest, home), found)
 
 
 def _is_trusted(manifest: Manifest, offer: Offer, record: TrustRecord) -> bool:
@@ -82,6 +88,7 @@ def info_document(
     offer: Offer | None,
     known: Known | None,
     here: Sequence[StoredExpert],
+    flagged: Flagged,
 ) -> dict[str, object]:
     """Return all of it."""
     installed = [
@@ -90,6 +97,7 @@ def info_document(
             "registry": expert.registry,
             "content_digest": str(expert.content_digest),
             "package_digest": str(expert.package_digest),
+            "suspicions": flag_documents(flagged.get(expert.content_digest, ())),
         }
         for expert in here
     ]
@@ -104,6 +112,7 @@ def info_document(
                 "trusted": known.trusted,
                 "to_be_pinned": known.to_be_pinned,
                 "base_here": known.base,
+                "suspicions": flag_documents(known.flags),
             },
             "install": _install_line(offer),
         }
@@ -115,12 +124,16 @@ def info_text(
     offer: Offer | None,
     known: Known | None,
     here: Sequence[StoredExpert],
+    flagged: Flagged,
 ) -> str:
     """Return the same for people."""
     rows = [["name", str(package)]]
     if offer is not None and known is not None:
         rows += _offer_rows(offer, known)
     rows += [["installed", f"{e.version} from {e.registry}, {e.content_digest}"] for e in here]
+    odd = [flag for expert in here for flag in flagged.get(expert.content_digest, ())]
+    odd = odd or list(known.flags if known is not None else ())
+    rows += [["suspicious", flag.sentence] for flag in odd]
     width = max(len(name) for name, _ in rows)
     head = "\n".join(f"{name.ljust(width)}  {one_line(value)}" for name, value in rows)
     return f"{head}\n\n{_versions(offer.page)}" if offer is not None else head

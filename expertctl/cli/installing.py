@@ -34,6 +34,7 @@ from expertctl.routing.index import RoutingIndex
 from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.flags import Flagged, read_flagged
 from expertctl.store.signers import Signers, read_signers
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
@@ -293,8 +294,8 @@ def say_notes(done: Done, target: Target) -> None:
 
 def documents_of(installed: Sequence[Installed], home: Home) -> list[dict[str, object]]:
     """Return what was installed as ``--json`` shows it."""
-    signers = read_signers(home.trust)
-    return [_document(item, signers) for item in installed]
+    signers, flagged = read_signers(home.trust), read_flagged(home.flagged)
+    return [_document(item, signers, flagged) for item in installed]
 
 
 def _say(catalogue: Catalogue) -> None:
@@ -302,8 +303,8 @@ def _say(catalogue: Catalogue) -> None:
         note(text)
 
 
-def _document(item: Installed, signers: Signers) -> dict[str, object]:
-    shown = expert_document(item.expert, signers)
+def _document(item: Installed, signers: Signers, flagged: Flagged) -> dict[str, object]:
+    shown = expert_document(item.expert, signers, flagged)
     return {**shown, "outcome": item.outcome, "warnings": list(item.warnings)}
 
 

@@ -6,6 +6,7 @@ import typer
 
 from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.settings import Home, load_settings
+from expertctl.store.flags import Flagged, flag_documents, read_flagged
 from expertctl.store.paths import Scan
 from expertctl.store.ref import StoredExpert
 from expertctl.store.signers import Signers, read_signers
@@ -19,10 +20,11 @@ def list_(as_json: JsonFlag = False) -> None:
     """
     home = load_settings().home
     now, signers = Store(home.store).scan(), read_signers(home.trust)
+    flagged = read_flagged(home.flagged)
     warn(ref.warning for ref in now.damaged)
     if not (now.experts or now.damaged):
         note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
-    emit(_document(now, signers), _text(now, signers), as_json=as_json)
+    emit(_document(now, signers, flagged), _text(now, signers, flagged), as_json=as_json)
 
 
 def gc(
@@ -47,12 +49,13 @@ def gc(
     emit(document, f"{text}{len(freed.folders)} folders of killed processes", as_json=as_json)
 
 
-def _document(now: Scan, signers: Signers) -> dict[str, object]:
+def _document(now: Scan, signers: Signers, flagged: Flagged) -> dict[str, object]:
     damaged = [{"ref": d.name, "path": str(d.path), "problem": d.problem} for d in now.damaged]
-    return {"experts": [expert_document(e, signers) for e in now.experts], "damaged": damaged}
+    experts = [expert_document(expert, signers, flagged) for expert in now.experts]
+    return {"experts": experts, "damaged": damaged}
 
 
-def expert_document(expert: StoredExpert, signers: Signers) -> dict[str, object]:
+def expert_document(expert: StoredExpert, signers: Signers, flagged: Flagged) -> dict[str, object]:
     """Return an installed expert as ``--json`` shows it."""
     return {
         "ref": expert.ref,
@@ -63,24 +66,26 @@ def expert_document(expert: StoredExpert, signers: Signers) -> dict[str, object]
         "size": expert.size,
         "signer": expert.signer,
         "signer_name": signers.names.get(expert.signer or ""),
-        "flags": flags_of(expert, signers),
+        "flags": flags_of(expert, signers, flagged),
+        "suspicions": flag_documents(flagged.get(expert.content_digest, ())),
         "content_digest": str(expert.content_digest),
         "package_digest": str(expert.package_digest),
         "warnings": list(expert.warnings),
     }
 
 
-def flags_of(expert: StoredExpert, signers: Signers) -> list[str]:
+def flags_of(expert: StoredExpert, signers: Signers, flagged: Flagged) -> list[str]:
     """Return what is unusual about an installed expert, a word each."""
     flags = {
         "unsigned": expert.signer is None,
         "revoked": signers.has_revoked(expert),
         "mismatch": expert.mismatched,
+        "suspicious": expert.content_digest in flagged,
     }
     return [name for name, holds in flags.items() if holds]
 
 
-def _text(now: Scan, signers: Signers) -> str:
+def _text(now: Scan, signers: Signers, flagged: Flagged) -> str:
     rows = [
         [
             str(expert.package),
@@ -88,7 +93,7 @@ def _text(now: Scan, signers: Signers) -> str:
             expert.base.name,
             human_size(expert.size),
             signers.shown(expert.signer),
-            " ".join(flags_of(expert, signers)),
+            " ".join(flags_of(expert, signers, flagged)),
         ]
         for expert in now.experts
     ]

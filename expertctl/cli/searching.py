@@ -15,6 +15,7 @@ from expertctl.reference import Reference, Version
 from expertctl.registry.package_pages import Hit, package_page, version_page
 from expertctl.registry.package_pages import search as find
 from expertctl.settings import Home, load_settings
+from expertctl.store.flags import read_flagged
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
 
@@ -70,8 +71,9 @@ def info(
         note(f"only what is installed: {error.message}")
         there = None
     known = judged(there, settings.home) if there is not None else None
-    document = info_document(wanted.package, there, known, here)
-    emit(document, info_text(wanted.package, there, known, here), as_json=as_json)
+    flagged = read_flagged(settings.home.flagged)
+    document = info_document(wanted.package, there, known, here, flagged)
+    emit(document, info_text(wanted.package, there, known, here, flagged), as_json=as_json)
 
 
 def _ask(connection: Connection, wanted: Reference) -> Offer:

@@ -12,12 +12,15 @@ from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.package.layout import content_digest, layout_of
 from expertctl.registry.index_store import IndexStore
+from expertctl.routing.suspicion import flags
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.flags import SUSPICIOUS, Flag
 from expertctl.store.paths import Scan, StorePaths
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store
+from expertctl.store.suspicions import Suspicions
 from expertctl.store.transaction import abandoned, required_base, stored_blobs
 from expertctl.trust.bundle import read_bundle, verify_bundle
 from expertctl.trust.policy import TrustStore
@@ -69,6 +72,7 @@ def examine(
     trust: TrustStore,
     catalogue: Catalogue,
     indexes: IndexStore | None = None,
+    suspicions: Suspicions | None = None,
     progress: Progress = no_progress,
 ) -> Diagnosis:
     """Read everything and hash every blob, in threads."""
@@ -86,6 +90,7 @@ def examine(
         *distrusted,
         *_index_findings(indexes, readable),
         *_catalogue_findings(catalogue, now),
+        *_suspicion_findings(suspicions, store, now),
         *_base_findings(bases, now.experts),
     ]
     size = sum(blob.size or 0 for blob in blobs.values())
@@ -262,6 +267,30 @@ def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:
     if not problems and set(catalogue.refs()) != {expert.ref for expert in now.experts}:
         problem = "it does not list what is installed"
         yield Finding(str(catalogue.path), problem, hint, broken=False)
+
+
+def _suspicion_findings(
+    suspicions: Suspicions | None, store: Store, now: Scan
+) -> Iterator[Finding]:
+    """Tell what was flagged at install, or would be now where nobody has judged it."""
+    if suspicions is None:
+        return
+    for problem in suspicions.problems():
+        yield Finding(str(suspicions.path), problem, "`expertctl reindex` makes it again")
+    known = suspicions.verdicts([expert.content_digest for expert in now.experts])
+    for expert in now.experts:
+        verdict = known.get(expert.content_digest)
+        found = verdict.flags if verdict else _flags_now(expert, store, suspicions)
+        for flag in found:
+            hint = f"`expertctl remove {expert.ref}`, unless you know its publisher"
+            yield Finding(expert.ref, f"it {SUSPICIOUS}: {flag.sentence}", hint, broken=False)
+
+
+def _flags_now(expert: StoredExpert, store: Store, suspicions: Suspicions) -> tuple[Flag, ...]:
+    try:
+        return flags(store.manifest(expert), suspicions)
+    except ExpertError:  # told already
+        return ()
 
 
 def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterator[Finding]:

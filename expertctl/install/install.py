@@ -39,9 +39,11 @@ from expertctl.package.verify import (
 )
 from expertctl.reference import Reference
 from expertctl.routing.index import RoutingIndex
+from expertctl.routing.vetting import vet
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.flags import SUSPICIOUS
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
@@ -238,13 +240,8 @@ def _installed(
         ordered = _checked(candidates, changes)
         added = _publish_all(ordered, changes)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
-    problem = _remember(manifests, catalogue, index)
-    if problem is None:
-        return added
-    return [
-        replace(item, warnings=(*item.warnings, f"{item.expert.ref} is {problem}"))
-        for item in added
-    ]
+    told = _remember(manifests, catalogue, index)
+    return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
 
 
 def _vouched(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> VerifiedPackage:
@@ -341,13 +338,24 @@ def _remember(
     manifests: Mapping[StoredExpert, Manifest],
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
-) -> str | None:
-    """Enter installed experts where they are looked up; that can be made good later."""
+) -> dict[str, list[str]]:
+    """Enter installed experts where they are looked up; return warnings by ref."""
     try:
         if catalogue is not None:
             catalogue.add_all(manifests.items())
-        if index is not None:
-            index.add({expert.content_digest: manifest for expert, manifest in manifests.items()})
+        return {} if index is None else _index(manifests, index)
     except ExpertError as error:
-        return f"installed but not indexed: {error.message}; `expertctl reindex`"
-    return None
+        problem = f"installed but not indexed: {error.message}; `expertctl reindex`"
+        return {expert.ref: [f"{expert.ref} is {problem}"] for expert in manifests}
+
+
+def _index(manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex) -> dict[str, list[str]]:
+    """Make experts known to the router, and judge what they say of themselves."""
+    by_digest = {expert.content_digest: manifest for expert, manifest in manifests.items()}
+    index.add(by_digest)
+    found = vet(by_digest, index)
+    return {
+        expert.ref: [f"{expert.ref} {SUSPICIOUS}: {flag.sentence}" for flag in flags]
+        for expert in manifests
+        if (flags := found[expert.content_digest])
+    }

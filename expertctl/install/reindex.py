@@ -1,9 +1,10 @@
-"""Making the catalogue and the routing vectors again from the blobs of the store."""
+"""Making the catalogue, the routing vectors and verdicts again from the blobs of the store."""
 
 from dataclasses import dataclass
 
 from expertctl.errors import ExpertError
 from expertctl.routing.index import RoutingIndex
+from expertctl.routing.vetting import vet_again
 from expertctl.schema.manifest import Manifest
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.ref import StoredExpert
@@ -34,4 +35,12 @@ def reindex(store: Store, *, catalogue: Catalogue, index: RoutingIndex) -> Reind
             warnings.append(f"left out {expert.ref}: {error.message}")
     catalogue.rebuild(known)
     index.rebuild({expert.content_digest: manifest for expert, manifest in known})
+    known.sort(key=lambda pair: _age(pair[0], store))
+    vet_again({expert.content_digest: manifest for expert, manifest in known}, index)
     return Reindexed(len(known), tuple(warnings))
+
+
+def _age(expert: StoredExpert, store: Store) -> int:
+    """Return when an expert was installed: what came first is no copy of what came later."""
+    ref = store.paths.ref(expert.registry, expert.package, expert.version)
+    return ref.stat().st_mtime_ns if ref.exists() else 0

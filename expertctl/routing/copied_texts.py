@@ -13,7 +13,8 @@ from hashlib import blake2b
 from expertctl.routing.spelling import plain
 from expertctl.routing.words import words_of
 from expertctl.schema.manifest import Manifest
-from expertctl.store.suspicions import Flag, Known
+from expertctl.store.flags import Flag
+from expertctl.store.suspicions import Known
 
 _PIECE = 3
 _SAMPLE = 32

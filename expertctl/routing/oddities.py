@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from expertctl.routing.spelling import hidden, plain
 from expertctl.routing.words import STOP_WORDS, says_something, words_of
 from expertctl.schema.manifest import Manifest
-from expertctl.store.suspicions import Flag, Known
+from expertctl.store.flags import Flag
+from expertctl.store.suspicions import Known
 
 _MANY_KEYWORDS = 64
 _MANY_UNRELATED = 8

@@ -11,7 +11,7 @@ import numpy as np
 
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
-from expertctl.store.suspicions import Flag
+from expertctl.store.flags import Flag
 
 NEAR = 0.9
 """Texts this similar say the same in other words."""

@@ -11,7 +11,8 @@ from typing import Self
 from expertctl.routing.copied_texts import copied_texts, marks_of
 from expertctl.routing.oddities import oddities
 from expertctl.schema.manifest import Manifest
-from expertctl.store.suspicions import Flag, Known
+from expertctl.store.flags import Flag
+from expertctl.store.suspicions import Known
 
 RULES = 1
 """Raised whenever the same packages would get other flags."""

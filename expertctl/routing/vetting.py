@@ -17,7 +17,8 @@ from expertctl.routing.resemblance import resemblance
 from expertctl.routing.suspicion import RULES, KnownManifests, flags
 from expertctl.routing.vector_table import Mask
 from expertctl.schema.manifest import Manifest
-from expertctl.store.suspicions import FILE, Flag, Known, Suspicions, Verdict
+from expertctl.store.flags import Flag
+from expertctl.store.suspicions import FILE, Known, Suspicions, Verdict
 
 BATCH = 128
 """How many packages are judged between two writes."""

@@ -1,10 +1,11 @@
 """`Suspicions`: ``suspicions.db``, what is odd about installed packages, and who came first.
 
 One row per content digest says what was flagged when it was installed, so that nobody has to judge
-again. A mark is a number made from a text or a piece of it; it belongs to the package that brought
-it first, for good: so a copy is flagged and never what it was copied from, whatever is updated,
-removed or installed again in between. The file may be deleted at any time and is made again by
-`expertctl reindex`; then what was installed first counts as first.
+again; `store.flags` repeats it for those who only read. A mark is a number made from a text or a
+piece of it. It belongs to the package that brought it first, for good: so a copy is flagged and
+never what it was copied from, whatever is updated, removed or installed again in between. The file
+may be deleted at any time and is made again by `expertctl reindex`; then what was installed first
+counts as first.
 """
 
 import json
@@ -19,6 +20,9 @@ from typing import Protocol
 from expertctl.digest import Digest
 from expertctl.durable import make_folders
 from expertctl.errors import DiskFullError, StoreError
+from expertctl.store.disk import disk_errors
+from expertctl.store.flags import FILE as FLAGGED_FILE
+from expertctl.store.flags import Flag, decode_flags, encode_flags, read_flagged, write_flagged
 
 FILE = "suspicions.db"
 BUSY_SECONDS = 30.0
@@ -42,18 +46,6 @@ _FORGET = (
     "DELETE FROM packages WHERE name NOT IN (SELECT value FROM kept)",
     "DELETE FROM marks WHERE package NOT IN (SELECT id FROM packages)",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """One thing about a package that looks as if it were made to mislead the router."""
-
-    code: str
-    """``copied``, ``stuffed`` and so on: for programs."""
-    sentence: str
-    """For people; names what was found."""
-    other: str | None = None
-    """The package that it is about beside its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +79,8 @@ class Suspicions:
         self.notes: list[str] = []
 
     def flagged(self) -> dict[Digest, tuple[Flag, ...]]:
-        """Return the flags of all contents that have any; one small reading."""
-        query = "SELECT content_digest, flags FROM verdicts WHERE flags != '[]'"
-        return {Digest.parse(str(digest)): _read_flags(flags) for digest, flags in self._ask(query)}
+        """Return the flags of all contents that have any."""
+        return read_flagged(self.path.with_name(FLAGGED_FILE))
 
     def of(self, content_digest: Digest) -> tuple[Flag, ...] | None:
         """Return the flags of one content; None where nobody has judged it yet."""
@@ -196,6 +187,17 @@ class Suspicions:
             if not getattr(error, "sqlite_errorname", "").startswith(_DAMAGED):
                 raise self._told(error) from error
             self._begin_anew(action, error)
+        self._repeat()
+
+    def _repeat(self) -> None:
+        """Write the file that is read in no time, where it would say something else."""
+        query = "SELECT content_digest, name, flags, rules FROM verdicts WHERE flags != '[]'"
+        verdicts = [_read_verdict(row) for row in self._ask(query)]
+        flagged = {verdict.content_digest: verdict.flags for verdict in verdicts}
+        if flagged != self.flagged():
+            path = self.path.with_name(FLAGGED_FILE)
+            with disk_errors(path):
+                write_flagged(path, flagged)
 
     def _attempt(self, action: Callable[[sqlite3.Connection], None]) -> None:
         try:
@@ -249,20 +251,13 @@ def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
     if not verdict.flags:
         pairs = [(mark, row[0]) for mark in sorted(verdict.marks)]
         db.executemany("INSERT OR IGNORE INTO marks (mark, package) VALUES (?, ?)", pairs)
-    flags = json.dumps([[f.code, f.sentence, f.other] for f in verdict.flags])
+    flags = json.dumps(encode_flags(verdict.flags))
     values = [str(verdict.content_digest), verdict.name, verdict.rules, flags]
     db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", values)
 
 
 def _read_verdict(row: tuple[object, ...]) -> Verdict:
     digest, name, flags, rules = row
-    return Verdict(Digest.parse(str(digest)), str(name), _read_flags(flags), int(str(rules)))
-
-
-def _read_flags(text: object) -> tuple[Flag, ...]:
-    return tuple(Flag(code, sentence, other) for code, sentence, other in json.loads(str(text)))
-
-
-def flag_documents(flags: Iterable[Flag]) -> list[Mapping[str, str | None]]:
-    """Return flags as ``--json`` shows them."""
-    return [{"code": f.code, "sentence": f.sentence, "other": f.other} for f in flags]
+    return Verdict(
+        Digest.parse(str(digest)), str(name), decode_flags(json.loads(str(flags))), int(str(rules))
+    )

@@ -69,6 +69,7 @@ def test_the_list_as_json_has_all_that_is_known(
             "signer": a_key("acme").public.key_id,
             "signer_name": "acme",
             "flags": [],
+            "suspicions": [],
             "content_digest": str(expert.content_digest),
             "package_digest": str(expert.package_digest),
             "warnings": [],
