@@ -207,11 +207,10 @@ class RoutingIndex:
     def _missing(self, table: VectorTable, experts: Texts) -> Texts:
         """Return the experts that have no vectors here, or that the learner knows nothing of."""
         digests = list(experts)
-        at = table.positions(digests)
-        missing = {digest for digest, there in zip(digests, at, strict=True) if there < 0}
+        missing = {digests[n] for n in np.flatnonzero(table.positions(digests) < 0)}
         if self.learner is not None:
             missing |= set(self.learner.lacking(digests))
-        return {digest: m for digest, m in experts.items() if digest in missing}
+        return {digest: experts[digest] for digest in digests if digest in missing}
 
     def _encoded(self, experts: Texts) -> dict[Digest, Vectors]:
         """Encode all texts in one go, teach the learner, and cut the rows apart."""

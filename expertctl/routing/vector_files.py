@@ -38,6 +38,7 @@ JOURNAL_FILE = "vectors.journal"
 ROWS_GLOB = "vectors-*.rows"
 CHECKED_BYTES = 8 << 20
 """Rows up to this size are read and checked when they are opened; more of them are mapped."""
+_ATTEMPTS = 5
 
 Signature = tuple[int, int, int]
 """What changes when the journal does: its inode, size and time."""
@@ -133,7 +134,15 @@ class VectorFiles:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     def _open(self) -> _Opened | None:
-        signature = self._signature()
+        """Open what is there; again when a writer replaced it between its journal and its rows."""
+        for _ in range(_ATTEMPTS):
+            signature = self._signature()
+            opened = self._opened_at(signature)
+            if opened is not None or signature == self._signature():
+                return opened
+        return None
+
+    def _opened_at(self, signature: Signature | None) -> _Opened | None:
         journal = read_journal(self.journal)
         if journal is None or journal.header.dimensions != self.dimensions:
             return None

@@ -1,5 +1,6 @@
 """With hnswlib, where it is installed; without it, search is exact and nothing is missed."""
 
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from expertctl.routing.graph import (
 )
 from expertctl.routing.vector_table import VectorTable
 from tests.routing.rows import clusters, table_of
+from tests.store.faults import Fault, run
 
 needs_hnswlib = pytest.mark.skipif(
     find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
@@ -170,3 +172,26 @@ def test_a_graph_is_removed_with_its_record(tmp_path: Path) -> None:
     remove_graph(tmp_path)
     remove_graph(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@needs_hnswlib
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+@pytest.mark.parametrize("fault", ["kill", "error"])
+def test_a_graph_whose_saving_went_wrong_is_the_old_one_or_none(
+    tmp_path: Path, fault: Fault
+) -> None:
+    old, new = clusters(20), clusters(20).with_entries({Digest.of(b"new"): clusters(1).rows})
+    graph = build_graph(new)
+    assert graph is not None
+    saved(tmp_path, old)
+    steps = len(run(lambda: save_graph(tmp_path, graph, new)).steps)
+    seen = set()
+    for step in range(1, steps + 1):
+        saved(tmp_path, old)
+        run(lambda: save_graph(tmp_path, graph, new), at=step, fault=fault)
+        left = load_graph(tmp_path, new)
+        seen.add(None if left is None else left.rows)
+        if left is not None:
+            assert ten(old, old.rows[0]) & found_of(left, old.rows[0])
+    assert seen <= {None, len(old.rows), len(new.rows)}
+    assert len(old.rows) in seen

@@ -425,3 +425,30 @@ def test_forgetting_what_is_not_there_writes_nothing(index: RoutingIndex) -> Non
     assert not index.folder.exists()
     index.add(BOTH)
     assert index.table.digests == list(BOTH)
+
+
+def write_much(folder: Path) -> None:
+    index = RoutingIndex(folder, LexicalEncoder())
+    for number in range(12):
+        index.add(texts(manifest(f"acme/e{number}")))
+        if number % 3 == 2:
+            index.remove([content_digest(f"acme/e{number}@1.0.0")])
+    index.rebuild(BOTH)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="forks")
+def test_readers_always_find_a_whole_index_while_another_process_writes(tmp_path: Path) -> None:
+    RoutingIndex(tmp_path, LexicalEncoder()).add(BOTH)
+    writer = multiprocessing.get_context("spawn").Process(target=write_much, args=(tmp_path,))
+    writer.start()
+    for _ in range(100_000):
+        reader = RoutingIndex(tmp_path, LexicalEncoder())
+        found = reader.search(reader.vector("query the orders table"))
+        assert reader.digest(found.experts[0]) == content_digest(SQL.ref)
+        if not writer.is_alive():
+            break
+    writer.join()
+    assert writer.exitcode == 0
+    last = RoutingIndex(tmp_path, LexicalEncoder())
+    assert set(last.similarities("sort")) == set(BOTH)
+    last.check_integrity()

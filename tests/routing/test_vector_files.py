@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.routing import vector_files
 from expertctl.routing.vector_files import JOURNAL_FILE, ROWS_GLOB, VectorFiles
+from expertctl.routing.vector_journal import Entries, Records, replay
 from expertctl.routing.vector_table import Vectors, VectorTable
 from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert
-from tests.store.faults import run
+from tests.store.faults import Fault, run
 
 TABLE = clusters(5)
 
@@ -110,6 +112,27 @@ def test_a_reader_goes_on_with_the_files_that_it_opened(files: VectorFiles) -> N
     assert again.digests == [expert(0, name="other"), expert(1, name="other")]
     assert not reader.changed()
     assert reader.read() is again
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
+    files: VectorFiles, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(range(times))
+    writer = opened(files.folder)
+    writer.read()
+
+    def overtaken(records: Records) -> Entries | None:
+        if next(left, None) is not None:
+            monkeypatch.setattr(vector_files, "replay", replay)
+            writer.replace(TABLE)
+            monkeypatch.setattr(vector_files, "replay", overtaken)
+        return replay(records)
+
+    monkeypatch.setattr(vector_files, "replay", overtaken)
+    table = opened(files.folder).read()
+    assert (table is None) == (times == 9)
+    assert table is None or held(table) == held(TABLE)
 
 
 def test_the_encoder_may_move_without_its_rows_being_written_again(files: VectorFiles) -> None:
@@ -219,7 +242,7 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("fault", ["kill", "torn", "full", "error"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_goes_wrong_at_any_step_there_is_a_table_before_or_after(
-    tmp_path: Path, name: str, fault: str
+    tmp_path: Path, name: str, fault: Fault
 ) -> None:
     def prepared(number: int) -> VectorFiles:
         files = opened(tmp_path / str(number))
@@ -233,7 +256,7 @@ def test_whatever_goes_wrong_at_any_step_there_is_a_table_before_or_after(
     before = held(TABLE)
     for step in range(1, steps + 1):
         files = prepared(step)
-        run(lambda files=files: CHANGES[name](files), at=step, fault=fault)  # type: ignore[misc,arg-type]  # bound now
+        run(partial(CHANGES[name], files), at=step, fault=fault)
         left = opened(files.folder)
         table = left.read()
         assert table is not None
