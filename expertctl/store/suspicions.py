@@ -41,6 +41,9 @@ _TABLES = (
     "CREATE INDEX IF NOT EXISTS verdicts_by_name ON verdicts (name)",
     "CREATE INDEX IF NOT EXISTS flagged ON verdicts (content_digest) WHERE flags != '[]'",
 )
+_VERDICT = (
+    "INSERT OR REPLACE INTO verdicts (content_digest, name, rules, flags) VALUES (?, ?, ?, ?)"
+)
 _FORGET = (
     "DELETE FROM verdicts WHERE content_digest NOT IN (SELECT value FROM kept)",
     "DELETE FROM packages WHERE name NOT IN (SELECT value FROM kept)",
@@ -253,7 +256,7 @@ def _add(db: sqlite3.Connection, verdict: Verdict) -> None:
         db.executemany("INSERT OR IGNORE INTO marks (mark, package) VALUES (?, ?)", pairs)
     flags = json.dumps(encode_flags(verdict.flags))
     values = [str(verdict.content_digest), verdict.name, verdict.rules, flags]
-    db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", values)
+    db.execute(_VERDICT, values)
 
 
 def _read_verdict(row: tuple[object, ...]) -> Verdict:

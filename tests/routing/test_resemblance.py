@@ -1,0 +1,105 @@
+"""What vectors tell about copies and grab-alls, on rows whose cosines are known."""
+
+import numpy as np
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing.resemblance import resemblance
+from expertctl.routing.vector_table import Mask, Vectors, VectorTable
+from expertctl.store.flags import Flag
+
+SIZE = 64
+
+
+class Plain:
+    """An encoder of which only the calibration is asked."""
+
+    name, dimensions, deep_dimensions, stamp = "plain", SIZE, SIZE, "plain"
+
+    def calibrate(self, cosines: Vectors) -> Vectors:
+        return cosines
+
+
+def axis(*places: int) -> Vectors:
+    """Unit rows along these axes."""
+    return np.eye(SIZE, dtype=np.float32)[list(places)]
+
+
+def leaning(rows: Vectors, cosine: float) -> Vectors:
+    """Unit rows with this cosine to others, each away along an axis of its own."""
+    away = np.eye(SIZE, dtype=np.float32)[SIZE - len(rows) :]
+    return np.float32(cosine) * rows + np.float32(np.sqrt(1 - cosine**2)) * away
+
+
+def others(*entries: Vectors) -> VectorTable:
+    digest = Digest.of(b"encoder")
+    empty = VectorTable.empty(encoder=digest, stamp="plain", dimensions=SIZE)
+    return empty.with_entries({Digest.of(bytes([n])): rows for n, rows in enumerate(entries)})
+
+
+def found(table: VectorTable, examples: Vectors, mask: Mask | None = None) -> list[Flag]:
+    everybody = np.ones(len(table), np.bool_) if mask is None else mask
+    return list(
+        resemblance(table, examples, others=everybody, name="expert {}".format, encoder=Plain())  # type: ignore[arg-type]  # only what is asked
+    )
+
+
+def test_attack_105_examples_in_other_words_are_flagged() -> None:
+    table = others(axis(0, 1), axis(10, 11, 12, 13, 14))
+    (flag,) = found(table, leaning(axis(10, 11, 12, 13, 14), 0.95))
+    assert (flag.code, flag.other) == ("near-copy", "expert 1")
+    assert flag.sentence == "5 of 5 examples say in other words what those of expert 1 say"
+
+
+@pytest.mark.parametrize("cosine", [0.0, 0.5, 0.89])
+def test_what_is_only_similar_is_no_copy(cosine: float) -> None:
+    assert found(others(axis(0, 1, 2)), leaning(axis(0, 1, 2), cosine)) == []
+
+
+def test_a_few_near_examples_are_no_copy() -> None:
+    examples = np.concatenate([leaning(axis(0), 0.95), axis(20, 21, 22)])
+    assert found(others(axis(0, 1, 2)), examples) == []
+
+
+def test_attack_105_a_grab_all_is_flagged() -> None:
+    table = others(*(axis(n) for n in range(6)))
+    (flag,) = found(table, leaning(axis(0, 1, 2, 3, 4, 5), 0.7))
+    assert (flag.code, flag.other) == ("grab-all", None)
+
+
+def test_examples_that_have_something_in_common_are_no_grab_all() -> None:
+    table = others(*(axis(n) for n in range(6)))
+    examples = axis(0, 1, 2, 3, 4, 5) + axis(30)
+    assert found(table, examples / np.linalg.norm(examples, axis=1, keepdims=True)) == []
+
+
+def test_examples_that_resemble_few_others_are_no_grab_all() -> None:
+    table = others(axis(0, 1, 2), axis(3, 4, 5))
+    assert found(table, leaning(axis(0, 1, 2, 3, 4, 5), 0.7)) == []
+
+
+def test_the_lexical_encoder_sees_no_grab_all() -> None:
+    rows = LexicalEncoder().encode([f"word{n} thing{n}" for n in range(6)])
+    digest = Digest.of(b"encoder")
+    empty = VectorTable.empty(encoder=digest, stamp="lexical", dimensions=rows.shape[1])
+    table = empty.with_entries({Digest.of(bytes([n])): rows[n : n + 1] for n in range(6)})
+    everybody = np.ones(6, np.bool_)
+    flags = resemblance(table, rows, others=everybody, name=str, encoder=LexicalEncoder())
+    assert list(flags) == []
+
+
+def test_those_that_do_not_count_are_passed_over() -> None:
+    table = others(axis(0, 1, 2))
+    assert found(table, axis(0, 1, 2), np.zeros(1, np.bool_)) == []
+
+
+def test_one_example_alone_tells_nothing() -> None:
+    assert found(others(axis(0)), axis(0)) == []
+
+
+def test_many_rows_are_compared_in_parts() -> None:
+    filler = np.tile(axis(40), (40_000, 1))
+    table = others(axis(0, 1, 2), filler, axis(3, 4, 5))
+    (flag,) = found(table, leaning(axis(3, 4, 5), 0.95))
+    assert flag.other == "expert 2"

@@ -1,0 +1,119 @@
+"""Packages are judged once, in the order in which they came."""
+
+import random
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.vetting import BATCH, suspicions_of, vet, vet_again
+from expertctl.schema.manifest import Manifest
+from expertctl.store.suspicions import Verdict
+from tests.routing.copied import EXAMPLES
+from tests.routing.experts import content_digest, manifest
+
+SQL = manifest("acme/sql", description="Writes queries for a table.", examples=EXAMPLES)
+COPY = manifest("evil/helper", description="Helps.", examples=EXAMPLES)
+
+
+def experts(*manifests: Manifest) -> dict[Digest, Manifest]:
+    return {content_digest(made.ref): made for made in manifests}
+
+
+def codes(index: RoutingIndex, *manifests: Manifest) -> dict[str, list[str]]:
+    """Install these together; return the codes of their flags."""
+    made = experts(*manifests)
+    index.add(made)
+    found = vet(made, index)
+    return {made[d].name: sorted({f.code for f in flags}) for d, flags in found.items()}
+
+
+def test_attack_105_a_copy_is_flagged_and_the_original_is_not(index: RoutingIndex) -> None:
+    assert codes(index, SQL) == {"acme/sql": []}
+    assert codes(index, COPY) == {"evil/helper": ["copied", "near-copy"]}
+    assert codes(index, SQL, COPY)["acme/sql"] == []
+    assert list(suspicions_of(index).flagged()) == [content_digest(COPY.ref)]
+
+
+def test_of_those_that_come_together_the_first_is_the_original(index: RoutingIndex) -> None:
+    assert codes(index, SQL, COPY) == {"acme/sql": [], "evil/helper": ["copied", "near-copy"]}
+
+
+def test_attack_105_a_later_version_of_the_original_is_no_copy(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    later = manifest("acme/sql", "2.0.0", description=SQL.description, examples=EXAMPLES)
+    assert codes(index, later) == {"acme/sql": []}
+
+
+def test_attack_105_a_harmless_first_version_makes_no_later_copy_good(index: RoutingIndex) -> None:
+    assert codes(index, manifest("evil/helper", "0.1.0", description="Helps."), SQL) == {
+        "evil/helper": [],
+        "acme/sql": [],
+    }
+    assert codes(index, COPY) == {"evil/helper": ["copied", "near-copy"]}
+
+
+def test_attack_105_the_original_comes_back_unflagged(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    index.remove([content_digest(SQL.ref)])
+    assert codes(index, SQL) == {"acme/sql": []}
+
+
+def test_what_is_judged_is_not_judged_again(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    before = suspicions_of(index).path.stat().st_mtime_ns
+    assert codes(index, SQL, COPY)["evil/helper"] == ["copied", "near-copy"]
+    assert suspicions_of(index).path.stat().st_mtime_ns == before
+
+
+def test_other_rules_judge_again(index: RoutingIndex) -> None:
+    index.add(experts(SQL))
+    old = Verdict(content_digest(SQL.ref), SQL.name, (), 0, frozenset())
+    suspicions_of(index).add([old])
+    codes(index, SQL)
+    assert suspicions_of(index).verdicts(experts(SQL))[content_digest(SQL.ref)].rules > 0
+
+
+def test_a_copy_is_forgiven_when_the_original_is_gone_for_good(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    index.rebuild(experts(COPY))
+    assert vet_again(experts(COPY), index) == {content_digest(COPY.ref): ()}
+    assert suspicions_of(index).flagged() == {}
+
+
+def test_making_the_record_again_keeps_the_order_that_is_given(index: RoutingIndex) -> None:
+    codes(index, SQL, COPY)
+    suspicions_of(index).path.unlink()
+    found = vet_again(experts(SQL, COPY), index)
+    assert found[content_digest(SQL.ref)] == ()
+    assert found[content_digest(COPY.ref)] != ()
+
+
+def test_a_near_copy_is_flagged_by_its_vectors(index: RoutingIndex) -> None:
+    codes(index, SQL)
+    turned = [" ".join(reversed(text.split(" ", 1))) for text in EXAMPLES]
+    flags = codes(index, manifest("evil/helper", description="Helps.", examples=tuple(turned)))
+    assert "near-copy" in flags["evil/helper"]
+
+
+def test_a_manifest_without_vectors_is_judged_by_its_texts(index: RoutingIndex) -> None:
+    codes(index, SQL)
+    assert [f.code for f in vet(experts(COPY), index)[content_digest(COPY.ref)]] == ["copied"]
+
+
+@pytest.mark.parametrize("count", [BATCH - 1, BATCH + 1, 2 * BATCH + 3])
+def test_many_that_come_together_are_all_judged(index: RoutingIndex, count: int) -> None:
+    draw = random.Random(count)
+    words = [f"word{n}" for n in range(4000)]
+    made = [
+        manifest(
+            f"p{n}/e{n}",
+            description=" ".join(draw.sample(words, 6)),
+            examples=tuple(" ".join(draw.sample(words, 9)) for _ in range(3)),
+        )
+        for n in range(count - 1)
+    ]
+    copy = manifest("evil/last", description="Helps.", examples=made[0].routing.examples)
+    flagged = {name: found for name, found in codes(index, *made, copy).items() if found}
+    assert flagged == {"evil/last": ["copied", "near-copy"]}
+    suspicions_of(index).check_integrity()

@@ -1,0 +1,200 @@
+"""Verdicts are kept, a mark belongs to who brought it first, and damage is no trap."""
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from expertctl.digest import Digest
+from expertctl.errors import DiskFullError, StoreError
+from expertctl.store.flags import (
+    FILE,
+    Flag,
+    flag_documents,
+    read_flagged,
+    write_flagged,
+)
+from expertctl.store.suspicions import Suspicions, Verdict
+
+COPIED = Flag("copied", "3 of its 4 examples are those of acme/sql", "acme/sql")
+STUFFED = Flag("stuffed", "it has 65 keywords")
+
+
+def digest(text: str) -> Digest:
+    return Digest.of(text.encode())
+
+
+def verdict(name: str, *flags: Flag, marks: tuple[int, ...] = (), rules: int = 1) -> Verdict:
+    return Verdict(digest(name), name, flags, rules, frozenset(marks))
+
+
+@pytest.fixture
+def suspicions(tmp_path: Path) -> Suspicions:
+    return Suspicions(tmp_path / "home" / "suspicions.db")
+
+
+def test_nothing_is_known_before_anything_is_judged(suspicions: Suspicions) -> None:
+    assert suspicions.flagged() == {}
+    assert suspicions.of(digest("acme/sql")) is None
+    assert suspicions.owners([1]) == {}
+    assert suspicions.named(["acme/sql"]) == {}
+    assert suspicions.problems() == []
+    suspicions.check_integrity()
+    assert not suspicions.path.parent.exists()
+
+
+def test_verdicts_are_remembered(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("acme/sql"), verdict("evil/sql", COPIED, STUFFED, rules=2)])
+    again = Suspicions(suspicions.path)
+    assert again.of(digest("acme/sql")) == ()
+    assert again.of(digest("evil/sql")) == (COPIED, STUFFED)
+    assert again.flagged() == {digest("evil/sql"): (COPIED, STUFFED)}
+    assert again.verdicts([digest("evil/sql"), digest("other")]) == {
+        digest("evil/sql"): verdict("evil/sql", COPIED, STUFFED, rules=2)
+    }
+    again.check_integrity()
+
+
+def test_nobody_else_may_read_the_files(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("evil/sql", COPIED)])
+    assert suspicions.path.stat().st_mode & 0o077 == 0
+    assert suspicions.path.with_name(FILE).stat().st_mode & 0o077 == 0
+
+
+def test_a_mark_belongs_to_who_brought_it_first(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("acme/sql", marks=(1, 2, -(2**63)))])
+    suspicions.add([verdict("evil/sql", marks=(2, 3))])
+    assert suspicions.owners([1, 2, 3, 4, -(2**63)]) == {
+        1: "acme/sql",
+        2: "acme/sql",
+        3: "evil/sql",
+        -(2**63): "acme/sql",
+    }
+    many = range(10_000)
+    assert len(suspicions.owners(many)) == 3
+
+
+def test_attack_105_what_a_flagged_package_brings_does_not_count(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("evil/sql", STUFFED, marks=(1,))])
+    assert suspicions.owners([1]) == {}
+    assert suspicions.named(["evil/sql"]) == {"evil/sql": "evil/sql"}
+
+
+def test_packages_are_found_with_and_without_namespace(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("acme/sql"), verdict("bank/money-transfer")])
+    assert suspicions.named(["sql", "acme/sql", "bank/money-transfer", "x"]) == {
+        "sql": "acme/sql",
+        "acme/sql": "acme/sql",
+        "bank/money-transfer": "bank/money-transfer",
+    }
+
+
+def test_contents_are_found_by_publisher(suspicions: Suspicions) -> None:
+    suspicions.add([verdict(n) for n in ("acme/a", "acme/b", "acme-two/c", "acme0/d", "zoo/e")])
+    assert set(suspicions.of_namespace("acme")) == {digest("acme/a"), digest("acme/b")}
+
+
+def test_what_is_kept_keeps_its_marks(suspicions: Suspicions) -> None:
+    suspicions.add(
+        [verdict("acme/a", marks=(1,)), verdict("acme/b", marks=(2,)), verdict("evil/c", STUFFED)]
+    )
+    suspicions.keep([digest("acme/a")], {"acme/a", "evil/c"})
+    assert suspicions.owners([1, 2]) == {1: "acme/a"}
+    assert suspicions.of(digest("acme/b")) is None
+    assert suspicions.flagged() == {}
+    assert suspicions.named(["evil/c", "acme/b"]) == {"evil/c": "evil/c"}
+    suspicions.check_integrity()
+
+
+@pytest.mark.parametrize("content", [b"no database" * 999, b"SQLite format 3\0" + b"\xff" * 5000])
+def test_a_damaged_file_knows_nothing_and_begins_anew(
+    suspicions: Suspicions, content: bytes
+) -> None:
+    suspicions.path.parent.mkdir()
+    suspicions.path.write_bytes(content)
+    assert suspicions.of(digest("acme/sql")) is None
+    assert len(suspicions.problems()) == 1
+    assert "reindex" in suspicions.notes[0]
+    suspicions.add([verdict("acme/sql", COPIED)])
+    assert suspicions.of(digest("acme/sql")) == (COPIED,)
+    assert "begins anew" in suspicions.notes[-1]
+    suspicions.check_integrity()
+
+
+def test_a_file_of_another_layout_begins_anew(suspicions: Suspicions) -> None:
+    suspicions.path.parent.mkdir()
+    with sqlite3.connect(suspicions.path) as db:
+        db.execute("CREATE TABLE verdicts (something TEXT, name TEXT, flags TEXT, content_digest)")
+    db.close()
+    suspicions.add([verdict("acme/sql")])
+    assert suspicions.of(digest("acme/sql")) == ()
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    with pytest.raises(StoreError, match="home"):
+        Suspicions(tmp_path / "home" / "suspicions.db").add([verdict("acme/sql")])
+
+
+def test_what_the_database_refuses_is_told(
+    suspicions: Suspicions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertctl.store.suspicions.BUSY_SECONDS", 0.0)
+    suspicions.add([verdict("acme/sql")])
+    holder = sqlite3.connect(suspicions.path)
+    holder.execute("BEGIN IMMEDIATE")
+    try:
+        with pytest.raises(StoreError, match="locked"):
+            suspicions.add([verdict("acme/b")])
+    finally:
+        holder.close()
+
+
+def test_a_full_disk_is_told(suspicions: Suspicions, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = "CREATE TABLE IF NOT EXISTS filler (x BLOB)", "PRAGMA max_page_count = 12"
+    tables = (*full, "INSERT INTO filler VALUES (zeroblob(1000000))")
+    monkeypatch.setattr("expertctl.store.suspicions._TABLES", tables)
+    with pytest.raises(DiskFullError, match="no space left"):
+        suspicions.add([verdict("acme/sql")])
+
+
+def test_two_may_write_at_once(suspicions: Suspicions) -> None:
+    def write(name: str) -> None:
+        for number in range(5):
+            Suspicions(suspicions.path).add([verdict(f"{name}/e{number}", marks=(number,))])
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(suspicions.of_namespace("one")) == len(suspicions.of_namespace("two")) == 5
+    assert set(suspicions.owners(range(5))) == set(range(5))
+    suspicions.check_integrity()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_can_be_read(suspicions: Suspicions) -> None:
+    suspicions.add([verdict("evil/sql", COPIED)])
+    suspicions.path.parent.chmod(0o500)
+    try:
+        assert suspicions.of(digest("evil/sql")) == (COPIED,)
+    finally:
+        suspicions.path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": []}', '{"sha256:zz": 3}', "\xff", "null"])
+def test_a_damaged_list_of_flags_is_empty(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text, encoding="latin-1")
+    assert read_flagged(tmp_path / FILE) == {}
+
+
+def test_flags_are_written_as_they_are_read(tmp_path: Path) -> None:
+    flagged = {digest("a"): (COPIED, STUFFED), digest("b"): (STUFFED,)}
+    write_flagged(tmp_path / FILE, flagged)
+    assert read_flagged(tmp_path / FILE) == flagged
+    assert flag_documents([STUFFED]) == [
+        {"code": "stuffed", "sentence": "it has 65 keywords", "other": None}
+    ]
