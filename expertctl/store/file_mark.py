@@ -16,8 +16,9 @@ _Stamp = tuple[int, int, int]
 _Mark = tuple[_Stamp | None, _Stamp | None]
 """Of the file and of its log."""
 
-_COARSEST_NS = 100_000_000
-"""No file system that SQLite is used on has time stamps that are coarser, but FAT."""
+_TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
+"""More than the time stamps of a file system jump by; the second, where they are whole seconds."""
+_SECOND_NS = 1_000_000_000
 
 
 class WhileUnchanged(Generic[T]):
@@ -49,4 +50,5 @@ def _stamp(path: str) -> _Stamp | None:
 
 def _is_settled(mark: _Mark) -> bool:
     newest = max((stamp[2] for stamp in mark if stamp), default=0)
-    return abs(time.time_ns() - newest) > _COARSEST_NS
+    tick = _TICK_NS if newest % _SECOND_NS else _COARSE_TICK_NS
+    return abs(time.time_ns() - newest) > tick

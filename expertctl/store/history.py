@@ -40,7 +40,8 @@ _JOB_COLUMNS = (
     "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
 )
 _INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
-_SET_OUTCOME = "INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?)"
+_GET_OUTCOME = "SELECT * FROM outcomes WHERE content_digest = ? AND task = ?"
+_SET_OUTCOME = "INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)"
 _SET_GAIN = "INSERT OR REPLACE INTO gains VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -144,6 +145,7 @@ class History:
         counts: list[int] = []
 
         def clear(db: Database) -> None:
+            db.execute("PRAGMA secure_delete = ON")
             counts.append(db.execute("SELECT count(*) FROM jobs").fetchone()[0])
             for table in ("jobs", "job_experts", "outcomes", "usage"):
                 db.execute(f"DELETE FROM {table}")  # noqa: S608  # a constant
@@ -155,7 +157,7 @@ class History:
 
     def _noted(self, action: Callable[[Database], object]) -> bool:
         try:
-            self._database.write(lambda db: _atomically(db, action))
+            self._database.jot(lambda db: _atomically(db, action))
         except (StoreError, DiskFullError) as error:
             self._database.notes.append(f"this use was not recorded: {error.message}")
             return False
@@ -182,16 +184,16 @@ def _insert(db: Database, job: Job) -> None:
         db.execute("INSERT INTO job_experts VALUES (?, ?, ?, ?)", row)
         if job.finish_reason != FAILED:
             db.execute(_COUNT_USE, [digest, job.at])
-    _weigh(db, job, at=job.at)
+    _weigh(db, job, at=job.at, join=Evidence.plus)
     for table in ("jobs", "job_experts"):
         db.execute(f"DELETE FROM {table} WHERE number <= ?", [number - KEPT_JOBS])  # noqa: S608  # a constant
-    if job.bad or job.finish_reason == FAILED:
+    if job.outcome == "bad" or job.finish_reason == FAILED:
         advance(db)
 
 
 def _rejudge(db: Database, number: int, before: Job, now: Job) -> None:
-    _weigh(db, before, at=now.weighed_at, sign=-1)
-    _weigh(db, now, at=now.weighed_at)
+    _weigh(db, before, at=now.evidence.at, join=Evidence.minus)
+    _weigh(db, now, at=now.evidence.at, join=Evidence.plus)
     changes = [_verdicts(now, kind) - _verdicts(before, kind) for kind in ("good", "bad")]
     for used in now.experts:
         db.execute(_COUNT_VERDICT, [str(used.content_digest), *changes])
@@ -204,20 +206,20 @@ def _verdicts(job: Job, kind: str) -> int:
     return int(job.verdict == kind)
 
 
-def _weigh(db: Database, job: Job, *, at: float, sign: int = 1) -> None:
+def _weigh(
+    db: Database, job: Job, *, at: float, join: Callable[[Evidence, Evidence], Evidence]
+) -> None:
     """Add the evidence of a run, or take it back, as far as it is still there."""
-    if not job.experts or not (job.good or job.bad):
+    if not (job.experts and job.evidence):
         return
-    share = sign / len(job.experts)
-    added = Evidence(job.good * share, job.bad * share, job.weighed_at).aged(at)
+    share = job.evidence.aged(at).share(len(job.experts))
     for used in job.experts:
-        key = [str(used.content_digest), job.task]
-        there = db.execute(
-            "SELECT good, bad, at FROM outcomes WHERE content_digest = ? AND task = ?", key
-        ).fetchone()
-        known = Evidence(*there).aged(at) if there else Evidence(0.0, 0.0, at)
-        now = known.plus(good=added.good, bad=added.bad)
-        db.execute(_SET_OUTCOME, [*key, now.good, now.bad, now.at])
+        key = (str(used.content_digest), job.task)
+        rows = list(db.query(_GET_OUTCOME, key))
+        known = _evidence(rows[0]).aged(at) if rows else Evidence(at=at)
+        now = join(known, share)
+        sums = [now.good, now.bad, now.well_formed, now.malformed, now.at]
+        db.execute(_SET_OUTCOME, [*key, *sums])
 
 
 def _found(db: Database, name: str) -> tuple[int, Job]:
@@ -312,4 +314,4 @@ def _job(row: Mapping[str, Any], experts: tuple[UsedExpert, ...]) -> Job:
 
 
 def _evidence(row: Mapping[str, Any]) -> Evidence:
-    return Evidence(float(row["good"]), float(row["bad"]), float(row["at"]))
+    return Evidence(**{name: float(row[name]) for name in Evidence.__dataclass_fields__})

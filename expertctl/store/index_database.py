@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ TABLES = {
         number INTEGER, place INTEGER, content_digest TEXT, ref TEXT,
         PRIMARY KEY (number, place)""",
     "outcomes": """
-        content_digest TEXT, task TEXT, good REAL, bad REAL, at REAL,
-        PRIMARY KEY (content_digest, task)""",
+        content_digest TEXT, task TEXT, good REAL, bad REAL, well_formed REAL, malformed REAL,
+        at REAL, PRIMARY KEY (content_digest, task)""",
     "gains": """
         first TEXT, second TEXT, base TEXT, gain REAL, low REAL, high REAL, p REAL, n INTEGER,
         at REAL, PRIMARY KEY (first, second, base)""",
@@ -85,6 +85,19 @@ class IndexDatabase:
                 raise self._told(error) from error
             self._move_aside(str(error))
             self._attempt_anew(action)
+
+    def jot(self, action: Callable[[Database], object]) -> None:
+        """Do as `write` does, without waiting for the disk: a power failure may undo it.
+
+        SQLite folds its log into the file, and flushes both, when the last connection that may
+        write is closed and is the last of all; a reader beside it spares that.
+
+        Raises:
+            StoreError: when the file cannot be written.
+            DiskFullError: when there is no space left.
+        """
+        with self._reader_beside():
+            self.write(action)
 
     def rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
         """Ask about a table.
@@ -144,22 +157,41 @@ class IndexDatabase:
 
     @contextmanager
     def _open_for_writing(self) -> Iterator[Database]:
-        try:
-            make_folders(self.path.parent, mode=0o700)
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, MODE))
-        except OSError as error:
-            raise StoreError(f"{self.path}: {error.strerror}") from error
+        self._make_sure_of_the_file()
         with _opened(f"file:{_quoted(self.path)}?mode=rw") as db:
             db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] != _LAYOUT:
                 _lay_out(db)
             yield db
 
+    def _make_sure_of_the_file(self) -> None:
+        """Make the file where there is none; one that is there is not touched.
+
+        Closing a second handle of it would drop all locks that SQLite has on it in this process.
+        """
+        try:
+            make_folders(self.path.parent, mode=0o700)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, MODE))
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise StoreError(f"{self.path}: {error.strerror}") from error
+
+    @contextmanager
+    def _reader_beside(self) -> Iterator[None]:
+        """Hold the file open, where there is one that can be read."""
+        with ExitStack() as stack:
+            with suppress(sqlite3.DatabaseError):
+                db = stack.enter_context(_opened(f"file:{_quoted(self.path)}?mode=ro"))
+                db.execute("PRAGMA user_version")
+            yield
+
     @contextmanager
     def _open_for_reading(self) -> Iterator[Database]:
-        """Open without writing; a WAL needs a folder to write to, so say when there is none."""
-        writable = os.access(self.path.parent, os.W_OK)
-        mode = "mode=ro" if writable else "mode=ro&immutable=1"
+        """Open without writing; a log needs a folder to write to, so say when there is none."""
+        log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
+        can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
+        mode = "mode=ro" if can_log else "mode=ro&immutable=1"
         with _opened(f"file:{_quoted(self.path)}?{mode}") as db:
             yield db
 

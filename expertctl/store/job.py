@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from expertctl.digest import Digest
+from expertctl.store.success import Evidence
 
 Verdict = Literal["good", "bad"]
 Validation = Literal["passed", "failed"]
@@ -62,23 +63,23 @@ class Job:
     """Whether it ended with an error that the experts are to blame for."""
 
     @property
-    def good(self) -> float:
-        """The evidence that it is for its experts together."""
-        if self.verdict is not None:
-            return SAID if self.verdict == "good" else 0.0
-        return PASSED if self.validation == "passed" else 0.0
+    def evidence(self) -> Evidence:
+        """What it says of its experts together; the word of a person replaces all else."""
+        at = self.at if self.judged_at is None else self.judged_at
+        if self.verdict == "good":
+            return Evidence(at=at, good=SAID)
+        if self.verdict == "bad" or self.blamed:
+            return Evidence(at=at, bad=SAID)
+        if self.validation == "passed":
+            return Evidence(at=at, well_formed=PASSED)
+        if self.validation == "failed" and self.finish_reason != CUT:
+            return Evidence(at=at, malformed=FAILED_VALIDATION)
+        return Evidence(at=at)
 
     @property
-    def bad(self) -> float:
-        """The evidence that it is against its experts together."""
-        if self.verdict is not None:
-            return SAID if self.verdict == "bad" else 0.0
-        if self.blamed:
-            return SAID
-        is_whole = self.finish_reason != CUT
-        return FAILED_VALIDATION if self.validation == "failed" and is_whole else 0.0
-
-    @property
-    def weighed_at(self) -> float:
-        """From when on its evidence fades."""
-        return self.at if self.judged_at is None else self.judged_at
+    def outcome(self) -> Verdict | None:
+        """Whether it went well, as far as anything says so."""
+        found = self.evidence
+        if not found:
+            return None
+        return "good" if found.good or found.well_formed else "bad"

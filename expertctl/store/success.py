@@ -2,11 +2,12 @@
 
 Evidence halves every `HALF_LIFE_DAYS`. Nobody starts from nothing: an expert begins at `PRIOR`, as
 if it had been judged `STRENGTH` times, and at a task it begins at what it is worth at the others.
+What the form of answers says counts for `STRENGTH` judgements at most, however often it is seen.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from expertctl.digest import Digest
@@ -19,23 +20,54 @@ STRENGTH = 4.0
 _DAY = 86_400.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
     """What speaks for and against one expert at one task, weighed at one time."""
 
-    good: float
-    bad: float
     at: float
     """Seconds since the epoch."""
+    good: float = 0.0
+    bad: float = 0.0
+    well_formed: float = 0.0
+    malformed: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Tell whether there is any."""
+        return any((self.good, self.bad, self.well_formed, self.malformed))
 
     def aged(self, now: float) -> Self:
-        """Return what of it is left; a clock that was set back makes nothing younger."""
-        left = fading(self.at, now)
-        return type(self)(self.good * left, self.bad * left, max(now, self.at))
+        """Return what of it is left; a clock that was set back takes and gives nothing."""
+        return replace(self._times(fading(self.at, now)), at=now)
 
-    def plus(self, *, good: float = 0.0, bad: float = 0.0) -> Self:
-        """Return it with more, or less, evidence; never less than none."""
-        return type(self)(max(0.0, self.good + good), max(0.0, self.bad + bad), self.at)
+    def share(self, count: int) -> Self:
+        """Return what one of so many experts has of it."""
+        return self._times(1 / count)
+
+    def plus(self, other: Self) -> Self:
+        """Return it with more evidence of the same time."""
+        return self._joined(other, 1)
+
+    def minus(self, other: Self) -> Self:
+        """Return it with less evidence of the same time; never less than none."""
+        return self._joined(other, -1)
+
+    def _joined(self, other: Self, sign: int) -> Self:
+        return replace(
+            self,
+            good=max(0.0, self.good + sign * other.good),
+            bad=max(0.0, self.bad + sign * other.bad),
+            well_formed=max(0.0, self.well_formed + sign * other.well_formed),
+            malformed=max(0.0, self.malformed + sign * other.malformed),
+        )
+
+    def _times(self, factor: float) -> Self:
+        return replace(
+            self,
+            good=self.good * factor,
+            bad=self.bad * factor,
+            well_formed=self.well_formed * factor,
+            malformed=self.malformed * factor,
+        )
 
 
 def fading(then: float, now: float) -> float:
@@ -78,4 +110,7 @@ def _others(tasks: Mapping[str, Evidence], task: str) -> list[Evidence]:
 def _rate(evidence: Iterable[Evidence], prior: float) -> float:
     found = list(evidence)
     good, bad = sum(e.good for e in found), sum(e.bad for e in found)
+    formed, malformed = sum(e.well_formed for e in found), sum(e.malformed for e in found)
+    part = min(1.0, STRENGTH / (formed + malformed)) if formed + malformed else 0.0
+    good, bad = good + part * formed, bad + part * malformed
     return (good + STRENGTH * prior) / (good + bad + STRENGTH)

@@ -49,10 +49,9 @@ class Runs:
 
     @property
     def success(self) -> float | None:
-        """The share of those with evidence that it is for; None where none has any."""
-        good = sum(job.good > 0 for job in self.jobs)
-        bad = sum(job.bad > 0 for job in self.jobs)
-        return good / (good + bad) if good + bad else None
+        """The share that went well of those of which that is known; None where of none."""
+        outcomes = [job.outcome for job in self.jobs if job.outcome]
+        return outcomes.count("good") / len(outcomes) if outcomes else None
 
     @property
     def first_token_ms(self) -> float | None:

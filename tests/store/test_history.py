@@ -3,6 +3,7 @@
 import multiprocessing
 import sqlite3
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def test_a_word_on_an_old_run_counts_from_now_on(history: History, clock: Clock)
     assert rate(history) == pytest.approx(2 / 5)
 
 
-def test_a_clock_that_was_set_back_makes_nothing_younger(history: History, clock: Clock) -> None:
+def test_a_clock_that_was_set_back_takes_and_gives_nothing(history: History, clock: Clock) -> None:
     history.record(job(1, clock=clock))
     judge(history, "good", number=1, clock=clock)
     clock.now -= 3000 * DAY
@@ -287,6 +288,57 @@ def test_many_processes_judge_without_losing_a_word(tmp_path: Path, clock: Clock
     history = History(IndexDatabase(tmp_path / "index.db"), clock=clock)
     assert rate(history) == pytest.approx(42 / 44)
     assert history.usages()[X.content_digest].successes == 40
+
+
+def test_threads_and_processes_lose_no_run(tmp_path: Path, clock: Clock) -> None:
+    """A lock of SQLite is gone when anybody in its process closes another handle of the file."""
+
+    def work(first: int) -> None:
+        history = Catalogue(tmp_path / "index.db").history
+        with ThreadPoolExecutor(3) as threads:
+            numbers = range(first * 100, first * 100 + 30)
+            assert all(threads.map(lambda n: history.record(job(n, clock=clock)), numbers))
+
+    context = multiprocessing.get_context("fork")
+    others = [context.Process(target=work, args=(first,)) for first in range(3)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(120)
+        assert other.exitcode == 0
+    catalogue = Catalogue(tmp_path / "index.db")
+    assert len(catalogue.history.jobs()) == 90
+    assert catalogue.history.usages()[X.content_digest].uses == 90
+    catalogue.check_integrity()
+
+
+def test_a_run_that_was_killed_while_it_was_remembered_leaves_a_whole_history(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """Kill writers at any moment: what they were told is there, is there."""
+    path, said = tmp_path / "index.db", tmp_path / "said"
+
+    def work(first: int) -> None:
+        history = Catalogue(path).history
+        with said.open("a") as told:
+            for number in range(first, first + 10_000):
+                assert history.record(job(number, clock=clock))
+                told.write(f"{job(number, clock=clock).job_id}\n")
+                told.flush()
+
+    context = multiprocessing.get_context("fork")
+    for turn in range(8):
+        writer = context.Process(target=work, args=(turn * 10_000,))
+        writer.start()
+        while len(said.read_text().split() if said.exists() else ()) < 3 * (turn + 1):
+            assert writer.is_alive()
+        writer.kill()
+        writer.join(60)
+    catalogue = Catalogue(path)
+    there = {each.job_id for each in catalogue.history.jobs()}
+    assert set(said.read_text().split()) <= there
+    assert catalogue.notes == []
+    catalogue.check_integrity()
 
 
 def test_clearing_forgets_all_but_gains(history: History, clock: Clock) -> None:
