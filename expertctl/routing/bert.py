@@ -117,6 +117,18 @@ class _Run:
         return parts.transpose(2, 0, 1, 3)
 
 
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Three views of texts [texts, h], each the mean over all tokens of a text."""
+
+    embedded: Floats
+    """What enters the first layer."""
+    context: Floats
+    """What the attention of the last layer but one gathers, its heads side by side."""
+    last: Floats
+    """What leaves the last layer."""
+
+
 class Bert:
     """The forward pass over weights that somebody else owns."""
 
@@ -125,21 +137,19 @@ class Bert:
         self.config = config
         self.weights = weights
 
-    def means(self, texts: Sequence[Sequence[int]], *, layers: int) -> list[Floats]:
-        """Return the mean hidden states [texts, h] after each of the last layers, in their order.
-
-        The tokens of each text are ids; texts of one length are computed fastest side by side.
-        """
+    def means(self, texts: Sequence[Sequence[int]]) -> Means:
+        """Return what the model says of texts, whose tokens are ids; best sorted by length."""
         lengths = np.array([len(text) for text in texts])
         runs = _runs(lengths.tolist())
         x = self._embedded(texts, width=-int(lengths.sum()) // COLUMNS * -COLUMNS)
-        count = self.config.num_hidden_layers
-        means: list[Floats] = []
-        for layer in range(count):
-            x = self._layer(f"encoder.layer.{layer}", x, runs)
-            if layer >= count - layers:
-                means.append(_means(x, lengths))
-        return means
+        embedded, context = _means(x, lengths), None
+        for layer in range(self.config.num_hidden_layers):
+            mixed = self._attention(f"encoder.layer.{layer}", x, runs)
+            if layer == max(0, self.config.num_hidden_layers - 2):
+                context = _means(mixed, lengths)
+            x = self._layer(f"encoder.layer.{layer}", x, mixed)
+        assert context is not None, "a model has a layer"
+        return Means(embedded, context, _means(x, lengths))
 
     def _embedded(self, texts: Sequence[Sequence[int]], *, width: int) -> Floats:
         """Return what enters the first layer [h, w]; columns of no text are those of token 0."""
@@ -152,8 +162,9 @@ class Bert:
         x += self.weights["embeddings.token_type_embeddings.weight"][0]
         return self._norm("embeddings.LayerNorm", np.ascontiguousarray(x.T))
 
-    def _layer(self, at: str, x: Floats, runs: Sequence[_Run]) -> Floats:
-        attended = self._linear(f"{at}.attention.output.dense", self._attention(at, x, runs))
+    def _layer(self, at: str, x: Floats, mixed: Floats) -> Floats:
+        """Return what leaves a layer, given what its attention mixed."""
+        attended = self._linear(f"{at}.attention.output.dense", mixed)
         attended += x
         x = self._norm(f"{at}.attention.output.LayerNorm", attended)
         wide = self._linear(f"{at}.intermediate.dense", x)

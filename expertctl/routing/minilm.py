@@ -24,10 +24,10 @@ from expertctl.schema.strict_json import canonical, load_object
 MAX_TOKENS = 256
 """Where the model was trained to stop; the rest of a text is not seen."""
 
-DEEP_LAYERS = 3
-"""How many of the last layers a deep row is made of; the last one alone makes the row."""
+DEEP_WEIGHTS = (1.0, 1.0, 0.6)
+"""How much of a deep row is the row itself, the context gathered before, and the bare tokens."""
 
-VERSION = 2
+VERSION = 3
 """Raised whenever the same weights give other rows or deep rows, so that all are made again."""
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
@@ -62,17 +62,13 @@ class MiniLmEncoder:
 
     @property
     def deep_dimensions(self) -> int:
-        """The length of a deep row: one vector for each of the layers it is made of."""
-        return self._deep_layers * self.dimensions
-
-    @property
-    def _deep_layers(self) -> int:
-        return min(DEEP_LAYERS, self._bert.config.num_hidden_layers)
+        """The length of a deep row: a vector for each of its parts."""
+        return len(DEEP_WEIGHTS) * self.dimensions
 
     def digest(self) -> Digest:
         """Hash configuration, tokenizer and weights: 50 ms, so the stamp is compared first."""
         digests = [str(hash_file(self.directory / name)[1]) for name in FILES]
-        return Digest.of(canonical([self.name, VERSION, MAX_TOKENS, DEEP_LAYERS, digests]))
+        return Digest.of(canonical([self.name, VERSION, MAX_TOKENS, digests]))
 
     def encode(self, texts: Sequence[str]) -> Vectors:
         """Return one unit row per text."""
@@ -82,22 +78,17 @@ class MiniLmEncoder:
         """Return rows and deep rows; texts of similar length are computed together."""
         encodings = self._tokenizer.encode_batch_fast([text[:MAX_CHARACTERS] for text in texts])
         tokens = [encoding.ids for encoding in encodings]
+        rows = np.zeros((len(tokens), self.dimensions), np.float32)
         deep = np.zeros((len(tokens), self.deep_dimensions), np.float32)
         for batch in _batches([len(ids) for ids in tokens]):
-            deep[batch] = self._pooled([tokens[i] for i in batch])
-        rows = deep[:, -self.dimensions :] * np.float32(math.sqrt(self._deep_layers))
+            means = self._bert.means([tokens[i] for i in batch])
+            rows[batch] = _unit(means.last)
+            deep[batch] = _joined([rows[batch], _unit(means.context), _unit(means.embedded)])
         return Encoded(rows, deep)
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Return them as they are: the thresholds were made for this model."""
         return cosines
-
-    def _pooled(self, tokens: Sequence[Sequence[int]]) -> Vectors:
-        """Return the means over each text's tokens, a unit for each deep layer, as one unit."""
-        means = self._bert.means(tokens, layers=self._deep_layers)
-        joined = np.concatenate([_unit(mean) for mean in means], axis=1)
-        joined /= np.float32(math.sqrt(self._deep_layers))
-        return joined
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -112,6 +103,13 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         width += lengths[i]
     if batch:
         yield batch
+
+
+def _joined(parts: Sequence[Vectors]) -> Vectors:
+    """Return the parts side by side, as unit rows in which each has its share."""
+    shares = [math.sqrt(weight / sum(DEEP_WEIGHTS)) for weight in DEEP_WEIGHTS]
+    weighted = [part * np.float32(share) for part, share in zip(parts, shares, strict=True)]
+    return np.concatenate(weighted, axis=1)
 
 
 def _unit(rows: Vectors) -> Vectors:

@@ -164,28 +164,49 @@ def test_the_real_tokenizer_reads_as_transformers_does() -> None:
         assert ours.encode(text).ids == theirs(text)["input_ids"]
 
 
-def reference_deep(directory: Path, texts: list[str], *, layers: int) -> Vectors:
-    """The unit means of the last layers side by side, as transformers computes them."""
+def reference_deep(directory: Path, texts: list[str]) -> Vectors:
+    """The three views as transformers computes them, side by side."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_padding()
     tokenizer.enable_truncation(MAX_TOKENS)
     model = BertModel.from_pretrained(directory, dtype=torch.float32)
+    context: list[torch.Tensor] = []
+    layers: Any = model.encoder.layer
+    layers[-2].attention.output.dense.register_forward_pre_hook(
+        lambda _, inputs: context.append(inputs[0])
+    )
     rows = []
     with torch.no_grad():
         for text in texts:
             ids = torch.tensor([tokenizer.encode(text).ids])
-            states = model(input_ids=ids, output_hidden_states=True).hidden_states[-layers:]
-            parts = [torch.nn.functional.normalize(state.mean(1))[0] for state in states]
-            rows.append(torch.cat(parts) / layers**0.5)
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states
+            views = ((states[-1], 1.0), (context[-1], 1.0), (states[0], 0.6))
+            units = [(torch.nn.functional.normalize(x.mean(1))[0], share) for x, share in views]
+            rows.append(torch.cat([unit * (share / 2.6) ** 0.5 for unit, share in units]))
     result: Vectors = torch.stack(rows).numpy()
     return result
 
 
-def test_a_deep_row_is_made_of_the_last_layers_that_there_are(tiny: Path) -> None:
-    encoder = open_minilm(tiny)  # of two layers
+def test_a_deep_row_is_made_of_three_views(tiny: Path) -> None:
+    encoder = open_minilm(tiny)
     encoded = encoder.encode_deep(TEXTS)
-    assert encoded.deep.shape == (len(TEXTS), 64) == (len(TEXTS), encoder.deep_dimensions)
-    assert np.abs(encoded.deep - reference_deep(tiny, TEXTS, layers=2)).max() < 1e-5
+    assert encoded.deep.shape == (len(TEXTS), 96) == (len(TEXTS), encoder.deep_dimensions)
+    assert np.abs(encoded.deep - reference_deep(tiny, TEXTS)).max() < 1e-5
     assert np.allclose(np.linalg.norm(encoded.deep, axis=1), 1, atol=1e-5)
     assert np.array_equal(encoded.rows, encoder.encode(TEXTS))
-    assert encoder.encode_deep([]).deep.shape == (0, 64)
+    assert encoder.encode_deep([]).deep.shape == (0, 96)
+
+
+def test_a_model_of_one_layer_has_its_views_too(tiny: Path) -> None:
+    with edited_config(tiny) as document:
+        document["num_hidden_layers"] = 1
+    encoded = open_minilm(tiny).encode_deep(TEXTS)
+    assert np.allclose(np.linalg.norm(encoded.deep, axis=1), 1, atol=1e-5)
+    assert np.abs(encoded.rows - reference(tiny, TEXTS)).max() < 1e-5
+
+
+@pytest.mark.skipif(MINILM is None, reason="all-MiniLM-L6-v2 is not on this machine")
+def test_the_deep_rows_of_the_real_model_equal_the_reference() -> None:
+    assert MINILM is not None
+    deep = open_minilm(MINILM).encode_deep(TEXTS).deep
+    assert np.abs(deep - reference_deep(MINILM, TEXTS)).max() < 1e-4
