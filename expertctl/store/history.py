@@ -5,6 +5,7 @@ evidence of a run outlives it: what is for and against an expert is kept as two 
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,7 @@ from expertctl.store.file_mark import WhileUnchanged
 from expertctl.store.index_database import IndexDatabase, advance, immediately
 from expertctl.store.job import FAILED, Job, JobTimes, UsedExpert, Verdict
 from expertctl.store.pair_gain import PairGain
-from expertctl.store.success import Evidence, SuccessRates
+from expertctl.store.success import Evidence, KeptEvidence, SuccessRates, evidence_of
 
 KEPT_JOBS = 10_000
 LAST = "last"
@@ -40,7 +41,9 @@ _JOB_COLUMNS = (
     "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
 )
 _INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
-_GET_OUTCOME = "SELECT * FROM outcomes WHERE content_digest = ? AND task = ?"
+_SUMS = "good, bad, well_formed, malformed, at"
+_GET_OUTCOME = f"SELECT {_SUMS} FROM outcomes WHERE content_digest = ? AND task = ?"  # noqa: S608  # constants
+_ALL_OUTCOMES = f"SELECT content_digest, task, {_SUMS} FROM outcomes"  # noqa: S608  # constants
 _SET_OUTCOME = "INSERT OR REPLACE INTO outcomes VALUES (?, ?, ?, ?, ?, ?, ?)"
 _SET_GAIN = "INSERT OR REPLACE INTO gains VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -164,11 +167,14 @@ class History:
         return True
 
     def _weighed(self) -> SuccessRates:
-        rows = self._database.rows("outcomes", "SELECT * FROM outcomes")
-        evidence = (
-            (Digest.parse(row["content_digest"]), str(row["task"]), _evidence(row)) for row in rows
-        )
-        return SuccessRates.weigh(evidence, now=self._clock())
+        kept: dict[str, list[KeptEvidence]] = defaultdict(list)
+
+        def read(db: Database) -> None:
+            for digest, *evidence in db.execute(_ALL_OUTCOMES):
+                kept[digest].append(tuple(evidence))
+
+        self._database.read("outcomes", read)
+        return SuccessRates(kept, now=self._clock())
 
 
 def _atomically(db: Database, action: Callable[[Database], object]) -> None:
@@ -215,8 +221,8 @@ def _weigh(
     share = job.evidence.aged(at).share(len(job.experts))
     for used in job.experts:
         key = (str(used.content_digest), job.task)
-        rows = list(db.query(_GET_OUTCOME, key))
-        known = _evidence(rows[0]).aged(at) if rows else Evidence(at=at)
+        there = db.execute(_GET_OUTCOME, key).fetchone()
+        known = evidence_of(there).aged(at) if there else Evidence(at=at)
         now = join(known, share)
         sums = [now.good, now.bad, now.well_formed, now.malformed, now.at]
         db.execute(_SET_OUTCOME, [*key, *sums])
@@ -311,7 +317,3 @@ def _job(row: Mapping[str, Any], experts: tuple[UsedExpert, ...]) -> Job:
         experts=experts,
         times=times,
     )
-
-
-def _evidence(row: Mapping[str, Any]) -> Evidence:
-    return Evidence(**{name: float(row[name]) for name in Evidence.__dataclass_fields__})

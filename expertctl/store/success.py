@@ -5,8 +5,7 @@ if it had been judged `STRENGTH` times, and at a task it begins at what it is wo
 What the form of answers says counts for `STRENGTH` judgements at most, however often it is seen.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -18,6 +17,8 @@ STRENGTH = 4.0
 """How many judgements the prior counts for."""
 
 _DAY = 86_400.0
+KeptEvidence = tuple[str, float, float, float, float, float]
+"""A task, and the numbers of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,36 +76,39 @@ def fading(then: float, now: float) -> float:
     return float(2.0 ** (-max(0.0, now - then) / (HALF_LIFE_DAYS * _DAY)))
 
 
-@dataclass(frozen=True, slots=True)
 class SuccessRates:
-    """The rates of all experts that somebody or something has judged."""
+    """The rates of all experts that somebody or something has judged; each is weighed when asked.
 
-    by_expert: Mapping[Digest, float]
-    by_task: Mapping[tuple[Digest, str], float]
+    Of thousands of experts few are candidates, so what is kept is read fast and weighed late.
+    """
 
-    @classmethod
-    def weigh(cls, evidence: Iterable[tuple[Digest, str, Evidence]], *, now: float) -> Self:
-        """Weigh evidence, one entry for each expert and task."""
-        tasks: dict[Digest, dict[str, Evidence]] = defaultdict(dict)
-        for digest, task, found in evidence:
-            tasks[digest][task] = found.aged(now)
-        return cls(
-            {digest: _rate(each.values(), PRIOR) for digest, each in tasks.items()},
-            {
-                (digest, task): _rate([found], _rate(_others(each, task), PRIOR))
-                for digest, each in tasks.items()
-                for task, found in each.items()
-            },
-        )
+    def __init__(self, kept: Mapping[str, Sequence[KeptEvidence]], *, now: float) -> None:
+        """Take what is kept of each expert, by its content digest as text, for one time."""
+        self._kept, self._now = kept, now
+        self._rates: dict[tuple[Digest, str | None], float | None] = {}
 
     def of(self, digest: Digest, *, task: str | None = None) -> float | None:
         """Return the rate of an expert at a task, else at any; None when nobody has judged it."""
-        overall = self.by_expert.get(digest)
-        return overall if task is None else self.by_task.get((digest, task), overall)
+        key = (digest, task)
+        if key not in self._rates:
+            self._rates[key] = self._weighed(digest, task)
+        return self._rates[key]
+
+    def _weighed(self, digest: Digest, task: str | None) -> float | None:
+        kept = self._kept.get(str(digest))
+        if kept is None:
+            return None
+        aged = {name: evidence_of(row).aged(self._now) for name, *row in kept}
+        if task not in aged:
+            return _rate(aged.values(), PRIOR)
+        others = [found for name, found in aged.items() if name != task]
+        return _rate([aged[task]], _rate(others, PRIOR))
 
 
-def _others(tasks: Mapping[str, Evidence], task: str) -> list[Evidence]:
-    return [found for name, found in tasks.items() if name != task]
+def evidence_of(numbers: Sequence[float]) -> Evidence:
+    """Read the numbers of one row: good, bad, well formed, malformed, time."""
+    good, bad, well_formed, malformed, at = numbers
+    return Evidence(at=at, good=good, bad=bad, well_formed=well_formed, malformed=malformed)
 
 
 def _rate(evidence: Iterable[Evidence], prior: float) -> float:
