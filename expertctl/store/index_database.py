@@ -222,6 +222,8 @@ class IndexDatabase:
 
     def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
         name = _error_name(error)
+        if self.path.exists() and not self.path.is_file():
+            return StoreError(f"{self.path} is not a regular file", hint="move it away")
         if name in _FULL:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
         if name in _BUSY:

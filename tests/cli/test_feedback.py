@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.cli.feedback import parse_verdict, verdict_text
+from expertctl.errors import UsageError
 from expertctl.schema.validation import problems_of
 from expertctl.store.catalogue import Catalogue
 from tests.cli.commands import Commands, expertctl
@@ -79,3 +81,28 @@ def test_nothing_leaves_the_machine(
     monkeypatch.setattr(socket.socket, "connect", refuse)
     expertctl("feedback", "last", "good")
     expertctl("stats")
+
+
+@pytest.mark.parametrize("words", [[], ["fine"], ["good", "bad"], ["GOOD"]])
+def test_in_a_chat_an_answer_is_good_or_bad(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="an answer is good or bad"):
+        parse_verdict(words)
+    assert (parse_verdict(["good"]), parse_verdict(["bad"])) == ("good", "bad")
+
+
+def test_what_a_chat_says_of_a_judgement_is_what_the_command_says(
+    expertctl: Commands, catalogue: Catalogue
+) -> None:
+    catalogue.history.record(a_job(1))
+    text = verdict_text(catalogue, "last", "good")
+    assert text.splitlines()[1] == "  acme/x@1.0.0: success at default 0.60, before unknown"
+    again = expertctl("feedback", "last", "good").out
+    assert again.splitlines()[1] == "  acme/x@1.0.0: success at default 0.60, before 0.60"
+
+
+def test_a_history_that_cannot_be_read_is_told(expertctl: Commands, catalogue: Catalogue) -> None:
+    catalogue.path.mkdir(parents=True)
+    for words in (("feedback", "last", "good"), ("stats",), ("stats", "--clear")):
+        said = expertctl(*words, "--json", code=1)
+        assert said.document["error"]["code"] == "store"
+        assert "is not a regular file\n\nhint: move it away" in said.err

@@ -1,0 +1,86 @@
+"""The file itself: what is refused, what is damage, what is told."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from sqlite_utils import Database
+
+from expertctl.errors import StoreError
+from expertctl.store.index_database import IndexDatabase, advance, immediately
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> IndexDatabase:
+    return IndexDatabase(tmp_path / "index.db")
+
+
+def step(db: Database) -> None:
+    with immediately(db):
+        advance(db)
+
+
+def test_a_folder_in_its_place_is_told(database: IndexDatabase) -> None:
+    database.path.mkdir()
+    with pytest.raises(StoreError, match=r"index\.db is not a regular file"):
+        database.revision()
+    with pytest.raises(StoreError, match=r"index\.db is not a regular file"):
+        database.write(step)
+    with pytest.raises(StoreError, match=r"index\.db is not a regular file"):
+        database.jot(step)
+    assert database.notes == []
+
+
+def test_what_is_damaged_again_and_again_is_told_once(database: IndexDatabase) -> None:
+    database.write(step)
+    asked: list[int] = []
+
+    def fail(_: Database) -> None:
+        asked.append(1)
+        error = sqlite3.DatabaseError("malformed")
+        error.sqlite_errorname = "SQLITE_CORRUPT"
+        raise error
+
+    with pytest.raises(StoreError, match="malformed"):
+        database.write(fail)
+    assert asked == [1, 1]
+    assert database.notes == []
+    assert database.revision() > 0
+
+
+def test_what_fails_in_the_middle_leaves_nothing(database: IndexDatabase) -> None:
+    database.write(step)
+    before = database.revision()
+
+    def fail(db: Database) -> None:
+        with immediately(db):
+            advance(db)
+            raise KeyboardInterrupt
+
+    for way in (database.write, database.jot):
+        with pytest.raises(KeyboardInterrupt):
+            way(fail)
+    assert database.revision() == before
+
+
+def test_what_is_jotted_down_is_read_at_once_and_by_others(database: IndexDatabase) -> None:
+    database.jot(step)
+    first = database.revision()
+    database.jot(step)
+    assert database.revision() == first + 1
+    assert IndexDatabase(database.path).revision() == first + 1
+    database.write(step)
+    assert IndexDatabase(database.path).revision() == first + 2
+    assert database.problems() == []
+
+
+def test_a_file_that_takes_the_place_of_another_has_a_revision_of_its_own(
+    database: IndexDatabase,
+) -> None:
+    database.write(step)
+    first = database.revision()
+    for path in database.path.parent.iterdir():
+        path.unlink()
+    assert database.revision() == 0
+    database.write(step)
+    assert database.revision() not in {0, first, first + 1}
