@@ -1,11 +1,12 @@
 """``expertctl stats``: how often experts were used, how well they did, how long it took."""
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Annotated
 
 import typer
 
 from expertctl.cli.output import JsonFlag, counted, emit, note, warn
+from expertctl.errors import UsageError
 from expertctl.settings import load_settings
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.history import KEPT_JOBS
@@ -17,6 +18,9 @@ _Document = dict[str, object]
 
 
 def stats(
+    ref: Annotated[
+        str | None, typer.Argument(metavar="REF", help="Only this expert.", show_default=False)
+    ] = None,
     days: Annotated[int, typer.Option(min=1, max=366, help="How many days to draw.")] = 14,
     clear: Annotated[bool, typer.Option("--clear", help="Forget all runs and judgements.")] = False,
     as_json: JsonFlag = False,
@@ -26,17 +30,23 @@ def stats(
     Example: expertctl stats --days 30
     """
     catalogue = Catalogue(load_settings().home.index)
+    if clear and ref is not None:
+        raise UsageError("--clear forgets all runs, not those of one expert")
     if clear:
         count = catalogue.history.clear()
         warn(catalogue.notes)
         emit({"cleared": count}, f"forgot {counted(count, 'run')}", as_json=as_json)
         return
-    tally = Tally.of(catalogue.history, days=days, today=datetime.now().astimezone().date())
+    tally = Tally.of(catalogue.history, days=days, today=_today(), only=ref)
     gains = catalogue.history.pair_gains()
     warn(catalogue.notes)
     if not tally.runs.jobs:
         note("no runs yet; `expertctl run PROMPT` makes one")
     emit(_document(tally, gains), _text(tally), as_json=as_json)
+
+
+def _today() -> date:
+    return datetime.now().astimezone().date()
 
 
 def _text(tally: Tally) -> str:

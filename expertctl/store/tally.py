@@ -8,8 +8,10 @@ from statistics import median
 from typing import Self
 
 from expertctl.digest import Digest
+from expertctl.errors import NotFoundError
 from expertctl.store.history import History, Usage
 from expertctl.store.job import FAILED, Job
+from expertctl.store.store import near_names
 from expertctl.store.success import SuccessRates
 
 NEWEST = 10
@@ -99,15 +101,38 @@ class Tally:
     """Without a gap, the last is today."""
 
     @classmethod
-    def of(cls, history: History, *, days: int, today: date) -> Self:
-        """Count everything that a history remembers."""
+    def of(cls, history: History, *, days: int, today: date, only: str | None = None) -> Self:
+        """Count everything that a history remembers, or what it does of one expert.
+
+        ``only`` is its ref, or its name for all versions.
+
+        Raises:
+            NotFoundError: when no run of that expert is remembered.
+        """
         jobs = history.jobs()
+        if only is not None:
+            jobs = _of_one(jobs, only)
+        experts = _experts(jobs, history.usages(), history.success_rates())
         return cls(
             runs=Runs(tuple(jobs)),
             alone=Runs(tuple(job for job in jobs if not job.experts)),
-            experts=_experts(jobs, history.usages(), history.success_rates()),
+            experts=tuple(each for each in experts if only is None or _is(each.ref, only)),
             days=_days(jobs, days, today),
         )
+
+
+def _of_one(jobs: Sequence[Job], wanted: str) -> list[Job]:
+    found = [job for job in jobs if any(_is(used.ref, wanted) for used in job.experts)]
+    if found:
+        return found
+    names = {used.ref.partition("@")[0] for job in jobs for used in job.experts}
+    near = near_names(wanted.partition("@")[0], names)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`expertctl stats` shows all experts"
+    raise NotFoundError(f"no run of {wanted[:80]!r} is remembered", hint=hint)
+
+
+def _is(ref: str, wanted: str) -> bool:
+    return wanted in {ref, ref.partition("@")[0]}
 
 
 def _experts(

@@ -142,3 +142,25 @@ def test_a_damaged_history_is_told_and_begins_anew(expertctl: Commands, used: Ca
     assert "warning: " in said.err
     assert "was damaged" in said.err
     assert "no runs yet" in said.err
+
+
+@pytest.mark.parametrize("name", ["acme/y", "acme/y@1.0.0"])
+def test_one_expert_is_looked_at(name: str, expertctl: Commands, used: Catalogue) -> None:
+    document = expertctl("stats", name, "--json").document
+    assert problems_of(document, "stats") == []
+    assert (document["runs"], document["base_alone"]["runs"]) == (1, 0)
+    assert [expert["ref"] for expert in document["experts"]] == ["acme/y@1.0.0"]
+    assert "acme/x@1.0.0" not in expertctl("stats", name).out.split("JOB")[0]
+
+
+def test_an_expert_without_a_run_is_not_found(expertctl: Commands, used: Catalogue) -> None:
+    said = expertctl("stats", "acne/x", code=3)
+    assert "error: no run of 'acne/x' is remembered\n\nhint: did you mean acme/x" in said.err
+    said = expertctl("stats", "other/thing-of-another-kind", code=3)
+    assert "hint: `expertctl stats` shows all experts" in said.err
+
+
+def test_only_all_runs_are_forgotten(expertctl: Commands, used: Catalogue) -> None:
+    said = expertctl("stats", "acme/x", "--clear", code=2)
+    assert "--clear forgets all runs" in said.err
+    assert len(used.history.jobs()) == 5
