@@ -24,10 +24,10 @@ from expertctl.schema.strict_json import canonical, load_object
 MAX_TOKENS = 256
 """Where the model was trained to stop; the rest of a text is not seen."""
 
-DEEP_WEIGHTS = (1.0, 1.0, 0.6)
-"""How much of a deep row is the row itself, the context gathered before, and the bare tokens."""
+DEEP_PARTS = 3
+"""A deep row is made of the row itself, of the context gathered before, and of the bare tokens."""
 
-VERSION = 3
+VERSION = 4
 """Raised whenever the same weights give other rows or deep rows, so that all are made again."""
 
 CONFIG, TOKENIZER, WEIGHTS = "config.json", "tokenizer.json", "model.safetensors"
@@ -56,14 +56,17 @@ class MiniLmEncoder:
     @property
     def stamp(self) -> str:
         """Path, size and time of the files."""
-        stats = [(self.directory / name).stat() for name in FILES]
-        marks = [[str(s.st_size), str(s.st_mtime_ns), str(s.st_ino)] for s in stats]
-        return str(Digest.of(canonical([str(self.directory.resolve()), marks])))
+        return model_stamp(self.directory)
 
     @property
     def deep_dimensions(self) -> int:
         """The length of a deep row: a vector for each of its parts."""
-        return len(DEEP_WEIGHTS) * self.dimensions
+        return DEEP_PARTS * self.dimensions
+
+    @property
+    def token_embeddings(self) -> Floats:
+        """The vector of each token, before any of the layers."""
+        return self._bert.weights["embeddings.word_embeddings.weight"]
 
     def digest(self) -> Digest:
         """Hash configuration, tokenizer and weights: 50 ms, so the stamp is compared first."""
@@ -106,10 +109,10 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _joined(parts: Sequence[Vectors]) -> Vectors:
-    """Return the parts side by side, as unit rows in which each has its share."""
-    shares = [math.sqrt(weight / sum(DEEP_WEIGHTS)) for weight in DEEP_WEIGHTS]
-    weighted = [part * np.float32(share) for part, share in zip(parts, shares, strict=True)]
-    return np.concatenate(weighted, axis=1)
+    """Return the parts side by side, as unit rows in which each has the same share."""
+    joined = np.concatenate(parts, axis=1)
+    joined /= np.float32(math.sqrt(len(parts)))
+    return joined
 
 
 def _unit(rows: Vectors) -> Vectors:
@@ -137,6 +140,13 @@ def open_minilm(directory: Path) -> MiniLmEncoder:
     tokenizer.no_padding()
     tokenizer.enable_truncation(min(MAX_TOKENS, config.max_position_embeddings))
     return MiniLmEncoder(directory, Bert(config, weights), tokenizer)
+
+
+def model_stamp(directory: Path) -> str:
+    """Return what tells the files of a model from others without reading them."""
+    stats = [(directory / name).stat() for name in FILES]
+    marks = [[str(s.st_size), str(s.st_mtime_ns), str(s.st_ino)] for s in stats]
+    return str(Digest.of(canonical([str(directory.resolve()), marks])))
 
 
 def _open_tokenizer(path: Path, *, what: str) -> Tokenizer:

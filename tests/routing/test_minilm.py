@@ -180,9 +180,9 @@ def reference_deep(directory: Path, texts: list[str]) -> Vectors:
         for text in texts:
             ids = torch.tensor([tokenizer.encode(text).ids])
             states = model(input_ids=ids, output_hidden_states=True).hidden_states
-            views = ((states[-1], 1.0), (context[-1], 1.0), (states[0], 0.6))
-            units = [(torch.nn.functional.normalize(x.mean(1))[0], share) for x, share in views]
-            rows.append(torch.cat([unit * (share / 2.6) ** 0.5 for unit, share in units]))
+            views = (states[-1], context[-1], states[0])
+            units = [torch.nn.functional.normalize(view.mean(1))[0] for view in views]
+            rows.append(torch.cat(units) / 3**0.5)
     result: Vectors = torch.stack(rows).numpy()
     return result
 
