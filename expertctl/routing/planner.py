@@ -81,7 +81,7 @@ class Planner:
             bases=BaseStore(home.bases),
             trust=TrustStore(home.trust),
             catalogue=Catalogue(home.index),
-            index=RoutingIndex(home.root, open_encoder(settings.encoder)),
+            index=RoutingIndex(home.root, open_encoder(settings.encoder, home=settings.home)),
         )
 
     def plan(
