@@ -67,14 +67,17 @@ def _is_grab_all(examples: Vectors, meant: Vectors, owners: Rows) -> bool:
 
 def _closest(table: VectorTable, queries: Vectors, others: Mask) -> tuple[Vectors, Rows]:
     """Return the cosine of the closest row of others for each query, and whose it is."""
+    last = int(np.flatnonzero(others)[-1])
+    end = int(table.starts[last] + table.counts[last])
     best = np.full(len(queries), -1, np.float32)
     owner = np.zeros(len(queries), np.int64)
-    for start in range(0, len(table.rows), _BLOCK):
-        own = table.owners[start : start + _BLOCK]
-        cosines = table.rows[start : start + _BLOCK] @ queries.T
-        cosines[~others[own]] = -1
-        at = cosines.argmax(0)
-        top = cosines[at, np.arange(len(queries))]
+    for start in range(0, end, _BLOCK):
+        part = slice(start, min(start + _BLOCK, end))
+        own = table.owners[part]
+        cosines = queries @ table.rows[part].T
+        cosines[:, np.flatnonzero(~others[own])] = -1
+        at = cosines.argmax(1)
+        top = cosines[np.arange(len(queries)), at]
         better = top > best
         best[better], owner[better] = top[better], own[at[better]]
     return best, owner
