@@ -136,7 +136,7 @@ def _built(size: int, folder: Path) -> Built:
     files_size = record.size + table.rows.nbytes
     note += f"; files {files_size >> 20} MiB; loaded, {resident >> 20} MiB of memory"
     note += f"; ef {record.width}, recall@10 of held out rows {record.recall}"
-    return Built(index, table, bare, prompts, _ten_closest(table, prompts, None), note)
+    return Built(index, index.table, bare, prompts, _ten_closest(table, prompts, None), note)
 
 
 def _built_graph(folder: Path, table: VectorTable) -> str:

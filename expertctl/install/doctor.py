@@ -13,6 +13,7 @@ from expertctl.install.requirements import missing_requirements
 from expertctl.package.layout import content_digest, layout_of
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.suspicion import flags
+from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -90,6 +91,7 @@ def examine(
         *distrusted,
         *_index_findings(indexes, readable),
         *_catalogue_findings(catalogue, now),
+        *_vector_findings(catalogue.path.parent),
         *_suspicion_findings(suspicions, store, now),
         *_base_findings(bases, now.experts),
     ]
@@ -267,6 +269,12 @@ def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:
     if not problems and set(catalogue.refs()) != {expert.ref for expert in now.experts}:
         problem = "it does not list what is installed"
         yield Finding(str(catalogue.path), problem, hint, broken=False)
+
+
+def _vector_findings(folder: Path) -> Iterator[Finding]:
+    if damage := vector_damage(folder):
+        hint = "`expertctl reindex` makes it again"
+        yield Finding(str(folder / JOURNAL_FILE), damage, hint, broken=False)
 
 
 def _suspicion_findings(

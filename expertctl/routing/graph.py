@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from expertctl.digest import Digest, hash_file
-from expertctl.durable import write_atomic
+from expertctl.durable import remove_tree, write_atomic
 from expertctl.errors import InvalidPackageError
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 from expertctl.schema.shape import shape
@@ -33,10 +33,11 @@ GRAPH_FILE = "index.hnsw"
 RECORD_FILE = "index.hnsw.json"
 _LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
 _WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_HELD_OUT, _TEN = 256, 10
+_HELD_OUT, _CLOSEST = 256, 9
 _PARALLEL_ROWS = 200_000
 _CHUNK = 10_000
 _MAX_RECORD = 4096
+_BESIDE = ".hnsw-"
 _LOADED_PER_SECOND = 500e6
 
 
@@ -89,7 +90,8 @@ def build_graph(table: VectorTable) -> Graph | None:
     """Build the graph of all rows that are alive; ``None`` without hnswlib.
 
     Some rows are held out at first and used as prompts: the graph is searched as widely as it
-    takes to find what exact search finds for them.
+    takes to find what exact search finds for them. That is nine rows of the ten, as the text of
+    such a row would be the first itself.
     """
     if find_spec("hnswlib") is None:
         return None
@@ -108,7 +110,9 @@ def build_graph(table: VectorTable) -> Graph | None:
 
 def save_graph(folder: Path, graph: Graph, table: VectorTable) -> None:
     """Save the graph beside its place, then rename it, then record its digest."""
-    with TemporaryDirectory(prefix=".hnsw-", dir=folder) as temporary:
+    for left in folder.glob(f"{_BESIDE}*"):  # by a process that was killed
+        remove_tree(left)
+    with TemporaryDirectory(prefix=_BESIDE, dir=folder) as temporary:
         path = Path(temporary, GRAPH_FILE)
         graph.index.save_index(str(path))
         path.chmod(0o600)
@@ -183,7 +187,7 @@ def _sufficient_width(
     index: Any, table: VectorTable, rows: Rows, queries: Vectors
 ) -> tuple[int, float]:
     """Return the smallest width of search that finds enough, and what it finds."""
-    exact = _exact_ten(table, rows, queries)
+    exact = _exactly_closest(table, rows, queries)
     recall = 1.0
     for width in _WIDTHS:
         index.set_ef(width)
@@ -195,15 +199,15 @@ def _sufficient_width(
     return width, recall
 
 
-def _exact_ten(table: VectorTable, rows: Rows, queries: Vectors) -> Rows:
-    """Return the ten rows that are closest to each query, in any order."""
+def _exactly_closest(table: VectorTable, rows: Rows, queries: Vectors) -> Rows:
+    """Return the nine rows that are closest to each query, in any order."""
     best = np.zeros((len(queries), 0), np.int64)
     cosines = np.zeros((len(queries), 0), np.float32)
     for start in range(0, len(rows), _CHUNK):
         part = rows[start : start + _CHUNK]
         cosines = np.concatenate([cosines, queries @ table.rows[part].T], axis=1)
         best = np.concatenate([best, np.broadcast_to(part, (len(queries), len(part)))], axis=1)
-        kept = np.argpartition(-cosines, min(_TEN, cosines.shape[1] - 1), axis=1)[:, :_TEN]
+        kept = np.argpartition(-cosines, min(_CLOSEST, cosines.shape[1] - 1), axis=1)[:, :_CLOSEST]
         best = np.take_along_axis(best, kept, axis=1)
         cosines = np.take_along_axis(cosines, kept, axis=1)
     return best

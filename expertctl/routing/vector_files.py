@@ -70,7 +70,7 @@ class VectorFiles:
     def changed(self) -> bool:
         """Tell whether the files are others than those that were read last."""
         known = None if self._opened is None else self._opened.signature
-        return self._signature() != known
+        return _signature(self.journal) != known
 
     def read(self) -> VectorTable | None:
         """Return what was published last; ``None`` when it is absent or worthless."""
@@ -122,23 +122,14 @@ class VectorFiles:
 
     def check(self) -> bool:
         """Tell whether all rows are those that were written."""
-        journal = read_journal(self.journal)
-        entries = None if journal is None else replay(journal.records)
-        return journal is not None and entries is not None and self._is_whole(journal, entries)
-
-    def _signature(self) -> Signature | None:
-        try:
-            status = self.journal.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_size, status.st_mtime_ns
+        return not vector_damage(self.folder)
 
     def _open(self) -> _Opened | None:
         """Open what is there; again when a writer replaced it between its journal and its rows."""
         for _ in range(_ATTEMPTS):
-            signature = self._signature()
+            signature = _signature(self.journal)
             opened = self._opened_at(signature)
-            if opened is not None or signature == self._signature():
+            if opened is not None or signature == _signature(self.journal):
                 return opened
         return None
 
@@ -182,7 +173,7 @@ class VectorFiles:
         return self._keep(journal, table)
 
     def _keep(self, journal: Journal, table: VectorTable) -> VectorTable:
-        self._opened = _Opened(self._signature(), journal, table)
+        self._opened = _Opened(_signature(self.journal), journal, table)
         return table
 
     @property
@@ -191,9 +182,8 @@ class VectorFiles:
 
     def _rows(self, header: Header, entries: Entries) -> Vectors | None:
         """Open the rows: all in memory and checked when they are few, else mapped."""
-        count = int(entries.counts.sum())
         try:
-            rows = self._mapped(header.rows, count)
+            rows = self._mapped(header.rows, int(entries.counts.sum()))
         except (OSError, ValueError):  # absent, or shorter than the journal says
             return None
         if rows.nbytes > CHECKED_BYTES:
@@ -202,11 +192,7 @@ class VectorFiles:
         return read if _is_sound(read, entries) else None
 
     def _mapped(self, name: str, count: int) -> Vectors:
-        shape = (count, self.dimensions)
-        if count == 0:
-            return np.zeros(shape, np.float32)
-        path = self.folder / Path(name).name
-        return np.memmap(path, np.float32, mode="r", shape=shape).view(np.ndarray)
+        return _map(self.folder / Path(name).name, (count, self.dimensions))
 
     def _more_rows(self, table: VectorTable, new: Vectors) -> Vectors:
         """Return the rows of a table with those that were appended to its file."""
@@ -214,13 +200,6 @@ class VectorFiles:
             return self._mapped(table.generation, len(table.rows) + len(new))
         both: Vectors = np.concatenate([table.rows, new])
         return both
-
-    def _is_whole(self, journal: Journal, entries: Entries) -> bool:
-        try:
-            rows = self._mapped(journal.header.rows, int(entries.counts.sum()))
-        except (OSError, ValueError):
-            return False
-        return _is_sound(rows, entries)
 
     @contextmanager
     def _removed_unless_named(self, name: str) -> Iterator[None]:
@@ -240,6 +219,43 @@ class VectorFiles:
             if path.name != name:
                 with suppress(OSError):
                     path.unlink()
+
+
+def vector_damage(folder: Path) -> str:
+    """Say what is wrong with the vectors in a folder, every byte read; empty when nothing is."""
+    for _ in range(_ATTEMPTS):
+        before = _signature(folder / JOURNAL_FILE)
+        damage = _damage(folder, read_journal(folder / JOURNAL_FILE)) if before else ""
+        if before == _signature(folder / JOURNAL_FILE):  # nobody wrote meanwhile
+            break
+    return damage
+
+
+def _damage(folder: Path, journal: Journal | None) -> str:
+    entries = None if journal is None else replay(journal.records)
+    if journal is None or entries is None or journal.damaged:
+        return "its records are damaged"
+    try:
+        shape = int(entries.counts.sum()), journal.header.dimensions
+        rows = _map(folder / Path(journal.header.rows).name, shape)
+    except (OSError, ValueError):
+        return f"{journal.header.rows}, which it names, is absent or too short"
+    return "" if _is_sound(rows, entries) else f"{journal.header.rows} was changed"
+
+
+def _signature(journal: Path) -> Signature | None:
+    try:
+        status = journal.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _map(path: Path, shape: tuple[int, int]) -> Vectors:
+    """Map a matrix; an `OSError` or `ValueError` when it is absent or too short."""
+    if shape[0] == 0:
+        return np.zeros(shape, np.float32)
+    return np.memmap(path, np.float32, mode="r", shape=shape).view(np.ndarray)
 
 
 def _is_sound(rows: Vectors, entries: Entries) -> bool:

@@ -237,6 +237,16 @@ def test_a_damaged_catalogue_is_found(house: House) -> None:
     assert finding.broken
 
 
+def test_damaged_routing_vectors_are_noted(house: House, shop: Shop) -> None:
+    house.install(shop.package("acme/one"), catalogue=house.catalogue, index=house.index)
+    (rows,) = house.root.glob("vectors-*.rows")
+    rows.write_bytes(rows.read_bytes()[:-1] + b"\x7f")
+    (finding,) = diagnose(house).findings
+    assert finding.subject.endswith("vectors.journal")
+    assert finding.problem == f"{rows.name} was changed"
+    assert diagnose(house).healthy
+
+
 def test_a_catalogue_that_lags_behind_is_noted(house: House, shop: Shop) -> None:
     house.install(shop.package("acme/three"))
     finding = only(house)

@@ -149,6 +149,14 @@ def test_a_graph_covers_the_first_rows_of_a_table_that_grew_and_takes_in_the_res
 
 
 @needs_hnswlib
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".hnsw-left").mkdir()
+    (tmp_path / ".hnsw-left" / GRAPH_FILE).write_bytes(b"half")
+    saved(tmp_path, clusters(30))
+    assert {p.name for p in tmp_path.iterdir()} == {GRAPH_FILE, RECORD_FILE}
+
+
+@needs_hnswlib
 def test_what_is_dead_is_not_built_in() -> None:
     table = clusters(40)
     graph = build_graph(table.without(np.arange(0, 40, 2)))

@@ -11,7 +11,7 @@ import pytest
 
 from expertctl.digest import Digest
 from expertctl.routing import vector_files
-from expertctl.routing.vector_files import JOURNAL_FILE, ROWS_GLOB, VectorFiles
+from expertctl.routing.vector_files import JOURNAL_FILE, ROWS_GLOB, VectorFiles, vector_damage
 from expertctl.routing.vector_journal import Entries, Records, replay
 from expertctl.routing.vector_table import Vectors, VectorTable
 from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert
@@ -135,6 +135,21 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
     assert table is None or held(table) == held(TABLE)
 
 
+def test_a_table_that_is_replaced_while_it_is_checked_is_checked_again(
+    files: VectorFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = opened(files.folder)
+    writer.read()
+
+    def overtaken(records: Records) -> Entries | None:
+        monkeypatch.setattr(vector_files, "replay", replay)
+        writer.replace(TABLE)
+        return replay(records)
+
+    monkeypatch.setattr(vector_files, "replay", overtaken)
+    assert vector_damage(files.folder) == ""
+
+
 def test_the_encoder_may_move_without_its_rows_being_written_again(files: VectorFiles) -> None:
     files.read()
     files.append(new(1))
@@ -162,7 +177,7 @@ def test_files_may_be_deleted_at_any_time(files: VectorFiles, kept: str) -> None
     if kept != "rows":
         rows_file(files).unlink()
     assert opened(files.folder).read() is None
-    assert not opened(files.folder).check()
+    assert bool(vector_damage(files.folder)) == (kept == "journal")
 
 
 def test_rows_of_another_length_are_worthless(files: VectorFiles) -> None:
@@ -172,7 +187,7 @@ def test_rows_of_another_length_are_worthless(files: VectorFiles) -> None:
 def test_rows_that_are_shorter_than_the_journal_says_are_worthless(files: VectorFiles) -> None:
     os.truncate(rows_file(files), 100)
     assert opened(files.folder).read() is None
-    assert not files.check()
+    assert "is absent or too short" in vector_damage(files.folder)
 
 
 def test_a_changed_row_is_found(files: VectorFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +205,7 @@ def test_records_that_contradict_each_other_are_worthless(
 ) -> None:
     monkeypatch.setattr(vector_files, "replay", lambda _: None)
     assert opened(files.folder).read() is None
-    assert not files.check()
+    assert vector_damage(files.folder) == "its records are damaged"
 
 
 def test_damage_in_the_middle_costs_what_comes_after_and_is_written_anew(
