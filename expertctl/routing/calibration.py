@@ -4,39 +4,48 @@ The examples of installed experts are asked again as if they were prompts. With 
 example itself hidden they say what evidence a prompt has that belongs to an expert; with its whole
 expert left out, what evidence one has that belongs to none. No other text is needed.
 
-The threshold turns away three in a hundred of the prompts that are rightly answered (split conformal
-prediction: Vovk, Gammerman and Shafer, 2005). The score is the posterior probability of two normal
+The threshold turns away three in a hundred of the examples that are rightly answered (split
+conformal prediction: Vovk, Gammerman and Shafer, 2005). The score is the posterior of two normal
 distributions with one variance, at the odds that put 0.5 at that threshold.
 """
 
-import math
+import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
+from expertctl.durable import write_atomic
 from expertctl.routing.found import Found
 from expertctl.routing.head import judge
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
-THRESHOLD = 0.5
-"""An expert is used only from this score on."""
+CALIBRATION_FILE = "calibration.json"
 TURNED_AWAY = 0.03
 MOST_ASKED = 400
 """How many examples are asked again at most."""
+GROWTH = 0.1
+"""Examples are asked again when this share of experts came or went."""
+
 _SEED = 7
 _PRIOR = 20
 _FLAT, _STEEP = 4.0, 40.0
 
+Search = Callable[[Vectors], Found]
+"""What an index does with a vector."""
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The evidence of which half is enough, and how fast the score rises around it."""
+    """The evidence that has the score 0.5, and how fast the score rises around it."""
 
     threshold: float
     slope: float
-    experts: int = 0  # how many there were
+    experts: int = 0
+    """How many there were."""
 
     def score(self, evidence: Vectors) -> Vectors:
         """Return scores between 0 and 1."""
@@ -44,19 +53,60 @@ class Calibration:
         scores: Vectors = (1 / (1 + np.exp(-exponents))).astype(np.float32)
         return scores
 
+    def is_fresh(self, experts: int) -> bool:
+        """Tell whether it holds for so many experts."""
+        return abs(experts - self.experts) <= GROWTH * self.experts
+
+
+PRIORS = {
+    "minilm": Calibration(0.95, 9.0),
+    "static": Calibration(0.95, 9.0),
+    "lexical": Calibration(0.75, 9.0),
+}
+
+
+def prior_of(encoder: str) -> Calibration:
+    """Return what is assumed while there are few examples."""
+    return PRIORS[encoder]
+
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What examples had when they were asked again."""
 
-    inside: tuple[float, ...]  # rightly answered
-    outside: tuple[float, ...]  # without their expert
-    asked: int
+    inside: tuple[float, ...]  # those that reached their expert
+    outside: tuple[float, ...]  # all, with their expert left out
 
-    @property
-    def right(self) -> float:
-        """The share that was answered rightly."""
-        return len(self.inside) / self.asked if self.asked else math.nan
+
+NOTHING_ASKED = Evidence((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Example:
+    """An example by its numbers: its expert, its row there, that row among the deep ones."""
+
+    expert: int
+    deep_expert: int
+    row: int
+    deep_row: int
+
+
+def ask_again(table: VectorTable, deep: VectorTable, search: Search) -> Evidence:
+    """Ask some of the examples of all experts as if they were prompts."""
+    deep_at = _matching(table, deep)
+    inside, outside = [], []
+    for example in _sample(table, deep, deep_at):
+        found = search(np.asarray(table.rows[example.row]))
+        query = np.asarray(deep.rows[example.deep_row])
+        mine = deep_at[_as_new(table, found, example)]
+        verdict = judge(deep, mine, query, hidden=example.deep_row)
+        best = int(verdict.evidence.argmax())
+        if mine[best] == example.deep_expert:
+            inside.append(float(verdict.evidence[best]))
+        others = deep_at[found.experts[found.experts != example.expert]]
+        if len(others):
+            outside.append(float(judge(deep, others, query).evidence.max()))
+    return Evidence(tuple(inside), tuple(outside))
 
 
 def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calibration:
@@ -72,6 +122,57 @@ def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calib
         slope=trust * slope + (1 - trust) * prior.slope,
         experts=experts,
     )
+
+
+def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
+    """Read what was found out before, with this encoder; ``None`` when that is not there."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        document = json.loads(path.read_bytes())
+        if document.pop("encoder") == encoder:
+            return Calibration(
+                threshold=float(document["threshold"]),
+                slope=float(document["slope"]),
+                experts=int(document["experts"]),
+            )
+    return None
+
+
+def write_calibration(path: Path, calibration: Calibration, *, encoder: str) -> None:
+    """Keep what was found out; where that cannot be, it is found out again next time."""
+    with suppress(OSError):
+        document = {"encoder": encoder, **asdict(calibration)}
+        write_atomic(path, json.dumps(document).encode(), mode=0o600)
+
+
+def _matching(table: VectorTable, deep: VectorTable) -> Rows:
+    """Return where the deep rows of every position are, -1 of those that have none."""
+    at = np.full(len(table), -1, np.int64)
+    alive = np.flatnonzero(table.alive)
+    at[alive] = deep.positions(table.digests)
+    return at
+
+
+def _sample(table: VectorTable, deep: VectorTable, deep_at: Rows) -> Iterator[_Example]:
+    """Draw examples, each as likely as any other; a description is not asked."""
+    experts = np.flatnonzero(deep_at >= 0)
+    counts = deep.counts[deep_at[experts]] - 1
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    for number in sorted(random.Random(_SEED).sample(range(total), min(total, MOST_ASKED))):  # noqa: S311  # a sample
+        which = int(np.searchsorted(ends, number, side="right"))
+        expert = int(experts[which])
+        text = 1 + number - int(ends[which] - counts[which])
+        at = int(deep_at[expert])
+        yield _Example(expert, at, int(table.starts[expert]) + text, int(deep.starts[at]) + text)
+
+
+def _as_new(table: VectorTable, found: Found, example: _Example) -> Rows:
+    """Return what a search found as if the example were not there: its expert may come later."""
+    rows = table.rows_of(np.array([example.expert]))
+    own = (table.rows[rows[rows != example.row]] @ table.rows[example.row]).max()
+    strange = found.experts != example.expert
+    closer = int((found.cosines[strange] > own).sum())
+    return np.insert(found.experts[strange], closer, example.expert)
 
 
 def _slope(inside: Vectors, outside: Vectors) -> float:

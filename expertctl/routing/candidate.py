@@ -1,7 +1,8 @@
 """A candidate: one installed expert as the router sees it for one prompt, and why it thinks so."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Self
 
 from expertctl.digest import Digest
@@ -9,28 +10,19 @@ from expertctl.errors import BaseMismatchError
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.compatibility import check_base
 from expertctl.reference import Reference
+from expertctl.routing.expert_texts import described
 from expertctl.routing.features import Features
 from expertctl.routing.hint import holds
 from expertctl.routing.index import Similarity
-from expertctl.routing.score import (
-    DEFAULT_SUCCESS,
-    SIMILAR,
-    THRESHOLD,
-    mebibytes,
-    order_key,
-    score,
-)
+from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, mebibytes, order_key
 from expertctl.routing.words import contains, says_something
 from expertctl.schema.hint import parse_hint
 from expertctl.schema.manifest import Manifest
 from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.store.flags import Flag, flag_documents
 from expertctl.store.ref import StoredExpert
 
-SuccessRate = Callable[[Digest], float | None]
-"""Content digest → share of runs that were judged good; ``None`` when nobody judged."""
-
 _SHOWN_KEYWORDS = 3
-_SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +61,43 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An expert, what speaks for it, and what was decided; a refusal is a sentence."""
+    """An expert, what speaks for it, and what was decided; a refusal is a sentence.
+
+    What was not among the closest has no ``cosine``; what the head did not compare, or must not
+    answer, has neither ``share`` nor ``support``, and the score 0.
+    """
 
     expert: Installed
-    cosine: float | None  # None: not among the closest that a large index looked at
+    cosine: float | None
     text: str  # the text of the expert that is closest
-    heuristics: tuple[str, ...]
+    keywords: tuple[str, ...]  # those of its manifest that are in the prompt
+    hint: bool | None  # whether its hint holds; None: it has none
     success: float
     vram_mb: float
-    score: float
+    score: float = 0.0
+    share: float | None = None
+    support: float | None = None
+    flags: tuple[Flag, ...] = ()
     refusal: str = ""
     barred: bool = False  # refused whatever the prompt is
+    vetoed: bool = False  # refused for another reason than its score
     reason: str = ""
     chosen: bool = False
+    leads: bool = False  # the one that others may join
 
     @property
-    def order(self) -> tuple[float, float, str]:
-        """The best candidate sorts first."""
-        priority = self.expert.manifest.routing.priority
-        return order_key(score=self.score, priority=priority, name=self.expert.ref)
+    def order(self) -> tuple[bool, bool, float, Order]:
+        """The best candidate sorts first, what may not answer last."""
+        key = order_key(
+            score=self.score,
+            flagged=bool(self.flags),
+            success=self.success,
+            priority=self.expert.manifest.routing.priority,
+            vram_mb=self.vram_mb,
+            name=self.expert.ref,
+        )
+        close = -2.0 if self.cosine is None else self.cosine
+        return (not self.leads, self.barred, -close if self.share is None else -2.0, key)
 
     def refused(self, why: str) -> Self:
         """Return the candidate, refused for this prompt."""
@@ -95,15 +105,20 @@ class Candidate:
 
     def barred_because(self, why: str) -> Self:
         """Return the candidate, refused whatever the prompt is."""
-        return replace(self.refused(why), barred=True)
+        return replace(self.refused(why), barred=True, vetoed=True)
+
+    def vetoed_because(self, why: str) -> Self:
+        """Return the candidate, refused for this prompt however well it scores."""
+        return replace(self.refused(why), vetoed=True)
 
     def accepted(self, why: str) -> Self:
         """Return the candidate, chosen."""
-        return replace(self, refusal="", barred=False, reason=why, chosen=True)
+        return replace(self, refusal="", barred=False, vetoed=False, reason=why, chosen=True)
 
     def to_json(self) -> JsonObject:
         """Return the entry of ``candidates`` in ``route --json``."""
-        heuristics: list[JsonValue] = list(self.heuristics)
+        keywords: list[JsonValue] = list(self.keywords)
+        flags: list[JsonValue] = [dict(flag) for flag in flag_documents(self.flags)]
         return {
             "ref": self.expert.ref,
             "content_digest": str(self.expert.digest),
@@ -111,13 +126,21 @@ class Candidate:
             "score": round(self.score, 4),
             "reason": self.reason,
             "features": {
-                "cosine": None if self.cosine is None else round(self.cosine, 4),
-                "heuristics": heuristics,
+                "cosine": _rounded(self.cosine),
+                "share": _rounded(self.share),
+                "support": _rounded(self.support),
+                "keywords": keywords,
+                "hint": self.hint,
                 "success": round(self.success, 4),
                 "vram_mb": round(self.vram_mb, 3),
                 "priority": self.expert.manifest.routing.priority,
             },
+            "flags": flags,
         }
+
+
+def _rounded(figure: float | None) -> float | None:
+    return None if figure is None else round(figure, 4)
 
 
 def measure(
@@ -126,21 +149,19 @@ def measure(
     similarity: Similarity | None,
     *,
     success: float | None,
-    budget: int,
+    flags: tuple[Flag, ...] = (),
 ) -> Candidate:
-    """Put together what speaks for an expert; nothing is decided yet."""
-    rate = DEFAULT_SUCCESS if success is None else success
-    vram = mebibytes(expert.resident_bytes)
-    cosine = None if similarity is None else similarity.cosine
-    total = score(cosine=cosine or 0.0, success=rate, vram_mb=vram, budget_mb=mebibytes(budget))
+    """Put together what is known of an expert for a prompt; nothing is decided yet."""
+    hint = expert.manifest.routing.hint
     return Candidate(
         expert=expert,
-        cosine=cosine,
-        text=_text(expert.manifest, similarity),
-        heuristics=tuple(_heuristics(expert.manifest, features)),
-        success=rate,
-        vram_mb=vram,
-        score=total,
+        cosine=None if similarity is None else similarity.cosine,
+        text="" if similarity is None else described(expert.manifest, similarity.text),
+        keywords=_keywords(expert.manifest, features),
+        hint=None if hint is None else holds(parse_hint(hint), features),
+        success=DEFAULT_SUCCESS if success is None else success,
+        vram_mb=mebibytes(expert.resident_bytes),
+        flags=flags,
     )
 
 
@@ -162,17 +183,29 @@ def misfit(expert: Installed, base: BaseIdentity, *, allow_mismatch: bool) -> st
     return ""
 
 
-def unfit_for_prompt(candidate: Candidate, features: Features) -> str:
-    """Say why an expert is not for this prompt; empty when it is a candidate that scores enough."""
-    routing = candidate.expert.manifest.routing
+def veto(manifest: Manifest, features: Features) -> str:
+    """Say why a prompt is not for an expert, whatever it is about; empty when nothing forbids."""
+    routing = manifest.routing
     unwanted = [word for word in routing.exclude_keywords if contains(features.words, word)]
     if unwanted:
         return f"not for prompts with {unwanted[0]!r}, says its manifest"
-    shown = (
-        "not among the closest" if candidate.cosine is None else f"cosine {candidate.cosine:.2f}"
-    )
-    if (candidate.cosine or 0.0) < SIMILAR and not candidate.heuristics:
-        return f"not similar: {shown}, below {SIMILAR:.2f}, and no keyword or hint matched"
+    if routing.hint is not None and not holds(parse_hint(routing.hint), features):
+        return f"not for this prompt, says its hint {routing.hint!r}"
+    if features.script and routing.languages and not _speaks(routing.languages, features.script):
+        return f"not for prompts in {features.script!r}, says its manifest"
+    return ""
+
+
+def may_veto(manifest: Manifest) -> bool:
+    """Tell whether there are prompts that an expert refuses."""
+    routing = manifest.routing
+    return bool(routing.exclude_keywords or routing.hint or routing.languages)
+
+
+def too_low(candidate: Candidate) -> str:
+    """Say why the score of a candidate is not enough; empty when it is."""
+    if candidate.share is None:
+        return f"others are closer: {evidence(candidate)}"
     if candidate.score < THRESHOLD:
         return f"score {candidate.score:.2f} is below {THRESHOLD:.2f} ({evidence(candidate)})"
     return ""
@@ -192,36 +225,16 @@ def superseded(experts: Iterable[Installed]) -> dict[Digest, str]:
 
 def evidence(candidate: Candidate) -> str:
     """Return what speaks for a candidate, in a few words."""
-    parts = (
-        [] if candidate.cosine is None else [f"cosine {candidate.cosine:.2f} to {candidate.text}"]
-    )
-    return ", ".join([*parts, *candidate.heuristics]) or "nothing speaks for it"
+    if candidate.cosine is None:
+        return "not among the closest"
+    cosine = f"cosine {candidate.cosine:.2f} to {candidate.text}"
+    return cosine if candidate.share is None else f"share {candidate.share:.2f}, {cosine}"
 
 
-def _text(manifest: Manifest, similarity: Similarity | None) -> str:
-    if similarity is None or similarity.text == 0:
-        return "its description"
-    if similarity.text > len(manifest.routing.examples):
-        return "the mean of its examples"
-    example = manifest.routing.examples[similarity.text - 1]
-    short = example if len(example) <= _SHOWN_CHARACTERS else f"{example[:_SHOWN_CHARACTERS]}…"
-    return f"its example {short!r}"
-
-
-def _heuristics(manifest: Manifest, features: Features) -> list[str]:
-    """Return the keywords and the hint that match; none when the prompt is in another language."""
-    routing = manifest.routing
-    if (
-        features.language
-        and routing.languages
-        and not _speaks(routing.languages, features.language)
-    ):
-        return []
-    words = (w for w in routing.keywords if says_something(w) and contains(features.words, w))
-    found = [f"keyword {word!r}" for word, _ in zip(words, range(_SHOWN_KEYWORDS), strict=False)]
-    if routing.hint is not None and holds(parse_hint(routing.hint), features):
-        found.append(f"hint {routing.hint!r}")
-    return found
+def _keywords(manifest: Manifest, features: Features) -> tuple[str, ...]:
+    words = manifest.routing.keywords
+    found = (w for w in words if says_something(w) and contains(features.words, w))
+    return tuple(islice(found, _SHOWN_KEYWORDS))
 
 
 def _speaks(languages: Iterable[str], language: str) -> bool:

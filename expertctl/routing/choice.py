@@ -16,6 +16,7 @@ from expertctl.errors import (
 )
 from expertctl.routing.candidate import Candidate, Installed, evidence
 from expertctl.routing.composition import (
+    Gains,
     check_context,
     check_together,
     in_plan_order,
@@ -24,6 +25,7 @@ from expertctl.routing.composition import (
     with_requirements,
 )
 from expertctl.routing.request import Forced, Target
+from expertctl.routing.score import decided_tie
 from expertctl.routing.suggestion import not_installed
 
 
@@ -40,9 +42,12 @@ class Choice:
 class Selection:
     """The experts chosen so far for one plan, in order."""
 
-    def __init__(self, usable: Sequence[Installed], *, max_experts: int, context: int) -> None:
+    def __init__(
+        self, usable: Sequence[Installed], *, max_experts: int, context: int, gains: Gains
+    ) -> None:
         """Start with none; requirements are looked up among the usable experts."""
         self.usable = usable
+        self.gains = gains
         self.max_experts = max_experts
         self.context = context
         self.choices: list[Choice] = []
@@ -82,10 +87,15 @@ class Selection:
 
 
 def choose(
-    candidates: Sequence[Candidate], usable: Sequence[Installed], *, max_experts: int, context: int
+    candidates: Sequence[Candidate],
+    usable: Sequence[Installed],
+    *,
+    max_experts: int,
+    context: int,
+    gains: Gains,
 ) -> tuple[list[Choice], list[Candidate]]:
     """Choose among candidates, the best first; return the plan's experts and all decisions."""
-    selection = Selection(usable, max_experts=max_experts, context=context)
+    selection = Selection(usable, max_experts=max_experts, context=context, gains=gains)
     decided = [_decide(candidate, candidates, selection) for candidate in candidates]
     reasons = {choice.expert.digest: choice.reason for choice in selection.choices}
     ordered = in_plan_order(selection.experts)
@@ -144,7 +154,7 @@ def _decide(
     present = selection.experts
     if candidate.refusal or candidate.expert.digest in {e.digest for e in present}:
         return candidate
-    why_not = not_composing(candidate.expert, present)
+    why_not = not_composing(candidate.expert, present, selection.gains)
     if why_not:
         return candidate.refused(f"{_standing(candidate, candidates)}; {why_not}")
     reason = f"{_standing(candidate, candidates)}: {evidence(candidate)}"
@@ -199,11 +209,9 @@ def _standing(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
 
 def _tie(first: Candidate, second: Candidate, words: str) -> str:
     """Say what put one of two equal scores first; empty when they are not equal."""
-    if first.order[0] != second.order[0]:
-        return ""
-    decided_by = "priority" if first.order[1] != second.order[1] else "name"
+    decided_by = decided_tie(first.order[3], second.order[3])
     other = f" {second.expert.ref}" if words.endswith("as") else ""
-    return f" ({words}{other}, by {decided_by})"
+    return f" ({words}{other}, by {decided_by})" if decided_by else ""
 
 
 def _named(target: Target, installed: Sequence[Installed]) -> Installed:

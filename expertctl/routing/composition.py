@@ -1,18 +1,23 @@
 """Which experts may stand in one plan, what they need beside them, and in which order.
 
 Composition is a capability, not a default: a second expert joins only when both say so, each one's
-``composes_with`` naming the other's ``role``. What an expert requires comes with it, before it,
-whatever ``load_order`` says; of what the user names, the order is the user's.
+``composes_with`` naming the other's ``role``, or when it was measured that the two gain. What an
+expert requires comes with it, before it, whatever ``load_order`` says; of what the user names, the
+order is the user's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from expertctl.digest import Digest
 from expertctl.errors import ConflictError, IncompatibleError, MissingDependencyError
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Installed
 
 LONGEST_CHAIN = 10
 """The most experts of any plan."""
+
+Gains = Mapping[tuple[Digest, Digest], float]
+"""Two experts in plan order → what the second was measured to add to the first."""
 
 _Offered = tuple[Sequence[Installed], Sequence[Installed]]
 """What is present in the plan, and what else is usable."""
@@ -67,14 +72,23 @@ def check_context(experts: Sequence[Installed], context: int) -> None:
         )
 
 
-def not_composing(newcomer: Installed, chosen: Iterable[Installed]) -> str:
+def not_composing(newcomer: Installed, chosen: Iterable[Installed], gains: Gains) -> str:
     """Say why an expert may not join others of its own accord; empty when it may."""
     for other in chosen:
+        if _has_gained(newcomer, other, gains):
+            continue
         for one, two in ((newcomer, other), (other, newcomer)):
             role = two.manifest.composition.role
             if role is None or role not in one.manifest.composition.composes_with:
                 return f"{one.ref} does not declare that it composes with {two.ref}"
     return ""
+
+
+def _has_gained(one: Installed, two: Installed, gains: Gains) -> bool:
+    """Tell whether the two were measured together, and were better than one."""
+    return any(
+        gains.get(pair, 0) > 0 for pair in ((one.digest, two.digest), (two.digest, one.digest))
+    )
 
 
 def in_plan_order(experts: Iterable[Installed]) -> list[Installed]:

@@ -20,6 +20,7 @@ class Features:
     words: tuple[str, ...]
     length: int
     language: str | None
+    script: str | None  # the language, where the letters alone say it
     format: str | None
     task: str
     has_json: bool
@@ -37,14 +38,16 @@ class Features:
         }
 
 
-def features_of(prompt: str) -> Features:
-    """Extract the features of a prompt."""
-    text, words = prompt[:MAX_CHARACTERS], words_of(prompt)
+def features_of(prompt: str, *, seen: str | None = None) -> Features:
+    """Extract the features of a prompt; words are those of what the router sees of it."""
+    text, words = prompt[:MAX_CHARACTERS], words_of(prompt if seen is None else seen)
     known = set(words)
+    script = None if text.isascii() else _script(text)
     return Features(
         words=tuple(words),
         length=len(prompt),
-        language=_language(text, words),
+        language=script or _language(known, words),
+        script=script,
         format=_first(_FORMATS, known),
         task=_task(text),
         has_json="json" in known or bool(_JSON.search(text)),
@@ -117,16 +120,24 @@ _COMMON: Mapping[str, frozenset[str]] = {
 }
 
 
-def _language(text: str, words: list[str]) -> str | None:
-    """By script, else by the commonest words; a draw or no evidence is ``None``."""
+_ANY_COMMON = frozenset().union(*_COMMON.values())
+
+
+def _script(text: str) -> str | None:
+    """Return the language whose letters a text is written in, if no other is."""
     letters = sum(character.isalpha() for character in text)
-    for language, pattern in _SCRIPTS:
-        if letters and len(pattern.findall(text)) > letters // 4:
-            return language
+    found = (name for name, pattern in _SCRIPTS if len(pattern.findall(text)) > letters // 4)
+    return next(found, None) if letters else None
+
+
+def _language(known: set[str], words: list[str]) -> str | None:
+    """Return the language of the commonest words; a draw or no evidence is ``None``."""
+    if known.isdisjoint(_ANY_COMMON):
+        return None
     hits = {lang: sum(word in common for word in words) for lang, common in _COMMON.items()}
     best = max(hits.values())
     leaders = [language for language, count in hits.items() if count == best]
-    return leaders[0] if best and len(leaders) == 1 else None
+    return leaders[0] if len(leaders) == 1 else None
 
 
 def _task(text: str) -> str:

@@ -109,7 +109,9 @@ def _nearest_rows(
     counts = table.counts[positions]
     offsets = np.arange(counts.max())
     inside: Mask = offsets < counts[:, None]
-    numbers = np.where(inside, table.starts[positions][:, None] + offsets, 0)  # [candidates, widest]
+    numbers = np.where(
+        inside, table.starts[positions][:, None] + offsets, 0
+    )  # [candidates, widest]
     if hidden is not None:
         inside &= numbers != hidden
     rows = np.asarray(table.rows[numbers.ravel()])
@@ -135,8 +137,11 @@ def _support(best: Vectors) -> Vectors:
 
 
 def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
-    """Return the answer for each group: ``k (K + RIDGE I)^-1 (Y - 1/n) + 1/n``."""
-    even = np.float32(1 / members.shape[1])
+    """Return the answer for each group: ``k (K + RIDGE I)^-1 (Y - e) + e``.
+
+    Far from all rows that is e, for which nobody counts as one more group.
+    """
+    even = np.float32(1 / (members.shape[1] + 1))
     ridge = kernel.copy()
     ridge.flat[:: len(kernel) + 1] += np.float32(RIDGE)
     asked = np.exp(np.float32(WIDTH) * (cosines - np.float32(1)))

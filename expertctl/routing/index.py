@@ -1,45 +1,52 @@
 """`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
 
-An expert is as close to a prompt as the closest of its vectors (`expert_texts`). To add one costs
-what its own texts cost. The files can be deleted at any time and are made again when the encoder
-changes. Several processes may use one index: readers take what was published last, writers take
-turns. Where nothing can be written, vectors are kept in memory and `notes` says so.
+An expert is as close to a prompt as the closest of its vectors (`expert_texts`); the deep rows of
+its description and examples, from the same pass of the encoder, are for the head. To add an expert
+costs what its own texts cost. See `vector_store` for the files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from expertctl.digest import Digest
-from expertctl.errors import ExpertError, StoreError
+from expertctl.errors import StoreError
+from expertctl.routing.calibration import (
+    CALIBRATION_FILE,
+    NOTHING_ASKED,
+    Calibration,
+    ask_again,
+    calibrated,
+    prior_of,
+    read_calibration,
+    write_calibration,
+)
+from expertctl.routing.encoded import Encoded
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.expert_texts import ExpertTexts
 from expertctl.routing.found import Allowed, Found
 from expertctl.routing.graph import GRAPH_ROWS, build_graph, remove_graph, save_graph
-from expertctl.routing.lesson import Learner, Lesson
 from expertctl.routing.nearest import exactly
 from expertctl.routing.searching import Searching
-from expertctl.routing.vector_files import JOURNAL_FILE, VectorFiles
+from expertctl.routing.vector_files import JOURNAL_FILE
+from expertctl.routing.vector_store import VectorStore
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
 from expertctl.schema.manifest import Manifest
-from expertctl.store.disk import disk_errors
 
-LOCK_FILE = "vectors.lock"
-LOCK_SECONDS = 10.0
 FOUND = 64
 """How many experts a search returns at most, unless told otherwise."""
-DEAD = 0.3
-"""The share of rows that may belong to forgotten experts before all is written anew."""
 BATCH = 64
 """How many experts are encoded and published at once."""
+DEEP_FOLDER = "deep"
 
 Texts = Mapping[Digest, Manifest]
 """Content digest → manifest."""
+
+_Encoded = Mapping[Digest, tuple[Vectors, Vectors]]
+"""Content digest → its rows and its deep rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +60,27 @@ class Similarity:
 class RoutingIndex:
     """The owner of the vectors in one folder."""
 
-    def __init__(self, folder: Path, encoder: Encoder, learner: Learner | None = None) -> None:
+    def __init__(self, folder: Path, encoder: Encoder) -> None:
         """Remember where and with what; nothing is read yet."""
         self.folder = folder
         self.encoder = encoder
-        self.learner = learner
-        self.notes: list[str] = []
-        self._files = VectorFiles(folder, dimensions=encoder.dimensions)
-        self._table: VectorTable | None = None
+        self._rows = VectorStore(folder, encoder, dimensions=encoder.dimensions)
+        self._deep = VectorStore(folder / DEEP_FOLDER, encoder, dimensions=encoder.deep_dimensions)
         self._searching = Searching(folder)
-        self._last: tuple[str, Vectors] | None = None
+        self._calibration: Calibration | None = None
+        self._last: tuple[str, Encoded] | None = None
 
     def add(self, experts: Texts) -> None:
         """Make sure that these experts have vectors, on disk where possible."""
-        missing = self._missing(self._current(), experts)
-        if missing and self._files.changed():
-            self._table = self._read()
-            missing = self._missing(self._table, missing)
-        for batch in _batches(missing):
-            self._extend(self._encoded(batch))
+        if not self._missing(experts):
+            return
+        self._rows.refresh()
+        self._deep.refresh()
+        for batch in _batches(self._missing(experts)):
+            encoded = self._encoded(batch)
+            self._deep.append({digest: deep for digest, (_, deep) in encoded.items()})
+            self._rows.append({digest: rows for digest, (rows, _) in encoded.items()})
+        self._calibrate()
 
     def remove(self, digests: Iterable[Digest]) -> None:
         """Forget experts.
@@ -82,12 +91,10 @@ class RoutingIndex:
         gone = list(digests)
         if not len(self.positions(gone)):
             return
-        with self._writing():
-            table = self._read()
-            at = table.positions(gone)
-            self._table = self._bury(table, at[at >= 0])
-        if self.learner is not None:
-            self.learner.forget(gone)
+        if self._rows.bury(gone):
+            remove_graph(self.folder)
+        self._deep.bury(gone)
+        self._calibrate()
 
     def rebuild(self, experts: Texts) -> None:
         """Make all vectors again, and the graph where the index is large enough for one.
@@ -95,52 +102,70 @@ class RoutingIndex:
         Raises:
             StoreError: when the folder cannot be written.
         """
-        if self.learner is not None:
-            self.learner.restart()
-        rows = dict(chain.from_iterable(self._encoded(b).items() for b in _batches(experts)))
-        with self._writing():
-            self._table = self._files.replace(self._empty().with_entries(rows))
-        self._build_graph(self._table)
+        parts = (self._encoded(batch) for batch in _batches(experts))
+        encoded = dict(chain.from_iterable(part.items() for part in parts))
+        self._deep.replace({digest: deep for digest, (_, deep) in encoded.items()})
+        self._build_graph(self._rows.replace({d: rows for d, (rows, _) in encoded.items()}))
+        self._calibration = None
+        self._calibrate()
 
     def prepare(self) -> None:
         """Do now what only pays in a process that searches often: load the graph, if any."""
-        self._searching.load(self._current())
+        self._searching.load(self.table)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of the files, in the order in which it came up."""
+        return [*dict.fromkeys([*self._rows.notes, *self._deep.notes])]
+
+    @property
+    def deep(self) -> VectorTable:
+        """The rows that the head reads; a value, which later changes leave alone."""
+        return self._deep.table
+
+    @property
+    def calibration(self) -> Calibration:
+        """What evidence of the head is enough."""
+        if self._calibration is None:
+            self._calibrate()
+        assert self._calibration is not None, "`_calibrate` sets it"
+        return self._calibration
 
     @property
     def table(self) -> VectorTable:
         """The vectors of now; a value, which later changes leave alone."""
-        return self._current()
+        return self._rows.table
 
     @property
     def revision(self) -> str:
         """What changes whenever positions may mean others, or there are more or fewer."""
-        table = self._current()
+        table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
     @property
     def digests(self) -> list[Digest]:
         """The content digest of every position, of those that were forgotten too."""
-        table = self._current()
+        table = self.table
         return [table.digest(position) for position in range(len(table))]
 
     def digest(self, position: int) -> Digest:
         """Return the content digest of the expert at a position."""
-        return self._current().digest(position)
+        return self.table.digest(position)
 
     def rows(self, digest: Digest) -> Vectors | None:
         """Return the rows of an expert, see `expert_texts`; ``None`` when it is not here."""
-        table = self._current()
+        table = self.table
         at = table.positions([digest])
         return None if at[0] < 0 else table.rows[table.rows_of(at)]
 
     def positions(self, digests: Iterable[Digest]) -> Rows:
         """Return where experts are; those that are not in the index are left out."""
-        found = self._current().positions(list(digests))
+        found = self.table.positions(list(digests))
         return found[found >= 0]
 
     def allow(self, digests: Iterable[Digest]) -> Allowed:
         """Return a filter that lets these experts through; made once, used for many searches."""
-        table = self._current()
+        table = self.table
         mask = np.zeros(len(table), np.bool_)
         mask[self.positions(digests)] = True
         return Allowed(table, mask)
@@ -152,27 +177,32 @@ class RoutingIndex:
 
         With a graph they are the owners of the ``count`` closest rows.
         """
-        table = self._current()
+        table = self.table
         return self._searching.run(table, query, count=count, allowed=_filter(table, allowed))
 
     def measure(self, query: Vectors, experts: Rows) -> Found:
         """Return how close the experts at these positions are, whatever else is closer."""
-        table = self._current()
+        table = self.table
         mask = np.zeros(len(table), np.bool_)
         mask[experts] = True
         return exactly(table, query, count=len(table), allowed=Allowed(table, mask))
 
-    def vector(self, prompt: str) -> Vectors:
-        """Return the unit vector of a prompt; the last one is kept, as it meets many bases."""
+    def encoded(self, prompt: str) -> Encoded:
+        """Return what is read from a prompt; the last is kept, as it meets many bases."""
         if self._last is None or self._last[0] != prompt:
-            self._last = (prompt, self.encoder.encode([prompt])[0])
+            self._last = (prompt, self.encoder.encode_deep([prompt]))
         return self._last[1]
+
+    def vector(self, prompt: str) -> Vectors:
+        """Return the unit vector of a prompt."""
+        row: Vectors = self.encoded(prompt).rows[0]
+        return row
 
     def similarities(
         self, prompt: str, *, always: Iterable[Digest] = ()
     ) -> dict[Digest, Similarity]:
         """Return how close the experts are: all, or with a graph the closest and ``always``."""
-        table = self._current()
+        table = self.table
         if not table.alive.any():
             return {}
         query = self.vector(prompt)
@@ -185,18 +215,8 @@ class RoutingIndex:
         Raises:
             StoreError: naming what does not hold.
         """
-        table = self._current()
-        where = self.folder / JOURNAL_FILE
-        for start in range(0, len(table.rows), 1 << 14):
-            norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
-            if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
-                raise StoreError(f"{where}: a row has not unit length")
-        if table.counts.sum() != len(table.rows):
-            raise StoreError(f"{where}: rows without an expert")
-        if table.encoder != self.encoder.digest():
-            raise StoreError(f"{where}: made by another encoder")
-        if table.generation and not self._files.check():
-            raise StoreError(f"{where}: rows that are not those that were written")
+        for store in (self._rows, self._deep):
+            _check(store)
 
     def _meant(self, found: Found) -> dict[Digest, Similarity]:
         """Return what was found, the closest first, with cosines that thresholds hold for."""
@@ -204,101 +224,58 @@ class RoutingIndex:
         told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
         return {self.digest(at): Similarity(cosine, text) for at, cosine, text in told}
 
-    def _missing(self, table: VectorTable, experts: Texts) -> Texts:
-        """Return the experts that have no vectors here, or that the learner knows nothing of."""
+    def _missing(self, experts: Texts) -> Texts:
+        """Return the experts that have no vectors here."""
         digests = list(experts)
-        missing = {digests[n] for n in np.flatnonzero(table.positions(digests) < 0)}
-        if self.learner is not None:
-            missing |= set(self.learner.lacking(digests))
-        return {digest: experts[digest] for digest in digests if digest in missing}
+        lacking = (self.table.positions(digests) < 0) | (self.deep.positions(digests) < 0)
+        return {digests[n]: experts[digests[n]] for n in np.flatnonzero(lacking)}
 
-    def _encoded(self, experts: Texts) -> dict[Digest, Vectors]:
-        """Encode all texts in one go, teach the learner, and cut the rows apart."""
+    def _encoded(self, experts: Texts) -> _Encoded:
+        """Encode all texts in one go, and cut the rows apart."""
         texts = {digest: ExpertTexts.of(manifest) for digest, manifest in experts.items()}
         counts = np.array([len(each.all) for each in texts.values()], np.int64)
         encoded = self.encoder.encode_deep([t for each in texts.values() for t in each.all])
-        if self.learner is not None:
-            deep = zip(experts.items(), parts_of(encoded.deep, counts), strict=True)
-            self.learner.learn(
-                [Lesson(d, m, rows[: 1 + len(m.routing.examples)]) for (d, m), rows in deep]
-            )
-        parts = zip(texts.items(), parts_of(encoded.rows, counts), strict=True)
-        return {digest: each.rows(rows) for (digest, each), rows in parts}
-
-    def _current(self) -> VectorTable:
-        if self._table is None:
-            self._table = self._read()
-        return self._table
-
-    def _read(self) -> VectorTable:
-        """Return the published table, an empty one where it is absent, damaged or another's."""
-        table = self._files.read()
-        if table is None:
-            return self._empty()
-        if table.stamp == self.encoder.stamp:
-            return table
-        if table.encoder == self.encoder.digest():  # the same weights in another place
-            return replace(table, stamp=self.encoder.stamp)
-        return self._empty()
-
-    def _empty(self) -> VectorTable:
-        return VectorTable.empty(
-            encoder=self.encoder.digest(),
-            stamp=self.encoder.stamp,
-            dimensions=self.encoder.dimensions,
-        )
-
-    def _extend(self, added: Mapping[Digest, Vectors]) -> None:
-        """Publish what is on disk by now and these entries; in memory where that fails."""
-        try:
-            with self._writing():
-                self._table = self._appended(self._read(), added)
-        except ExpertError as error:
-            self.notes.append(f"the routing index was not saved: {error.message}")
-            self._table = self._current().with_entries(added)
-
-    def _appended(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
-        new = table.lacking(added)
-        if not table.generation:
-            return self._files.replace(table.with_entries(new))
-        self._files.restamp(table.stamp)
-        return self._files.append(new) if new else table
-
-    def _bury(self, table: VectorTable, positions: Rows) -> VectorTable:
-        """Bury entries; write all anew when too much is dead."""
-        if not len(positions):
-            return table
-        left = self._files.bury(positions)
-        if left.dead_rows <= DEAD * len(left.rows):
-            return left
-        remove_graph(self.folder)
-        return self._files.replace(left)
+        parts = zip(parts_of(encoded.rows, counts), parts_of(encoded.deep, counts), strict=True)
+        return {
+            digest: (each.rows(rows), deep[: 1 + len(each.examples)])
+            for (digest, each), (rows, deep) in zip(texts.items(), parts, strict=True)
+        }
 
     def _build_graph(self, table: VectorTable) -> None:
         """Build the graph of a table that is on disk, without keeping writers out meanwhile."""
         graph = build_graph(table) if len(table.rows) >= GRAPH_ROWS else None
-        with self._writing():
+        with self._rows.writing():
             if graph is None:
                 remove_graph(self.folder)
-            elif self._read().generation == table.generation:
+            elif self._rows.read().generation == table.generation:
                 save_graph(self.folder, graph, table)
                 self._searching.take(table, graph)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Keep other writers out.
+    def _calibrate(self) -> None:
+        """Ask examples again where there are many more experts, or fewer, than when they were."""
+        path = self.folder / CALIBRATION_FILE
+        before = self._calibration or read_calibration(path, encoder=self.encoder.stamp)
+        prior, experts = prior_of(self.encoder.name), int(self.table.alive.sum())
+        if before is not None and before.is_fresh(experts):
+            self._calibration = before
+            return
+        found = ask_again(self.table, self.deep, self.search) if experts else NOTHING_ASKED
+        self._calibration = calibrated(found, prior, experts=experts)
+        write_calibration(path, self._calibration, encoder=self.encoder.stamp)
 
-        Raises:
-            StoreError: when the folder cannot be written, or is locked for too long.
-            DiskFullError: when there is no space left.
-        """
-        with disk_errors(self.folder / JOURNAL_FILE):
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            try:
-                with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS):
-                    yield
-            except Timeout as error:
-                raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
+
+def _check(store: VectorStore) -> None:
+    table, where = store.table, store.folder / JOURNAL_FILE
+    for start in range(0, len(table.rows), 1 << 14):
+        norms = np.linalg.norm(table.rows[start : start + (1 << 14)], axis=1)
+        if not (np.isclose(norms, 1, atol=1e-3) | (norms == 0)).all():
+            raise StoreError(f"{where}: a row has not unit length")
+    if table.counts.sum() != len(table.rows):
+        raise StoreError(f"{where}: rows without an expert")
+    if table.encoder != store.encoder.digest():
+        raise StoreError(f"{where}: made by another encoder")
+    if table.generation and not store.check():
+        raise StoreError(f"{where}: rows that are not those that were written")
 
 
 def _batches(experts: Texts) -> Iterator[Texts]:

@@ -16,11 +16,14 @@ from expertctl.routing.numerics import check_identity, compare_experts
 from expertctl.routing.plan import Plan, PlannedExpert
 from expertctl.routing.presets import completed
 from expertctl.routing.request import Forced, RouteRequest
-from expertctl.routing.router import RoutingResult, route
+from expertctl.routing.roster import Roster
+from expertctl.routing.router import RoutingResult, roster_of, route
 from expertctl.settings import Settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
+from expertctl.store.flags import FILE as FLAGGED_FILE
+from expertctl.store.flags import read_flagged
 from expertctl.store.paths import DamagedRef
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
@@ -206,12 +209,31 @@ class Planner:
     def _routed(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> RoutingResult:
-        rate = self.catalogue.success_rate
+        rates = self.catalogue.success_rates()
         try:
-            return route(request, experts, base=base, index=self.index, success_rate=rate)
+            roster = self._roster(request, base, experts)
+            return route(
+                request,
+                roster,
+                base=base,
+                index=self.index,
+                success_rate=lambda digest, task: rates.of(digest, task=task),
+            )
         except ExpertError:
             self.bases.check(base)  # a base that is not what was added explains the rest
             raise
+
+    def _roster(
+        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+    ) -> Roster:
+        return roster_of(
+            request,
+            experts,
+            base=base,
+            index=self.index,
+            flags=read_flagged(self.index.folder / FLAGGED_FILE),
+            gains=self.catalogue.gains(base=base.name),
+        )
 
     def _bases(
         self, request: RouteRequest, name: str | None, experts: Sequence[Installed]

@@ -6,8 +6,9 @@ both declare it. An expert that nobody vouches for is never chosen of the router
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
@@ -15,24 +16,35 @@ from expertctl.package.compatibility import check_base
 from expertctl.routing.candidate import (
     Candidate,
     Installed,
-    SuccessRate,
     measure,
     misfit,
     superseded,
-    unfit_for_prompt,
+    too_low,
     untrusted,
 )
 from expertctl.routing.choice import Choice, choose, choose_forced, is_excluded
+from expertctl.routing.composition import Gains
+from expertctl.routing.decision import Decision, decide
+from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features, features_of
-from expertctl.routing.index import RoutingIndex
+from expertctl.routing.found import Found
+from expertctl.routing.index import RoutingIndex, Similarity
 from expertctl.routing.numerics import context_of, numeric_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
 from expertctl.routing.presets import resolve, unapplied
+from expertctl.routing.prompt_view import view
 from expertctl.routing.request import RouteRequest, check_request
-from expertctl.routing.score import DEFAULT_BUDGET, THRESHOLD
+from expertctl.routing.roster import Flags, Roster, build_roster
+from expertctl.routing.score import THRESHOLD
 from expertctl.routing.suggestion import idle_exclusions
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
+
+SuccessRate = Callable[[Digest, str], float | None]
+"""Content digest, task → how often it was judged good; ``None`` when nobody judged."""
+
+NO_FLAGS: Flags = {}
+NO_GAINS: Gains = {}
 
 LEXICAL_NOTE = (
     "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
@@ -53,6 +65,11 @@ class RoutingResult:
     warnings: tuple[str, ...]
     timings_ms: Mapping[str, float]
 
+    @property
+    def threshold(self) -> float:
+        """The score from which on an expert is used."""
+        return THRESHOLD
+
     def to_json(self) -> JsonObject:
         """Return the document of ``route --json``."""
         candidates: list[JsonValue] = [candidate.to_json() for candidate in self.candidates]
@@ -63,6 +80,7 @@ class RoutingResult:
             "plan": self.plan.to_json(),
             "candidates": candidates,
             "encoder": self.encoder,
+            "threshold": THRESHOLD,
             "prompt": self.features.to_json(),
             "notes": notes,
             "warnings": warnings,
@@ -70,13 +88,13 @@ class RoutingResult:
         }
 
 
-def nobody_judged(_: Digest) -> None:
+def nobody_judged(_: Digest, __: str) -> None:
     """Know of no usage: every success rate is the default."""
 
 
 def route(
     request: RouteRequest,
-    experts: Sequence[Installed],
+    roster: Roster,
     *,
     base: StoredBase,
     index: RoutingIndex,
@@ -92,66 +110,169 @@ def route(
     """
     start = time.perf_counter()
     check_request(request)
-    features = features_of(request.prompt)
-    measured, encode_ms = _measured(request, experts, features, index, success_rate)
+    seen = view(request.prompt, roster.names)
+    asked = _Asked(request, features_of(request.prompt, seen=seen), seen)
+    timings: dict[str, float] = {}
     if request.force:
-        choices, candidates = _forced(request, measured, base)
+        choices = _forced(request, roster, base)
+        candidates = _measured_choices(asked, roster, index, choices, success_rate, timings)
     else:
-        choices, candidates = _automatic(request, measured, features, base)
+        measured = _measured(asked, roster, index, success_rate, timings)
+        choices, candidates = choose(
+            measured,
+            roster.usable,
+            max_experts=request.max_experts,
+            context=context_of(base, engine=request.engine),
+            gains=roster.gains,
+        )
     scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     return RoutingResult(
-        plan=plan_of(request, choices, scores, features, base),
+        plan=plan_of(request, choices, scores, asked.features, base),
         choices=tuple(choices),
         candidates=tuple(candidates),
-        features=features,
+        features=asked.features,
         encoder=index.encoder.name,
-        notes=tuple(_notes(request, choices, candidates, index)),
-        warnings=(*idle_exclusions(request.exclude, experts), *warnings_of(choices, base)),
-        timings_ms={"encode": encode_ms, "total": _since(start)},
+        notes=tuple(_notes(request, choices, candidates, roster, index)),
+        warnings=(*idle_exclusions(request.exclude, roster.experts), *warnings_of(choices, base)),
+        timings_ms={**timings, "total": _since(start)},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request and what the router reads of its prompt."""
+
+    request: RouteRequest
+    features: Features
+    seen: str
+
+
+def roster_of(
+    request: RouteRequest,
+    experts: Sequence[Installed],
+    *,
+    base: StoredBase,
+    index: RoutingIndex,
+    flags: Flags = NO_FLAGS,
+    gains: Gains = NO_GAINS,
+) -> Roster:
+    """Return who may answer requests like this one on a base."""
+    return build_roster(
+        experts,
+        index,
+        bar=lambda expert: _bar(expert, request, base),
+        passed_over=superseded,
+        flags=flags,
+        gains=gains,
     )
 
 
 def _measured(
-    request: RouteRequest,
-    experts: Sequence[Installed],
-    features: Features,
+    asked: _Asked,
+    roster: Roster,
     index: RoutingIndex,
     success_rate: SuccessRate,
-) -> tuple[list[Candidate], float]:
-    """Measure every expert against the prompt; none when the base is to answer alone."""
-    if request.base_alone or not experts:
-        return [], 0.0
+    timings: dict[str, float],
+) -> list[Candidate]:
+    """Measure the experts closest to the prompt; none when the base is to answer alone."""
+    if asked.request.base_alone or not roster.experts:
+        return []
+    encoded, decision = _decided(asked, roster, index, success_rate, timings)
+    closest = [decision.found]
+    if roster.bars:
+        closest.append(index.search(encoded.rows[0]))
+    return _candidates(asked, roster, index, decision, closest, success_rate)
+
+
+def _measured_choices(
+    asked: _Asked,
+    roster: Roster,
+    index: RoutingIndex,
+    choices: Sequence[Choice],
+    success_rate: SuccessRate,
+    timings: dict[str, float],
+) -> list[Candidate]:
+    """Measure the experts that are named, and those that they require."""
+    encoded, decision = _decided(asked, roster, index, success_rate, timings)
+    positions = index.positions([choice.expert.digest for choice in choices])
+    found = [index.measure(encoded.rows[0], positions)]
+    measured = _candidates(asked, roster, index, decision, found, success_rate)
+    by_digest = {candidate.expert.digest: candidate for candidate in measured}
+    return [by_digest[choice.expert.digest].accepted(choice.reason) for choice in choices]
+
+
+def _decided(
+    asked: _Asked,
+    roster: Roster,
+    index: RoutingIndex,
+    success_rate: SuccessRate,
+    timings: dict[str, float],
+) -> tuple[Encoded, Decision]:
     start = time.perf_counter()
-    index.add({expert.digest: expert.manifest for expert in experts})
-    named = [e.digest for e in experts for f in request.force if e.is_meant(f.target)]
-    found = index.similarities(request.prompt, always=named)
-    encode_ms = _since(start)
-    budget = DEFAULT_BUDGET if request.memory_budget is None else request.memory_budget
-    measured = [
-        measure(e, features, found.get(e.digest), success=success_rate(e.digest), budget=budget)
-        for e in experts
-    ]
-    return measured, encode_ms
+    encoded = index.encoded(asked.seen)
+    timings["encode"] = _since(start)
+    start = time.perf_counter()
+    success = partial(_success, success_rate, asked.features.task)
+    decision = decide(roster, index, asked.features, encoded, success)
+    timings["decide"] = _since(start)
+    return encoded, decision
 
 
-def _automatic(
-    request: RouteRequest, measured: Sequence[Candidate], features: Features, base: StoredBase
-) -> tuple[list[Choice], list[Candidate]]:
-    bars = {c.expert.digest: _bar(c.expert, request, base) for c in measured}
-    usable = [c.expert for c in measured if not bars[c.expert.digest]]
-    bars |= superseded(usable)
-    judged = [_judged(c, bars[c.expert.digest], features) for c in measured]
-    judged.sort(key=lambda candidate: candidate.order)
-    context = context_of(base, engine=request.engine)
-    return choose(judged, usable, max_experts=request.max_experts, context=context)
+def _success(rate: SuccessRate, task: str, expert: Installed) -> float | None:
+    return rate(expert.digest, task)
 
 
-def _judged(candidate: Candidate, bar: str, features: Features) -> Candidate:
-    """Refuse a candidate that is barred, or not for this prompt."""
+def _candidates(
+    asked: _Asked,
+    roster: Roster,
+    index: RoutingIndex,
+    decision: Decision,
+    closest: Sequence[Found],
+    success_rate: SuccessRate,
+) -> list[Candidate]:
+    """Put into words what was found, the best first."""
+    similar: dict[int, Similarity] = {}
+    for found in closest:
+        similar |= _similarities(index, found)
+    candidates = []
+    for at, similarity in similar.items():
+        expert = roster.by_position.get(at)
+        if expert is None:  # in the index, and not among the experts that are asked
+            continue
+        measured = measure(
+            expert,
+            asked.features,
+            similarity,
+            success=success_rate(expert.digest, asked.features.task),
+            flags=roster.flags.get(expert.digest, ()),
+        )
+        candidates.append(_judged(measured, at, roster, decision))
+    return sorted(candidates, key=lambda candidate: candidate.order)
+
+
+def _similarities(index: RoutingIndex, found: Found) -> dict[int, Similarity]:
+    meant = index.encoder.calibrate(found.cosines).tolist()
+    told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
+    return {at: Similarity(cosine, text) for at, cosine, text in told}
+
+
+def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -> Candidate:
+    """Add what the head said of a candidate, and why it is refused, if it is."""
+    bar = roster.bars.get(candidate.expert.digest)
     if bar:
         return candidate.barred_because(bar)
-    unfit = unfit_for_prompt(candidate, features)
-    return candidate.refused(unfit) if unfit else candidate
+    if why := decision.vetoes.get(at):
+        return candidate.vetoed_because(why)
+    if standing := decision.standings.get(at):
+        candidate = replace(
+            candidate,
+            share=standing.share,
+            support=standing.support,
+            score=standing.score,
+            leads=at == decision.leader,
+        )
+    low = too_low(candidate)
+    return candidate.refused(low) if low else candidate
 
 
 def _bar(expert: Installed, request: RouteRequest, base: StoredBase) -> str:
@@ -162,12 +283,10 @@ def _bar(expert: Installed, request: RouteRequest, base: StoredBase) -> str:
     return untrusted(expert) or misfit(expert, base.identity, allow_mismatch=allow)
 
 
-def _forced(
-    request: RouteRequest, measured: Sequence[Candidate], base: StoredBase
-) -> tuple[list[Choice], list[Candidate]]:
-    usable = [c.expert for c in measured if not _bar(c.expert, request, base)]
+def _forced(request: RouteRequest, roster: Roster, base: StoredBase) -> list[Choice]:
+    usable = [expert for expert in roster.experts if not _bar(expert, request, base)]
     context = context_of(base, engine=request.engine)
-    choices = choose_forced(request.force, [c.expert for c in measured], usable, context=context)
+    choices = choose_forced(request.force, roster.experts, usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
             raise UsageError(f"{choice.expert.ref} is forced and excluded at once")
@@ -180,8 +299,7 @@ def _forced(
             f"{request.max_experts} are allowed",
             hint="raise --max-experts, which goes up to 10, or name fewer",
         )
-    by_digest = {candidate.expert.digest: candidate for candidate in measured}
-    return choices, [by_digest[c.expert.digest].accepted(c.reason) for c in choices]
+    return choices
 
 
 def plan_of(
@@ -225,28 +343,29 @@ def _notes(
     request: RouteRequest,
     choices: Sequence[Choice],
     candidates: Sequence[Candidate],
+    roster: Roster,
     index: RoutingIndex,
 ) -> list[str]:
     notes = list(index.notes)
     if index.encoder.name == "lexical" and candidates and not request.force:
         notes.append(LEXICAL_NOTE)
     if not choices:
-        notes.append(_why_alone(request, candidates))
+        notes.append(_why_alone(request, candidates, roster))
     return notes
 
 
-def _why_alone(request: RouteRequest, candidates: Sequence[Candidate]) -> str:
+def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: Roster) -> str:
     """Say why the base answers alone."""
     if request.base_alone:
         return "the base answers alone, as asked"
-    if not candidates:
+    if not roster.experts:
         return "the base answers alone: no expert is installed"
-    usable = [c for c in candidates if not c.barred]
-    if not usable:
+    able = [candidate for candidate in candidates if not candidate.barred]
+    if not able:
         return "the base answers alone: no installed expert may be used, see the candidates"
-    best = min(usable, key=lambda candidate: candidate.order)
+    best = able[0]
     told = f"best was {best.expert.ref} {best.score:.2f}"
-    if best.score < THRESHOLD:
+    if best.score < THRESHOLD and not best.vetoed:
         return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
     return f"the base answers alone: {told}, which is {best.reason}"
 

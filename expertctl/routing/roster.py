@@ -1,0 +1,99 @@
+"""`Roster`: who may answer on one base, worked out once for any number of prompts.
+
+Most of what decides about an expert does not depend on the prompt: whether it is trusted, fits the
+base, was excluded or is an older version. What is left are positions in the index.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from expertctl.digest import Digest
+from expertctl.routing.candidate import Installed, may_veto
+from expertctl.routing.composition import Gains
+from expertctl.routing.found import Allowed
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.prompt_view import mentionable
+from expertctl.routing.vector_table import Rows, VectorTable
+from expertctl.store.flags import Flag
+
+Flags = Mapping[Digest, tuple[Flag, ...]]
+"""Content digest → what looks odd about an expert; nothing for most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Roster:
+    """The installed experts, and which of them may answer.
+
+    ``bars`` says of the others why not. The head's rows are ``deep``, and ``deep_at`` says where
+    those of each position of the index are, -1 where there are none.
+    """
+
+    experts: tuple[Installed, ...]
+    usable: tuple[Installed, ...]  # those that may stand in a plan; of some versions, only if asked
+    bars: Mapping[Digest, str]
+    flags: Flags
+    gains: Gains
+    by_position: Mapping[int, Installed]
+    allowed: Allowed
+    deep: VectorTable
+    deep_at: Rows
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What prompts may call the experts."""
+        return mentionable(str(expert.stored.package) for expert in self.experts)
+
+    @cached_property
+    def guarded(self) -> frozenset[int]:
+        """The positions of experts that refuse some prompts."""
+        return frozenset(at for at, e in self.by_position.items() if may_veto(e.manifest))
+
+    @cached_property
+    def flagged(self) -> frozenset[int]:
+        """The positions of suspicious experts."""
+        return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
+
+
+def build_roster(
+    experts: Sequence[Installed],
+    index: RoutingIndex,
+    *,
+    bar: Callable[[Installed], str],
+    passed_over: Callable[[Sequence[Installed]], Mapping[Digest, str]],
+    flags: Flags,
+    gains: Gains,
+) -> Roster:
+    """Make sure that experts are indexed, and return who of them may answer.
+
+    ``bar`` says why one may not; ``passed_over`` why those that may are not looked at.
+    """
+    index.add({expert.digest: expert.manifest for expert in experts})
+    bars = {expert.digest: why for expert in experts if (why := bar(expert))}
+    usable = [expert for expert in experts if expert.digest not in bars]
+    older = passed_over(usable)
+    looked_at = [expert.digest for expert in usable if expert.digest not in older]
+    positions = index.table.positions([expert.digest for expert in experts])
+    deep = index.deep
+    return Roster(
+        experts=tuple(experts),
+        usable=tuple(usable),
+        bars={**bars, **older},
+        flags=flags,
+        gains=gains,
+        by_position=dict(zip(positions.tolist(), experts, strict=True)),
+        allowed=index.allow(looked_at),
+        deep=deep,
+        deep_at=_places(index.table, deep, positions, experts),
+    )
+
+
+def _places(
+    table: VectorTable, deep: VectorTable, positions: Rows, experts: Sequence[Installed]
+) -> Rows:
+    """Return where the deep rows of each position of the index are."""
+    places = np.full(len(table) + 1, -1, np.int64)  # one more for what is not in the index: -1
+    places[positions] = deep.positions([expert.digest for expert in experts])
+    return places
