@@ -6,11 +6,8 @@ from expertctl.digest import Digest
 from expertctl.errors import NotFoundError
 from expertctl.reference import PackageName
 from expertctl.routing.choice import choose_forced
-from expertctl.routing.index import RoutingIndex
-from expertctl.routing.request import Forced, RouteRequest, parse_target
-from expertctl.routing.router import route
+from expertctl.routing.request import Forced, parse_target
 from expertctl.routing.suggestion import did_you_mean, idle_exclusions, names_like
-from expertctl.store.base_record import StoredBase
 from tests.routing.experts import installed, manifest
 
 SQL, NEWER, DATES = (
@@ -91,9 +88,3 @@ def test_a_prerelease_alone_is_excluded_by_the_name_of_its_package() -> None:
 def test_a_digest_that_names_nothing_installed_is_warned_of() -> None:
     (warning,) = idle_exclusions([Digest.typed(FULL)], EXPERTS)
     assert warning.startswith(f"{FULL} is excluded, and no such expert")
-
-
-def test_routing_warns_of_an_exclusion_of_nothing(base: StoredBase, index: RoutingIndex) -> None:
-    request = RouteRequest(prompt="Hello there", exclude=(parse_target("acme/sqlgen"),))
-    result = route(request, EXPERTS, base=base, index=index)
-    assert "did you mean acme/sql-gen?" in result.warnings[0]
