@@ -1,5 +1,6 @@
 """``expertctl stats``: how often experts were used, how well they did, how long it took."""
 
+from collections.abc import Sequence
 from datetime import date, datetime
 from typing import Annotated
 
@@ -56,7 +57,7 @@ def _text(tally: Tally) -> str:
     return stats_text(tally, Canvas.of_stdout()) if tally.runs.jobs else ""
 
 
-def _document(tally: Tally, gains: list[PairGain]) -> _Document:
+def _document(tally: Tally, gains: Sequence[PairGain]) -> _Document:
     return {
         "kept": KEPT_JOBS,
         **_runs(tally.runs),

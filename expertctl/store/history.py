@@ -66,6 +66,7 @@ class History:
         """Remember where; nothing is read yet."""
         self._database, self._clock = database, clock
         self._rates = WhileUnchanged(database.path, self._weighed)
+        self._gains = WhileUnchanged(database.path, self._measured)
 
     def count_use(self, content_digest: Digest) -> bool:
         """Count one use without a run; return False where it cannot be written."""
@@ -130,10 +131,9 @@ class History:
 
         self._database.write(lambda db: _atomically(db, record))
 
-    def pair_gains(self) -> list[PairGain]:
+    def pair_gains(self) -> Sequence[PairGain]:
         """Return all gains that were measured, sure or not, the newest first."""
-        rows = self._database.rows("gains", "SELECT * FROM gains ORDER BY at DESC")
-        return [PairGain.from_row(row) for row in rows]
+        return self._gains.get()
 
     def gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
         """Return the gains that are sure, by pair; of several bases the smallest counts."""
@@ -165,6 +165,10 @@ class History:
             self._database.notes.append(f"this use was not recorded: {error.message}")
             return False
         return True
+
+    def _measured(self) -> Sequence[PairGain]:
+        rows = self._database.rows("gains", "SELECT * FROM gains ORDER BY at DESC")
+        return tuple(PairGain.from_row(row) for row in rows)
 
     def _weighed(self) -> SuccessRates:
         kept: dict[str, list[KeptEvidence]] = defaultdict(list)

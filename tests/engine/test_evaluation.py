@@ -272,7 +272,7 @@ def test_a_gain_at_another_weight_or_without_a_place_to_write_is_not_remembered(
 ) -> None:
     asked = EvaluationRequest(data=written(["x"]), expert=ONE, compose=(HALF_TWO,))
     assert evaluate(planner, asked).warnings == ()
-    assert house.catalogue.history.pair_gains() == []
+    assert not house.catalogue.history.pair_gains()
     nowhere = replace(planner, catalogue=Catalogue(Path("/proc/nowhere/index.db")))
     [warning] = evaluate(nowhere, replace(asked, compose=(TWO,))).warnings
     assert warning.startswith("the gain was not remembered for routing: /proc/nowhere/index.db")
