@@ -225,8 +225,8 @@ def _package(candidate: Candidate | None) -> PackageName | None:
 
 
 def _is_able(candidate: Candidate) -> bool:
-    """Tell whether a lower threshold could have made a candidate answer."""
-    return not candidate.barred and candidate.score < THRESHOLD
+    """Tell whether a lower threshold could have made a candidate lead a plan."""
+    return candidate.share is not None and not candidate.vetoed
 
 
 def _share(marks: Iterable[bool]) -> Share | None:
