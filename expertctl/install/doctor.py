@@ -12,6 +12,7 @@ from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.package.layout import content_digest, layout_of
 from expertctl.registry.index_store import IndexStore
+from expertctl.routing.index import DEEP_FOLDER
 from expertctl.routing.suspicion import flags
 from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
 from expertctl.schema.manifest import MANIFEST_PATH
@@ -271,10 +272,11 @@ def _catalogue_findings(catalogue: Catalogue, now: Scan) -> Iterator[Finding]:
         yield Finding(str(catalogue.path), problem, hint, broken=False)
 
 
-def _vector_findings(folder: Path) -> Iterator[Finding]:
-    if damage := vector_damage(folder):
-        hint = "`expertctl reindex` makes it again"
-        yield Finding(str(folder / JOURNAL_FILE), damage, hint, broken=False)
+def _vector_findings(home: Path) -> Iterator[Finding]:
+    for folder in (home, home / DEEP_FOLDER):
+        if damage := vector_damage(folder):
+            hint = "`expertctl reindex` makes it again"
+            yield Finding(str(folder / JOURNAL_FILE), damage, hint, broken=False)
 
 
 def _suspicion_findings(

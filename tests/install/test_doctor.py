@@ -237,9 +237,10 @@ def test_a_damaged_catalogue_is_found(house: House) -> None:
     assert finding.broken
 
 
-def test_damaged_routing_vectors_are_noted(house: House, shop: Shop) -> None:
+@pytest.mark.parametrize("folder", [".", "deep"])
+def test_damaged_routing_vectors_are_noted(house: House, shop: Shop, folder: str) -> None:
     house.install(shop.package("acme/one"), catalogue=house.catalogue, index=house.index)
-    (rows,) = house.root.glob("vectors-*.rows")
+    (rows,) = (house.root / folder).glob("vectors-*.rows")
     rows.write_bytes(rows.read_bytes()[:-1] + b"\x7f")
     (finding,) = diagnose(house).findings
     assert finding.subject.endswith("vectors.journal")
