@@ -22,6 +22,7 @@ from expertctl.routing.request import RouteRequest
 from expertctl.routing.risk_coverage import Guess
 from expertctl.routing.router import RoutingResult
 from expertctl.routing.score import THRESHOLD
+from expertctl.routing.session import PlanningSession
 from expertctl.store.base_record import StoredBase
 
 
@@ -176,13 +177,14 @@ def evaluate_routing(
         NotFoundError: when a wanted expert is not installed, or there is no base.
         BaseMismatchError: when a base is not what was added.
     """
-    inventory = planner.inventory()
+    session = PlanningSession(planner)
+    inventory = session.inventory
     check_installed(data, {expert.stored.package for expert in inventory.experts})
     planner.index.prepare()
     decisions, results = [], []
     for prompt in data.prompts:
         start = time.perf_counter()
-        planned = planner.plan_from(inventory, RouteRequest(prompt=prompt.prompt), base=base)
+        planned = session.plan(RouteRequest(prompt=prompt.prompt), base=base)
         took = (time.perf_counter() - start) * 1000
         decisions.append(_decision(prompt, planned.result, took))
         results.append((planned.base.name, planned.result.encoder))

@@ -4,7 +4,7 @@ The router works on values; here they are read: installed experts with their man
 keys, usage, and the known bases. Nothing is loaded into the engine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -30,6 +30,9 @@ from expertctl.store.store import Store
 from expertctl.trust.bundle import read_bundle
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
+
+RosterMaker = Callable[[RouteRequest, StoredBase, Sequence[Installed]], Roster]
+"""Who of some experts may answer such requests on a base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +108,15 @@ class Planner:
         return self._planned(request, self.inventory(), base=base, files=files)
 
     def plan_from(
-        self, inventory: Inventory, request: RouteRequest, *, base: str | None = None
+        self,
+        inventory: Inventory,
+        request: RouteRequest,
+        *,
+        base: str | None = None,
+        roster: RosterMaker | None = None,
     ) -> Planned:
         """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
-        return self._planned(request, inventory, base=base)
+        return self._planned(request, inventory, base=base, roster=roster)
 
     def _planned(
         self,
@@ -117,12 +125,13 @@ class Planner:
         *,
         base: str | None,
         files: Sequence[Installed] = (),
+        roster: RosterMaker | None = None,
     ) -> Planned:
         self._refuse_broken(request, inventory)
         known = {expert.digest: expert for expert in (*files, *inventory.experts)}
         experts = list(known.values())
         routed = [
-            (self._routed(request, candidate, experts), candidate)
+            (self._routed(request, candidate, experts, roster or self.roster), candidate)
             for candidate in self._bases(request, base, experts)
         ]
         result, chosen = max(routed, key=lambda pair: _best_score(pair[0]))
@@ -207,14 +216,17 @@ class Planner:
                 raise error
 
     def _routed(
-        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+        self,
+        request: RouteRequest,
+        base: StoredBase,
+        experts: Sequence[Installed],
+        make_roster: RosterMaker,
     ) -> RoutingResult:
         rates = self.catalogue.success_rates()
         try:
-            roster = self._roster(request, base, experts)
             return route(
                 request,
-                roster,
+                make_roster(request, base, experts),
                 base=base,
                 index=self.index,
                 success_rate=lambda digest, task: rates.of(digest, task=task),
@@ -223,9 +235,10 @@ class Planner:
             self.bases.check(base)  # a base that is not what was added explains the rest
             raise
 
-    def _roster(
+    def roster(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> Roster:
+        """Return who may answer such requests on a base."""
         return roster_of(
             request,
             experts,

@@ -1,0 +1,50 @@
+"""`PlanningSession`: many prompts on one reading of a home.
+
+Installed experts are read once, and who of them may answer is worked out once for each base and
+each way of asking; it is worked out again when vectors or what was learnt from runs have changed.
+"""
+
+from collections.abc import Sequence
+
+from expertctl.routing.candidate import Installed
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.roster import Roster
+from expertctl.store.base_record import StoredBase
+
+_Key = tuple[object, ...]
+
+
+class PlanningSession:
+    """Plans prompts one after the other; what is installed meanwhile is not seen."""
+
+    def __init__(self, planner: Planner) -> None:
+        """Begin with the experts that are installed now."""
+        self.planner = planner
+        self.inventory = planner.inventory()
+        self._rosters: dict[_Key, Roster] = {}
+        self._revision = ""
+
+    def plan(self, request: RouteRequest, *, base: str | None = None) -> Planned:
+        """Plan one prompt as `Planner.plan` does; raises as it does."""
+        return self.planner.plan_from(self.inventory, request, base=base, roster=self._roster)
+
+    def check_integrity(self) -> None:
+        """Check that no roster names an expert that was not read."""
+        known = {expert.digest for expert in self.inventory.experts}
+        for roster in self._rosters.values():
+            assert {expert.digest for expert in roster.experts} <= known
+
+    def _roster(
+        self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+    ) -> Roster:
+        if self._now() != self._revision:
+            self._rosters.clear()
+        key = (base.name, base.identity, request.exclude, request.allow_base_mismatch)
+        if key not in self._rosters:
+            self._rosters[key] = self.planner.roster(request, base, experts)
+        self._revision = self._now()  # making one may have added vectors
+        return self._rosters[key]
+
+    def _now(self) -> str:
+        return f"{self.planner.index.revision} {self.planner.catalogue.revision()}"

@@ -1,0 +1,116 @@
+"""A session plans as a planner does, and works out who may answer only when that changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from expertctl.reference import Reference
+from expertctl.routing.candidate import Installed
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import Forced, RouteRequest, parse_target
+from expertctl.routing.roster import Roster
+from expertctl.routing.session import PlanningSession
+from expertctl.settings import Home, Settings
+from expertctl.store.base_record import StoredBase
+from tests.factories import write_base
+from tests.store.shop import House, Shop, fast, house, shop
+
+__all__ = ["fast", "house", "shop"]
+
+SORT, DAYS = "Sort these numbers: 3, 1, 2", "Which day of the week is it?"
+SORTING = {"description": "Sorts numbers.", "routing": {"examples": [SORT], "keywords": ["sort"]}}
+DATES = {"description": "Names days.", "routing": {"examples": [DAYS], "keywords": ["day"]}}
+REQUESTS = [
+    RouteRequest(prompt=SORT, seed=1),
+    RouteRequest(prompt=DAYS, seed=1),
+    RouteRequest(prompt="Hello there", seed=1),
+    RouteRequest(prompt=SORT, seed=1, exclude=(parse_target("acme/sorting"),)),
+    RouteRequest(prompt=SORT, seed=1, force=(Forced(Reference.parse("acme/dates")),)),
+    RouteRequest(prompt=SORT, seed=1, base_alone=True),
+]
+
+
+@pytest.fixture
+def planner(house: House, shop: Shop) -> Planner:
+    house.bases.add(shop.base_dir)
+    house.trusting("acme")
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
+    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+
+
+@pytest.fixture
+def made(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The bases that a roster was worked out for, in order."""
+    bases: list[str] = []
+    roster = Planner.roster
+
+    def counted(
+        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+    ) -> Roster:
+        bases.append(base.name)
+        return roster(self, request, base, experts)
+
+    monkeypatch.setattr(Planner, "roster", counted)
+    return bases
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda r: f"{r.prompt[:5]} {bool(r.exclude)}")
+def test_a_session_plans_as_the_planner_does(planner: Planner, request_: RouteRequest) -> None:
+    session = PlanningSession(planner)
+    for _ in range(2):
+        ours, theirs = session.plan(request_).result, planner.plan(request_).result
+        assert ours.plan == theirs.plan
+        assert ours.candidates == theirs.candidates
+        assert ours.notes == theirs.notes
+    session.check_integrity()
+
+
+def test_who_may_answer_is_worked_out_once_for_each_way_of_asking(
+    planner: Planner, made: list[str]
+) -> None:
+    session = PlanningSession(planner)
+    for request in (*REQUESTS[:3], *REQUESTS[:3]):
+        session.plan(request)
+    assert made == ["tiny-base"]
+    for _ in range(2):
+        session.plan(REQUESTS[3])
+    assert made == ["tiny-base"] * 2
+    session.plan(REQUESTS[0])
+    assert made == ["tiny-base"] * 2
+
+
+def test_each_base_has_its_own(
+    planner: Planner, house: House, made: list[str], tmp_path: Path
+) -> None:
+    other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
+    house.bases.add(other)
+    session = PlanningSession(planner)
+    assert session.plan(REQUESTS[0], base="other-base").experts == ()
+    assert [e.ref for e in session.plan(REQUESTS[0], base="tiny-base").experts] == [
+        "acme/sorting@1.0.0"
+    ]
+    assert made == ["other-base", "tiny-base"]
+
+
+def test_after_the_vectors_changed_it_is_worked_out_again(
+    planner: Planner, made: list[str]
+) -> None:
+    session = PlanningSession(planner)
+    session.plan(REQUESTS[0])
+    manifests = {e.digest: e.manifest for e in session.inventory.experts}
+    planner.index.rebuild(manifests)
+    assert [e.ref for e in session.plan(REQUESTS[0]).experts] == ["acme/sorting@1.0.0"]
+    assert len(made) == 2
+
+
+def test_what_is_installed_meanwhile_is_seen_by_the_next_session(
+    planner: Planner, house: House, shop: Shop
+) -> None:
+    session = PlanningSession(planner)
+    plurals = {"description": "Writes plurals.", "routing": {"examples": ["Plural of wolf"]}}
+    house.install(shop.package("acme/plurals", **plurals))
+    request = RouteRequest(prompt="Plural of wolf")
+    assert session.plan(request).experts == ()
+    renewed = PlanningSession(planner)
+    assert [e.ref for e in renewed.plan(request).experts] == ["acme/plurals@1.0.0"]
