@@ -14,8 +14,10 @@ from expertctl.reference import PackageName
 from expertctl.routing.candidate import Installed
 from expertctl.routing.planner import Inventory, Planner
 from expertctl.routing.request import RouteRequest
+from expertctl.routing.roster import Roster
 from expertctl.schema.manifest import Composition, Routing
 from expertctl.settings import Home, Settings
+from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
 from expertctl.trust.policy import TrustStore
@@ -64,9 +66,16 @@ def chooser(home: Home, encoder: str, experts: Sequence[Installed]) -> Choose:
     """Return what routes prompts to these experts, with an encoder by its name."""
     planner = Planner.open(Settings(home, encoder=encoder))
     inventory = Inventory(tuple(experts), (), ())
+    made: dict[str, Roster] = {}
+
+    def once(request: RouteRequest, base: StoredBase, experts: Sequence[Installed]) -> Roster:
+        return made.get(base.name) or made.setdefault(
+            base.name, planner.roster(request, base, experts)
+        )
 
     def choose(prompt: str) -> tuple[str, ...]:
-        plan = planner.plan_from(inventory, RouteRequest(prompt=prompt)).result.plan
+        request = RouteRequest(prompt=prompt)
+        plan = planner.plan_from(inventory, request, roster=once).result.plan
         return tuple(expert.ref.partition("@")[0] for expert in plan.experts)
 
     return choose

@@ -77,7 +77,8 @@ def asks(sentence: str) -> bool:
 
 def is_pile(sentence: str) -> bool:
     """Tell whether a sentence is words with next to none that join them."""
-    words = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
+    said = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
+    words = [word for word in said if not word[0].isdigit()]
     joining = sum(word in STOP_WORDS for word in words)
     return len(words) >= _PILE and joining < _JOINED * len(words)
 

@@ -34,7 +34,7 @@ _COMPOUND = re.compile(r"\b[a-z0-9]+(?:_[a-z0-9]+|(?:[-_][a-z0-9]+){2,})\b")
 """Names of one or two words are also words: a carry-on is luggage before it is an expert."""
 _MARKS = ("\n", "(", "#", "@", "/", "_", "<", "[", "{", "|", "\u3002", "--")
 _LABEL = re.compile(r"(?:words?|tags?|topics?|labels?|categor(?:y|ies)|subjects?|intents?)\s*[:=]")
-_ASIDE = re.compile(r"[(\[{]\s*([a-z0-9]+(?:[-_][a-z0-9]+)+)\s*[)\]}]")
+_ASIDE = re.compile(r"[(\[{]\s*([a-z0-9]+(?:[-_][a-z0-9]+)*)\s*[)\]}]")
 _BRACKETS = re.compile(r"[(\[{][\s,;]*[)\]}]")
 _SPACES = re.compile(r"\s+")
 
