@@ -49,7 +49,7 @@ WORDS = _WORDS.split()
 ROWS = (10_000, 100_000)
 COUNT = 32
 SHARES = (0.5, 0.1, 0.01, 0.001)
-PROMPTS, SOME, TEN = 200, 20, 10
+PROMPTS, TIMED, SOME, TEN = 500, 100, 20, 10
 BLOCK = 50_000
 WIDTHS = (10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 
@@ -70,11 +70,11 @@ class Built:
 def measure(size: int, folder: Path, rounds: int) -> list[Row]:
     """Measure one size."""
     built = _built(size, folder)
-    width = _smallest_width(built)
+    width, timed_ones = _smallest_width(built), built.prompts[:TIMED]
     search = compare(
         f"search {size} rows, {COUNT} closest",
-        _each(built.prompts, lambda prompt: built.index.search(prompt, count=COUNT)),
-        _each(built.prompts, lambda prompt: built.bare.index.knn_query(prompt, k=TEN)),
+        _each(timed_ones, lambda prompt: built.index.search(prompt, count=COUNT)),
+        _each(timed_ones, lambda prompt: built.bare.index.knn_query(prompt, k=TEN)),
         rival=f"hnswlib, 10 closest, ef {width}",
         rounds=rounds,
         target="<= 2.0",
