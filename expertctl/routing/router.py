@@ -156,7 +156,12 @@ def roster_of(
     flags: Flags = NO_FLAGS,
     gains: Gains = NO_GAINS,
 ) -> Roster:
-    """Return who may answer requests like this one on a base."""
+    """Return who may answer requests like this one on a base.
+
+    Raises:
+        UsageError: when the request itself is wrong; nothing is indexed then.
+    """
+    check_request(request)
     return build_roster(
         experts,
         index,

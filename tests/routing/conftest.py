@@ -1,11 +1,18 @@
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from expertctl.routing.candidate import Installed
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.router import NO_FLAGS, NO_GAINS, RoutingResult, roster_of, route
+from expertctl.schema.validation import problems_of
 from expertctl.store.base_record import StoredBase
 from tests.routing.experts import base_at
+from tests.routing.routed import PROMPT, Router
 
 
 @pytest.fixture
@@ -16,3 +23,30 @@ def base(tmp_path: Path) -> StoredBase:
 @pytest.fixture
 def index(tmp_path: Path) -> RoutingIndex:
     return RoutingIndex(tmp_path / "home", LexicalEncoder())
+
+
+@pytest.fixture
+def router(base: StoredBase, index: RoutingIndex) -> Router:
+    """Routes among the experts that are given; every result is one that the schema allows."""
+
+    def run(
+        *experts: Installed,
+        success: Any = None,
+        flags: Any = NO_FLAGS,
+        gains: Any = NO_GAINS,
+        **fields: Any,
+    ) -> RoutingResult:
+        request = RouteRequest(**{"prompt": PROMPT, "seed": 7, **fields})
+        rates = success or {}
+        roster = roster_of(request, experts, base=base, index=index, flags=flags, gains=gains)
+        result = route(
+            request,
+            roster,
+            base=base,
+            index=index,
+            success_rate=lambda digest, task: rates.get(digest),
+        )
+        assert problems_of(json.loads(json.dumps(result.to_json())), "route") == []
+        return result
+
+    return run
