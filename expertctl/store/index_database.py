@@ -50,6 +50,8 @@ TABLES = {
     "revision": "id INTEGER PRIMARY KEY, number INTEGER",
 }
 """Table → its columns. What a table holds is known to its owner: `Catalogue`, `History`."""
+_LONG_LOG = 1 << 20
+"""A log of so many bytes is folded into the file, as readers beside keep SQLite from doing that."""
 _LAYOUT = 1
 """The ``user_version`` of a file that has all of them."""
 
@@ -96,8 +98,15 @@ class IndexDatabase:
             StoreError: when the file cannot be written.
             DiskFullError: when there is no space left.
         """
-        with self._reader_beside():
+        with ExitStack() as stack:
+            if self._log_size() < _LONG_LOG:
+                stack.enter_context(self._reader_beside())
             self.write(action)
+
+    def _log_size(self) -> int:
+        with suppress(OSError):
+            return self.path.with_name(f"{self.path.name}-wal").stat().st_size
+        return 0
 
     def rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
         """Ask about a table.

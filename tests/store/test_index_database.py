@@ -84,3 +84,22 @@ def test_a_file_that_takes_the_place_of_another_has_a_revision_of_its_own(
     assert database.revision() == 0
     database.write(step)
     assert database.revision() not in {0, first, first + 1}
+
+
+def test_the_log_of_what_is_jotted_down_stays_short(database: IndexDatabase) -> None:
+    log = database.path.with_name("index.db-wal")
+
+    def long(db: Database) -> None:
+        with immediately(db):
+            db.execute(
+                "INSERT INTO gains (first, second, base) VALUES (hex(randomblob(20)), '', ?)",
+                ["x" * 90_000],
+            )
+
+    sizes = []
+    for _ in range(40):
+        database.jot(long)
+        sizes.append(log.stat().st_size if log.exists() else 0)
+    assert max(sizes) < 2 << 20
+    assert sizes.count(0) >= 2
+    assert database.rows("gains", "SELECT count(*) AS n FROM gains") == [{"n": 40}]
