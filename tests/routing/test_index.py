@@ -1,7 +1,5 @@
 import errno
-import multiprocessing
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,13 +12,13 @@ from filelock import FileLock
 from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.routing import index as indexes
-from expertctl.routing import searching, vector_files
+from expertctl.routing import searching, vector_files, vector_store
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.graph import GRAPH_FILE, Graph, build_graph
-from expertctl.routing.index import LOCK_FILE, RoutingIndex
-from expertctl.routing.lesson import Lesson
+from expertctl.routing.index import DEEP_FOLDER, RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.vector_files import JOURNAL_FILE
+from expertctl.routing.vector_store import LOCK_FILE
 from expertctl.routing.vector_table import Vectors, VectorTable
 from expertctl.schema.manifest import Manifest
 from tests.routing.experts import content_digest, manifest
@@ -95,7 +93,7 @@ def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     RoutingIndex(tmp_path, other).check_integrity()
     index = RoutingIndex(tmp_path, other)
     index.similarities("x")
-    index.encoder = OtherEncoder("three")
+    index._rows.encoder = OtherEncoder("three")
     with pytest.raises(StoreError, match="made by another encoder"):
         index.check_integrity()
 
@@ -121,8 +119,9 @@ def test_a_damaged_file_is_made_again(index: RoutingIndex, data: bytes) -> None:
 
 def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
     index.add(BOTH)
-    for path in index.folder.iterdir():
-        path.unlink()
+    for path in list(index.folder.rglob("*")):
+        if path.is_file():
+            path.unlink()
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.add(BOTH)
     assert (index.folder / JOURNAL_FILE).exists()
@@ -161,7 +160,7 @@ def test_a_full_disk_keeps_vectors_in_memory(
     assert index.similarities("sort") == {}
     with pytest.raises(DiskFullError):
         index.rebuild(BOTH)
-    assert [path.name for path in index.folder.iterdir()] in ([], [LOCK_FILE])
+    assert {path.name for path in index.folder.rglob("*")} <= {DEEP_FOLDER, LOCK_FILE}
 
 
 def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
@@ -177,7 +176,7 @@ def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
 def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
     index: RoutingIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexes, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(vector_store, "LOCK_SECONDS", 0.05)
     index.folder.mkdir()
     with FileLock(index.folder / LOCK_FILE):
         index.add(BOTH)
@@ -196,29 +195,9 @@ def test_what_another_process_published_meanwhile_is_kept(index: RoutingIndex) -
     assert len(RoutingIndex(index.folder, LexicalEncoder()).similarities("x")) == 3
 
 
-def add_some(folder: Path, first: int) -> None:
-    for number in range(first, first + 5):
-        RoutingIndex(folder, LexicalEncoder()).add(texts(manifest(f"acme/e{number}")))
-
-
-@pytest.mark.skipif(os.name != "posix", reason="forks")
-def test_several_processes_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=add_some, args=(tmp_path, n)) for n in (0, 5, 10)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    index = RoutingIndex(tmp_path, LexicalEncoder())
-    assert len(index.similarities("x")) == 15
-    index.check_integrity()
-
-
 def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
     index.add(BOTH)
-    table = index._table
-    assert table is not None
+    table = index.table
     table.rows[0] *= 0.5
     with pytest.raises(StoreError, match="unit length"):
         index.check_integrity()
@@ -304,55 +283,39 @@ def test_a_row_that_was_changed_on_the_disk_is_told(
 
 def test_rows_without_an_expert_are_told(index: RoutingIndex) -> None:
     index.add(BOTH)
-    assert index._table is not None
-    index._table = replace(index._table, counts=index._table.counts - 1)
+    index._rows._table = replace(index.table, counts=index.table.counts - 1)
     with pytest.raises(StoreError, match="rows without an expert"):
         index.check_integrity()
 
 
-class Notebook:
-    """A learner that writes down what it is taught."""
-
-    def __init__(self) -> None:
-        self.lessons: dict[Digest, Lesson] = {}
-
-    def lacking(self, digests: Sequence[Digest]) -> list[Digest]:
-        return [digest for digest in digests if digest not in self.lessons]
-
-    def learn(self, lessons: Sequence[Lesson]) -> None:
-        self.lessons |= {lesson.digest: lesson for lesson in lessons}
-
-    def forget(self, digests: Iterable[Digest]) -> None:
-        for digest in digests:
-            self.lessons.pop(digest, None)
-
-    def restart(self) -> None:
-        self.lessons.clear()
-
-
-def test_a_learner_is_taught_what_is_added_by_the_same_pass(tmp_path: Path) -> None:
-    encoder, notebook = OtherEncoder("one"), Notebook()
-    index = RoutingIndex(tmp_path, encoder, notebook)
+def test_the_rows_of_the_head_come_of_the_same_pass(tmp_path: Path) -> None:
+    encoder = OtherEncoder("one")
+    index = RoutingIndex(tmp_path, encoder)
     index.add(BOTH)
     assert len(encoder.encoded) == 7
-    lesson = notebook.lessons[content_digest(SQL.ref)]
-    assert lesson.manifest == SQL
-    assert np.array_equal(lesson.deep, encoder.encode([SQL.description, *SQL.routing.examples]))
-    index.add(BOTH)
-    assert len(encoder.encoded) == 10  # three of them by this test
+    deep = index.deep
+    at = deep.positions([content_digest(SQL.ref)])
+    texts_ = [SQL.description, *SQL.routing.examples]
+    assert np.array_equal(deep.rows[deep.rows_of(at)], encoder.encode(texts_))
     index.remove([content_digest(SQL.ref)])
-    assert set(notebook.lessons) == {content_digest(SORT.ref)}
+    assert index.deep.digests == [content_digest(SORT.ref)]
     index.rebuild(texts(SQL))
-    assert set(notebook.lessons) == {content_digest(SQL.ref)}
+    assert index.deep.digests == [content_digest(SQL.ref)]
 
 
-def test_a_learner_that_knows_nothing_is_taught_what_the_index_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", ["", DEEP_FOLDER])
+def test_where_either_half_is_lost_it_is_made_again_and_the_other_stays(
+    tmp_path: Path, gone: str
+) -> None:
     RoutingIndex(tmp_path, LexicalEncoder()).add(BOTH)
-    size = (tmp_path / JOURNAL_FILE).stat().st_size
-    notebook = Notebook()
-    RoutingIndex(tmp_path, LexicalEncoder(), notebook).add(BOTH)
-    assert set(notebook.lessons) == set(BOTH)
-    assert (tmp_path / JOURNAL_FILE).stat().st_size == size
+    kept = tmp_path / (DEEP_FOLDER if not gone else "") / JOURNAL_FILE
+    size = kept.stat().st_size
+    (tmp_path / gone / JOURNAL_FILE).unlink()
+    fresh = RoutingIndex(tmp_path, LexicalEncoder())
+    fresh.add(BOTH)
+    assert set(fresh.table.digests) == set(fresh.deep.digests) == set(BOTH)
+    assert kept.stat().st_size == size
+    fresh.check_integrity()
 
 
 def test_many_experts_are_published_a_part_at_a_time(
@@ -425,30 +388,3 @@ def test_forgetting_what_is_not_there_writes_nothing(index: RoutingIndex) -> Non
     assert not index.folder.exists()
     index.add(BOTH)
     assert index.table.digests == list(BOTH)
-
-
-def write_much(folder: Path) -> None:
-    index = RoutingIndex(folder, LexicalEncoder())
-    for number in range(12):
-        index.add(texts(manifest(f"acme/e{number}")))
-        if number % 3 == 2:
-            index.remove([content_digest(f"acme/e{number}@1.0.0")])
-    index.rebuild(BOTH)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="forks")
-def test_readers_always_find_a_whole_index_while_another_process_writes(tmp_path: Path) -> None:
-    RoutingIndex(tmp_path, LexicalEncoder()).add(BOTH)
-    writer = multiprocessing.get_context("spawn").Process(target=write_much, args=(tmp_path,))
-    writer.start()
-    for _ in range(100_000):
-        reader = RoutingIndex(tmp_path, LexicalEncoder())
-        found = reader.search(reader.vector("query the orders table"))
-        assert reader.digest(found.experts[0]) == content_digest(SQL.ref)
-        if not writer.is_alive():
-            break
-    writer.join()
-    assert writer.exitcode == 0
-    last = RoutingIndex(tmp_path, LexicalEncoder())
-    assert set(last.similarities("sort")) == set(BOTH)
-    last.check_integrity()
