@@ -40,9 +40,10 @@ class Features:
 
 def features_of(prompt: str, *, seen: str | None = None) -> Features:
     """Extract the features of a prompt; words are those of what the router sees of it."""
-    text, words = prompt[:MAX_CHARACTERS], words_of(prompt if seen is None else seen)
+    text, shown = prompt[:MAX_CHARACTERS], prompt if seen is None else seen
+    words = words_of(shown)
     known = set(words)
-    script = None if text.isascii() else _script(text)
+    script = None if shown.isascii() else _script(shown[:MAX_CHARACTERS])
     return Features(
         words=tuple(words),
         length=len(prompt),
