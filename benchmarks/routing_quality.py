@@ -1,0 +1,252 @@
+"""How often the router finds the expert of a prompt, and how often it rightly finds none.
+
+Every label of a data set becomes one expert, with the label's name as its description and a few of
+its training texts as examples; nothing else is known of it. Each test text is routed alone, by the
+threshold that is deployed. ``--train`` and ``--test`` name files of lines
+``{"text": …, "label": …}``, where the label ``null`` belongs to no expert; without them CLINC150 is
+read where it lies beside the project.
+
+The rivals are the nearest example and the centroid of examples in the same vectors, and what is
+published of CLINC150 with frozen dual encoders and ten examples (Casanueva et al., 2020).
+"""
+
+import argparse
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, quantiles
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from benchmarks.harness import Row, as_table, machine
+from benchmarks.memorised import Memorised
+from benchmarks.routed_home import Described, furnish, made_up, starter_experts
+from expertctl.routing.candidate import Installed
+from expertctl.routing.decision import Decision, decide
+from expertctl.routing.encoder import Encoder, find_minilm, open_encoder
+from expertctl.routing.features import features_of
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.prompt_view import view
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.roster import Roster
+from expertctl.routing.router import roster_of
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+
+CLINC = Path(__file__).parents[2] / "shared" / "data" / "clinc150" / "data_full.json"
+SEEDS, SHOTS = 10, (10, 5)
+PUBLISHED = {10: 0.9326}
+TARGETS = {
+    ("accuracy", 10): ">= 0.94",
+    ("accuracy", 5): ">= 0.9",
+    ("answered and right", 10): ">= 0.88",
+    ("left to the base", 10): ">= 0.75",
+}
+_BETWEEN_WORDS = re.compile(r"[^a-z0-9]+")
+
+Labelled = Sequence[tuple[str, str | None]]
+"""Texts and their labels; ``None`` is out of scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The shares of one draw of examples; of prompts in scope unless said otherwise."""
+
+    accuracy: float  # the best candidate is the right one, used or not
+    answered: float  # used and right
+    wrong: float  # used and wrong
+    out_of_scope: float | None  # of those out of scope: the base answers
+    nearest: float
+    centroid: float
+
+
+def main() -> None:
+    """Command line: ``--json`` for the document, else a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.routing_quality")
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--test", type=Path)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--shots", type=int, nargs="+", default=SHOTS)
+    parser.add_argument("--encoder", default="minilm" if find_minilm() else "lexical")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if bool(options.train) != bool(options.test):
+        parser.error("--train and --test go together")
+    if options.train is None and not CLINC.exists():
+        parser.error("CLINC150 is not here: name files with --train and --test")
+    train, test = (
+        (read_labelled(options.train), read_labelled(options.test))
+        if options.train
+        else read_clinc(CLINC)
+    )
+    document = measured(train, test, options.encoder, shots=options.shots, seeds=options.seeds)
+    print(json.dumps(document) if options.json else as_table(document))
+
+
+def measured(
+    train: Labelled, test: Labelled, encoder: str, *, shots: Sequence[int], seeds: int
+) -> dict[str, object]:
+    """Return the document of all rows."""
+    memorised = Memorised(open_encoder(encoder))
+    memorised.encode_deep([text for text, _ in test])
+    rows: list[Row] = []
+    with TemporaryDirectory() as folder:
+        setting = Setting.furnished(Path(folder), memorised)
+        for n in shots:
+            results = [setting.result(train, test, n=n, seed=seed) for seed in range(seeds)]
+            rows += _rows(n, results)
+    return {
+        "name": "routing_quality",
+        "machine": machine(),
+        "encoder": encoder,
+        "seeds": seeds,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where experts are made up: a folder, an encoder, a base and an expert that fits it."""
+
+    folder: Path
+    encoder: Encoder
+    base: StoredBase
+    like: Installed
+
+    @classmethod
+    def furnished(cls, folder: Path, encoder: Encoder) -> "Setting":
+        """Install the starter pack, to have a base."""
+        home = furnish(folder / "home")
+        base = BaseStore(home.bases).default()
+        assert base is not None, "the starter pack brings one"
+        return cls(folder, encoder, base, starter_experts(home)[0])
+
+    def result(self, train: Labelled, test: Labelled, *, n: int, seed: int) -> Result:
+        """Draw examples, make experts of them, and route every test text."""
+        drawn = draw(train, n=n, seed=seed)
+        described = [described_as(label, examples) for label, examples in drawn.items()]
+        experts = made_up(described, self.like)
+        index = RoutingIndex(self.folder / f"{n}-{seed}", self.encoder)
+        roster = roster_of(RouteRequest(prompt="any"), experts, base=self.base, index=index)
+        names = dict(zip((expert.digest for expert in experts), drawn, strict=True))
+        by_position = {at: names[expert.digest] for at, expert in roster.by_position.items()}
+        return _scored(
+            [(label, *self._routed(roster, index, text, by_position)) for text, label in test]
+        )
+
+    def _routed(
+        self, roster: Roster, index: RoutingIndex, text: str, labels: Mapping[int, str]
+    ) -> tuple[str | None, str | None, str, str]:
+        """Return the label used, the best label, the nearest example's and the centroid's."""
+        seen = view(text, roster.names)
+        encoded = self.encoder.encode_deep([seen])
+        features = features_of(text, seen=seen)
+        decision = decide(roster, index, features, encoded, lambda _: None)
+        nearest, centroid = _rivals(index, encoded.rows[0])
+        used = None if decision.leader is None else labels[decision.leader]
+        return used, labels.get(_best(decision)), labels[nearest], labels[centroid]
+
+
+def read_labelled(path: Path) -> Labelled:
+    """Read lines of ``{"text": …, "label": …}``."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(line["text"], line["label"]) for line in lines]
+
+
+def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
+    """Read the training texts of CLINC150, and its test texts, those out of scope last."""
+    splits = json.loads(path.read_text(encoding="utf-8"))
+    test = [*splits["test"], *((text, None) for text, _ in splits["oos_test"])]
+    return [(text, label) for text, label in splits["train"]], [(t, label) for t, label in test]
+
+
+def draw(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
+    """Draw so many examples of every label."""
+    texts: dict[str, list[str]] = {}
+    for text, label in train:
+        if label is not None:
+            texts.setdefault(label, []).append(text)
+    rng = random.Random(seed)  # a sample
+    return {label: tuple(rng.sample(texts[label], n)) for label in sorted(texts)}
+
+
+def described_as(label: str, examples: tuple[str, ...]) -> Described:
+    """Return the expert of a label."""
+    words = _BETWEEN_WORDS.split(label.lower())
+    return Described(
+        name=f"intents/{'-'.join(filter(None, words))}",
+        description=" ".join(filter(None, words)),
+        keywords=(),
+        examples=examples,
+    )
+
+
+def _best(decision: Decision) -> int:
+    """Return the best candidate, whether its score is enough or not."""
+    if decision.leader is not None:
+        return decision.leader
+    return max(decision.standings, key=lambda at: decision.standings[at].score, default=-1)
+
+
+def _rivals(index: RoutingIndex, query: np.ndarray) -> tuple[int, int]:
+    """Return the expert of the nearest text, and that of the nearest centroid."""
+    table = index.table
+    cosines = table.rows @ query
+    centroids = np.add.reduceat(table.rows, table.starts)
+    centroids /= np.linalg.norm(centroids, axis=1, keepdims=True)
+    return int(table.owners[cosines.argmax()]), int((centroids @ query).argmax())
+
+
+def _scored(routed: Sequence[tuple[str | None, str | None, str | None, str, str]]) -> Result:
+    inside = [each for each in routed if each[0] is not None]
+    outside = [each for each in routed if each[0] is None]
+    return Result(
+        accuracy=mean(best == label for label, _, best, _, _ in inside),
+        answered=mean(used == label for label, used, _, _, _ in inside),
+        wrong=mean(used not in {label, None} for label, used, _, _, _ in inside),
+        out_of_scope=mean(used is None for _, used, _, _, _ in outside) if outside else None,
+        nearest=mean(near == label for label, _, _, near, _ in inside),
+        centroid=mean(centroid == label for label, _, _, _, centroid in inside),
+    )
+
+
+def _rows(n: int, results: Sequence[Result]) -> Iterator[Row]:
+    accuracy = [result.accuracy for result in results]
+    centroid = mean(result.centroid for result in results)
+    nearest = mean(result.nearest for result in results)
+    yield _row("accuracy", n, accuracy, rival="nearest example", theirs=nearest)
+    yield _row("accuracy", n, accuracy, rival="centroid", theirs=centroid)
+    if n in PUBLISHED:
+        yield _row("accuracy", n, accuracy, rival="published, CLINC150", theirs=PUBLISHED[n])
+    yield _row("answered and right", n, [r.answered for r in results])
+    yield _row("answered and wrong", n, [r.wrong for r in results])
+    outside = [r.out_of_scope for r in results if r.out_of_scope is not None]
+    if outside:
+        yield _row("left to the base", n, outside)
+
+
+def _row(
+    what: str, n: int, shares: Sequence[float], *, rival: str = "-", theirs: float | None = None
+) -> Row:
+    target, ours = TARGETS.get((what, n)), mean(shares)
+    quartiles = quantiles(shares, n=4) if len(shares) > 1 else [ours] * 3
+    return Row(
+        case=f"{n} examples: {what}",
+        ours=round(ours, 4),
+        rival=rival,
+        theirs=None if theirs is None else round(theirs, 4),
+        unit="",
+        better="lower" if what == "answered and wrong" else "higher",
+        ratio=None if theirs is None else round(ours / theirs, 3),
+        spread=(round(quartiles[0], 4), round(quartiles[2], 4)),
+        target=target,
+        ok=None if target is None else ours >= float(target.split()[1]),
+    )
+
+
+if __name__ == "__main__":
+    main()
