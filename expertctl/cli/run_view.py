@@ -8,6 +8,7 @@ from expertctl.cli.output import human_size, table
 
 if TYPE_CHECKING:
     from expertctl.engine.run_result import RunResult
+    from expertctl.routing.candidate import Candidate
     from expertctl.routing.plan import PlannedExpert
     from expertctl.routing.router import RoutingResult
 
@@ -18,18 +19,25 @@ _FORMS = {True: "as called for", False: "not as called for", None: "none called 
 def routing_text(result: "RoutingResult") -> str:
     """Return the plan, then every candidate with its score and what was decided."""
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_plan_lines(result)]
-    rows = [
-        [
-            "yes" if candidate.chosen else "no",
-            f"{candidate.score:.2f}",
-            candidate.expert.ref,
-            candidate.reason,
-        ]
-        for candidate in result.candidates
-    ]
+    rows = [_candidate_cells(candidate) for candidate in result.candidates]
     if rows:
-        lines += ["", table(["USED", "SCORE", "EXPERT", "WHY"], rows)]
+        lines += ["", table(["USED", "SCORE", "SHARE", "COSINE", "EXPERT", "WHY"], rows)]
     return "\n".join(lines)
+
+
+def _candidate_cells(candidate: "Candidate") -> list[str]:
+    """Return a row of the table; the figures have columns, so the words need not repeat them."""
+    figures = (
+        None if candidate.vetoed else candidate.score,
+        candidate.share,
+        candidate.cosine,
+    )
+    return [
+        "yes" if candidate.chosen else "no",
+        *("-" if figure is None else f"{figure:.2f}" for figure in figures),
+        candidate.expert.ref,
+        candidate.told,
+    ]
 
 
 def footer(result: "RunResult") -> str:

@@ -5,8 +5,9 @@ example itself hidden they say what evidence a prompt has that belongs to an exp
 expert left out, what evidence one has that belongs to none. No other text is needed.
 
 The threshold turns away three in a hundred of the examples that are rightly answered (split
-conformal prediction: Vovk, Gammerman and Shafer, 2005). The score is the posterior of two normal
-distributions with one variance, at the odds that put 0.5 at that threshold.
+conformal prediction: Vovk, Gammerman and Shafer, 2005). Where all but three in a hundred of those
+without their expert have less, it is half way between the two. The score is the posterior of two
+normal distributions with one variance, at the odds that put 0.5 at the threshold.
 """
 
 import json
@@ -115,7 +116,7 @@ def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calib
     trust = len(inside) / (len(inside) + _PRIOR)
     if len(inside) == 0:
         return Calibration(prior.threshold, prior.slope, experts)
-    threshold = float(np.quantile(inside, TURNED_AWAY))
+    threshold = _threshold(inside, outside)
     slope = _slope(inside, outside) if min(len(inside), len(outside)) > 1 else prior.slope
     return Calibration(
         threshold=trust * threshold + (1 - trust) * prior.threshold,
@@ -173,6 +174,13 @@ def _as_new(table: VectorTable, found: Found, example: _Example) -> Rows:
     strange = found.experts != example.expert
     closer = int((found.cosines[strange] > own).sum())
     return np.insert(found.experts[strange], closer, example.expert)
+
+
+def _threshold(inside: Vectors, outside: Vectors) -> float:
+    """Return the evidence that is enough."""
+    most = float(np.quantile(inside, TURNED_AWAY))
+    least = float(np.quantile(outside, 1 - TURNED_AWAY)) if len(outside) else most
+    return most if least >= most else (least + most) / 2
 
 
 def _slope(inside: Vectors, outside: Vectors) -> float:

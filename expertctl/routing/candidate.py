@@ -99,6 +99,17 @@ class Candidate:
         close = -2.0 if self.cosine is None else self.cosine
         return (not self.leads, self.barred, -close if self.share is None else -2.0, key)
 
+    @property
+    def told(self) -> str:
+        """Why it was decided so, in words beside which the figures stand."""
+        if self.chosen or self.vetoed:
+            return self.reason
+        if self.share is None:
+            return "others are closer"
+        if self.score < THRESHOLD:
+            return f"score below {THRESHOLD:.2f}, closest to {self.text}"
+        return self.reason
+
     def refused(self, why: str) -> Self:
         """Return the candidate, refused for this prompt."""
         return replace(self, refusal=why, reason=why, chosen=False)

@@ -14,7 +14,7 @@ from expertctl.routing.composition import not_composing
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features
 from expertctl.routing.found import Found
-from expertctl.routing.head import judge
+from expertctl.routing.head import Verdict, judge
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.roster import Roster
 from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
@@ -22,6 +22,9 @@ from expertctl.routing.vector_table import Rows
 
 COPIED = {"copied", "near-copy"}
 """The flags of an expert that repeats another one."""
+
+JOINS = 0.15
+"""The share that an expert must have to count beside another one that it composes with."""
 
 Success = Callable[[Installed], float | None]
 """How often an expert was judged good at what a prompt asks for; ``None`` when nobody judged."""
@@ -58,8 +61,6 @@ def decide(
     running = _running(roster, decision, features)
     if len(running):
         _judge(roster, index, decision, running, encoded, success)
-    if decision.leader is not None:
-        _judge_joiners(roster, index, decision, decision.leader, running, encoded, success)
     return decision
 
 
@@ -97,58 +98,38 @@ def _judge(
     encoded: Encoded,
     success: Success,
 ) -> None:
-    """Let the head compare candidates, and name the best."""
-    decision.standings = _standings(roster, index, running, encoded, success)
-    best = min(
-        decision.standings, key=lambda at: _order(roster, decision.standings[at], at, success)
-    )
+    """Let the head compare candidates, and name the best.
+
+    Experts that compose do not compete: what a prompt for several of them leaves to each counts
+    for all of them.
+    """
+    verdict = judge(roster.deep, roster.deep_at[running], encoded.deep[0])
+    compared = running[: len(verdict)].tolist()
+    together = _together(roster, compared, verdict)
+    evidence = verdict.evidence
+    if len(together) > 1:
+        evidence[together] = verdict.shares[together].sum() + verdict.support[together]
+    scores = index.calibration.score(evidence).tolist()
+    figures = zip(compared, verdict.shares.tolist(), verdict.support.tolist(), scores, strict=True)
+    for at, share, support, score in figures:
+        rate = _rate(success, roster.by_position[at])
+        decision.standings[at] = Standing(share, support, trusted(score, success=rate))
+    best = min(compared, key=lambda at: _order(roster, decision.standings[at], at, success))
     if decision.standings[best].score >= THRESHOLD:
         decision.leader = best
 
 
-def _judge_joiners(
-    roster: Roster,
-    index: RoutingIndex,
-    decision: Decision,
-    leader: int,
-    running: Rows,
-    encoded: Encoded,
-    success: Success,
-) -> None:
-    """Compare those that may join the leader without it: who composes does not compete."""
-    chosen = [leader]
-    while True:
-        experts = [roster.by_position[at] for at in chosen]
-        left = running[~np.isin(running, chosen)]
-        able = [at for at in left.tolist() if _joins(roster, at, experts)]
-        if not able:
-            return
-        standings = _standings(roster, index, left, encoded, success)
-        best = max(able, key=lambda at: standings[at].score if at in standings else -1.0)
-        if best not in standings:
-            return
-        decision.standings[best] = standings[best]
-        if standings[best].score < THRESHOLD:
-            return
-        chosen.append(best)
-
-
-def _joins(roster: Roster, at: int, experts: list[Installed]) -> bool:
-    return not not_composing(roster.by_position[at], experts, roster.gains)
-
-
-def _standings(
-    roster: Roster, index: RoutingIndex, running: Rows, encoded: Encoded, success: Success
-) -> dict[int, Standing]:
-    verdict = judge(roster.deep, roster.deep_at[running], encoded.deep[0])
-    scores = index.calibration.score(verdict.evidence).tolist()
-    figures = zip(
-        running.tolist(), verdict.shares.tolist(), verdict.support.tolist(), scores, strict=False
-    )
-    return {
-        at: Standing(share, support, trusted(score, success=_rate(success, roster.by_position[at])))
-        for at, share, support, score in figures
-    }
+def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int]:
+    """Return which candidates a prompt is for at once: the best, and those that join it."""
+    order: list[int] = np.argsort(-verdict.evidence).tolist()
+    together = order[:1]
+    for number in order[1:]:
+        if verdict.shares[number] < JOINS:
+            continue
+        others = [roster.by_position[compared[other]] for other in together]
+        if not not_composing(roster.by_position[compared[number]], others, roster.gains):
+            together.append(number)
+    return together
 
 
 def _rate(success: Success, expert: Installed) -> float:
