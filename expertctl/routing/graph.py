@@ -32,7 +32,7 @@ RECALL = 0.99
 GRAPH_FILE = "index.hnsw"
 RECORD_FILE = "index.hnsw.json"
 _LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
-_WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+_WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
 _HELD_OUT, _CLOSEST = 1000, 9
 _PARALLEL_ROWS = 200_000
 _CHUNK = 10_000
@@ -87,7 +87,7 @@ class Graph:
 
 
 def build_graph(table: VectorTable) -> Graph | None:
-    """Build the graph of all rows that are alive; ``None`` without hnswlib.
+    """Build the graph of what is alive; ``None`` without hnswlib, or where it finds too little.
 
     Some rows are held out at first and used as prompts: the graph is searched as widely as it
     takes to find what exact search finds for them. That is nine rows of the ten, as the text of
@@ -103,6 +103,8 @@ def build_graph(table: VectorTable) -> Graph | None:
     inserted = np.delete(rows, held_out)
     _insert(index, table, inserted)
     width, recall = _sufficient_width(index, table, inserted, table.rows[rows[held_out]])
+    if recall < RECALL:
+        return None
     _insert(index, table, rows[held_out])
     index.set_num_threads(1)
     return Graph(index, len(table.rows), width, recall)
@@ -187,13 +189,14 @@ def _sufficient_width(
     index: Any, table: VectorTable, rows: Rows, queries: Vectors
 ) -> tuple[int, float]:
     """Return the smallest width of search that finds enough, and what it finds."""
+    if not len(queries):
+        return _WIDTHS[0], 1.0
     exact = _exactly_closest(table, rows, queries)
-    recall = 1.0
     for width in _WIDTHS:
         index.set_ef(width)
-        found = index.knn_query(queries, k=exact.shape[1])[0] if len(exact) else exact
+        found = index.knn_query(queries, k=exact.shape[1])[0]
         hits = [len(np.intersect1d(a, b)) for a, b in zip(found, exact, strict=True)]
-        recall = sum(hits) / max(exact.size, 1)
+        recall = sum(hits) / exact.size
         if recall >= RECALL:
             break
     return width, recall
