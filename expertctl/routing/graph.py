@@ -34,6 +34,7 @@ RECORD_FILE = "index.hnsw.json"
 _LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
 _WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
 _HELD_OUT, _CLOSEST = 1000, 9
+_SAME = 1e-5
 _PARALLEL_ROWS = 200_000
 _CHUNK = 10_000
 _MAX_RECORD = 4096
@@ -191,29 +192,27 @@ def _sufficient_width(
     """Return the smallest width of search that finds enough, and what it finds."""
     if not len(queries):
         return _WIDTHS[0], 1.0
-    exact = _exactly_closest(table, rows, queries)
+    count = min(_CLOSEST, len(rows))
+    enough = _least_cosines(table, rows, queries, count) - _SAME
     for width in _WIDTHS:
-        index.set_ef(width)
-        found = index.knn_query(queries, k=exact.shape[1])[0]
-        hits = [len(np.intersect1d(a, b)) for a, b in zip(found, exact, strict=True)]
-        recall = sum(hits) / exact.size
+        index.set_ef(max(width, count))
+        distances = index.knn_query(queries, k=count)[1]
+        recall = float((1 - distances >= enough[:, None]).mean())
         if recall >= RECALL:
             break
     return width, recall
 
 
-def _exactly_closest(table: VectorTable, rows: Rows, queries: Vectors) -> Rows:
-    """Return the nine rows that are closest to each query, in any order."""
-    best = np.zeros((len(queries), 0), np.int64)
-    cosines = np.zeros((len(queries), 0), np.float32)
+def _least_cosines(table: VectorTable, rows: Rows, queries: Vectors, count: int) -> Vectors:
+    """Return, for each query, the cosine of the last of its closest rows."""
+    best = np.zeros((len(queries), 0), np.float32)
     for start in range(0, len(rows), _CHUNK):
-        part = rows[start : start + _CHUNK]
-        cosines = np.concatenate([cosines, queries @ table.rows[part].T], axis=1)
-        best = np.concatenate([best, np.broadcast_to(part, (len(queries), len(part)))], axis=1)
-        kept = np.argpartition(-cosines, min(_CLOSEST, cosines.shape[1] - 1), axis=1)[:, :_CLOSEST]
-        best = np.take_along_axis(best, kept, axis=1)
-        cosines = np.take_along_axis(cosines, kept, axis=1)
-    return best
+        part = table.rows[rows[start : start + _CHUNK]]
+        cosines = np.concatenate([best, queries @ part.T], axis=1)
+        kept = min(count, cosines.shape[1])
+        best = -np.partition(-cosines, kept - 1, axis=1)[:, :kept]
+    least: Vectors = best.min(axis=1)
+    return least
 
 
 def _is_recorded(folder: Path, record: GraphRecord) -> bool:
