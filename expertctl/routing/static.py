@@ -86,7 +86,8 @@ class StaticEncoder:
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Map raw cosines to similarities; monotone."""
         raw, meant = zip(*CALIBRATION, strict=True)
-        return np.interp(cosines, raw, meant).astype(np.float32)
+        similar: Vectors = np.interp(cosines, raw, meant).astype(np.float32)
+        return similar
 
 
 def open_static(folder: Path, model: Path | None) -> StaticEncoder:
