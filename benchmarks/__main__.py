@@ -7,7 +7,8 @@ from pathlib import Path
 
 from benchmarks.harness import as_table
 
-NOT_BENCHMARKS = {"__init__", "__main__", "drawn_rows", "harness", "inputs", "servers"}
+HELPERS = {"drawn_deep", "drawn_rows", "harness", "injections", "inputs", "memorised"}
+NOT_BENCHMARKS = {"__init__", "__main__", "routed_home", "servers", *HELPERS}
 
 
 def benchmark_names() -> list[str]:

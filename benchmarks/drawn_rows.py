@@ -16,9 +16,9 @@ from expertctl.routing.vector_table import Vectors, VectorTable
 
 CLUSTER, DIMENSIONS = 10, 384
 ENCODER = Digest.of(b"drawn rows")
-_PART = 10_000
+PART = 10_000
 _MEAN = 0.29
-_SEED = 0
+SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class DrawnEncoder:
 def drawn_table(rows: int) -> VectorTable:
     """Draw a table of experts with ten rows each."""
     experts = rows // CLUSTER
-    bounds = [*range(0, experts, _PART), experts]
-    parts = [_around(_centres(start, end), CLUSTER) for start, end in pairwise(bounds)]
+    bounds = [*range(0, experts, PART), experts]
+    parts = [around(centres(start, end), CLUSTER) for start, end in pairwise(bounds)]
     return VectorTable(
         encoder=ENCODER,
         stamp="drawn",
-        keys=np.random.default_rng(_SEED).integers(0, 256, (experts, 32)).astype(np.uint8),
+        keys=np.random.default_rng(SEED).integers(0, 256, (experts, 32)).astype(np.uint8),
         counts=np.full(experts, CLUSTER, np.int64),
         alive=np.ones(experts, np.bool_),
         rows=np.concatenate(parts),
@@ -65,23 +65,25 @@ def drawn_table(rows: int) -> VectorTable:
 
 def drawn_prompts(count: int, *, rows: int) -> Vectors:
     """Draw prompts for some of the experts of a table of that size."""
-    last = min(_PART, rows // CLUSTER)
-    centres = _centres(0, last)[np.random.default_rng(_SEED).integers(0, last, count)]
-    return _around(centres, 1, seed=1)
+    last = min(PART, rows // CLUSTER)
+    experts = np.random.default_rng(SEED).integers(0, last, count)
+    return around(centres(0, last)[experts], 1, seed=1)
 
 
-def _centres(start: int, end: int) -> Vectors:
+def centres(start: int, end: int, *, view: int = 0) -> Vectors:
+    """Draw what some experts are about, in one of several views of their texts."""
     mean = np.zeros(DIMENSIONS, np.float32)
     mean[0] = _MEAN
-    rng = np.random.default_rng((_SEED, start))
+    rng = np.random.default_rng((SEED, start, view) if view else (SEED, start))
     drawn = rng.standard_normal((end - start, DIMENSIONS), np.float32)
     return mean + drawn * _deviations(_order() ** -0.79 * np.exp(-_order() / 150), total=0.43)
 
 
-def _around(centres: Vectors, count: int, *, seed: int = 0) -> Vectors:
-    rng = np.random.default_rng((_SEED, len(centres), seed))
-    drawn = rng.standard_normal((len(centres), count, DIMENSIONS), np.float32)
-    texts = centres[:, None] + drawn * _deviations(np.exp(-_order() / 110), total=0.48)
+def around(middles: Vectors, count: int, *, seed: int = 0) -> Vectors:
+    """Draw so many unit rows around each of these."""
+    rng = np.random.default_rng((SEED, len(middles), seed))
+    drawn = rng.standard_normal((len(middles), count, DIMENSIONS), np.float32)
+    texts = middles[:, None] + drawn * _deviations(np.exp(-_order() / 110), total=0.48)
     return _unit(texts.reshape(-1, DIMENSIONS))
 
 

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -46,6 +47,7 @@ sentence sort song split status stock sum table tax test text ticket time title 
 travel update user value verb video weather week weight word write year
 """
 WORDS = _WORDS.split()
+Asked = TypeVar("Asked")
 ROWS = (10_000, 100_000)
 COUNT = 32
 SHARES = (0.5, 0.1, 0.01, 0.001)
@@ -94,12 +96,12 @@ class Built:
 
 def measure(size: int, folder: Path, rounds: int) -> list[Row]:
     """Measure one size."""
-    built = _built(size, folder)
-    width, timed_ones = _smallest_width(built), built.prompts[:TIMED]
+    built = built_index(size, folder)
+    width, timed_ones = smallest_width(built), built.prompts[:TIMED]
     search = compare(
         f"search {size} rows, {COUNT} closest",
-        _each(timed_ones, lambda prompt: built.index.search(prompt, count=COUNT)),
-        _each(timed_ones, lambda prompt: built.bare.index.knn_query(prompt, k=TEN)),
+        mean_of(timed_ones, lambda prompt: built.index.search(prompt, count=COUNT)),
+        mean_of(timed_ones, lambda prompt: built.bare.index.knn_query(prompt, k=TEN)),
         rival=f"hnswlib, 10 closest, ef {width}",
         rounds=rounds,
         target="<= 2.0",
@@ -143,7 +145,7 @@ def installing(experts: int, encoder: Encoder, rounds: int) -> list[Row]:
     return [judged(row, "<= 0.02")]
 
 
-def _built(size: int, folder: Path) -> Built:
+def built_index(size: int, folder: Path) -> Built:
     """Open the index of a folder, which is built first where there is none."""
     encoder = DrawnEncoder()
     files = VectorFiles(folder, dimensions=encoder.dimensions)
@@ -179,7 +181,7 @@ def _built_graph(folder: Path, table: VectorTable) -> str:
     return f"built in {built:.0f} s ({used:.0f} s of a core), saved in {saved:.1f} s"
 
 
-def _smallest_width(built: Built) -> int:
+def smallest_width(built: Built) -> int:
     """Set and return the smallest ef at which the bare graph finds enough of the ten closest."""
     for width in WIDTHS:
         built.bare.index.set_ef(width)
@@ -204,8 +206,8 @@ def _filtered(built: Built, share: float, allowed: Allowed, exact: list[Rows], r
     some = built.prompts[:SOME]
     times = compare(
         "",
-        _each(some, lambda prompt: built.index.search(prompt, count=COUNT, allowed=allowed)),
-        _each(some, lambda prompt: exactly(built.table, prompt, count=COUNT, allowed=allowed)),
+        mean_of(some, lambda prompt: built.index.search(prompt, count=COUNT, allowed=allowed)),
+        mean_of(some, lambda prompt: exactly(built.table, prompt, count=COUNT, allowed=allowed)),
         rival="",
         rounds=rounds,
     )
@@ -252,7 +254,7 @@ def _ten_closest(
     return [rows for rows, _ in best]
 
 
-def _each(prompts: Vectors, search: Callable[[Vectors], object]) -> Run:
+def mean_of(prompts: Sequence[Asked] | Vectors, search: Callable[[Asked], object]) -> Run:
     """Return a run that gives the mean seconds of one search."""
 
     def run() -> float:
