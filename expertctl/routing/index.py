@@ -189,9 +189,10 @@ class RoutingIndex:
 
     def encoded(self, prompt: str) -> Encoded:
         """Return what is read from a prompt; the last is kept, as it meets many bases."""
-        if self._last is None or self._last[0] != prompt:
-            self._last = (prompt, self.encoder.encode_deep([prompt]))
-        return self._last[1]
+        last = self._last  # another thread may replace it meanwhile
+        if last is None or last[0] != prompt:
+            last = self._last = (prompt, self.encoder.encode_deep([prompt]))
+        return last[1]
 
     def vector(self, prompt: str) -> Vectors:
         """Return the unit vector of a prompt."""

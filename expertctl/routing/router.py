@@ -125,6 +125,7 @@ def route(
             context=context_of(base, engine=request.engine),
             gains=roster.gains,
         )
+        candidates += _far_off(asked, roster, index, choices, candidates, success_rate)
     scores = {candidate.expert.digest: candidate.score for candidate in candidates}
     return RoutingResult(
         plan=plan_of(request, choices, scores, asked.features, base),
@@ -204,6 +205,25 @@ def _measured_choices(
     measured = _candidates(asked, roster, index, decision, found, success_rate)
     by_digest = {candidate.expert.digest: candidate for candidate in measured}
     return [by_digest[choice.expert.digest].accepted(choice.reason) for choice in choices]
+
+
+def _far_off(
+    asked: _Asked,
+    roster: Roster,
+    index: RoutingIndex,
+    choices: Sequence[Choice],
+    candidates: Sequence[Candidate],
+    success_rate: SuccessRate,
+) -> list[Candidate]:
+    """Measure what is required by the chosen, and not among the closest to the prompt."""
+    known = {candidate.expert.digest for candidate in candidates}
+    reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
+    if not reasons:
+        return []
+    found = index.measure(index.encoded(asked.seen).rows[0], index.positions(reasons))
+    undecided = Decision(Found.nothing())
+    measured = _candidates(asked, roster, index, undecided, [found], success_rate)
+    return [candidate.accepted(reasons[candidate.expert.digest]) for candidate in measured]
 
 
 def _decided(
