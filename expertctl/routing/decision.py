@@ -4,8 +4,9 @@ Everything that an installed expert knows of itself was worked out before (`rost
 put into words here (`router`), so that what is left takes little longer than the search.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,15 +24,17 @@ from expertctl.routing.vector_table import Rows
 COPIED = {"copied", "near-copy"}
 """The flags of an expert that repeats another one."""
 
-JOINS = 0.15
-"""The share that an expert must have to count beside another one that it composes with."""
+JOINS = 0.1
+"""The share, less any windfall, from which on an expert counts beside one that it composes with."""
+
+_SAME = 0.02
+"""Scores further apart than this are not equal, however they are rounded."""
 
 Success = Callable[[Installed], float | None]
 """How often an expert was judged good at what a prompt asks for; ``None`` when nobody judged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What the head made of one candidate."""
 
     share: float
@@ -68,8 +71,9 @@ def _running(roster: Roster, decision: Decision, features: Features) -> Rows:
     """Return the candidates less those that refuse the prompt, and copies of others of them."""
     experts = decision.found.experts
     some = experts.tolist()
-    for at in some:
-        if at in roster.guarded and (why := veto(roster.by_position[at].manifest, features)):
+    guarded = roster.speaking if features.script else roster.guarded
+    for at in guarded.intersection(some):
+        if why := veto(roster.by_position[at].manifest, features):
             decision.vetoes[at] = why
     if not roster.flagged.isdisjoint(some):
         decision.vetoes |= _copies(roster, [at for at in some if at not in decision.vetoes])
@@ -108,15 +112,25 @@ def _judge(
     together = _together(roster, compared, verdict)
     evidence = verdict.evidence
     if len(together) > 1:
-        evidence[together] = verdict.shares[together].sum() + verdict.support[together]
+        shares = verdict.shares[together]
+        evidence[together] += np.maximum(min(float(shares.sum()), 1.0) - shares, 0)
     scores = index.calibration.score(evidence).tolist()
     figures = zip(compared, verdict.shares.tolist(), verdict.support.tolist(), scores, strict=True)
     for at, share, support, score in figures:
         rate = _rate(success, roster.by_position[at])
         decision.standings[at] = Standing(share, support, trusted(score, success=rate))
-    best = min(compared, key=lambda at: _order(roster, decision.standings[at], at, success))
+    best = _best(roster, decision.standings, success)
     if decision.standings[best].score >= THRESHOLD:
         decision.leader = best
+
+
+def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -> int:
+    """Return which candidate sorts first; only those that score about the same are looked at."""
+    enough = max(standing.score for standing in standings.values()) - _SAME
+    equals = [at for at, standing in standings.items() if standing.score >= enough]
+    if len(equals) == 1:
+        return equals[0]
+    return min(equals, key=lambda at: _order(roster, standings[at], at, success))
 
 
 def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int]:
@@ -124,7 +138,7 @@ def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int
     order: list[int] = np.argsort(-verdict.evidence).tolist()
     together = order[:1]
     for number in order[1:]:
-        if verdict.shares[number] < JOINS:
+        if verdict.shares[number] - verdict.windfall < JOINS:
             continue
         others = [roster.by_position[compared[other]] for other in together]
         if not not_composing(roster.by_position[compared[number]], others, roster.gains):

@@ -10,6 +10,7 @@ the head does not choose between them.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,8 +22,12 @@ RIDGE = 0.03
 CLOSE = 0.2
 """With a lead smaller than this, more candidates and more of their rows are looked at."""
 ALIKE = 0.99
+RELATED = 0.19
+"""The least mean kernel of texts that may be alike; that of texts without a common word is 0.14."""
 NEAREST = 3
 """Support is the mean cosine of so many rows of an expert."""
+_NOWHERE = -2
+"""The cosine of a row that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +47,19 @@ class Verdict:
 
     ``shares`` is the regression's answer: about 1 for the expert that a prompt belongs to and 0 for
     the others; of experts that are alike, each has what they have together. ``support`` is how
-    close the prompt is to an expert's closest texts. ``groups`` numbers what is alike.
+    close the prompt is to an expert's closest texts. ``groups`` numbers what is alike. ``windfall``
+    is what everybody's share has of there being few to compare with.
     """
 
     shares: Vectors
     support: Vectors
     groups: Rows
+    windfall: float = 0.0
 
     @property
     def evidence(self) -> Vectors:
         """What decides whether an expert is used: see `calibration`."""
-        evidence: Vectors = self.shares + self.support
+        evidence: Vectors = self.shares + self.support - np.float32(self.windfall)
         return evidence
 
     def __len__(self) -> int:
@@ -83,23 +90,31 @@ def _compared(
 ) -> Verdict:
     positions = candidates[: breadth.candidates]
     near = _nearest_rows(table, positions, query, breadth.rows, hidden)
-    kernel = np.exp(np.float32(WIDTH) * (near.rows @ near.rows.T - np.float32(1)))
-    members = (near.owners[:, None] == np.arange(len(positions))).astype(np.float32)
-    groups = _groups(kernel, members)
-    if groups is None:
-        shares = _regression(kernel, members, near.cosines)
-        return Verdict(shares, near.support, np.arange(len(positions)))
-    shares = _regression(kernel, _merged(members, groups), near.cosines)
-    return Verdict(shares[groups], near.support, groups)
+    kernel = _kernel(near.rows @ near.rows.T)
+    members = _membership(near.sizes)
+    alike = _groups(kernel, members)
+    groups = np.arange(len(positions)) if alike is None else alike
+    grouped = members if alike is None else _merged(members, alike)
+    shares = _regression(kernel, grouped, near.cosines)[groups]
+    return Verdict(shares, near.support, groups, _windfall(grouped.shape[1]))
+
+
+def _windfall(groups: int) -> float:
+    """Return by how much the share of a prompt for nobody exceeds that where enough compete.
+
+    Without it a threshold that holds for many experts would let an expert that is alone on its
+    base answer nearly everything.
+    """
+    return max(0.0, 1 / (groups + 1) - 1 / (FEW.candidates + 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Near:
-    """The rows of some candidates that are closest to a prompt."""
+    """The rows of some candidates that are closest to a prompt, those of each together."""
 
     rows: Vectors  # [rows, deep dimensions]
-    owners: Rows  # which candidate each belongs to
     cosines: Vectors
+    sizes: tuple[int, ...]  # how many of them each candidate has
     support: Vectors  # [candidates]
 
 
@@ -107,33 +122,65 @@ def _nearest_rows(
     table: VectorTable, positions: Rows, query: Vectors, count: int, hidden: int | None
 ) -> _Near:
     counts = table.counts[positions]
-    offsets = np.arange(counts.max())
-    inside: Mask = offsets < counts[:, None]
-    numbers = np.where(
-        inside, table.starts[positions][:, None] + offsets, 0
-    )  # [candidates, widest]
+    widest = int(counts.max())
+    numbers = table.starts[positions][:, None] + np.arange(widest)  # [candidates, widest]
+    missing = _missing(numbers, counts, hidden)
+    if missing is not None:
+        numbers[missing] = 0
+    rows = table.rows[numbers.reshape(-1)]
+    cosines: Vectors = (rows @ query).reshape(numbers.shape)
+    if missing is not None:
+        cosines[missing] = _NOWHERE
+    ranked = (-cosines).argsort(axis=1)[:, :count]
+    ranked += np.arange(0, numbers.size, widest)[:, None]
+    best: Vectors = cosines.reshape(-1)[ranked]
+    if missing is None:
+        sizes = (best.shape[1],) * len(positions)
+        return _Near(rows[ranked.reshape(-1)], best.reshape(-1), sizes, _support(best))
+    there = best > _NOWHERE
+    sizes = tuple(there.sum(axis=1).tolist())
+    return _Near(rows[ranked[there]], best[there], sizes, _support_of_some(best))
+
+
+def _missing(numbers: Rows, counts: Rows, hidden: int | None) -> Mask | None:
+    """Tell which of these rows are not the candidate's, or hidden; ``None`` when none is."""
+    if hidden is None and int(counts.min()) == numbers.shape[1]:
+        return None
+    missing: Mask = np.arange(numbers.shape[1]) >= counts[:, None]
     if hidden is not None:
-        inside &= numbers != hidden
-    rows = np.asarray(table.rows[numbers.ravel()])
-    cosines = np.where(inside, (rows @ query).reshape(numbers.shape), np.float32(-2))
-    ranked = np.argsort(-cosines, axis=1)[:, :count]
-    best = np.take_along_axis(cosines, ranked, axis=1)
-    kept = (ranked + np.arange(len(positions))[:, None] * len(offsets))[best > -2]
-    return _Near(
-        rows=rows[kept],
-        owners=kept // len(offsets),
-        cosines=best[best > -2],
-        support=_support(best),
-    )
+        missing |= numbers == hidden
+    return missing
 
 
 def _support(best: Vectors) -> Vectors:
-    """Return the mean of the first few cosines of each candidate; of none it is 0."""
+    """Return the mean of the first few cosines of each candidate."""
     first = best[:, :NEAREST]
-    there = first > -2
+    support: Vectors = first.sum(axis=1) / np.float32(first.shape[1])
+    return support
+
+
+def _support_of_some(best: Vectors) -> Vectors:
+    """Return what `_support` does where some cosines are missing; of none it is 0."""
+    first = best[:, :NEAREST]
+    there = first > _NOWHERE
     total = np.where(there, first, np.float32(0)).sum(axis=1)
     support: Vectors = total / np.maximum(there.sum(axis=1), 1).astype(np.float32)
     return support
+
+
+def _kernel(cosines: Vectors) -> Vectors:
+    """Turn cosines, which are no more, into the kernel."""
+    cosines -= np.float32(1)
+    cosines *= np.float32(WIDTH)
+    return np.exp(cosines, out=cosines)
+
+
+@lru_cache(maxsize=256)
+def _membership(sizes: tuple[int, ...]) -> Vectors:
+    """Return which candidate each row is of: one column for each; read only."""
+    members = np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0)
+    members.flags.writeable = False
+    return members
 
 
 def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
@@ -143,27 +190,28 @@ def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
     """
     even = np.float32(1 / (members.shape[1] + 1))
     ridge = kernel.copy()
-    ridge.flat[:: len(kernel) + 1] += np.float32(RIDGE)
-    asked = np.exp(np.float32(WIDTH) * (cosines - np.float32(1)))
-    answers: Vectors = asked @ np.linalg.solve(ridge, members - even) + even
+    ridge.reshape(-1)[:: len(kernel) + 1] += np.float32(RIDGE)
+    weights = np.linalg.solve(ridge, _kernel(cosines.copy()))  # the kernel is symmetric
+    answers: Vectors = weights @ members + even * (1 - weights.sum())
     return answers
 
 
 def _groups(kernel: Vectors, members: Vectors) -> Rows | None:
     """Number the candidates so that those alike have one number; ``None`` when none are.
 
-    Two are alike when the mean kernel between their rows is that within them, a row with itself
-    not counted.
+    Two are alike when the mean kernel between their rows is that within each of them, a row with
+    itself not counted: few texts about this and that are not like those of everybody else.
     """
-    sizes = members.sum(axis=0)
     between = members.T @ kernel @ members
-    pairs = np.maximum(sizes * (sizes - 1), 1)
-    within = np.where(sizes > 1, (np.diag(between) - sizes) / pairs, np.float32(1))
-    mean = between / np.maximum(np.outer(sizes, sizes), 1)
-    alike = mean >= ALIKE * np.sqrt(np.outer(within, within))
-    alike &= sizes > 0
+    sizes = members.sum(axis=0)
+    own = between.diagonal()
+    pairs = sizes * (sizes - 1)
+    within = (own - sizes) / np.maximum(pairs, 1)
+    within[sizes <= 1] = 1
+    bound = np.maximum(np.maximum(within, np.float32(RELATED)), within[:, None])
+    alike: Mask = between >= np.float32(ALIKE) * bound * np.maximum(np.outer(sizes, sizes), 1)
     np.fill_diagonal(alike, True)
-    if alike.sum() == len(sizes):
+    if np.count_nonzero(alike) == len(sizes):
         return None
     return np.unique(alike.argmax(axis=1), return_inverse=True)[1].reshape(-1)
 
@@ -177,5 +225,6 @@ def _merged(members: Vectors, groups: Rows) -> Vectors:
 
 def _lead(verdict: Verdict) -> float:
     """Return by how much the best group leads; all of it when there is no other."""
-    shares = np.sort(verdict.shares[np.unique(verdict.groups, return_index=True)[1]])
-    return float(shares[-1] - shares[-2]) if len(shares) > 1 else float("inf")
+    of_group = dict(zip(verdict.groups.tolist(), verdict.shares.tolist(), strict=True))
+    shares = sorted(of_group.values())
+    return shares[-1] - shares[-2] if len(shares) > 1 else float("inf")

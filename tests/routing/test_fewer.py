@@ -18,7 +18,7 @@ from expertctl.routing.plan import plan_identity
 from expertctl.routing.planner import Planned
 from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
-from expertctl.routing.router import route
+from expertctl.routing.router import roster_of, route
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
 from tests.routing.experts import base_at, installed, manifest
@@ -40,18 +40,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> StoredBase:
 def plan(base: StoredBase) -> Plan:
     index = RoutingIndex(base.path / "home", LexicalEncoder())
 
-    def make(*experts: Installed, force: str, rates: dict[str, float], **wanted: Any) -> Any:
-        """Force experts; the higher the rate of success, the higher the score."""
+    def make(*experts: Installed, force: str, scores: dict[str, float], **wanted: Any) -> Any:
+        """Force experts, and say what their scores are."""
         named = tuple(Forced(Reference.parse(f"acme/{name}")) for name in force)
         request = RouteRequest(prompt="Hello", force=named, **wanted)
         by_digest = {e.digest: e for e in experts}
-        result = route(
-            request,
-            experts,
-            base=base,
-            index=index,
-            success_rate=lambda digest: rates.get(by_digest[digest].stored.package.name),
+        routed = route(
+            request, roster_of(request, experts, base=base, index=index), base=base, index=index
         )
+        plan = replace(
+            routed.plan,
+            experts=tuple(
+                replace(e, score=scores.get(by_digest[e.content_digest].stored.package.name, 0.5))
+                for e in routed.plan.experts
+            ),
+        )
+        result = replace(routed, plan=plan)
         chosen = tuple(by_digest[e.content_digest] for e in result.plan.experts)
         return Planned(result, base, chosen), request
 
@@ -71,7 +75,7 @@ def gone(dropped: tuple[Dropped, ...]) -> str:
 
 def test_the_lowest_score_goes_first_and_the_rest_keeps_its_order(plan: Plan) -> None:
     planned, request = plan(
-        *map(expert, "abcd"), force="dbca", rates={"a": 0.9, "b": 0.1, "c": 0.8, "d": 0.3}
+        *map(expert, "abcd"), force="dbca", scores={"a": 0.9, "b": 0.1, "c": 0.8, "d": 0.3}
     )
     orders = [names(planned)]
     while planned.experts:
@@ -81,14 +85,14 @@ def test_the_lowest_score_goes_first_and_the_rest_keeps_its_order(plan: Plan) ->
 
 
 def test_among_equals_the_later_one_goes(plan: Plan) -> None:
-    planned, request = plan(*map(expert, "abc"), force="bca", rates={})
+    planned, request = plan(*map(expert, "abc"), force="bca", scores={})
     planned, dropped = without_least(planned, request, why=WHY)
     assert (names(planned), gone(dropped)) == ("bc", "a")
 
 
 def test_what_was_dropped_is_told_with_the_reason(plan: Plan) -> None:
     one = expert("a")
-    planned, request = plan(one, expert("b"), force="ab", rates={"a": 0.1})
+    planned, request = plan(one, expert("b"), force="ab", scores={"a": 0.1})
     _, [dropped] = without_least(planned, request, why=WHY)
     assert dropped.to_json() == {
         "ref": "acme/a@1.0.0",
@@ -100,7 +104,7 @@ def test_what_was_dropped_is_told_with_the_reason(plan: Plan) -> None:
 
 def test_what_requires_the_least_goes_with_it(plan: Plan) -> None:
     experts = [expert("a"), expert("b", "acme/a"), expert("c", "acme/b@^1"), expert("d")]
-    planned, request = plan(*experts, force="cd", rates={"a": 0.0, "c": 1.0})
+    planned, request = plan(*experts, force="cd", scores={"a": 0.0, "c": 1.0})
     assert names(planned) == "abcd"
     planned, dropped = without_least(planned, request, why=WHY)
     assert (names(planned), gone(dropped)) == ("d", "abc")
@@ -113,7 +117,7 @@ def test_what_requires_the_least_goes_with_it(plan: Plan) -> None:
 
 def test_what_came_only_for_the_least_goes_too(plan: Plan) -> None:
     experts = [expert("a", "acme/b"), expert("b"), expert("c")]
-    planned, request = plan(*experts, force="ac", rates={"a": 0.0, "b": 1.0})
+    planned, request = plan(*experts, force="ac", scores={"a": 0.0, "b": 1.0})
     assert names(planned) == "bac"
     planned, dropped = without_least(planned, request, why=WHY)
     assert (names(planned), gone(dropped)) == ("c", "ba")
@@ -123,14 +127,14 @@ def test_what_came_only_for_the_least_goes_too(plan: Plan) -> None:
 def test_what_another_one_requires_or_the_user_named_stays(plan: Plan) -> None:
     experts = [expert("a", "acme/b"), expert("b"), expert("c", "acme/b")]
     for force, left in (("ac", "bc"), ("ba", "b")):
-        planned, request = plan(*experts, force=force, rates={"a": 0.0, "b": 1.0})
+        planned, request = plan(*experts, force=force, scores={"a": 0.0, "b": 1.0})
         planned, _ = without_least(planned, request, why=WHY)
         assert names(planned) == left
 
 
 def test_experts_that_require_each_other_go_together(plan: Plan) -> None:
     circle = [expert("a", "acme/b"), expert("b", "acme/c"), expert("c", "acme/b"), expert("d")]
-    planned, request = plan(*circle, force="ad", rates={"a": 0.0})
+    planned, request = plan(*circle, force="ad", scores={"a": 0.0})
     planned, dropped = without_least(planned, request, why=WHY)
     assert (names(planned), sorted(gone(dropped))) == ("d", list("abc"))
 
@@ -138,7 +142,7 @@ def test_experts_that_require_each_other_go_together(plan: Plan) -> None:
 def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None:
     hot = expert("a", decoding=Decoding(temperature=1.5, max_tokens=7))
     cool = expert("b", decoding=Decoding(temperature=0.3))
-    planned, request = plan(hot, cool, force="ab", rates={"a": 0.0})
+    planned, request = plan(hot, cool, force="ab", scores={"a": 0.0})
     assert planned.result.plan.params.temperature == 1.5
     fewer, _ = without_least(planned, request, why=WHY)
     result = fewer.result.plan
@@ -151,7 +155,7 @@ def test_the_plan_of_the_rest_is_made_anew(plan: Plan, base: StoredBase) -> None
 
 def test_wishes_stay_and_the_base_alone_says_why(plan: Plan) -> None:
     wishes = SamplingWishes(max_tokens=3, temperature=0.9)
-    planned, request = plan(expert("a"), force="a", rates={}, seed=5, wishes=wishes)
+    planned, request = plan(expert("a"), force="a", scores={}, seed=5, wishes=wishes)
     fewer, _ = without_least(planned, request, why=WHY)
     assert (fewer.result.plan.seed, fewer.result.plan.params.max_tokens) == (5, 3)
     assert fewer.result.notes[-1].startswith("the base answers alone: no expert fits into memory")
@@ -159,7 +163,7 @@ def test_wishes_stay_and_the_base_alone_says_why(plan: Plan) -> None:
 
 def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
     unsigned = [replace(e, stored=replace(e.stored, signer=None)) for e in map(expert, "ab")]
-    planned, request = plan(*unsigned, force="ab", rates={"a": 0.0})
+    planned, request = plan(*unsigned, force="ab", scores={"a": 0.0})
     planned = replace(
         planned, result=replace(planned.result, warnings=("of the home", *planned.warnings))
     )
@@ -172,18 +176,18 @@ def test_warnings_of_what_went_go_and_the_others_stay(plan: Plan) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     requires=st.lists(st.sets(st.integers(0, 5), max_size=2), min_size=6, max_size=6),
-    rates=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=6, max_size=6),
+    scores=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=6, max_size=6),
     force=st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True),
 )
 def test_nothing_is_ever_left_without_what_it_requires(
-    plan: Plan, requires: list[set[int]], rates: list[float], force: list[int]
+    plan: Plan, requires: list[set[int]], scores: list[float], force: list[int]
 ) -> None:
     letters = "abcdef"
     needs = [[f"acme/{letters[n]}" for n in sorted(some)] for some in requires]
     planned, request = plan(
         *(expert(name, *wanted) for name, wanted in zip(letters, needs, strict=True)),
         force="".join(letters[n] for n in force),
-        rates=dict(zip(letters, rates, strict=True)),
+        scores=dict(zip(letters, scores, strict=True)),
     )
     while planned.experts:
         before = planned.result.plan.experts

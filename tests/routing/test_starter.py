@@ -1,6 +1,8 @@
 """The experts of the starter pack: held-out prompts reach theirs, unrelated ones reach none."""
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,48 +11,24 @@ from examples.starter.compositions import COMPOSITIONS, Composition
 from examples.starter.experts import EXPERTS
 from examples.starter.pack import manifest as packed_manifest
 from examples.starter.samples import Task, held_out
-from expertctl.routing.candidate import Candidate, Installed, measure, unfit_for_prompt
-from expertctl.routing.choice import choose
+from expertctl.routing.candidate import Installed
 from expertctl.routing.encoder import Encoder, find_minilm
-from expertctl.routing.features import features_of
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
 from expertctl.routing.minilm import open_minilm
-from expertctl.routing.score import DEFAULT_BUDGET
-from tests.routing.experts import installed, manifest
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.router import roster_of, route
+from tests.routing.experts import base_at, installed, manifest
+from tests.routing.unrelated import UNRELATED
 
-UNRELATED = (
-    "What is the capital of France?",
-    "Tell me a joke",
-    "Write a poem about rain",
-    "Who wrote Hamlet?",
-    "How do I bake bread?",
-    "Explain photosynthesis in simple words",
-    "What is the weather like today?",
-    "Translate good morning into Spanish",
-    "Write a short story about a dragon",
-    "Summarise the plot of Moby Dick",
-    "Write a function that reverses a string in Python",
-    "Give me a recipe for pancakes",
-    "What is 12 times 7?",
-    "Why is the sky blue?",
-    "Hello, how are you?",
-    "Write an email to my boss asking for leave",
-)
 ENCODERS = ["lexical"] + (["minilm"] if find_minilm() else [])
+Routed = Callable[[str], list[str]]
 
 
 @cache
 def encoder(name: str) -> Encoder:
     found = find_minilm()
     return open_minilm(found) if name == "minilm" and found else LexicalEncoder()
-
-
-@pytest.fixture(scope="module", params=ENCODERS)
-def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RoutingIndex:
-    made = RoutingIndex(tmp_path_factory.mktemp("starter"), encoder(request.param))
-    made.add({expert.digest: expert.manifest for expert in INSTALLED})
-    return made
 
 
 def starter(task: Task) -> Installed:
@@ -67,42 +45,46 @@ def with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 INSTALLED = [starter(task) for task in EXPERTS]
 
 
-def routed(index: RoutingIndex, prompt: str) -> list[str]:
-    features = features_of(prompt)
-    found = index.similarities(prompt)
-    measured = [
-        measure(e, features, found[e.digest], success=None, budget=DEFAULT_BUDGET)
-        for e in INSTALLED
-    ]
-    judged = [c.refused(why) if (why := unfit_for_prompt(c, features)) else c for c in measured]
-    judged.sort(key=order)
-    chosen, _ = choose(judged, INSTALLED, max_experts=10, context=2048)
-    return [choice.expert.manifest.name for choice in chosen]
+@pytest.fixture(scope="module", params=ENCODERS)
+def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RoutingIndex:
+    return RoutingIndex(tmp_path_factory.mktemp("starter"), encoder(request.param))
 
 
-def order(candidate: Candidate) -> tuple[float, float, str]:
-    return candidate.order
+@pytest.fixture(scope="module")
+def routed(index: RoutingIndex, tmp_path_factory: pytest.TempPathFactory) -> Routed:
+    """Routes a prompt among all of them; says the names of those that answer, in order."""
+    return router_of(index, INSTALLED, tmp_path_factory.mktemp("starter-base"))
+
+
+def router_of(index: RoutingIndex, experts: list[Installed], folder: Path) -> Routed:
+    base = base_at(folder)
+    roster = roster_of(RouteRequest(prompt="any"), experts, base=base, index=index)
+
+    def run(prompt: str) -> list[str]:
+        result = route(RouteRequest(prompt=prompt), roster, base=base, index=index)
+        return [choice.expert.manifest.name for choice in result.choices]
+
+    return run
 
 
 @pytest.mark.parametrize("task", EXPERTS, ids=lambda task: task.name)
-def test_held_out_prompts_reach_their_expert(index: RoutingIndex, task: Task) -> None:
+def test_held_out_prompts_reach_their_expert(
+    index: RoutingIndex, routed: Routed, task: Task
+) -> None:
     count = 200 if index.encoder.name == "lexical" else 60
     prompts = [sample.prompt for sample in held_out(task, count, seed=11)]
-    lost = [p for p in prompts if routed(index, p) != [task.name]]
+    lost = [p for p in prompts if routed(p) != [task.name]]
     assert len(lost) <= 0.03 * count, lost
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda each: each.name)
-def test_prompts_that_need_two_experts_reach_both(
-    index: RoutingIndex, composition: Composition
-) -> None:
+def test_prompts_that_need_two_experts_reach_both(routed: Routed, composition: Composition) -> None:
     prompts = [sample.prompt for sample in held_out(composition, 60, seed=11)]
     wanted = [task.name for task in composition.plan]
-    lost = [p for p in prompts if routed(index, p) != wanted]
-    allowed = 0.1 if index.encoder.name == "lexical" else 0.4
-    assert len(lost) <= allowed * len(prompts), lost
+    lost = [p for p in prompts if routed(p) != wanted]
+    assert len(lost) <= 0.1 * len(prompts), lost
 
 
 @pytest.mark.parametrize("prompt", UNRELATED)
-def test_unrelated_prompts_reach_none(index: RoutingIndex, prompt: str) -> None:
-    assert routed(index, prompt) == []
+def test_unrelated_prompts_reach_none(routed: Routed, prompt: str) -> None:
+    assert routed(prompt) == []
