@@ -4,7 +4,7 @@ Cheap and linear in the length of what is read; hints of packages are evaluated 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from expertctl.routing.words import MAX_CHARACTERS, words_of
@@ -49,10 +49,10 @@ def features_of(prompt: str, *, seen: str | None = None) -> Features:
         length=len(prompt),
         language=script or _language(known, words),
         script=script,
-        format=_first(_FORMATS, known),
+        format=_format(known),
         task=_task(text),
-        has_json="json" in known or bool(_JSON.search(text)),
-        has_code=bool(_CODE.search(text)),
+        has_json="json" in known or (_has(text, "{[") and bool(_JSON.search(text))),
+        has_code=_has(text, _CODE_MARKS) and bool(_CODE.search(text)),
     )
 
 
@@ -66,12 +66,19 @@ _FORMATS: Mapping[str, frozenset[str]] = {
     "markdown": frozenset({"markdown"}),
     "regex": frozenset({"regex", "regexp"}),
 }
+_ANY_FORMAT = frozenset[str]().union(*_FORMATS.values())
 _JSON = re.compile(r'[{\[]\s{0,20}["{\[]')
 _CODE = re.compile(
     r"```|\b(?:def|class|function|func|fn|import|#include|public|const|var)\s[\w.<{(]|;\s{0,4}$"
     r"|=>|\breturn\s",
     re.MULTILINE,
 )
+
+_CODE_MARKS = (
+    *("```", "def", "class", "func", "fn", "import", "#include", "public", "const", "var"),
+    *(";", "=>", "return"),
+)
+"""One of these is in whatever `_CODE` finds."""
 
 _TASKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (task, re.compile(pattern, re.IGNORECASE))
@@ -92,6 +99,14 @@ _TASKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("classification", r"\bclassify\b|\bcategori[sz]e\b|\bsentiment\b"),
     )
 )
+
+_TASK_MARKS = (
+    *("json", "parse", "extract", "poem", "story", "song", "haiku", "limerick", "joke", "tale"),
+    *("lyric", "verse", "brainstorm", "```", "sql", "function", "class", "script", "program"),
+    *("code", "method", "query", "regex", "unit test", "translat", "summar", "tl;dr", "tldr"),
+    *("categori", "sentiment"),
+)
+"""One of these is in whatever a pattern of `_TASKS` finds: most prompts have none."""
 
 _SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (language, re.compile(pattern))
@@ -135,15 +150,24 @@ def _language(known: set[str], words: list[str]) -> str | None:
     """Return the language of the commonest words; a draw or no evidence is ``None``."""
     if known.isdisjoint(_ANY_COMMON):
         return None
-    hits = {lang: sum(word in common for word in words) for lang, common in _COMMON.items()}
+    telling = [word for word in words if word in _ANY_COMMON]
+    hits = {lang: sum(word in common for word in telling) for lang, common in _COMMON.items()}
     best = max(hits.values())
     leaders = [language for language, count in hits.items() if count == best]
     return leaders[0] if len(leaders) == 1 else None
 
 
 def _task(text: str) -> str:
+    if text.isascii() and not _has(text.lower(), _TASK_MARKS):
+        return DEFAULT_TASK
     return next((task for task, pattern in _TASKS if pattern.search(text)), DEFAULT_TASK)
 
 
-def _first(table: Mapping[str, frozenset[str]], words: set[str]) -> str | None:
-    return next((name for name, marks in table.items() if marks & words), None)
+def _has(text: str, marks: Iterable[str]) -> bool:
+    return any(mark in text for mark in marks)
+
+
+def _format(words: set[str]) -> str | None:
+    if words.isdisjoint(_ANY_FORMAT):
+        return None
+    return next((name for name, marks in _FORMATS.items() if marks & words), None)

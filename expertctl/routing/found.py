@@ -30,6 +30,11 @@ class Allowed:
         return int(self.table.counts[self.positions].sum())
 
     @cached_property
+    def is_open(self) -> bool:
+        """Whether it lets all rows through."""
+        return self.row_count == len(self.table.rows)
+
+    @cached_property
     def rows(self) -> Rows:
         """Their rows."""
         return self.table.rows_of(self.positions)
@@ -82,9 +87,9 @@ def best_of_each(table: VectorTable, rows: Rows, cosines: Vectors) -> Found:
     """
     cosines = cosines.round(DECIMALS)
     order = np.lexsort((rows, -cosines))
-    owners = table.owners[rows[order]]
-    _, first = np.unique(owners, return_index=True)
-    first.sort()
-    best = order[first]
-    experts = owners[first].astype(np.int64)
+    first: dict[int, int] = {}
+    for at, owner in zip(order.tolist(), table.owners[rows[order]].tolist(), strict=True):
+        first.setdefault(owner, at)
+    best = np.fromiter(first.values(), np.int64, len(first))
+    experts = np.fromiter(first, np.int64, len(first))
     return Found(experts, cosines[best], rows[best] - table.starts[experts])

@@ -288,5 +288,6 @@ def _batches(experts: Texts) -> Iterator[Texts]:
 def _filter(table: VectorTable, allowed: Allowed | None) -> Allowed | None:
     """Return the filter for this table; none where all may be found."""
     if allowed is not None:
-        return allowed.of(table)
+        fitting = allowed.of(table)
+        return None if fitting.is_open else fitting
     return Allowed(table, table.alive) if table.dead_rows else None

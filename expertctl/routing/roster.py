@@ -48,8 +48,14 @@ class Roster:
 
     @cached_property
     def guarded(self) -> frozenset[int]:
-        """The positions of experts that refuse some prompts."""
+        """The positions of experts that refuse some prompts, whatever letters they are in."""
         return frozenset(at for at, e in self.by_position.items() if may_veto(e.manifest))
+
+    @cached_property
+    def speaking(self) -> frozenset[int]:
+        """The same, with those of experts that refuse prompts by their letters."""
+        speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
+        return self.guarded.union(speaking)
 
     @cached_property
     def flagged(self) -> frozenset[int]:
