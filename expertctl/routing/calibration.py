@@ -21,7 +21,7 @@ import numpy as np
 
 from expertctl.durable import write_atomic
 from expertctl.routing.found import Found
-from expertctl.routing.head import judge
+from expertctl.routing.head import Verdict, judge
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 CALIBRATION_FILE = "calibration.json"
@@ -32,6 +32,8 @@ STRANGERS = 0.9
 that it is enough to turn away."""
 MOST_ASKED = 400
 """How many examples are asked again at most."""
+OF_EACH = 5
+"""How many examples of an expert are asked again at most where most experts have fewer."""
 GROWTH = 0.1
 """Examples are asked again when this share of experts came or went."""
 
@@ -102,17 +104,26 @@ def ask_again(table: VectorTable, deep: VectorTable, search: Search) -> Evidence
     deep_at = _matching(table, deep)
     inside, outside = [], []
     for example in _sample(table, deep, deep_at):
-        found = search(np.asarray(table.rows[example.row]))
         query = np.asarray(deep.rows[example.deep_row])
-        mine = deep_at[_as_new(table, found, example)]
-        verdict = judge(deep, mine, query, hidden=example.deep_row)
+        found = _as_new(table, search(np.asarray(table.rows[example.row])), example)
+        candidates = deep_at[found][deep_at[found] >= 0]
+        verdict = judge(deep, candidates, query, hidden=example.deep_row)
+        own = _own(verdict, candidates, example)
         best = int(verdict.evidence.argmax())
-        if mine[best] == example.deep_expert:
+        if best in own:
             inside.append(float(verdict.evidence[best]))
-        others = deep_at[found.experts[found.experts != example.expert]]
+        others = np.delete(candidates, own)
         if len(others):
             outside.append(float(judge(deep, others, query).evidence.max()))
     return Evidence(tuple(inside), tuple(outside))
+
+
+def _own(verdict: Verdict, candidates: Rows, example: _Example) -> Rows:
+    """Return which candidates are the example's expert, and others that are like it."""
+    at = np.flatnonzero(candidates == example.deep_expert)
+    if int(at[0]) >= len(verdict):
+        return at
+    return np.flatnonzero(verdict.groups == verdict.groups[at[0]])
 
 
 def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calibration:
@@ -132,7 +143,7 @@ def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calib
 
 def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
     """Read what was found out before, with this encoder; ``None`` when that is not there."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         document = json.loads(path.read_bytes())
         if document.pop("encoder") == encoder:
             return Calibration(
@@ -159,15 +170,20 @@ def _matching(table: VectorTable, deep: VectorTable) -> Rows:
 
 
 def _sample(table: VectorTable, deep: VectorTable, deep_at: Rows) -> Iterator[_Example]:
-    """Draw examples, each as likely as any other; a description is not asked."""
+    """Draw examples, of no expert more than most have; a description is not asked.
+
+    So no package decides by many examples what is enough for all.
+    """
     experts = np.flatnonzero(deep_at >= 0)
+    experts = experts[deep.counts[deep_at[experts]] > 1]
     counts = deep.counts[deep_at[experts]] - 1
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
+    asked = np.minimum(counts, max(OF_EACH, int(np.median(counts)))) if len(counts) else counts
+    ends = np.cumsum(asked)
+    total = int(asked.sum())
     for number in sorted(random.Random(_SEED).sample(range(total), min(total, MOST_ASKED))):  # noqa: S311  # a sample
         which = int(np.searchsorted(ends, number, side="right"))
         expert = int(experts[which])
-        text = 1 + number - int(ends[which] - counts[which])
+        text = 1 + number - int(ends[which] - asked[which])
         at = int(deep_at[expert])
         yield _Example(expert, at, int(table.starts[expert]) + text, int(deep.starts[at]) + text)
 

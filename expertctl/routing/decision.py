@@ -24,7 +24,7 @@ from expertctl.routing.vector_table import Rows
 COPIED = {"copied", "near-copy"}
 """The flags of an expert that repeats another one."""
 
-JOINS = 0.1
+JOINS = 0.12
 """The share, less any windfall, from which on an expert counts beside one that it composes with."""
 
 _SAME = 0.02

@@ -78,11 +78,14 @@ def test_held_out_prompts_reach_their_expert(
 
 
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda each: each.name)
-def test_prompts_that_need_two_experts_reach_both(routed: Routed, composition: Composition) -> None:
+def test_prompts_that_need_two_experts_reach_both(
+    index: RoutingIndex, routed: Routed, composition: Composition
+) -> None:
     prompts = [sample.prompt for sample in held_out(composition, 60, seed=11)]
     wanted = [task.name for task in composition.plan]
     lost = [p for p in prompts if routed(p) != wanted]
-    assert len(lost) <= 0.1 * len(prompts), lost
+    allowed = 0.15 if index.encoder.name == "lexical" else 0.05
+    assert len(lost) <= allowed * len(prompts), lost
 
 
 @pytest.mark.parametrize("prompt", UNRELATED)
