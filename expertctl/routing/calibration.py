@@ -21,7 +21,7 @@ import numpy as np
 
 from expertctl.durable import write_atomic
 from expertctl.routing.found import Found
-from expertctl.routing.head import Verdict, judge
+from expertctl.routing.head import judge
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 CALIBRATION_FILE = "calibration.json"
@@ -107,23 +107,26 @@ def ask_again(table: VectorTable, deep: VectorTable, search: Search) -> Evidence
         query = np.asarray(deep.rows[example.deep_row])
         found = _as_new(table, search(np.asarray(table.rows[example.row])), example)
         candidates = deep_at[found][deep_at[found] >= 0]
-        verdict = judge(deep, candidates, query, hidden=example.deep_row)
-        own = _own(verdict, candidates, example)
+        others = _others(deep, candidates, query, example)
+        mine = candidates[np.isin(candidates, others) | (candidates == example.deep_expert)]
+        verdict = judge(deep, mine, query, hidden=example.deep_row)
         best = int(verdict.evidence.argmax())
-        if best in own:
+        if mine[best] == example.deep_expert:
             inside.append(float(verdict.evidence[best]))
-        others = np.delete(candidates, own)
         if len(others):
             outside.append(float(judge(deep, others, query).evidence.max()))
     return Evidence(tuple(inside), tuple(outside))
 
 
-def _own(verdict: Verdict, candidates: Rows, example: _Example) -> Rows:
-    """Return which candidates are the example's expert, and others that are like it."""
-    at = np.flatnonzero(candidates == example.deep_expert)
-    if int(at[0]) >= len(verdict):
-        return at
-    return np.flatnonzero(verdict.groups == verdict.groups[at[0]])
+def _others(deep: VectorTable, candidates: Rows, query: Vectors, example: _Example) -> Rows:
+    """Return the candidates but the example's expert, and but those that are like it.
+
+    Versions of a package would else say that prompts for nobody are as close as any.
+    """
+    verdict = judge(deep, candidates, query)
+    own = int(np.flatnonzero(candidates == example.deep_expert)[0])
+    alike = verdict.groups == verdict.groups[own] if own < len(verdict) else []
+    return np.delete(candidates, [own, *np.flatnonzero(alike)])
 
 
 def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calibration:
