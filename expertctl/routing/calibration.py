@@ -11,6 +11,7 @@ one variance, at the odds that put 0.5 at that threshold.
 """
 
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -146,14 +147,15 @@ def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calib
 
 def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
     """Read what was found out before, with this encoder; ``None`` when that is not there."""
-    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
         document = json.loads(path.read_bytes())
-        if document.pop("encoder") == encoder:
-            return Calibration(
-                threshold=float(document["threshold"]),
-                slope=float(document["slope"]),
-                experts=int(document["experts"]),
-            )
+        read = Calibration(
+            threshold=float(document["threshold"]),
+            slope=float(document["slope"]),
+            experts=int(document["experts"]),
+        )
+        if document["encoder"] == encoder and math.isfinite(read.threshold * read.slope):
+            return read
     return None
 
 

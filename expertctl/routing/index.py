@@ -106,8 +106,7 @@ class RoutingIndex:
         encoded = dict(chain.from_iterable(part.items() for part in parts))
         self._deep.replace({digest: deep for digest, (_, deep) in encoded.items()})
         self._build_graph(self._rows.replace({d: rows for d, (rows, _) in encoded.items()}))
-        self._calibration = None
-        self._calibrate()
+        self._ask_again()
 
     def prepare(self) -> None:
         """Do now what only pays in a process that searches often: load the graph, if any."""
@@ -256,12 +255,16 @@ class RoutingIndex:
         """Ask examples again where there are many more experts, or fewer, than when they were."""
         path = self.folder / CALIBRATION_FILE
         before = self._calibration or read_calibration(path, encoder=self.encoder.stamp)
-        prior, experts = prior_of(self.encoder.name), int(self.table.alive.sum())
-        if before is not None and before.is_fresh(experts):
+        if before is not None and before.is_fresh(int(self.table.alive.sum())):
             self._calibration = before
-            return
+        else:
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        prior, experts = prior_of(self.encoder.name), int(self.table.alive.sum())
         found = ask_again(self.table, self.deep, self.search) if experts else NOTHING_ASKED
         self._calibration = calibrated(found, prior, experts=experts)
+        path = self.folder / CALIBRATION_FILE
         write_calibration(path, self._calibration, encoder=self.encoder.stamp)
 
 

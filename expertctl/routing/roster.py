@@ -81,8 +81,9 @@ def build_roster(
     usable = [expert for expert in experts if expert.digest not in bars]
     older = passed_over(usable)
     looked_at = [expert.digest for expert in usable if expert.digest not in older]
-    positions = index.table.positions([expert.digest for expert in experts])
-    deep = index.deep
+    table, deep = index.table, index.deep
+    positions = table.positions([expert.digest for expert in experts])
+    deep_at = _places(table, deep, positions, experts)
     return Roster(
         experts=tuple(experts),
         usable=tuple(usable),
@@ -90,10 +91,20 @@ def build_roster(
         flags=flags,
         gains=gains,
         by_position=dict(zip(positions.tolist(), experts, strict=True)),
-        allowed=index.allow(looked_at),
+        allowed=_allowed(table, looked_at, deep_at),
         deep=deep,
-        deep_at=_places(index.table, deep, positions, experts),
+        deep_at=deep_at,
     )
+
+
+def _allowed(table: VectorTable, digests: Sequence[Digest], deep_at: Rows) -> Allowed:
+    """Let through what has rows for the search and rows for the head.
+
+    Another process may have removed some of them a moment ago.
+    """
+    mask = np.zeros(len(table) + 1, np.bool_)
+    mask[table.positions(digests)] = True
+    return Allowed(table, mask[:-1] & (deep_at[:-1] >= 0))
 
 
 def _places(

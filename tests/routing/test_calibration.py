@@ -187,14 +187,26 @@ ENTRIES = {
 
 @pytest.mark.parametrize(
     "damaged",
-    [b"", b"{", b"[]", b"null", b"{}", b'{"encoder": "other", "threshold": 9}', b"\xff\xfe"],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"words"',
+        b"{}",
+        b"\xff\xfe",
+        b'{"encoder": "other", "threshold": 9, "slope": 9, "experts": 10}',
+        b'{"encoder": "ENCODER", "threshold": NaN, "slope": 9, "experts": 10}',
+        b'{"encoder": "ENCODER", "threshold": 1, "slope": Infinity, "experts": 10}',
+        b'{"encoder": "ENCODER", "threshold": 1, "slope": 9, "experts": Infinity}',
+    ],
 )
 def test_a_damaged_or_foreign_file_is_made_again(tmp_path: Path, damaged: bytes) -> None:
     index = RoutingIndex(tmp_path, LexicalEncoder())
     index.add(ENTRIES)
     path = tmp_path / CALIBRATION_FILE
     before = path.read_bytes()
-    path.write_bytes(damaged)
+    path.write_bytes(damaged.replace(b"ENCODER", LexicalEncoder().stamp.encode()))
     assert RoutingIndex(tmp_path, LexicalEncoder()).calibration == index.calibration
     assert path.read_bytes() == before
 
@@ -212,3 +224,15 @@ def test_examples_are_asked_again_only_when_many_experts_came_or_went(tmp_path: 
     index.remove(list(ENTRIES))
     assert index.calibration.experts == 2
     assert json.loads((tmp_path / CALIBRATION_FILE).read_bytes())["experts"] == 2
+
+
+def test_whoever_makes_all_vectors_again_asks_all_examples_again(tmp_path: Path) -> None:
+    index = RoutingIndex(tmp_path, LexicalEncoder())
+    index.add(ENTRIES)
+    made = index.calibration
+    stale = Calibration(9.0, 9.0, len(ENTRIES))
+    write_calibration(tmp_path / CALIBRATION_FILE, stale, encoder=LexicalEncoder().stamp)
+    index = RoutingIndex(tmp_path, LexicalEncoder())
+    assert index.calibration == stale
+    index.rebuild(ENTRIES)
+    assert index.calibration == made

@@ -5,10 +5,11 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import UsageError
 from expertctl.routing.candidate import Installed
-from expertctl.routing.index import RoutingIndex
+from expertctl.routing.index import DEEP_FOLDER, RoutingIndex, Texts
 from expertctl.routing.request import RouteRequest, parse_target
 from expertctl.routing.roster import Roster
 from expertctl.routing.router import roster_of
+from expertctl.routing.vector_store import VectorStore
 from expertctl.store.base_record import StoredBase
 from expertctl.store.flags import Flag
 from tests.routing.routed import sorting, sql
@@ -78,3 +79,22 @@ def test_a_wrong_request_indexes_nothing(index: RoutingIndex, base: StoredBase) 
     with pytest.raises(UsageError):
         roster_of(RouteRequest(prompt=" "), (sorting(),), base=base, index=index)
     assert not index.folder.exists()
+
+
+class Raced(RoutingIndex):
+    """An index of which another process removes the head's rows as soon as they are there."""
+
+    def add(self, experts: Texts) -> None:
+        super().add(experts)
+        other = VectorStore(
+            self.folder / DEEP_FOLDER, self.encoder, dimensions=self.encoder.deep_dimensions
+        )
+        other.bury([sql().digest])
+        self._deep.refresh()
+
+
+def test_what_another_process_removes_meanwhile_is_not_judged_by_the_rows_of_another(
+    index: RoutingIndex, base: StoredBase
+) -> None:
+    made = roster(Raced(index.folder, index.encoder), base, sorting(), sql())
+    assert [made.by_position[at] for at in made.allowed.positions.tolist()] == [sorting()]
