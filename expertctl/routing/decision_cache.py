@@ -1,0 +1,97 @@
+"""`DecisionCache`: what was planned for prompts, to be given again to the same prompt.
+
+Prompts are the same when they differ in nothing but case and white space; digits, words and the
+ends of lines count. So does what is read from spelling alone: whether a prompt has code.
+"""
+
+import re
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from expertctl.routing.features import features_of
+from expertctl.routing.planner import Planned
+from expertctl.routing.request import RouteRequest
+
+REMEMBERED = 10_000
+"""How many plans are kept, those that were asked for last."""
+KEPT = 16
+"""How many candidates of a plan are kept: what the head compared, and a few more."""
+
+_BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
+_LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
+_SPACES = re.compile(r"[^\S\n]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a plan is remembered by."""
+
+    request: RouteRequest  # its prompt normalised, without a seed
+    base: str | None
+    has_code: bool
+
+    @classmethod
+    def of(cls, request: RouteRequest, base: str | None) -> "Question":
+        """Return what a request asks, however it is spelled."""
+        asked = replace(request, prompt=normalised(request.prompt), seed=None)
+        return cls(asked, base, features_of(request.prompt).has_code)
+
+
+class DecisionCache:
+    """Plans by question, of one state of what is installed and learnt."""
+
+    def __init__(self, most: int = REMEMBERED) -> None:
+        """Begin with nothing."""
+        self.most = most
+        self._plans: OrderedDict[Question, Planned] = OrderedDict()
+        self._revision = ""
+
+    def __len__(self) -> int:
+        """How many plans are kept."""
+        return len(self._plans)
+
+    def find(self, question: Question, *, revision: str) -> Planned | None:
+        """Return what was planned, unless something has changed since; all is forgotten then."""
+        if revision != self._revision:
+            self._plans.clear()
+            self._revision = revision
+        if question in self._plans:
+            self._plans.move_to_end(question)
+        return self._plans.get(question)
+
+    def keep(self, question: Question, planned: Planned) -> None:
+        """Remember a plan for as long as the revision that was last asked for holds."""
+        candidates = planned.result.candidates[:KEPT]
+        self._plans[question] = replace(
+            planned, result=replace(planned.result, candidates=candidates)
+        )
+        self._plans.move_to_end(question)
+        if len(self._plans) > self.most:
+            self._plans.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Check that no more is kept than is promised."""
+        assert len(self._plans) <= self.most
+        assert all(len(p.result.candidates) <= KEPT for p in self._plans.values())
+
+
+def normalised(prompt: str) -> str:
+    """Return a prompt in one case, every run of white space in its shortest form."""
+    lines = _LINE_END.sub("\n", _BLANK_LINES.sub("\n\n", prompt.strip()))
+    return _SPACES.sub(" ", lines).casefold()
+
+
+def as_asked(planned: Planned, request: RouteRequest, *, took_ms: float) -> Planned:
+    """Return a remembered plan for this request: its own seed, length and time."""
+    result = planned.result
+    seed = secrets.randbelow(2**32) if request.seed is None else request.seed
+    return replace(
+        planned,
+        result=replace(
+            result,
+            plan=replace(result.plan, seed=seed),
+            features=replace(result.features, length=len(request.prompt)),
+            timings_ms={"remembered": took_ms, "total": took_ms},
+        ),
+    )

@@ -1,0 +1,216 @@
+"""What was planned for a prompt is given again to the same prompt, until something changed."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.errors import NotFoundError
+from expertctl.reference import Reference
+from expertctl.routing.decision_cache import KEPT, DecisionCache, Question, normalised
+from expertctl.routing.encoder import Encoder
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import Forced, RouteRequest, parse_target
+from expertctl.routing.session import PlanningSession
+from expertctl.settings import Home, Settings
+from tests.factories import write_base
+from tests.store.jobs import a_job
+from tests.store.shop import House, Shop, fast, house, shop
+
+__all__ = ["fast", "house", "shop"]
+
+SORT, DAYS = "Sort these numbers: 3, 1, 2", "Which day of the week is it?"
+SORTING: dict[str, Any] = {
+    "description": "Sorts numbers.",
+    "routing": {"examples": [SORT], "keywords": ["sort"]},
+}
+DATES: dict[str, Any] = {
+    "description": "Names days.",
+    "routing": {"examples": [DAYS], "keywords": ["day"]},
+}
+SORTED = ["acme/sorting@1.0.0"]
+
+
+@pytest.fixture
+def planner(house: House, shop: Shop) -> Planner:
+    house.bases.add(shop.base_dir)
+    house.trusting("acme")
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/dates", **DATES))
+    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+
+
+@pytest.fixture
+def session(planner: Planner) -> PlanningSession:
+    return PlanningSession(planner)
+
+
+def is_remembered(planned: Planned) -> bool:
+    return "remembered" in planned.result.timings_ms
+
+
+@pytest.mark.parametrize(
+    ("prompt", "key"),
+    [
+        ("Sort  THESE\tnumbers ", "sort these numbers"),
+        ("\n\n one \r\n two\n \n\n three", "one\ntwo\n\nthree"),
+        ("\u3000Stra\u00dfe\u00a0 1", "strasse 1"),
+        ("", ""),
+    ],
+)
+def test_case_and_white_space_do_not_make_another_prompt(prompt: str, key: str) -> None:
+    assert normalised(prompt) == key
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Sort 3, 1", "Sort 3, 2"),
+        ("Sort 31", "Sort 3 1"),
+        ("Read this\nnow", "Read this now"),
+        ("Read this\n\nnow", "Read this\nnow"),
+        ("what does import os do", "what does IMPORT os do"),
+    ],
+)
+def test_digits_words_lines_and_code_make_another_prompt(one: str, other: str) -> None:
+    asked = [Question.of(RouteRequest(prompt=prompt), None) for prompt in (one, other)]
+    assert asked[0] != asked[1]
+
+
+def test_the_same_prompt_gets_what_was_planned_for_it(session: PlanningSession) -> None:
+    first = session.recall(RouteRequest(prompt=SORT, seed=1))
+    again = session.recall(RouteRequest(prompt=f"  {SORT.upper()} ", seed=1))
+    assert not is_remembered(first)
+    assert is_remembered(again)
+    assert again.result.plan == first.result.plan
+    assert again.experts == first.experts
+    assert again.result.candidates == first.result.candidates
+    assert again.result.features.length == len(SORT) + 3
+    session.check_integrity()
+
+
+def test_a_remembered_plan_has_the_seed_of_the_request(session: PlanningSession) -> None:
+    session.recall(RouteRequest(prompt=SORT, seed=1))
+    assert session.recall(RouteRequest(prompt=SORT, seed=2)).result.plan.seed == 2
+    drawn = {session.recall(RouteRequest(prompt=SORT)).result.plan.seed for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_what_is_planned_plainly_is_not_remembered(session: PlanningSession) -> None:
+    request = RouteRequest(prompt=SORT)
+    assert not any(is_remembered(session.plan(request)) for _ in range(2))
+    assert not is_remembered(session.recall(request))
+    assert not is_remembered(session.plan(request))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"exclude": (parse_target("acme/sorting"),)},
+        {"force": (Forced(Reference.parse("acme/dates")),)},
+        {"base_alone": True},
+        {"max_experts": 2},
+        {"dtype": "bf16"},
+    ],
+)
+def test_what_else_is_asked_counts(session: PlanningSession, changes: dict[str, Any]) -> None:
+    request = RouteRequest(prompt=SORT, seed=1)
+    session.recall(request)
+    other = replace(request, **changes)
+    planned = session.recall(other)
+    assert not is_remembered(planned)
+    assert planned.result.plan == session.plan(other).result.plan
+
+
+def test_each_base_is_remembered_apart(
+    session: PlanningSession, house: House, tmp_path: Path
+) -> None:
+    other = write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
+    house.bases.add(other)
+    request = RouteRequest(prompt=SORT)
+    assert session.recall(request, base="other-base").experts == ()
+    assert [e.ref for e in session.recall(request, base="tiny-base").experts] == SORTED
+    assert is_remembered(session.recall(request, base="other-base"))
+
+
+def test_all_is_forgotten_when_vectors_change(session: PlanningSession) -> None:
+    request = RouteRequest(prompt=SORT)
+    session.recall(request)
+    session.planner.index.rebuild({e.digest: e.manifest for e in session.inventory.experts})
+    assert not is_remembered(session.recall(request))
+    assert is_remembered(session.recall(request))
+
+
+def test_all_is_forgotten_when_something_is_installed(
+    session: PlanningSession, house: House, shop: Shop
+) -> None:
+    request = RouteRequest(prompt=SORT)
+    session.recall(request)
+    house.install(shop.package("acme/plurals", description="Writes plurals."))
+    experts = session.planner.inventory().experts
+    session.planner.catalogue.add_all((expert.stored, expert.manifest) for expert in experts)
+    assert not is_remembered(session.recall(request))
+
+
+def test_all_is_forgotten_when_a_run_failed(session: PlanningSession) -> None:
+    request = RouteRequest(prompt=SORT)
+    session.recall(request)
+    session.planner.catalogue.history.record(a_job(1, validation="failed"))
+    assert not is_remembered(session.recall(request))
+    assert is_remembered(session.recall(request))
+
+
+def test_all_is_forgotten_when_a_base_is_added(
+    session: PlanningSession, house: House, tmp_path: Path
+) -> None:
+    request = RouteRequest(prompt=SORT)
+    session.recall(request)
+    house.bases.add(
+        write_base(tmp_path / "other-base", layers=2, hidden=16, heads=2, kv_heads=1, seed=9)
+    )
+    assert not is_remembered(session.recall(request))
+
+
+def test_what_cannot_be_planned_is_not_remembered(tmp_path: Path) -> None:
+    session = PlanningSession(Planner.open(Settings(Home(tmp_path), encoder="lexical")))
+    for _ in range(2):
+        with pytest.raises(NotFoundError, match="no base model"):
+            session.recall(RouteRequest(prompt=SORT))
+
+
+def test_a_remembered_prompt_is_not_encoded(
+    session: PlanningSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.recall(RouteRequest(prompt=SORT))
+    session.recall(RouteRequest(prompt=DAYS))
+    monkeypatch.delattr(Encoder, "encode_deep")
+    monkeypatch.delattr(type(session.planner.index.encoder), "encode_deep")
+    assert [e.ref for e in session.recall(RouteRequest(prompt=SORT)).experts] == SORTED
+
+
+def test_the_prompt_that_was_not_asked_for_longest_goes_first(session: PlanningSession) -> None:
+    planned = session.plan(RouteRequest(prompt=SORT))
+    cache = DecisionCache(most=2)
+    one, two, three = (Question.of(RouteRequest(prompt=f"sort {n}"), None) for n in range(3))
+    cache.find(one, revision="a")
+    cache.keep(one, planned)
+    cache.keep(two, planned)
+    assert cache.find(one, revision="a") is not None
+    cache.keep(three, planned)
+    assert cache.find(two, revision="a") is None
+    assert cache.find(one, revision="a") is not None
+    assert len(cache) == 2
+    cache.check_integrity()
+    assert cache.find(one, revision="b") is None
+    assert len(cache) == 0
+
+
+def test_of_many_candidates_the_first_are_kept(session: PlanningSession) -> None:
+    planned = session.plan(RouteRequest(prompt=SORT))
+    many = tuple(planned.result.candidates[:1] * (2 * KEPT))
+    cache, question = DecisionCache(), Question.of(RouteRequest(prompt=SORT), None)
+    cache.find(question, revision="a")
+    cache.keep(question, replace(planned, result=replace(planned.result, candidates=many)))
+    kept = cache.find(question, revision="a")
+    assert kept is not None
+    assert kept.result.candidates == many[:KEPT]
