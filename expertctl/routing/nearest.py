@@ -13,6 +13,8 @@ from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 ROWS_PER_LINK = 48
 """How many rows are compared in the time that one more of width costs a graph."""
+ROWS_PER_EXPERT = 16
+"""Where experts found have more rows than this on the average, more rows are asked for."""
 
 _MOST = 0.3
 _SPARE = 1.2
@@ -29,13 +31,26 @@ def nearest(
 ) -> Found:
     """Return at most ``count`` experts, the closest first, of those allowed.
 
-    With a graph they are the owners of the ``count`` closest rows.
+    With a graph they are the owners of the ``count`` closest rows, and of more rows where one
+    expert has so many of them that it hides the others.
     """
-    if graph is not None:
-        rows = _through_graph(table, graph, query, count, allowed)
-        if rows is not None:
-            return best_of_each(table, rows, table.rows[rows] @ query).first(count)
-    return exactly(table, query, count=count, allowed=allowed)
+    found = None if graph is None else _enough(table, graph, query, count, allowed)
+    return exactly(table, query, count=count, allowed=allowed) if found is None else found
+
+
+def _enough(
+    table: VectorTable, graph: Graph, query: Vectors, count: int, allowed: Allowed | None
+) -> Found | None:
+    """Return what a graph finds; ``None`` where exact search costs less, or finds more experts."""
+    fewest = min(count // ROWS_PER_EXPERT, len(table if allowed is None else allowed.positions))
+    for asked in (count, 4 * count, 16 * count):
+        rows = _through_graph(table, graph, query, asked, allowed)
+        if rows is None:
+            return None
+        found = best_of_each(table, rows, table.rows[rows] @ query)
+        if len(found) >= fewest:
+            return found.first(count)
+    return None
 
 
 def exactly(

@@ -13,7 +13,7 @@ from expertctl.routing.found import Allowed, Found
 from expertctl.routing.graph import Graph, build_graph
 from expertctl.routing.nearest import exactly, nearest
 from expertctl.routing.vector_table import Vectors, VectorTable
-from tests.routing.rows import TEXTS, clusters, expert
+from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert
 
 needs_hnswlib = pytest.mark.skipif(
     find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
@@ -188,3 +188,17 @@ def test_a_graph_that_cannot_answer_is_not_asked_twice(graph: Graph) -> None:
     for allowed in (None, some(0.95)):
         expected = exactly(TABLE, query, count=5, allowed=allowed)
         assert told(nearest(TABLE, query, count=5, allowed=allowed, graph=broken)) == told(expected)
+
+
+@needs_hnswlib
+@pytest.mark.parametrize("packages", [1, 4, 6])
+def test_packages_with_many_close_texts_do_not_hide_all_others(packages: int) -> None:
+    query, rng = TABLE.rows[8], np.random.default_rng(3)
+    rows = query + 0.02 * rng.standard_normal((packages, 201, DIMENSIONS))
+    close = (rows / np.linalg.norm(rows, axis=2, keepdims=True)).astype(np.float32)
+    flooded = TABLE.with_entries({expert(n, name="flood"): close[n] for n in range(packages)})
+    for allowed in (None, Allowed(flooded, flooded.alive)):
+        flooded_graph = build_graph(flooded)
+        found = nearest(flooded, query, count=160, allowed=allowed, graph=flooded_graph)
+        assert len(found) >= 10
+        assert {1, *range(len(TABLE), len(flooded))} <= set(found.experts.tolist())
