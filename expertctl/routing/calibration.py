@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from expertctl.durable import write_atomic
 from expertctl.routing.found import Found
@@ -42,6 +43,9 @@ _SEED = 7
 _PRIOR = 20
 _FLAT, _STEEP = 4.0, 40.0
 
+Scores = npt.NDArray[np.float64]
+"""Numbers between 0 and 1."""
+
 Search = Callable[[Vectors], Found]
 """What an index does with a vector."""
 
@@ -55,10 +59,10 @@ class Calibration:
     experts: int = 0
     """How many there were."""
 
-    def score(self, evidence: Vectors) -> Vectors:
+    def score(self, evidence: Vectors) -> Scores:
         """Return scores between 0 and 1."""
-        exponents = np.clip(self.slope * (evidence - self.threshold), -30, 30)
-        scores: Vectors = (1 / (1 + np.exp(-exponents))).astype(np.float32)
+        distance = evidence.astype(np.float64) - self.threshold  # near 1 float32 is too coarse
+        scores: Scores = 1 / (1 + np.exp(-np.clip(self.slope * distance, -30, 30)))
         return scores
 
     def is_fresh(self, experts: int) -> bool:

@@ -27,7 +27,7 @@ COPIED = {"copied", "near-copy"}
 JOINS = 0.12
 """The share, less any windfall, from which on an expert counts beside one that it composes with."""
 
-_SAME = 0.02
+_SAME = 0.03
 """Scores further apart than this are not equal, however they are rounded."""
 
 Success = Callable[[Installed], float | None]

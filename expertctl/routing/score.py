@@ -4,12 +4,15 @@ The score is the head's calibrated evidence. Nothing lifts it: an expert whose a
 bad loses some of it, and what else is known only decides between equals.
 """
 
+import math
+
 THRESHOLD = 0.5
 """An expert is used only from this score on; below it the base answers alone."""
 DEFAULT_SUCCESS = 0.5
 """The success rate of an expert that nobody has judged."""
 
 _MIB = 1 << 20
+_LEAST = 1e-12
 
 
 def trusted(score: float, *, success: float) -> float:
@@ -17,9 +20,19 @@ def trusted(score: float, *, success: float) -> float:
     return score * min(1.0, 0.5 + success)
 
 
+def log_odds(score: float) -> float:
+    """Return the logarithm of the odds that a score stands for, which is bounded."""
+    return math.log(max(score, _LEAST) / max(1 - score, _LEAST))
+
+
 def mebibytes(size: int) -> float:
     """Return bytes in MiB, the unit of what experts take in memory."""
     return size / _MIB
+
+
+def two_decimals(figure: float) -> str:
+    """Return a figure as a person reads it; there is no -0.00."""
+    return f"{round(figure, 2) + 0.0:.2f}"
 
 
 Order = tuple[float, bool, float, float, float, str]
@@ -31,12 +44,12 @@ _DECIDES = ("its score", "a flag", "success", "priority", "size", "name")
 def order_key(
     *, score: float, flagged: bool, success: float, priority: float, vram_mb: float, name: str
 ) -> Order:
-    """Sort key: the best score first.
+    """Sort key: the best score first, by its odds: near 1 scores differ by less than they mean.
 
     Of equals, first what is not suspicious, then what was judged better, then by the manifest's
     priority, then the smaller one, then by name.
     """
-    return (-round(score, 2), flagged, -round(success, 2), -priority, vram_mb, name)
+    return (-round(log_odds(score), 1), flagged, -round(success, 2), -priority, vram_mb, name)
 
 
 def decided_tie(first: Order, second: Order) -> str:

@@ -57,6 +57,20 @@ def test_scores_that_look_the_same_are_the_same() -> None:
     assert decided_tie(order_key(**key), order_key(**near)) == "name"
 
 
+def test_scores_near_one_are_not_the_same_where_their_odds_differ() -> None:
+    key = {**BETTER_FIRST[0], "score": 0.99999, "priority": 0.0}
+    near = {**key, "score": 0.9995, "priority": 1.0}
+    assert sorted([order_key(**near), order_key(**key)]) == [order_key(**key), order_key(**near)]
+    assert decided_tie(order_key(**key), order_key(**near)) == ""
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_equals_are_close_and_a_better_score_never_sorts_behind(one: float, two: float) -> None:
+    first, second = (order_key(**{**BETTER_FIRST[0], "score": score}) for score in (one, two))
+    assert first[0] != second[0] or abs(one - two) < 0.03
+    assert first[0] <= second[0] or one < two
+
+
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 def test_no_answers_lift_a_score_and_worse_ones_never_help(
     score: float, success: float, worse: float
