@@ -73,7 +73,9 @@ def measure(experts: int, folder: Path, rounds: int) -> list[Row]:
     width = smallest_width(built)
     if not (folder / DEEP_FOLDER).exists():
         write_deep(folder / DEEP_FOLDER, built.table)
-    router, texts = _opened(folder, built.table)
+    bare, table, note = built.bare, built.table, built.note
+    del built  # its index would be one graph more in memory
+    router, texts = _opened(folder, table)
     drawn = deep_prompts(TIMED, rows=experts * CLUSTER)
     asked = [Asked(texts[n % len(texts)], encoded) for n, encoded in enumerate(drawn)]
     settled = [each for each in asked if router.is_settled(each)]
@@ -83,14 +85,14 @@ def measure(experts: int, folder: Path, rounds: int) -> list[Row]:
         return compare(
             f"{case}, {experts} experts",
             mean_of(some, router.decide),
-            mean_of(some, lambda a: built.bare.index.knn_query(a.encoded.rows[0], k=TEN)),
+            mean_of(some, lambda a: bare.index.knn_query(a.encoded.rows[0], k=TEN)),
             rival=f"hnswlib, 10 closest, ef {width}",
             rounds=rounds,
             target=target,
         )
 
     share = len(open_ones) / len(asked)
-    note = f"{100 * share:.0f} % of prompts make the head look at more candidates; {built.note}"
+    note = f"{100 * share:.0f} % of prompts make the head look at more candidates; {note}"
     parts = [("settled by the closest few", settled), ("looking at more", open_ones)]
     rows = [replace(row("a decision", asked, TARGET), note=note)]
     rows += [row(case, some, None) for case, some in parts if some]

@@ -111,3 +111,28 @@ def test_any_text_has_features(prompt: str) -> None:
     features = features_of(prompt)
     assert features.length == len(prompt)
     assert features.task
+
+
+_TOLD = """
+json jsonl parse Extract fields values write tell POEM stories song haiku limericks joke tale lyrics
+verses brainstorm ``` sql implement function class scripts program code method query regex unit test
+translate translation summary summarize tl;dr tldr classify categorise sentiment def import x; =>
+return yaml csv { [ the and der die
+"""
+
+
+@given(st.lists(st.sampled_from(_TOLD.split()), max_size=6))
+def test_what_is_looked_for_first_hides_nothing(words: list[str]) -> None:
+    """A letter beyond ASCII, which changes nothing else, has every pattern tried."""
+    text = " ".join(words)
+    short, whole = features_of(f"{text} x\n"), features_of(f"{text} \u00e9\n")
+    assert (short.task, short.format) == (whole.task, whole.format)
+    assert (short.has_json, short.has_code) == (whole.has_json, whole.has_code)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "task"),
+    [("A \u017fummary, please", "summarisation"), ("Categori\u017fe this", "classification")],
+)
+def test_letters_that_fold_into_others_tell_the_task(prompt: str, task: str) -> None:
+    assert features_of(prompt).task == task
