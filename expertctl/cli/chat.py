@@ -17,7 +17,16 @@ import typer
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
 from expertctl.cli.exit_codes import OK, exit_code
 from expertctl.cli.opening import open_engine, open_planner
-from expertctl.cli.output import JsonFlag, fail, note, print_json, progress, warn, write_piece
+from expertctl.cli.output import (
+    JsonFlag,
+    fail,
+    note,
+    print_json,
+    progress,
+    terminal_width,
+    warn,
+    write_piece,
+)
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
@@ -318,7 +327,7 @@ class _Session:
             _save(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
             note(f"saved {rest[0]}")
         else:
-            note(routing_text(turn.result.planned.result))
+            note(routing_text(turn.result.planned.result, width=terminal_width(sys.stderr)))
 
     def _feedback(self, rest: list[str]) -> None:
         from expertctl.cli.feedback import parse_verdict, verdict_text

@@ -98,12 +98,13 @@ def _say(text: str, stream: TextIO) -> None:
 
 def _shown_on(text: str, stream: TextIO) -> str:
     """Return a text as a person shall see it; a terminal breaks no line within a word."""
-    width = _terminal_width(stream)
+    width = terminal_width(stream)
     shown = printable(text)
     return "\n".join(fold(line, width) for line in shown.split("\n")) if width else shown
 
 
-def _terminal_width(stream: TextIO) -> int:
+def terminal_width(stream: TextIO) -> int:
+    """Return the columns of a terminal; 0 of a pipe or a file, which takes lines of any length."""
     if not stream.isatty():
         return 0
     try:

@@ -3,6 +3,7 @@
 Torch is imported by `run` alone, inside the function: `route` only reads what is installed.
 """
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertctl.cli.opening import open_engine, open_planner
-from expertctl.cli.output import JsonFlag, emit, note, print_json, progress, warn, write_piece
+from expertctl.cli.output import (
+    JsonFlag,
+    emit,
+    note,
+    print_json,
+    progress,
+    terminal_width,
+    warn,
+    write_piece,
+)
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
@@ -110,7 +120,8 @@ def route(
     check_request(request)
     planned = open_planner(settings, as_json=as_json).plan(request, base=base)
     warn(planned.warnings)
-    emit(planned.result.to_json(), routing_text(planned.result), as_json=as_json)
+    shown = routing_text(planned.result, width=terminal_width(sys.stdout))
+    emit(planned.result.to_json(), shown, as_json=as_json)
 
 
 def run(

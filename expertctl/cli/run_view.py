@@ -1,10 +1,11 @@
 """What ``route`` and ``run`` show to a person: the plan with its reasons, and the figures."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from expertctl.cli.output import human_size, table
+from expertctl.routing.score import two_decimals
 
 if TYPE_CHECKING:
     from expertctl.engine.run_result import RunResult
@@ -13,31 +14,59 @@ if TYPE_CHECKING:
     from expertctl.routing.router import RoutingResult
 
 _INDENT = "  "
+_HEADER = ["USED", "SCORE", "SHARE", "COSINE", "EXPERT"]
+_GAP = 2
+_SHOWN_CANDIDATES = 12
+_SHORTEST_TEXT = 30
+"""Columns from which on it is worth to begin with a text that must be cut."""
+_ENDLESS = 1 << 16
 _FORMS = {True: "as called for", False: "not as called for", None: "none called for"}
 
 
-def routing_text(result: "RoutingResult") -> str:
-    """Return the plan, then every candidate with its score and what was decided."""
+def routing_text(result: "RoutingResult", *, width: int) -> str:
+    """Return the plan, then the best candidates, each with its figures and what was decided.
+
+    In the table the closest text of an expert is cut where a terminal of this width ends, 0 being
+    one without an end.
+    """
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_plan_lines(result)]
-    rows = [_candidate_cells(candidate) for candidate in result.candidates]
-    if rows:
-        lines += ["", table(["USED", "SCORE", "SHARE", "COSINE", "EXPERT", "WHY"], rows)]
+    shown = [c for n, c in enumerate(result.candidates) if c.chosen or n < _SHOWN_CANDIDATES]
+    if shown:
+        lines += ["", _candidate_table(shown, width)]
+    if more := len(result.candidates) - len(shown):
+        lines += [f"and {more} more, which --json shows"]
     return "\n".join(lines)
+
+
+def _candidate_table(candidates: Sequence["Candidate"], width: int) -> str:
+    rows = [_candidate_cells(candidate) for candidate in candidates]
+    columns = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
+    room = width - sum(columns) - len(columns) * _GAP if width else _ENDLESS
+    whys = [_why(candidate, room) for candidate in candidates]
+    return table([*_HEADER, "WHY"], [[*row, why] for row, why in zip(rows, whys, strict=True)])
 
 
 def _candidate_cells(candidate: "Candidate") -> list[str]:
     """Return a row of the table; the figures have columns, so the words need not repeat them."""
-    figures = (
-        None if candidate.vetoed else candidate.score,
-        candidate.share,
-        candidate.cosine,
-    )
+    scored = not candidate.vetoed and candidate.share is not None
+    figures = (candidate.score if scored else None, candidate.share, candidate.cosine)
     return [
         "yes" if candidate.chosen else "no",
-        *("-" if figure is None else f"{figure:.2f}" for figure in figures),
+        *("-" if figure is None else two_decimals(figure) for figure in figures),
         candidate.expert.ref,
-        candidate.told,
     ]
+
+
+def _why(candidate: "Candidate", room: int) -> str:
+    """Return the decision and, as far as there is room, the text that is closest to the prompt."""
+    words = f"{candidate.told}{', suspicious' if candidate.flags else ''}"
+    closest = f"; closest: {candidate.text}"
+    if candidate.vetoed or candidate.share is None:
+        return words
+    if len(words) + len(closest) <= room:
+        return words + closest
+    left = room - len(words) - len("…")
+    return f"{words}{closest[:left]}…" if left >= _SHORTEST_TEXT else words
 
 
 def footer(result: "RunResult") -> str:

@@ -1,5 +1,6 @@
 """A candidate: one installed expert as the router sees it for one prompt, and why it thinks so."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -14,7 +15,14 @@ from expertctl.routing.expert_texts import described
 from expertctl.routing.features import Features
 from expertctl.routing.hint import holds
 from expertctl.routing.index import Similarity
-from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, mebibytes, order_key
+from expertctl.routing.score import (
+    DEFAULT_SUCCESS,
+    THRESHOLD,
+    Order,
+    mebibytes,
+    order_key,
+    two_decimals,
+)
 from expertctl.routing.words import contains, says_something
 from expertctl.schema.hint import parse_hint
 from expertctl.schema.manifest import Manifest
@@ -23,6 +31,7 @@ from expertctl.store.flags import Flag, flag_documents
 from expertctl.store.ref import StoredExpert
 
 _SHOWN_KEYWORDS = 3
+SAID = ", says its manifest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +95,8 @@ class Candidate:
     leads: bool = False  # the one that others may join
 
     @property
-    def order(self) -> tuple[bool, bool, float, Order]:
-        """The best candidate sorts first, what may not answer last."""
+    def order(self) -> tuple[bool, bool, float, float, Order]:
+        """The best sorts first; of those that score too little the closest, the barred last."""
         key = order_key(
             score=self.score,
             flagged=bool(self.flags),
@@ -97,18 +106,24 @@ class Candidate:
             name=self.expert.ref,
         )
         close = -2.0 if self.cosine is None else self.cosine
-        return (not self.leads, self.barred, -close if self.share is None else -2.0, key)
+        compared = self.share is not None
+        return (not self.leads, self.barred, -2.0 if compared else -close, self._distance, key)
+
+    @property
+    def _distance(self) -> float:
+        """How far it is from being used; all that are close enough are equals."""
+        evidence = (self.share or 0.0) + (self.support or 0.0)
+        return math.exp(-evidence) if self.score < THRESHOLD else 0.0
 
     @property
     def told(self) -> str:
-        """Why it was decided so, in words beside which the figures stand."""
+        """Why it was decided so, as short as beside a column for each figure."""
         if self.chosen or self.vetoed:
-            return self.reason
+            words = self.reason.removesuffix(f": {evidence(self)}")
+            return words.removeprefix("refused: ").removesuffix(SAID)
         if self.share is None:
             return "others are closer"
-        if self.score < THRESHOLD:
-            return f"score below {THRESHOLD:.2f}, closest to {self.text}"
-        return self.reason
+        return f"below {THRESHOLD:.2f}" if self.score < THRESHOLD else self.reason
 
     def refused(self, why: str) -> Self:
         """Return the candidate, refused for this prompt."""
@@ -151,7 +166,7 @@ class Candidate:
 
 
 def _rounded(figure: float | None) -> float | None:
-    return None if figure is None else round(figure, 4)
+    return None if figure is None else round(figure, 4) + 0.0  # + 0.0: there is no -0
 
 
 def measure(
@@ -199,18 +214,17 @@ def veto(manifest: Manifest, features: Features) -> str:
     routing = manifest.routing
     unwanted = [word for word in routing.exclude_keywords if contains(features.words, word)]
     if unwanted:
-        return f"not for prompts with {unwanted[0]!r}, says its manifest"
+        return f"not for prompts with {unwanted[0]!r}{SAID}"
     if routing.hint is not None and not holds(parse_hint(routing.hint), features):
         return f"not for this prompt, says its hint {routing.hint!r}"
     if features.script and routing.languages and not _speaks(routing.languages, features.script):
-        return f"not for prompts in {features.script!r}, says its manifest"
+        return f"not for prompts in {features.script!r}{SAID}"
     return ""
 
 
 def may_veto(manifest: Manifest) -> bool:
-    """Tell whether there are prompts that an expert refuses."""
-    routing = manifest.routing
-    return bool(routing.exclude_keywords or routing.hint or routing.languages)
+    """Tell whether there are prompts that an expert refuses, besides those in other letters."""
+    return bool(manifest.routing.exclude_keywords or manifest.routing.hint)
 
 
 def too_low(candidate: Candidate) -> str:
@@ -239,7 +253,7 @@ def evidence(candidate: Candidate) -> str:
     if candidate.cosine is None:
         return "not among the closest"
     cosine = f"cosine {candidate.cosine:.2f} to {candidate.text}"
-    return cosine if candidate.share is None else f"share {candidate.share:.2f}, {cosine}"
+    return cosine if candidate.share is None else f"share {two_decimals(candidate.share)}, {cosine}"
 
 
 def _keywords(manifest: Manifest, features: Features) -> tuple[str, ...]:

@@ -156,8 +156,9 @@ def _decide(
         return candidate
     why_not = not_composing(candidate.expert, present, selection.gains)
     if why_not:
-        return candidate.refused(f"{_standing(candidate, candidates)}; {why_not}")
-    reason = f"{_standing(candidate, candidates)}: {evidence(candidate)}"
+        return candidate.refused(f"{_standing(candidate, candidates, selection.gains)}; {why_not}")
+    place = _joining(candidate, present) or _standing(candidate, candidates, selection.gains)
+    reason = f"{place}: {evidence(candidate)}"
     try:
         selection.add(Choice(candidate.expert, 1.0, reason))
     except (IncompatibleError, MissingDependencyError) as error:
@@ -195,12 +196,18 @@ def _told(decided: Sequence[Candidate], reasons: dict[Digest, str]) -> list[Cand
     ]
 
 
-def _standing(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
+def _joining(candidate: Candidate, present: Sequence[Installed]) -> str:
+    """Say whom a candidate joins; empty when it is the first."""
+    return f"score {candidate.score:.2f}, joins {present[0].ref}" if present else ""
+
+
+def _standing(candidate: Candidate, candidates: Sequence[Candidate], gains: Gains) -> str:
     """Return where a candidate stands among those that would do, and what decided a tie."""
     able = [c for c in candidates if not c.refusal]
     place = able.index(candidate)
     if place == 0:
-        second = able[1] if len(able) > 1 else None
+        rivals = [c for c in able[1:] if not_composing(c.expert, [candidate.expert], gains)]
+        second = rivals[0] if rivals else None
         tie = _tie(candidate, second, "same score as") if second else ""
         return f"best of {len(candidates)}, score {candidate.score:.2f}{tie}"
     tie = _tie(able[0], candidate, "same score, which goes first")
@@ -209,7 +216,7 @@ def _standing(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
 
 def _tie(first: Candidate, second: Candidate, words: str) -> str:
     """Say what put one of two equal scores first; empty when they are not equal."""
-    decided_by = decided_tie(first.order[3], second.order[3])
+    decided_by = decided_tie(first.order[-1], second.order[-1])
     other = f" {second.expert.ref}" if words.endswith("as") else ""
     return f" ({words}{other}, by {decided_by})" if decided_by else ""
 

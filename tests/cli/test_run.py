@@ -487,7 +487,7 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
     assert "best of 1" in text
     alone = expertctl("route", "Guten Morgen").out
     assert "the base answers alone" in alone
-    assert "not similar" in alone
+    assert "  below 0.50; closest: its " in alone
 
 
 def test_route_runs_without_torch(workshop: Workshop) -> None:

@@ -1,0 +1,91 @@
+"""What ``route`` shows to a person: the table says in a glance what was decided."""
+
+from dataclasses import replace
+
+import pytest
+
+from expertctl.cli.run_view import routing_text
+from expertctl.digest import Digest
+from expertctl.routing.candidate import Candidate
+from expertctl.routing.features import features_of
+from expertctl.routing.plan import Plan, SamplingParams
+from expertctl.routing.router import RoutingResult
+from expertctl.store.flags import Flag
+from tests.routing.routed import PROMPT, sorting
+
+LONG = "its example 'Put these numbers in order, the smallest first: 41, 7, 23, 19, …'"
+
+
+def candidate(name: str, **known: object) -> Candidate:
+    plain = Candidate(
+        expert=sorting(name),
+        cosine=0.5,
+        text=LONG,
+        keywords=(),
+        hint=None,
+        success=0.5,
+        vram_mb=1.0,
+        score=0.2,
+        share=0.3,
+        support=0.4,
+    )
+    return replace(plain, **known)  # type: ignore[arg-type]  # a test names the fields
+
+
+def shown(*candidates: Candidate, width: int = 0) -> list[str]:
+    """The rows of the table, without the lines above."""
+    plan = Plan(Digest.of(b"plan"), 1, "acme/tiny", (), SamplingParams())
+    features = features_of(PROMPT, seen=PROMPT)
+    result = RoutingResult(plan, (), candidates, features, "minilm", ("nobody",), (), {})
+    head, note, empty, *rows = routing_text(result, width=width).splitlines()
+    assert (head, note, empty) == ("base acme/tiny, encoder minilm", "  nobody", "")
+    return rows
+
+
+def test_a_pipe_gets_the_whole_text_that_is_closest() -> None:
+    header, row = shown(candidate("acme/sort"))
+    assert header == "USED  SCORE  SHARE  COSINE  EXPERT           WHY"
+    assert row == f"no    0.20   0.30   0.50    acme/sort@1.0.0  below 0.50; closest: {LONG}"
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    chosen = candidate("acme/sort").accepted(f"best of 2: share 0.30, cosine 0.50 to {LONG}")
+    rows = shown(chosen, candidate("acme/other"), width=width)
+    assert max(map(len, rows)) <= width
+    assert rows[2].rstrip("…") in shown(chosen, candidate("acme/other"))[2]
+
+
+def test_a_text_that_only_a_word_of_fits_is_left_out() -> None:
+    rows = shown(candidate("acme/sort"), width=80)
+    assert rows[1].endswith("  below 0.50")
+
+
+def test_what_was_not_compared_has_no_score() -> None:
+    far = candidate("acme/far", share=None, support=None, score=0.0)
+    vetoed = far.vetoed_because("not for prompts with 'joke', says its manifest")
+    rows = shown(far, vetoed)
+    assert rows[1] == "no    -      -      0.50    acme/far@1.0.0  others are closer"
+    assert rows[2].endswith("-      -      0.50    acme/far@1.0.0  not for prompts with 'joke'")
+
+
+def test_who_is_excluded_is_told_without_the_word_refused() -> None:
+    barred = candidate("acme/sort").barred_because("refused: the key that signed it was revoked")
+    assert shown(barred)[1].endswith("  the key that signed it was revoked")
+
+
+def test_a_package_with_flags_is_called_suspicious() -> None:
+    flagged = candidate("acme/sort", flags=(Flag("stuffed", "it has 76 keywords"),))
+    assert shown(flagged, width=80)[1].endswith("  below 0.50, suspicious")
+
+
+def test_there_is_no_negative_nought() -> None:
+    assert "  0.00   0.50  " in shown(candidate("acme/sort", share=-0.001, score=0.0))[1]
+
+
+def test_of_a_hundred_experts_the_best_are_shown_and_all_that_were_chosen() -> None:
+    many = [candidate(f"acme/sort-{n}") for n in range(99)]
+    rows = shown(*many, candidate("acme/chosen").accepted("required by acme/sort-0"))
+    assert [row.split()[4] for row in rows[1:13]] == [f"acme/sort-{n}@1.0.0" for n in range(12)]
+    assert "acme/chosen@1.0.0" in rows[13]
+    assert rows[14:] == ["and 87 more, which --json shows"]
