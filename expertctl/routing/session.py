@@ -16,6 +16,9 @@ from expertctl.routing.request import RouteRequest
 from expertctl.routing.roster import Roster
 from expertctl.store.base_record import StoredBase
 
+ROSTERS = 16
+"""How many are kept: whoever asks may leave out other experts every time."""
+
 _Key = tuple[object, ...]
 
 
@@ -51,8 +54,9 @@ class PlanningSession:
         return planned
 
     def check_integrity(self) -> None:
-        """Check that no roster names an expert that was not read."""
+        """Check that no roster names an expert that was not read, and that there are few."""
         self._cache.check_integrity()
+        assert len(self._rosters) <= ROSTERS
         known = {expert.digest for expert in self.inventory.experts}
         for roster in self._rosters.values():
             assert {expert.digest for expert in roster.experts} <= known
@@ -64,6 +68,8 @@ class PlanningSession:
             self._rosters.clear()
         key = (base.name, base.identity, request.exclude, request.allow_base_mismatch)
         if key not in self._rosters:
+            while len(self._rosters) >= ROSTERS:
+                del self._rosters[next(iter(self._rosters))]
             self._rosters[key] = self.planner.roster(request, base, experts)
         self._revision = self._now()  # making one may have added vectors
         return self._rosters[key]

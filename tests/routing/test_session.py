@@ -10,7 +10,7 @@ from expertctl.routing.candidate import Installed
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import Forced, RouteRequest, parse_target
 from expertctl.routing.roster import Roster
-from expertctl.routing.session import PlanningSession
+from expertctl.routing.session import ROSTERS, PlanningSession
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
 from tests.factories import write_base
@@ -114,3 +114,10 @@ def test_what_is_installed_meanwhile_is_seen_by_the_next_session(
     assert session.plan(request).experts == ()
     renewed = PlanningSession(planner)
     assert [e.ref for e in renewed.plan(request).experts] == ["acme/plurals@1.0.0"]
+
+
+def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(planner: Planner) -> None:
+    session = PlanningSession(planner)
+    for n in range(ROSTERS + 4):
+        session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{n}"),)))
+        session.check_integrity()
