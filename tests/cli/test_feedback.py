@@ -79,8 +79,8 @@ def test_nothing_leaves_the_machine(
 
     catalogue.history.record(a_job(1))
     monkeypatch.setattr(socket.socket, "connect", refuse)
-    expertctl("feedback", "last", "good")
-    expertctl("stats")
+    assert "acme/x@1.0.0" in expertctl("feedback", "last", "good").out
+    assert "acme/x@1.0.0" in expertctl("stats").out
 
 
 @pytest.mark.parametrize("words", [[], ["fine"], ["good", "bad"], ["GOOD"]])

@@ -11,8 +11,8 @@ from expertctl.routing.index import RoutingIndex
 from expertctl.routing.numerics import numeric_settings
 from expertctl.routing.plan import plan_identity
 from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.remarks import LEXICAL_NOTE
 from expertctl.routing.request import Forced, parse_forced
-from expertctl.routing.router import LEXICAL_NOTE
 from expertctl.schema.manifest import Decoding
 from expertctl.store.base_record import StoredBase
 from expertctl.store.flags import Flag

