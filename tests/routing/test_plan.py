@@ -88,7 +88,7 @@ experts = st.builds(
     kind=st.sampled_from(
         ["lora", "dora", "ia3", "soft_prompt", "lora+ia3", "soft_prompt+lora+dora+ia3"]
     ),
-    score=st.floats(-1, 1).map(lambda score: round(score, 4)),
+    score=st.floats(0, 1).map(lambda score: round(score, 4)),
     weight=st.floats(-10, 10),
     reason=st.text(max_size=50),
 )

@@ -33,9 +33,10 @@ def test_a_route_document_is_read() -> None:
                 content_digest=Digest("1" * 64),
                 package_digest=Digest("2" * 64),
                 kind="lora",
-                score=0.87,
+                score=0.97,
                 weight=1.0,
-                reason="closest of 2 experts, cosine 0.93",
+                reason="best of 2, score 0.97: share 0.94, cosine 0.93 to its example "
+                "'List the users over 30'",
             ),
         ),
         params=SamplingParams(temperature=0.2, repetition_penalty=1.0, stop=(";",)),
