@@ -75,7 +75,7 @@ PRIORS = {
     "static": Calibration(0.93, 9.0),
     "lexical": Calibration(0.38, 9.0),
 }
-"""By encoder, measured with one to ten experts of one to five examples each (ADR 4)."""
+"""By encoder, measured with one to ten experts of one to five examples each (ADR 12)."""
 
 
 def prior_of(encoder: str) -> Calibration:
