@@ -15,7 +15,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, quantiles
 from tempfile import TemporaryDirectory
@@ -47,6 +47,7 @@ TARGETS = {
     ("left to the base", 10): ">= 0.75",
 }
 _BETWEEN_WORDS = re.compile(r"[^a-z0-9]+")
+_LONGEST_NAME = 60
 
 Labelled = Sequence[tuple[str, str | None]]
 """Texts and their labels; ``None`` is out of scope."""
@@ -128,7 +129,7 @@ class Setting:
     def result(self, train: Labelled, test: Labelled, *, n: int, seed: int) -> Result:
         """Draw examples, make experts of them, and route every test text."""
         drawn = draw(train, n=n, seed=seed)
-        described = [described_as(label, examples) for label, examples in drawn.items()]
+        described = described_all(drawn)
         experts = made_up(described, self.like)
         index = RoutingIndex(self.folder / f"{n}-{seed}", self.encoder)
         roster = roster_of(RouteRequest(prompt="any"), experts, base=self.base, index=index)
@@ -154,7 +155,7 @@ class Setting:
 def read_labelled(path: Path) -> Labelled:
     """Read lines of ``{"text": …, "label": …}``."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [(line["text"], line["label"]) for line in lines]
+    return [(line["text"], _label(line["label"])) for line in lines]
 
 
 def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
@@ -165,24 +166,41 @@ def read_clinc(path: Path) -> tuple[Labelled, Labelled]:
 
 
 def draw(train: Labelled, *, n: int, seed: int) -> dict[str, tuple[str, ...]]:
-    """Draw so many examples of every label."""
+    """Draw so many examples of every label, or all there are."""
     texts: dict[str, list[str]] = {}
     for text, label in train:
         if label is not None:
             texts.setdefault(label, []).append(text)
     rng = random.Random(seed)  # a sample
-    return {label: tuple(rng.sample(texts[label], n)) for label in sorted(texts)}
+    return {
+        label: tuple(rng.sample(texts[label], min(n, len(texts[label])))) for label in sorted(texts)
+    }
+
+
+def described_all(drawn: Mapping[str, tuple[str, ...]]) -> list[Described]:
+    """Return the expert of every label; labels that would be named alike get a number."""
+    made: dict[str, Described] = {}
+    for number, (label, examples) in enumerate(drawn.items()):
+        described = described_as(label, examples)
+        if described.name in made:
+            described = replace(described, name=f"{described.name}-{number}")
+        made[described.name] = described
+    return list(made.values())
 
 
 def described_as(label: str, examples: tuple[str, ...]) -> Described:
     """Return the expert of a label."""
-    words = _BETWEEN_WORDS.split(label.lower())
+    words = [word for word in _BETWEEN_WORDS.split(label.lower()) if word]
     return Described(
-        name=f"intents/{'-'.join(filter(None, words))}",
-        description=" ".join(filter(None, words)),
+        name=f"intents/{'-'.join(words)[:_LONGEST_NAME].strip('-') or 'unnamed'}",
+        description=" ".join(words) or label,
         keywords=(),
         examples=examples,
     )
+
+
+def _label(label: object) -> str | None:
+    return None if label is None else str(label)
 
 
 def _best(decision: Decision) -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.routing_quality import (
     CLINC,
+    described_all,
     described_as,
     draw,
     measured,
@@ -42,6 +43,19 @@ def test_a_label_is_an_expert_by_its_words() -> None:
     expert = described_as("Book Hotel_v2", ("a", "b"))
     assert (expert.name, expert.description) == ("intents/book-hotel-v2", "book hotel v2")
     assert (expert.keywords, expert.examples) == ((), ("a", "b"))
+
+
+def test_labels_of_any_spelling_become_experts_of_their_own() -> None:
+    drawn = {"Pay bill?": ("a",), "pay-bill": ("b",), "支払う": ("c",), "x" * 90: ("d",)}
+    names = [each.name for each in described_all(drawn)]
+    assert names == [
+        "intents/pay-bill",
+        "intents/pay-bill-1",
+        "intents/unnamed",
+        f"intents/{'x' * 60}",
+    ]
+    assert [each.description for each in described_all(drawn)][2] == "支払う"
+    assert draw([("a", "l"), ("b", "l")], n=5, seed=0)["l"] in {("a", "b"), ("b", "a")}
 
 
 def test_lines_of_any_data_set_are_read(tmp_path: Path) -> None:
