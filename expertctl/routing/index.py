@@ -141,21 +141,9 @@ class RoutingIndex:
         table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
-    @property
-    def digests(self) -> list[Digest]:
-        """The content digest of every position, of those that were forgotten too."""
-        table = self.table
-        return [table.digest(position) for position in range(len(table))]
-
     def digest(self, position: int) -> Digest:
         """Return the content digest of the expert at a position."""
         return self.table.digest(position)
-
-    def rows(self, digest: Digest) -> Vectors | None:
-        """Return the rows of an expert, see `expert_texts`; ``None`` when it is not here."""
-        table = self.table
-        at = table.positions([digest])
-        return None if at[0] < 0 else table.rows[table.rows_of(at)]
 
     def positions(self, digests: Iterable[Digest]) -> Rows:
         """Return where experts are; those that are not in the index are left out."""
@@ -193,22 +181,6 @@ class RoutingIndex:
             last = self._last = (prompt, self.encoder.encode_deep([prompt]))
         return last[1]
 
-    def vector(self, prompt: str) -> Vectors:
-        """Return the unit vector of a prompt."""
-        row: Vectors = self.encoded(prompt).rows[0]
-        return row
-
-    def similarities(
-        self, prompt: str, *, always: Iterable[Digest] = ()
-    ) -> dict[Digest, Similarity]:
-        """Return how close the experts are: all, or with a graph the closest and ``always``."""
-        table = self.table
-        if not table.alive.any():
-            return {}
-        query = self.vector(prompt)
-        near = self.search(query, count=len(table))
-        return self._meant(self.measure(query, self.positions(always))) | self._meant(near)
-
     def check_integrity(self) -> None:
         """Check what the class promises about its state.
 
@@ -217,12 +189,6 @@ class RoutingIndex:
         """
         for store in (self._rows, self._deep):
             _check(store)
-
-    def _meant(self, found: Found) -> dict[Digest, Similarity]:
-        """Return what was found, the closest first, with cosines that thresholds hold for."""
-        meant = self.encoder.calibrate(found.cosines).tolist()
-        told = zip(found.experts.tolist(), meant, found.texts.tolist(), strict=True)
-        return {self.digest(at): Similarity(cosine, text) for at, cosine, text in told}
 
     def _missing(self, experts: Texts) -> Texts:
         """Return the experts that have no vectors here."""

@@ -22,6 +22,7 @@ from expertctl.routing.vector_store import LOCK_FILE
 from expertctl.routing.vector_table import Vectors, VectorTable
 from expertctl.schema.manifest import Manifest
 from tests.routing.experts import content_digest, manifest
+from tests.routing.searched import found_for, vector_of
 
 needs_hnswlib = pytest.mark.skipif(
     find_spec("hnswlib") is None, reason="the extra `ann` is not installed"
@@ -56,22 +57,21 @@ class OtherEncoder(LexicalEncoder):
 
 def test_an_expert_is_as_close_as_its_closest_text(index: RoutingIndex) -> None:
     index.add(BOTH)
-    found = index.similarities("query the orders table")
-    assert found[content_digest(SQL.ref)].cosine == pytest.approx(1)
-    assert found[content_digest(SQL.ref)].text == 2
-    assert found[content_digest(SORT.ref)].cosine < 0.3
-    assert index.similarities("Sorts numbers.")[content_digest(SORT.ref)].text == 0
+    found = found_for(index, "query the orders table")
+    assert found[content_digest(SQL.ref)] == (pytest.approx(1), 2)
+    assert found[content_digest(SORT.ref)][0] < 0.1
+    assert found_for(index, "Sorts numbers.")[content_digest(SORT.ref)][1] == 0
     index.check_integrity()
 
 
 def test_of_equal_texts_the_first_is_named(index: RoutingIndex) -> None:
     doubled = manifest("acme/twice", examples=("sort it", "SORT it"))
     index.add(texts(doubled))
-    assert index.similarities("sort it")[content_digest(doubled.ref)].text == 1
+    assert found_for(index, "sort it")[content_digest(doubled.ref)][1] == 1
 
 
 def test_an_empty_index_finds_nothing_and_writes_nothing(index: RoutingIndex) -> None:
-    assert index.similarities("anything") == {}
+    assert found_for(index, "anything") == {}
     assert not index.folder.exists()
 
 
@@ -81,7 +81,7 @@ def test_vectors_are_kept_and_not_made_again(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, again)
     index.add(BOTH)
     assert again.encoded == []
-    assert set(index.similarities("sort")) == set(BOTH)
+    assert set(index.table.digests) == set(BOTH)
     assert (tmp_path / JOURNAL_FILE).stat().st_mode & 0o777 == 0o600
 
 
@@ -92,7 +92,7 @@ def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
     assert len(other.encoded) == 7  # two descriptions, three examples, two names
     RoutingIndex(tmp_path, other).check_integrity()
     index = RoutingIndex(tmp_path, other)
-    index.similarities("x")
+    assert index.table.digests
     index._rows.encoder = OtherEncoder("three")
     with pytest.raises(StoreError, match="made by another encoder"):
         index.check_integrity()
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_made_again(index: RoutingIndex, data: bytes) -> None:
     (index.folder / JOURNAL_FILE).write_bytes(data)
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.add(BOTH)
-    assert set(fresh.similarities("sort")) == set(BOTH)
+    assert set(fresh.table.digests) == set(BOTH)
     fresh.check_integrity()
 
 
@@ -130,11 +130,11 @@ def test_the_files_can_be_deleted_at_any_time(index: RoutingIndex) -> None:
 def test_experts_are_forgotten_and_all_made_again(index: RoutingIndex) -> None:
     index.add(BOTH)
     index.remove([content_digest(SQL.ref), content_digest("acme/unknown@1.0.0")])
-    assert set(RoutingIndex(index.folder, LexicalEncoder()).similarities("sql")) == set(texts(SORT))
+    assert set(RoutingIndex(index.folder, LexicalEncoder()).table.digests) == set(texts(SORT))
     index.rebuild(texts(SQL))
-    assert set(index.similarities("sql")) == set(texts(SQL))
+    assert set(index.table.digests) == set(texts(SQL))
     index.rebuild({})
-    assert index.similarities("sql") == {}
+    assert found_for(index, "sql") == {}
     index.check_integrity()
 
 
@@ -142,7 +142,7 @@ def test_an_unwritable_home_keeps_vectors_in_memory_and_says_so(tmp_path: Path) 
     (tmp_path / "file").write_text("in the way")
     index = RoutingIndex(tmp_path / "file" / "home", LexicalEncoder())
     index.add(BOTH)
-    assert set(index.similarities("sort")) == set(BOTH)
+    assert set(index.table.digests) == set(BOTH)
     assert index.notes[0].startswith("the routing index was not saved: ")
 
 
@@ -154,10 +154,10 @@ def test_a_full_disk_keeps_vectors_in_memory(
 
     monkeypatch.setattr(os, "fsync", full)
     index.add(BOTH)
-    assert set(index.similarities("sort")) == set(BOTH)
+    assert set(index.table.digests) == set(BOTH)
     assert "No space left" in index.notes[0]
     index.remove(BOTH)
-    assert index.similarities("sort") == {}
+    assert found_for(index, "sort") == {}
     with pytest.raises(DiskFullError):
         index.rebuild(BOTH)
     assert {path.name for path in index.folder.rglob("*")} <= {DEEP_FOLDER, LOCK_FILE}
@@ -168,8 +168,8 @@ def test_a_prompt_is_encoded_once_for_several_bases(tmp_path: Path) -> None:
     index = RoutingIndex(tmp_path, encoder)
     index.add(BOTH)
     encoder.encoded.clear()
-    assert index.similarities("sort") == index.similarities("sort")
-    index.similarities("other")
+    assert found_for(index, "sort") == found_for(index, "sort")
+    assert index.encoded("other").rows.shape == (1, encoder.dimensions)
     assert encoder.encoded == ["sort", "other"]
 
 
@@ -182,17 +182,17 @@ def test_a_lock_that_is_held_for_too_long_is_no_deadlock(
         index.add(BOTH)
         with pytest.raises(StoreError, match="held for too long"):
             index.rebuild(BOTH)
-    assert set(index.similarities("sort")) == set(BOTH)
+    assert set(index.table.digests) == set(BOTH)
     assert "held for too long" in index.notes[0]
 
 
 def test_what_another_process_published_meanwhile_is_kept(index: RoutingIndex) -> None:
     other = RoutingIndex(index.folder, LexicalEncoder())
     index.add(texts(SORT))
-    other.similarities("read before the next one writes")
+    assert other.table.digests  # read before the next one writes
     other.add(texts(SORT, SQL))
     index.add(texts(manifest("acme/third")))
-    assert len(RoutingIndex(index.folder, LexicalEncoder()).similarities("x")) == 3
+    assert len(RoutingIndex(index.folder, LexicalEncoder()).table.digests) == 3
 
 
 def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
@@ -207,26 +207,25 @@ def test_integrity_names_a_row_that_is_not_a_unit(index: RoutingIndex) -> None:
 
 def test_a_search_names_positions_and_the_closest_text_of_each(index: RoutingIndex) -> None:
     index.add(BOTH)
-    found = index.search(index.vector("query the orders table"))
-    assert [index.digests[position] for position in found.experts] == [
+    found = index.search(vector_of(index, "query the orders table"))
+    assert [index.digest(position) for position in found.experts] == [
         content_digest(SQL.ref),
         content_digest(SORT.ref),
     ]
     assert found.cosines[0] == pytest.approx(1)
     assert found.texts[0] == 2
     only = index.allow([content_digest(SORT.ref), content_digest("acme/absent@1.0.0")])
-    assert index.search(index.vector("query"), allowed=only).experts.tolist() == [0]
-    measured = index.measure(index.vector("query"), index.positions([content_digest(SQL.ref)]))
+    assert index.search(vector_of(index, "query"), allowed=only).experts.tolist() == [0]
+    measured = index.measure(vector_of(index, "query"), index.positions([content_digest(SQL.ref)]))
     assert measured.experts.tolist() == [1]
 
 
 def test_the_rows_of_an_expert_are_those_of_its_texts(index: RoutingIndex) -> None:
     index.add(BOTH)
-    rows = index.rows(content_digest(SORT.ref))
-    assert rows is not None
+    at = index.positions([content_digest(SORT.ref), content_digest("acme/absent@1.0.0")])
+    rows = index.table.rows[index.table.rows_of(at)]
     texts_ = ["Sorts numbers.", "Sort these numbers: 3, 1, 2", "sort"]
     assert np.array_equal(rows, index.encoder.encode(texts_))
-    assert index.rows(content_digest("acme/absent@1.0.0")) is None
 
 
 def test_forgetting_much_writes_what_is_left_anew(index: RoutingIndex) -> None:
@@ -238,8 +237,8 @@ def test_forgetting_much_writes_what_is_left_anew(index: RoutingIndex) -> None:
     assert index.revision != revision
     index.remove(list(many)[3:5])
     assert index.positions(many).tolist() == [0, 1, 2, 3, 4]
-    assert set(index.similarities("do 7")) == set(list(many)[5:])
-    assert [index.digest(n) for n in range(5)] == index.digests == list(many)[5:]
+    assert set(index.table.digests) == set(list(many)[5:])
+    assert [index.digest(n) for n in range(5)] == list(many)[5:]
     index.check_integrity()
 
 
@@ -250,10 +249,10 @@ def test_what_was_forgotten_is_never_found_and_may_come_back(index: RoutingIndex
     everyone = index.allow(many)
     index.remove([gone])
     for allowed in (None, everyone):
-        found = index.search(index.vector("do job7 now"), allowed=allowed)
+        found = index.search(vector_of(index, "do job7 now"), allowed=allowed)
         assert gone not in {index.digest(at) for at in found.experts}
     index.add({gone: many[gone]})
-    found = index.search(index.vector("do job7 now"))
+    found = index.search(vector_of(index, "do job7 now"))
     assert index.digest(found.experts[0]) == gone
 
 
@@ -262,10 +261,10 @@ def test_a_process_that_did_not_see_a_removal_forgets_too_when_it_writes(
 ) -> None:
     other = RoutingIndex(index.folder, LexicalEncoder())
     index.add(BOTH)
-    other.similarities("sort")
+    assert set(other.table.digests) == set(BOTH)
     index.remove([content_digest(SQL.ref)])
     other.remove([content_digest(SQL.ref)])
-    assert set(other.similarities("sort")) == set(texts(SORT))
+    assert set(other.table.digests) == set(texts(SORT))
 
 
 def test_a_row_that_was_changed_on_the_disk_is_told(
@@ -353,11 +352,11 @@ def test_making_all_again_builds_a_graph_where_it_pays_and_removes_it_where_not(
     fresh = RoutingIndex(index.folder, LexicalEncoder())
     fresh.prepare()
     for each in (index, fresh):
-        found = each.search(each.vector("does job7"), count=10)
+        found = each.search(vector_of(each, "does job7"), count=10)
         assert each.digest(found.experts[0]) == content_digest("acme/e7@1.0.0")
         assert len(found) < 10  # the owners of the ten closest rows
-        near = each.similarities("does job7", always=[content_digest("acme/e39@1.0.0")])
-        assert content_digest("acme/e39@1.0.0") in near
+        named = each.positions([content_digest("acme/e39@1.0.0")])
+        assert each.measure(vector_of(each, "does job7"), named).experts.tolist() == [39]
     index.remove(list(many)[:20])
     assert not (index.folder / GRAPH_FILE).exists()
     index.rebuild(many)
@@ -380,7 +379,7 @@ def test_a_graph_that_was_built_too_late_is_thrown_away(
     monkeypatch.setattr(indexes, "build_graph", overtaken)
     index.rebuild(many)
     assert not (index.folder / GRAPH_FILE).exists()
-    assert len(RoutingIndex(index.folder, LexicalEncoder()).similarities("x")) == 1
+    assert len(RoutingIndex(index.folder, LexicalEncoder()).table.digests) == 1
 
 
 def test_forgetting_what_is_not_there_writes_nothing(index: RoutingIndex) -> None:

@@ -9,6 +9,7 @@ import pytest
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.lexical import LexicalEncoder
 from tests.routing.experts import content_digest, manifest
+from tests.routing.searched import vector_of
 from tests.routing.test_index import BOTH, SQL, texts
 
 
@@ -27,7 +28,7 @@ def test_several_processes_lose_nothing(tmp_path: Path) -> None:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0, 0]
     index = RoutingIndex(tmp_path, LexicalEncoder())
-    assert len(index.similarities("x")) == 15
+    assert len(index.table.digests) == 15
     index.check_integrity()
 
 
@@ -47,12 +48,12 @@ def test_readers_always_find_a_whole_index_while_another_process_writes(tmp_path
     writer.start()
     for _ in range(100_000):
         reader = RoutingIndex(tmp_path, LexicalEncoder())
-        found = reader.search(reader.vector("query the orders table"))
+        found = reader.search(vector_of(reader, "query the orders table"))
         assert reader.digest(found.experts[0]) == content_digest(SQL.ref)
         if not writer.is_alive():
             break
     writer.join()
     assert writer.exitcode == 0
     last = RoutingIndex(tmp_path, LexicalEncoder())
-    assert set(last.similarities("sort")) == set(BOTH)
+    assert set(last.table.digests) == set(BOTH)
     last.check_integrity()
