@@ -105,7 +105,7 @@ class VectorStore:
         with disk_errors(self.folder / JOURNAL_FILE):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             try:
-                with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS):
+                with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS, mode=0o600):
                     yield
             except Timeout as error:
                 raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
@@ -117,8 +117,8 @@ class VectorStore:
 
     def _appended(self, table: VectorTable, added: Mapping[Digest, Vectors]) -> VectorTable:
         new = table.lacking(added)
-        if not table.generation:
-            return self._files.replace(table.with_entries(new))
+        if not table.generation:  # what was made so far is kept, if another encoder wrote meanwhile
+            return self._files.replace(self.table.with_entries(new))
         self._files.restamp(table.stamp)
         return self._files.append(new) if new else table
 

@@ -80,6 +80,16 @@ def test_vectors_of_another_encoder_do_not_count(tmp_path: Path) -> None:
     assert len(store(tmp_path).table) == 0
 
 
+def test_what_was_made_outlives_another_encoder_that_writes_between(tmp_path: Path) -> None:
+    one, other = store(tmp_path), store(tmp_path, "two")
+    one.append(some(1))
+    other.append(some(1))
+    one.append(some(2))
+    assert one.table.digests == [expert(1), expert(2)]
+    assert store(tmp_path).table.digests == [expert(1), expert(2)]
+    assert other.table.digests == [expert(1)]
+
+
 def test_the_same_encoder_in_another_place_counts(tmp_path: Path) -> None:
     store(tmp_path, "one@here").append(some(1))
     moved = store(tmp_path, "one@there")
