@@ -28,6 +28,7 @@ from expertctl.routing.fewer import Dropped, without_least
 from expertctl.routing.follow_up import plan_follow_up
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.session import PlanningSession
 from expertctl.store.transaction import expert_of
 
 Files = Mapping[Path, LocalExpert]
@@ -72,7 +73,7 @@ def paths_of(request: RunRequest) -> list[Path]:
     return list(dict.fromkeys(e.path for e in request.experts if isinstance(e, FileExpert)))
 
 
-def plan_request(planner: Planner, request: RunRequest, files: Files) -> Planned:
+def plan_request(session: PlanningSession, request: RunRequest, files: Files) -> Planned:
     """Plan a request.
 
     Raises:
@@ -84,18 +85,21 @@ def plan_request(planner: Planner, request: RunRequest, files: Files) -> Planned
     ]
     routed = replace(request.route, force=force)
     if routed.engine == "native":
-        return _planned(planner, request, routed, offered)
+        return _planned(session, request, routed, offered)
     if request.on_budget != "refuse":
         raise UsageError(
             f"--engine transformers does not know --on-budget {request.on_budget}",
             hint="leave out --on-budget",
         )
     chosen = bool(force) or request.saved is not None
-    return plan_one(lambda one: _planned(planner, request, one, offered), routed, chosen=chosen)
+    return plan_one(lambda one: _planned(session, request, one, offered), routed, chosen=chosen)
 
 
 def _planned(
-    planner: Planner, request: RunRequest, routed: RouteRequest, offered: Sequence[Installed]
+    session: PlanningSession,
+    request: RunRequest,
+    routed: RouteRequest,
+    offered: Sequence[Installed],
 ) -> Planned:
     if request.saved is not None:
         if request.on_budget == "fewer":
@@ -103,10 +107,10 @@ def _planned(
                 "a saved plan is repeated with all its experts, never with fewer",
                 hint="leave out --on-budget fewer, or --plan",
             )
-        return planner.replay(request.saved.plan, routed, base=request.base)
+        return session.planner.replay(request.saved.plan, routed, base=request.base)
     if request.before is not None and not routed.force:
-        return plan_follow_up(planner, routed, request.before, base=request.base, files=offered)
-    return planner.plan(routed, base=request.base, files=offered)
+        return plan_follow_up(session, routed, request.before, base=request.base, files=offered)
+    return session.recall(routed, base=request.base, files=offered)
 
 
 def prepare(planner: Planner, request: RunRequest, planned: Planned, files: Files) -> Prepared:

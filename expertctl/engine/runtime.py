@@ -46,6 +46,7 @@ from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import DigestError
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.session import PlanningSession
 from expertctl.store.derived import Derived
 
 CPU = torch.device("cpu")
@@ -114,6 +115,7 @@ class Engine:
         self._derived = Derived(planner.store.paths.derived)
         self._admission = Admission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
+        self._session = PlanningSession(planner)
 
     def run(
         self, request: RunRequest, *, cancelled: Cancelled = never
@@ -130,7 +132,7 @@ class Engine:
         loads = self.tiers.traffic[Tier.RAM].loads
         with ExitStack() as stack:
             files = self._files(request, stack)
-            planned = plan_request(self._planner, request, files)
+            planned = plan_request(self._session, request, files)
             clock.lap("route")
             stack.enter_context(failures_of(planned, self._planner.catalogue))
             prepared = self._prepared(request, planned, files)
@@ -157,7 +159,7 @@ class Engine:
         Raises:
             ExpertError: whatever is wrong with the request or the experts.
         """
-        return plan_request(self._planner, request, self._outlines(request))
+        return plan_request(self._session, request, self._outlines(request))
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request of this key."""

@@ -45,13 +45,13 @@ class DecisionCache:
         """Begin with nothing."""
         self.most = most
         self._plans: OrderedDict[Question, Planned] = OrderedDict()
-        self._revision = ""
+        self._revision: object = ""
 
     def __len__(self) -> int:
         """How many plans are kept."""
         return len(self._plans)
 
-    def find(self, question: Question, *, revision: str) -> Planned | None:
+    def find(self, question: Question, *, revision: object) -> Planned | None:
         """Return what was planned, unless something has changed since; all is forgotten then."""
         if revision != self._revision:
             self._plans.clear()

@@ -10,14 +10,16 @@ from dataclasses import replace
 from expertctl.errors import NotFoundError
 from expertctl.routing.candidate import Installed
 from expertctl.routing.plan import Plan
-from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.planner import Planned
 from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.session import PlanningSession
+from expertctl.store.store import Store
 
 KEPT = "kept from the turn before"
 
 
 def plan_follow_up(
-    planner: Planner,
+    session: PlanningSession,
     request: RouteRequest,
     before: Plan,
     *,
@@ -27,14 +29,14 @@ def plan_follow_up(
     """Plan a prompt that follows one which was answered by the plan ``before``.
 
     Raises:
-        ExpertError: as `Planner.plan` does, also when an expert of that plan is gone.
+        ExpertError: as `PlanningSession.recall` does, also when an expert of that plan is gone.
     """
-    planned = planner.plan(request, base=base, files=files)
+    planned = session.recall(request, base=base, files=files)
     if planned.experts or request.base_alone or not before.experts:
         return planned
-    _demand_installed(planner, before)
+    _demand_installed(session.planner.store, before)
     force = tuple(Forced(expert.content_digest, expert.weight) for expert in before.experts)
-    kept = planner.plan(replace(request, force=force), base=base or before.base, files=files)
+    kept = session.recall(replace(request, force=force), base=base or before.base, files=files)
     experts = tuple(replace(expert, reason=KEPT) for expert in kept.result.plan.experts)
     result = replace(
         kept.result,
@@ -44,11 +46,11 @@ def plan_follow_up(
     return replace(kept, result=result)
 
 
-def _demand_installed(planner: Planner, plan: Plan) -> None:
+def _demand_installed(store: Store, plan: Plan) -> None:
     """Say by name who is gone; only the digests of a plan are looked up."""
     for expert in plan.experts:
         try:
-            planner.store.find(expert.content_digest)
+            store.find(expert.content_digest)
         except NotFoundError as error:
             raise NotFoundError(
                 f"{expert.ref}, which answered the turn before, is not installed any more",

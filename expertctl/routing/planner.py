@@ -113,10 +113,11 @@ class Planner:
         request: RouteRequest,
         *,
         base: str | None = None,
+        files: Sequence[Installed] = (),
         roster: RosterMaker | None = None,
     ) -> Planned:
         """Plan one of many prompts on one reading of the installed experts; raises as `plan`."""
-        return self._planned(request, inventory, base=base, roster=roster)
+        return self._planned(request, inventory, base=base, files=files, roster=roster)
 
     def _planned(
         self,

@@ -1,20 +1,22 @@
-"""`PlanningSession`: many prompts on one reading of a home.
+"""`PlanningSession`: many prompts to one home, of which no more is read than has changed.
 
-Installed experts are read once, and who of them may answer is worked out once for each base and
-each way of asking; it is worked out again when vectors or what was learnt from runs have changed.
-So is what was planned for a prompt, which is remembered where the caller wants that.
+Installed experts are read again when one came or went or trust changed, by any process; who of them
+may answer is worked out once for each base and each way of asking, until vectors or what was learnt
+from runs change too. So is what was planned for a prompt, which is remembered where the caller
+wants that.
 """
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from expertctl.routing.candidate import Installed
 from expertctl.routing.decision_cache import DecisionCache, Question, as_asked
-from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.roster import Roster
 from expertctl.store.base_record import StoredBase
+from expertctl.store.file_mark import stamp_of
+from expertctl.store.flags import FILE as FLAGGED_FILE
 
 ROSTERS = 16
 """How many are kept: whoever asks may leave out other experts every time."""
@@ -23,34 +25,50 @@ _Key = tuple[object, ...]
 
 
 class PlanningSession:
-    """Plans prompts one after the other; what is installed meanwhile is not seen."""
+    """Plans prompts one after the other."""
 
     def __init__(self, planner: Planner) -> None:
-        """Begin with the experts that are installed now."""
+        """Remember whose; nothing is read yet."""
         self.planner = planner
-        self.inventory = planner.inventory()
+        self._kept: tuple[_Key, Inventory] | None = None
         self._rosters: dict[_Key, Roster] = {}
-        self._revision = ""
+        self._revision: _Key = ()
         self._cache = DecisionCache()
 
-    def plan(self, request: RouteRequest, *, base: str | None = None) -> Planned:
-        """Plan one prompt as `Planner.plan` does; raises as it does."""
-        return self.planner.plan_from(self.inventory, request, base=base, roster=self._roster)
+    @property
+    def inventory(self) -> Inventory:
+        """The experts that are installed now."""
+        mark, kept = self._installed(), self._kept
+        if kept is None or kept[0] != mark:
+            self._rosters.clear()
+            kept = self._kept = (mark, self.planner.inventory())
+        return kept[1]
 
-    def recall(self, request: RouteRequest, *, base: str | None = None) -> Planned:
+    def plan(
+        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
+    ) -> Planned:
+        """Plan one prompt as `Planner.plan` does; raises as it does."""
+        roster = None if files else self._roster  # those of files are not worth keeping
+        inventory = self.inventory
+        return self.planner.plan_from(inventory, request, base=base, files=files, roster=roster)
+
+    def recall(
+        self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
+    ) -> Planned:
         """Plan one prompt; what was planned for the same prompt before is given again.
 
-        Of its candidates only the first are left then, and the plan has a seed of its own. Raises
-        as `plan` does.
+        Of its candidates only the first are left then, and the plan has a seed of its own. With
+        ``files`` nothing is remembered. Raises as `plan` does.
         """
         start = time.perf_counter()
-        question = Question.of(request, base)
-        known = self._cache.find(question, revision=self._now())
+        question, before = Question.of(request, base), self._changes()
+        known = None if files else self._cache.find(question, revision=self._now())
         if known is not None:
             return as_asked(known, request, took_ms=(time.perf_counter() - start) * 1000)
-        planned = self.plan(request, base=base)
-        self._cache.find(question, revision=self._now())  # planning may have added vectors
-        self._cache.keep(question, planned)
+        planned = self.plan(request, base=base, files=files)
+        if not files and self._changes() == before:
+            self._cache.find(question, revision=self._now())  # planning may have added vectors
+            self._cache.keep(question, planned)
         return planned
 
     def check_integrity(self) -> None:
@@ -74,15 +92,16 @@ class PlanningSession:
         self._revision = self._now()  # making one may have added vectors
         return self._rosters[key]
 
-    def _now(self) -> str:
+    def _now(self) -> _Key:
+        """Return what changes with anything that a plan depends on."""
+        return self.planner.index.revision, *self._changes()
+
+    def _changes(self) -> _Key:
+        """Return what changes with all but the vectors, which planning itself may add."""
         planner = self.planner
-        bases = _changed_ns(planner.bases.folder)
-        return f"{planner.index.revision} {planner.catalogue.revision()} {bases}"
+        flagged = stamp_of(str(planner.index.folder / FLAGGED_FILE))
+        learnt = planner.catalogue.revision(), flagged
+        return *self._installed(), stamp_of(str(planner.bases.folder)), *learnt
 
-
-def _changed_ns(folder: Path) -> int:
-    """Return when something was added to a folder or removed; 0 where it is not there."""
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return 0
+    def _installed(self) -> _Key:
+        return self.planner.store.revision(), stamp_of(str(self.planner.trust.path))

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-_Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int]
 """Inode, size and time."""
-_Mark = tuple[_Stamp | None, _Stamp | None]
+_Mark = tuple[Stamp | None, Stamp | None]
 """Of the file and of its log."""
 
 _TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
@@ -31,7 +31,7 @@ class WhileUnchanged(Generic[T]):
 
     def get(self) -> T:
         """Return the answer, of now."""
-        mark, kept = (_stamp(self._paths[0]), _stamp(self._paths[1])), self._kept
+        mark, kept = (stamp_of(self._paths[0]), stamp_of(self._paths[1])), self._kept
         if kept is not None and kept[0] == mark:
             return kept[1]
         value = self._read()
@@ -39,7 +39,7 @@ class WhileUnchanged(Generic[T]):
         return value
 
 
-def _stamp(path: str) -> _Stamp | None:
+def stamp_of(path: str) -> Stamp | None:
     """Return what changes with a file; an empty log is none, as readers make one."""
     try:
         found = os.stat(path)  # noqa: PTH116  # called for each prompt: a `Path` takes twice as long

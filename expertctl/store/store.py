@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from expertctl.store.staging import Staging
     from expertctl.store.transaction import Added, Freed, Transaction
 
+_NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.7, 0.8
+"""How many names are suggested at most, and how alike they are, in part or in all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Store:
@@ -112,6 +115,13 @@ class Store:
                 changes.sweep()
                 folder = stack.enter_context(claim(self.paths.staging))
             yield Staging(folder)
+
+    def revision(self) -> int:
+        """Return a number that changes when an expert comes or goes; costs a microsecond."""
+        try:
+            return self.paths.refs.stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def transaction(self) -> "AbstractContextManager[Transaction]":
         """Keep all others from changing the store.
@@ -235,7 +245,18 @@ def _missing(wanted: Reference, now: Scan) -> NotFoundError:
 
 
 def near_names(name: str, names: Iterable[str]) -> list[str]:
-    """Return up to three names that look like another one."""
+    """Return up to three names that look like another one, those of its namespace first.
+
+    Of these only the last part is compared, and of all where no namespace is given: what all of
+    them share makes none more alike.
+    """
     from difflib import get_close_matches
 
-    return get_close_matches(name, sorted(set(names)), n=3)
+    namespace, slash, own = name.rpartition("/")
+    known = sorted(set(names))
+    mates = [other for other in known if not slash or other.startswith(f"{namespace}/")]
+    ends = {other.rpartition("/")[2] for other in mates}
+    near = get_close_matches(own, ends, n=_NEAR, cutoff=_ALIKE)
+    found = [other for end in near for other in mates if other.rpartition("/")[2] == end]
+    strangers = set(known).difference(mates)
+    return [*found, *get_close_matches(name, strangers, n=_NEAR, cutoff=_ALIKE_IN_ALL)][:_NEAR]

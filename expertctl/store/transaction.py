@@ -5,6 +5,7 @@ its folder flushed, then blobs that no ref names and no lease holds. So a proces
 between any two steps, and what refs say is there, is there.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -133,6 +134,7 @@ class Transaction:
         for folder in ref.parents[:3]:
             if not any(folder.iterdir()):
                 folder.rmdir()
+        self._say_so()
 
     def collect(self, *, age: float = STAGING_AGE) -> Freed:
         """Remove blobs that nothing needs, and folders of killed processes or gone packages.
@@ -172,6 +174,12 @@ class Transaction:
         make_folders(path.parent)
         publish(staging.ref, path)
         sync_folder(path.parent)
+        self._say_so()
+
+    def _say_so(self) -> None:
+        """Let those who read refs a while ago see that they changed: `Store.revision`."""
+        now = time.time_ns()
+        os.utime(self._paths.refs, ns=(now, now))
 
     def _free(self, digests: Iterable[Digest]) -> Freed:
         now = self.scan()

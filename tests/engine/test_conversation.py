@@ -172,6 +172,19 @@ def test_another_expert_is_another_plan_that_reads_all_again(
     assert changed.plan.experts[0].ref == "acme/two@1.0.0"
 
 
+def test_a_message_that_was_said_before_is_routed_from_memory(
+    engine: Engine, house: House, market: Market
+) -> None:
+    conversation = talk(engine)
+    plans = []
+    for prompt in (SORT, SORT, OTHER):
+        plans.append(say(conversation, prompt).result.planned.result)
+        conversation.reset()
+    assert ["remembered" in plan.timings_ms for plan in plans] == [False, True, False]
+    house.install(market.package("acme/sorting", **SORTING))
+    assert [e.ref for e in say(conversation, SORT).plan.experts] == ["acme/sorting@1.0.0"]
+
+
 def test_another_dtype_is_another_plan(engine: Engine) -> None:
     plain = pattern()
     rounded = replace(plain, route=replace(plain.route, dtype="bf16"))

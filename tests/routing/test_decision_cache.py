@@ -147,8 +147,6 @@ def test_all_is_forgotten_when_something_is_installed(
     request = RouteRequest(prompt=SORT)
     session.recall(request)
     house.install(shop.package("acme/plurals", description="Writes plurals."))
-    experts = session.planner.inventory().experts
-    session.planner.catalogue.add_all((expert.stored, expert.manifest) for expert in experts)
     assert not is_remembered(session.recall(request))
 
 

@@ -6,6 +6,7 @@ from expertctl.errors import NotFoundError, RevokedError
 from expertctl.routing.follow_up import KEPT, plan_follow_up
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
+from expertctl.routing.session import PlanningSession
 from tests.routing.test_planner import PLURALS, PROMPT, SORTING, named, planner, refs
 from tests.store.shop import House, Shop, a_key, fast, house, shop
 
@@ -22,7 +23,8 @@ def before(house: House, shop: Shop, planner: Planner) -> Planned:
 
 
 def follow(planner: Planner, before: Planned, prompt: str = OTHER, **route: bool) -> Planned:
-    return plan_follow_up(planner, RouteRequest(prompt=prompt, **route), before.result.plan)
+    request = RouteRequest(prompt=prompt, **route)
+    return plan_follow_up(PlanningSession(planner), request, before.result.plan)
 
 
 def test_who_answered_before_stays_in_order_with_the_weights(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.errors import NotFoundError
 from expertctl.reference import Reference
 from expertctl.routing.candidate import Installed
 from expertctl.routing.planner import Planner
@@ -14,7 +15,7 @@ from expertctl.routing.session import ROSTERS, PlanningSession
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
 from tests.factories import write_base
-from tests.store.shop import House, Shop, fast, house, shop
+from tests.store.shop import House, Shop, a_key, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
 
@@ -104,16 +105,47 @@ def test_after_the_vectors_changed_it_is_worked_out_again(
     assert len(made) == 2
 
 
-def test_what_is_installed_meanwhile_is_seen_by_the_next_session(
-    planner: Planner, house: House, shop: Shop
-) -> None:
+def test_what_comes_and_goes_meanwhile_is_seen(planner: Planner, house: House, shop: Shop) -> None:
     session = PlanningSession(planner)
+    session.plan(REQUESTS[0])
     plurals = {"description": "Writes plurals.", "routing": {"examples": ["Plural of wolf"]}}
     house.install(shop.package("acme/plurals", **plurals))
     request = RouteRequest(prompt="Plural of wolf")
+    (plurals_,) = session.plan(request).experts
+    assert plurals_.ref == "acme/plurals@1.0.0"
+    house.store.remove(plurals_.stored)
     assert session.plan(request).experts == ()
-    renewed = PlanningSession(planner)
-    assert [e.ref for e in renewed.plan(request).experts] == ["acme/plurals@1.0.0"]
+    session.check_integrity()
+
+
+def test_a_key_that_is_revoked_meanwhile_counts_at_once(planner: Planner, house: House) -> None:
+    session = PlanningSession(planner)
+    assert session.recall(REQUESTS[0]).experts != ()
+    house.trust.revoke(a_key("acme").public.key_id)
+    assert session.recall(REQUESTS[0]).experts == ()
+
+
+def test_installed_experts_are_read_once_as_long_as_nothing_changes(planner: Planner) -> None:
+    session = PlanningSession(planner)
+    assert session.inventory is session.inventory
+    session.plan(REQUESTS[0])
+    before = session.inventory
+    assert before is session.inventory
+
+
+def test_an_expert_from_a_file_is_planned_with_and_not_remembered(
+    planner: Planner, house: House, shop: Shop
+) -> None:
+    session = PlanningSession(planner)
+    offered = session.inventory.experts[0]
+    house.store.remove(offered.stored)
+    request = RouteRequest(prompt=SORT, seed=1, force=(Forced(offered.digest),))
+    for _ in range(2):
+        planned = session.recall(request, files=[offered])
+        assert planned.experts == (offered,)
+        assert "remembered" not in planned.result.timings_ms
+    with pytest.raises(NotFoundError):
+        session.recall(request)
 
 
 def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(planner: Planner) -> None:

@@ -130,6 +130,33 @@ def test_near_names_are_at_most_three() -> None:
     assert near_names("acme/sql", ["acme/sql1", "acme/sql2", "acme/sql3", "acme/sql4"])[3:] == []
 
 
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        ("starter/sortin", ["starter/sorting"]),
+        ("starter/unit", ["starter/units"]),
+        ("units", ["metric/units", "starter/units"]),
+        ("sortin", ["starter/sorting"]),
+        ("starte/json", ["starter/json"]),
+        ("starter/poems", []),
+        ("other/json", []),
+        ("", []),
+    ],
+)
+def test_names_are_alike_by_what_they_do_not_share(typed: str, near: list[str]) -> None:
+    known = [f"starter/{name}" for name in ("json", "past", "sorting", "units", "dates")]
+    assert near_names(typed, [*known, "metric/units"]) == near
+
+
+def test_whoever_looks_sees_that_an_expert_came_or_went(house: House, shop: Shop) -> None:
+    seen = [house.store.revision()]
+    put(house, shop.package())
+    seen.append(house.store.revision())
+    assert house.store.revision() == seen[-1]
+    house.store.remove(house.store.experts()[0])
+    assert len({*seen, house.store.revision()}) == 3
+
+
 def test_the_same_content_again_changes_nothing(house: House, shop: Shop) -> None:
     file = shop.package()
     assert add(house, file).outcome == "installed"
