@@ -52,6 +52,11 @@ class UsageError(ExpertError):
 
     code = "usage"
 
+    def __init__(self, message: str, *, hint: str = "", misnamed: str = "") -> None:
+        """Keep what somebody typed for the name of a package, too, where that is at fault."""
+        super().__init__(message, hint=hint)
+        self.misnamed = misnamed
+
 
 class MediaTypeError(UsageError):
     """The body of a request is in a form that is not read there."""

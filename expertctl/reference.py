@@ -143,6 +143,7 @@ class PackageName:
             raise UsageError(
                 f"{text[:80]!r} is not a package name",
                 hint="names look like acme/sql-gen: lower-case letters, digits, single dashes",
+                misnamed=text,
             )
         return cls(namespace, name)
 

@@ -138,7 +138,7 @@ def run(words: list[str]) -> int:
         result = get_command(app).main(words, prog_name="expertctl", standalone_mode=False)
         sys.stdout.flush()
     except ExpertError as error:
-        fail(error, as_json=as_json)
+        fail(_explained(error), as_json=as_json)
         return exit_code(error)
     except (KeyboardInterrupt, Abort):
         return INTERRUPTED
@@ -151,6 +151,15 @@ def run(words: list[str]) -> int:
         fail(short, as_json=as_json)
         return exit_code(short)
     return result if isinstance(result, int) else OK
+
+
+def _explained(error: ExpertError) -> ExpertError:
+    """Say which expert may be meant, where a name is at fault; the store is read only then."""
+    if not getattr(error, "misnamed", ""):
+        return error
+    from expertctl.cli.misnamed import explained
+
+    return explained(error)
 
 
 def _replace_closed_streams() -> None:

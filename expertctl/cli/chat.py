@@ -16,6 +16,7 @@ import typer
 
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
 from expertctl.cli.exit_codes import OK, exit_code
+from expertctl.cli.misnamed import explained
 from expertctl.cli.opening import open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
@@ -112,7 +113,10 @@ def chat(
     settings = load_settings()
     check_device(device or settings.device)
     if body == "-":
-        raise UsageError("a body cannot come from stdin: that is where the messages come from")
+        raise UsageError(
+            "a body cannot come from stdin: that is where the messages come from",
+            hint="write it to a file: --body FILE",
+        )
     message = UserMessage(prompt="?", body=body_of(body, "?"), template=template)
     message.text()
     pattern = RunRequest(
@@ -146,7 +150,9 @@ def chat(
     check_request(pattern.route)
     named = [parse_expert(text) for text in expert or ()]
     if named and no_experts:
-        raise UsageError("experts are forced and forbidden at once")
+        raise UsageError(
+            "experts are forced and forbidden at once", hint="leave out --expert or --no-experts"
+        )
     session = _open(pattern, settings, as_json=as_json, stats=stats)
     if named:
         session.conversation.use(named)
@@ -234,6 +240,7 @@ class _Session:
             self._refuse(said.text, error)
 
     def _refuse(self, text: str, error: ExpertError) -> None:
+        error = explained(error)
         fail(error, as_json=False)
         self._code = self._code or exit_code(error)
         fields = {"code": error.code, "message": error.message, "hint": error.hint}
@@ -354,7 +361,8 @@ def _save(path: Path, document: dict[str, object]) -> None:
     try:
         write_atomic(path, text.encode() + b"\n")
     except OSError as error:
-        raise NotFoundError(f"{path} cannot be written: {error.strerror or error}") from error
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
 
 
 @contextmanager

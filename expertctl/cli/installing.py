@@ -112,9 +112,14 @@ def _check_call(
         hint = "`expertctl lock` needs an experts.toml, too"
         raise UsageError(f"{flag} needs an experts.toml in this folder", hint=hint)
     if locked and (files or save):
-        raise UsageError("--locked installs what is locked: no files, no --save")
+        raise UsageError(
+            "--locked installs what is locked: no files, no --save",
+            hint="`expertctl lock` writes expert.lock again",
+        )
     if save and not references:
-        raise UsageError("--save writes references, and there are none")
+        raise UsageError(
+            "--save writes references, and there are none", hint="expertctl install acme/sql --save"
+        )
 
 
 def _recorded(

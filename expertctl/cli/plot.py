@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from expertctl.cli.output import printable
 from expertctl.durable import write_atomic
 from expertctl.errors import NotFoundError, UsageError
+from expertctl.package.write import demand_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +39,7 @@ def check_picture(path: Path) -> None:
     """
     if path.suffix.lower() not in _FORMATS:
         raise UsageError(f"{path}: no picture ends so", hint="--plot scores.svg, or scores.png")
-    if not path.absolute().parent.is_dir():
-        raise NotFoundError(f"{path.absolute().parent}: no such directory")
+    demand_folder(path)
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint="--plot scores.svg, or scores.png")
     if find_spec("matplotlib") is None:

@@ -78,11 +78,15 @@ OnBudget = Annotated[
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
 
+_BODY_HINT = "name a text file, or - for stdin"
+
 
 def body_of(source: str | None, prompt: str) -> str | None:
     """Return the text of ``--body``: of a file, or for ``-`` of stdin."""
     if source == prompt == "-":
-        raise UsageError("prompt and body cannot both come from stdin")
+        raise UsageError(
+            "prompt and body cannot both come from stdin", hint="write one to a file: --body FILE"
+        )
     if source is None or source == "-":
         return None if source is None else text_of("-", "the body")
     path = Path(source)
@@ -90,9 +94,10 @@ def body_of(source: str | None, prompt: str) -> str | None:
         with path.open("rb") as stream:
             return _decoded(stream.read(_MAX_TEXT_BYTES), str(path))
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no such file") from error
+        raise NotFoundError(f"{path}: no such file", hint=_BODY_HINT) from error
     except OSError as error:
-        raise NotFoundError(f"{path} cannot be read: {error.strerror or error}") from error
+        message = f"{path} cannot be read: {error.strerror or error}"
+        raise NotFoundError(message, hint=_BODY_HINT) from error
 
 
 def saved_plan(source: Path | None, prompt: str, body: str | None) -> "SavedPlan | None":
@@ -102,7 +107,10 @@ def saved_plan(source: Path | None, prompt: str, body: str | None) -> "SavedPlan
     if source is None or str(source) != "-":
         return None if source is None else read_plan(source)
     if "-" in {prompt, body}:
-        raise UsageError("the plan and another text cannot both come from stdin")
+        raise UsageError(
+            "the plan and another text cannot both come from stdin",
+            hint="write the plan to a file: --plan FILE",
+        )
     return parse_plan(sys.stdin.buffer.read(MAX_PLAN_BYTES + 1), what="the plan on stdin")
 
 

@@ -10,7 +10,8 @@ from expertctl.cli.connection import Connection, RegistryOption, connected
 from expertctl.cli.info_view import Offer, info_document, info_text, judged
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.cli.package_view import one_line
-from expertctl.errors import NotFoundError, RegistryError
+from expertctl.errors import NotFoundError, RegistryError, UsageError
+from expertctl.package.read import names_file
 from expertctl.reference import Reference, Version
 from expertctl.registry.package_pages import Hit, package_page, version_page
 from expertctl.registry.package_pages import search as find
@@ -60,6 +61,9 @@ def info(
 
     Example: expertctl info acme/sql
     """
+    if names_file(ref):
+        hint = f"`expertctl inspect {ref}` shows what is in it"
+        raise UsageError(f"{ref} is a file, and info tells of packages by their names", hint=hint)
     settings, wanted = load_settings(), Reference.parse(ref)
     here = _installed(settings.home, wanted)
     try:

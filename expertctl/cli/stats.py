@@ -32,7 +32,9 @@ def stats(
     """
     catalogue = Catalogue(load_settings().home.index)
     if clear and ref is not None:
-        raise UsageError("--clear forgets all runs, not those of one expert")
+        raise UsageError(
+            "--clear forgets all runs, not those of one expert", hint="expertctl stats --clear"
+        )
     if clear:
         count = catalogue.history.clear()
         warn(catalogue.notes)

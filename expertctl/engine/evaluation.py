@@ -21,6 +21,7 @@ from expertctl.errors import DigestError, DiskFullError, StoreError, UsageError
 from expertctl.package.build import Plan as BuildPlan
 from expertctl.package.build import build
 from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
+from expertctl.package.write import demand_folder
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import NO_WISHES, SamplingWishes
@@ -123,13 +124,10 @@ def evaluate_build(
     """Evaluate a package that is only planned: an unsigned one, which is removed in any case.
 
     Raises:
-        UsageError: when the directory of ``beside`` is missing.
+        NotFoundError: when the directory of ``beside`` is missing.
         ExpertError: as `evaluate` does.
     """
-    parent = beside.absolute().parent
-    if not parent.is_dir():
-        raise UsageError(f"{parent}: no such directory")
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(beside)) as folder:
         package = build(plan, Path(folder) / "evaluated.expert").path
         request = EvaluationRequest(data=data, expert=FileExpert(package))
         return evaluate(planner, request, budget=budget, progress=progress)

@@ -45,7 +45,7 @@ def remove_expert(
     with store.transaction() as changes:
         experts = changes.scan().experts
         if expert not in experts:
-            raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile")
+            raise NotFoundError(f"{expert.ref} was removed or replaced meanwhile", hint="try again")
         needy = dependants(expert, experts)
         if needy and not force:
             raise _needed(expert.ref, needy, f"expertctl remove {expert.ref} --force")
@@ -96,7 +96,9 @@ def fits(required: RequiredBase, base: StoredBase) -> bool:
 def _discard(damaged: DamagedRef, store: Store) -> Removed:
     with store.transaction() as changes:
         if damaged not in changes.scan().damaged:
-            raise NotFoundError(f"the record of {damaged.name} was removed or replaced meanwhile")
+            raise NotFoundError(
+                f"the record of {damaged.name} was removed or replaced meanwhile", hint="try again"
+            )
         changes.discard(damaged.path)
     hint = "its files stay until `expertctl gc`"
     return Removed(damaged.name, Freed(), (f"the record of {damaged.name} was damaged; {hint}",))

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.errors import NotFoundError
 from expertctl.package.layout import Blobs, Layout, layout_of
 from expertctl.package.read import PackageContents, read_package
-from expertctl.package.write import filling, write_package
+from expertctl.package.write import demand_folder, filling, write_package
 from expertctl.schema.manifest import SIGNATURE_PATH
 from expertctl.trust.bundle import sign_files
 from expertctl.trust.keys import PrivateKey
@@ -108,10 +107,7 @@ def spooling(
     Raises:
         NotFoundError: when there is no such file or place.
     """
-    parent = beside.absolute().parent
-    if not parent.is_dir():
-        raise NotFoundError(f"{parent}: no such directory")
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(beside)) as name:
         spool = Spool(Path(name))
         yield read_package(path, sink=spool, progress=progress), spool
 

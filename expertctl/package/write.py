@@ -6,6 +6,7 @@ package appears under its name whole or not at all, and so does a directory made
 
 import hashlib
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,8 +119,20 @@ def check_place(path: Path) -> None:
     """
     if path.is_dir():
         raise UsageError(f"{path} is a directory", hint="name a file with -o FILE")
-    if not path.parent.is_dir():
-        raise NotFoundError(f"{path.parent}: no such directory")
+    demand_folder(path)
+
+
+def demand_folder(path: Path) -> Path:
+    """Return the folder that a new file or directory is to stand in.
+
+    Raises:
+        NotFoundError: when it does not exist.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        hint = f"make it first: mkdir -p {shlex.quote(str(folder))}"
+        raise NotFoundError(f"{path.parent}: no such directory", hint=hint)
+    return folder
 
 
 @contextmanager
@@ -155,10 +168,7 @@ def filling(directory: Path) -> Iterator[Path]:
         NotFoundError: when no directory is above it.
     """
     _refuse_filled(directory)
-    parent = directory.absolute().parent
-    if not parent.is_dir():
-        raise NotFoundError(f"{parent}: no such directory")
-    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=".expertctl-", dir=demand_folder(directory)) as name:
         made = Path(name) / "files"
         made.mkdir(mode=0o755)
         yield made

@@ -65,7 +65,8 @@ def read_plan(path: Path) -> SavedPlan:
         with open_regular(path) as stream:
             data = stream.read(MAX_PLAN_BYTES + 1)
     except OSError as error:
-        raise NotFoundError(f"plan {path}: {error.strerror or error}") from error
+        hint = "`expertctl route --json` prints one"
+        raise NotFoundError(f"plan {path}: {error.strerror or error}", hint=hint) from error
     return parse_plan(data, what=str(path))
 
 

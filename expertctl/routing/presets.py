@@ -71,7 +71,8 @@ def check_prompt(prompt: str) -> None:
         raise UsageError("the prompt is empty", hint='expertctl run "Sort these numbers: 3, 1, 2"')
     if len(prompt) > MAX_PROMPT_CHARACTERS:
         raise UsageError(
-            f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed"
+            f"the prompt has {len(prompt)} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
+            hint="shorten it, or ask in several parts",
         )
 
 
@@ -84,7 +85,10 @@ def check_limit(name: str, value: float | None) -> None:
     low, high = LIMITS[name]
     if value is None or (low <= value <= high and not (name == "top_p" and value == 0)):
         return
-    raise UsageError(f"{name} {value} is outside {low:.16g} to {high:.16g}")
+    raise UsageError(
+        f"{name} {value} is outside {low:.16g} to {high:.16g}",
+        hint="give a value between these, or leave it out",
+    )
 
 
 def check_wishes(wishes: SamplingWishes) -> None:
@@ -100,7 +104,8 @@ def check_wishes(wishes: SamplingWishes) -> None:
     stops = wishes.stop or ()
     if len(stops) > MAX_STOPS or any(not 1 <= len(s) <= MAX_STOP_CHARACTERS for s in stops):
         raise UsageError(
-            f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters"
+            f"at most {MAX_STOPS} stop strings of 1 to {MAX_STOP_CHARACTERS} characters",
+            hint="give fewer, or shorter ones",
         )
     if wishes.greedy and wishes.temperature:
         raise UsageError(

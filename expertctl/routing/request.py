@@ -59,14 +59,20 @@ def check_request(request: RouteRequest) -> None:
     check_limit("seed", request.seed)
     check_wishes(request.wishes)
     if request.memory_budget is not None and request.memory_budget <= 0:
-        raise UsageError(f"a memory budget of {request.memory_budget} bytes is too small")
+        raise UsageError(
+            f"a memory budget of {request.memory_budget} bytes is too small",
+            hint="write 4GB, say, or leave it out",
+        )
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
-        raise UsageError("experts are forced and forbidden at once")
+        raise UsageError(
+            "experts are forced and forbidden at once", hint="leave out the one or the other"
+        )
     if len(request.force) > request.max_experts:
         raise UsageError(
-            f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed"
+            f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed",
+            hint="raise the limit, which goes up to 10, or name fewer",
         )
 
 

@@ -108,7 +108,9 @@ class VectorStore:
                 with FileLock(self.folder / LOCK_FILE, timeout=LOCK_SECONDS, mode=0o600):
                     yield
             except Timeout as error:
-                raise StoreError(f"{self.folder / LOCK_FILE} has been held for too long") from error
+                message = f"{self.folder / LOCK_FILE} has been held for too long"
+                hint = "another process is writing vectors: try again when that has ended"
+                raise StoreError(message, hint=hint) from error
 
     def _empty(self) -> VectorTable:
         return VectorTable.empty(

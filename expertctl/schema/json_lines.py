@@ -27,7 +27,8 @@ def read_lines(path: Path) -> bytes:
         with open_regular(path) as stream:
             return stream.read(MAX_DATA_BYTES + 1)
     except OSError as error:
-        raise NotFoundError(f"{path}: {error.strerror or error}") from error
+        hint = "name a file of JSON lines that you may read"
+        raise NotFoundError(f"{path}: {error.strerror or error}", hint=hint) from error
 
 
 class JsonLines:

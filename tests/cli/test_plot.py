@@ -116,8 +116,9 @@ def test_what_cannot_be_drawn_is_refused_first(
     for name in ("x.pdf", "x", ".svg", "x.svg.gz"):
         with pytest.raises(UsageError, match="no picture ends so"):
             check_picture(tmp_path / name)
-    with pytest.raises(NotFoundError, match="no such directory"):
-        check_picture(tmp_path / "nowhere" / "x.png")
+    with pytest.raises(NotFoundError, match="no such directory") as error:
+        check_picture(tmp_path / "no where" / "x.png")
+    assert error.value.hint == f"make it first: mkdir -p '{tmp_path}/no where'"
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(UsageError, match="is a directory"):
         check_picture(tmp_path / "folder.png")

@@ -349,7 +349,7 @@ def test_a_planned_build_is_evaluated_and_nothing_stays(
     with pytest.raises(KeyboardInterrupt):
         evaluate_build(planner, plan, data, beside=out / "one.expert", progress=interrupt)
     assert list(out.iterdir()) == []
-    with pytest.raises(UsageError, match="no such directory"):
+    with pytest.raises(NotFoundError, match="no such directory"):
         evaluate_build(planner, plan, data, beside=tmp_path / "nowhere" / "one.expert")
 
 
