@@ -19,10 +19,13 @@ from expertctl.routing.head import Verdict, judge
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.roster import Roster
 from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
-from expertctl.routing.vector_table import Rows
+from expertctl.routing.vector_table import Rows, Vectors
 
 COPIED = {"copied", "near-copy"}
 """The flags of an expert that repeats another one."""
+
+ASKED_LAST = "its examples are about everything, so it is asked last"
+"""Why a grab-all does not answer where another expert does."""
 
 JOINS = 0.12
 """The share, less any windfall, from which on an expert counts beside one that it composes with."""
@@ -62,9 +65,24 @@ def decide(
     """Say how well the experts that may answer suit a prompt, whose rows are given."""
     decision = Decision(index.search(encoded.rows[0], allowed=roster.allowed))
     running = _running(roster, decision, features)
-    if len(running):
+    first = _less(running, roster.grabbing)
+    if len(first):
+        _judge(roster, index, decision, first, encoded, success)
+    if len(first) == len(running):
+        return decision
+    if decision.leader is None:
+        decision.standings.clear()
         _judge(roster, index, decision, running, encoded, success)
+    else:
+        decision.vetoes |= dict.fromkeys(set(running.tolist()) & roster.grabbing, ASKED_LAST)
     return decision
+
+
+def _less(experts: Rows, some: frozenset[int]) -> Rows:
+    """Leave some out, mostly nobody."""
+    if not some or some.isdisjoint(experts.tolist()):
+        return experts
+    return np.array([at for at in experts.tolist() if at not in some], np.int64)
 
 
 def _running(roster: Roster, decision: Decision, features: Features) -> Rows:
@@ -109,6 +127,7 @@ def _judge(
     """
     verdict = judge(roster.deep, roster.deep_at[running], encoded.deep[0])
     compared = running[: len(verdict)].tolist()
+    _spread(roster, compared, verdict, encoded.deep[0])
     together = _together(roster, compared, verdict)
     evidence = verdict.evidence
     if len(together) > 1:
@@ -122,6 +141,13 @@ def _judge(
     best = _best(roster, decision.standings, success)
     if decision.standings[best].score >= THRESHOLD:
         decision.leader = best
+
+
+def _spread(roster: Roster, compared: list[int], verdict: Verdict, query: Vectors) -> None:
+    """Support a grab-all by all of its texts: a few of them are close to any prompt."""
+    for at in roster.grabbing.intersection(compared):
+        rows = roster.deep.rows[roster.deep.rows_of(roster.deep_at[[at]])]
+        verdict.support[compared.index(at)] = (rows @ query).mean()
 
 
 def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -> int:

@@ -1,23 +1,24 @@
 """Resemblance: what the vectors of a package say about it beside those of other packages.
 
-A near copy says what another says in other words. A grab-all has examples that have nothing in
-common with each other, but each with those of somebody else.
+A near copy says what another says in other words. The examples of a grab-all have nothing in
+common: not with its description, or they are those of many others.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
-from expertctl.store.flags import Flag
+from expertctl.store.flags import GRAB_ALL, Flag
 
 NEAR = 0.9
 """Texts this similar say the same in other words."""
 
-LEXICAL = "lexical"
-"""The encoder that sees words, not meaning: examples of one task may share none."""
+MEANING = "minilm"
+"""The encoder that sees meaning; by their words alone, examples of one task may share nothing."""
 
 _SAMPLE = 12
 """How many examples of a package are compared with all others."""
@@ -29,48 +30,78 @@ _UNLIKE = 0.25
 _GRABBED = 4
 """From how many packages the examples of a grab-all resemble one."""
 _GRABBED_SHARE = 0.5
+_SEVERAL = 10
+"""How many examples must have nothing in common for this to mean anything by itself."""
+_UNLIKE_ALL = 0.19
+_UNTOLD = 0.12
+"""Examples this far from each other, and this far from what they are said to be, are about
+everything: a field as wide as medicine has a description that its examples are closer to."""
 _BLOCK = 1 << 14
 
 Name = Callable[[int], str]
 """Position → the name of the package there."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """The rows of what a package tells of itself."""
+
+    description: Vectors  # [dimensions]
+    examples: Vectors  # [examples, dimensions]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Closest:
+    """How similar others' closest text is to each of some examples, and whose it is."""
+
+    similarities: Vectors
+    owners: Rows
+
+
 def resemblance(
-    table: VectorTable,
-    examples: Vectors,
-    *,
-    others: Mask,
-    name: Name,
-    encoder: Encoder,
+    table: VectorTable, told: Told, *, others: Mask, name: Name, encoder: Encoder
 ) -> Iterator[Flag]:
     """Flag a near copy and a grab-all; ``others`` are the positions that count."""
-    if len(examples) < _FEW or not others.any():
+    if len(told.examples) < _FEW:
         return
-    sample = examples[np.unique(np.linspace(0, len(examples) - 1, _SAMPLE).astype(int))]
-    cosines, owners = _closest(table, sample, others)
-    meant = encoder.calibrate(cosines)
-    near = Counter(int(at) for at in owners[meant >= NEAR])
-    if near and (count := max(near.values())) >= max(_FEW, _NEAR_SHARE * len(sample)):
-        other = name(near.most_common(1)[0][0])
-        told = f"{count} of {len(sample)} examples say in other words"
-        yield Flag("near-copy", f"{told} what those of {other} say", other)
-    if encoder.name != LEXICAL and _is_grab_all(examples, meant, owners):
-        told = "its examples have little in common, but most resemble those of other packages"
-        yield Flag("grab-all", told)
+    last = len(told.examples) - 1
+    sample = told.examples[np.unique(np.linspace(0, last, _SAMPLE).astype(int))]
+    closest = _closest(table, sample, others, encoder)
+    yield from _near_copy(closest, name)
+    if encoder.name == MEANING:
+        yield from _grab_all(told, closest)
 
 
-def _is_grab_all(examples: Vectors, meant: Vectors, owners: Rows) -> bool:
-    alike = meant >= _ALIKE
-    spread = len(np.unique(owners[alike])) >= _GRABBED and alike.mean() >= _GRABBED_SHARE
-    return bool(spread) and _common(examples) < _UNLIKE
+def _near_copy(closest: _Closest, name: Name) -> Iterator[Flag]:
+    compared = len(closest.owners)
+    near = Counter(closest.owners[closest.similarities >= NEAR].tolist())
+    for other, count in near.most_common(1):
+        if count >= max(_FEW, _NEAR_SHARE * compared):
+            told = f"{count} of {compared} examples say in other words"
+            yield Flag("near-copy", f"{told} what those of {name(other)} say", name(other))
 
 
-def _closest(table: VectorTable, queries: Vectors, others: Mask) -> tuple[Vectors, Rows]:
-    """Return the cosine of the closest row of others for each query, and whose it is."""
-    last = int(np.flatnonzero(others)[-1])
-    end = int(table.starts[last] + table.counts[last])
+def _grab_all(told: Told, closest: _Closest) -> Iterator[Flag]:
+    common = _common(told.examples)
+    alike = closest.similarities >= _ALIKE
+    others = len(np.unique(closest.owners[alike]))
+    if common < _UNLIKE and others >= _GRABBED and alike.mean() >= _GRABBED_SHARE:
+        sentence = "its examples have little in common, but most resemble those of other packages"
+        yield Flag(GRAB_ALL, sentence)
+    elif common < _UNLIKE_ALL and len(told.examples) >= _SEVERAL and _is_untold(told):
+        sentence = "its examples have little in common with each other and with its description"
+        yield Flag(GRAB_ALL, sentence)
+
+
+def _is_untold(told: Told) -> bool:
+    return float((told.examples @ told.description).mean()) < _UNTOLD
+
+
+def _closest(table: VectorTable, queries: Vectors, others: Mask, encoder: Encoder) -> _Closest:
+    """Return how close others are to each query; to nobody where there are none."""
     best = np.full(len(queries), -1, np.float32)
-    owner = np.zeros(len(queries), np.int64)
+    owner = np.full(len(queries), -1, np.int64)
+    end = _end(table, others)
     for start in range(0, end, _BLOCK):
         part = slice(start, min(start + _BLOCK, end))
         own = table.owners[part]
@@ -80,7 +111,13 @@ def _closest(table: VectorTable, queries: Vectors, others: Mask) -> tuple[Vector
         top = cosines[np.arange(len(queries)), at]
         better = top > best
         best[better], owner[better] = top[better], own[at[better]]
-    return best, owner
+    return _Closest(encoder.calibrate(best), owner)
+
+
+def _end(table: VectorTable, others: Mask) -> int:
+    """Return the end of the rows of the last of others."""
+    positions = np.flatnonzero(others)
+    return int(table.starts[positions[-1]] + table.counts[positions[-1]]) if len(positions) else 0
 
 
 def _common(rows: Vectors) -> float:

@@ -17,7 +17,7 @@ from expertctl.routing.found import Allowed
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.prompt_view import mentionable
 from expertctl.routing.vector_table import Rows, VectorTable
-from expertctl.store.flags import Flag
+from expertctl.store.flags import GRAB_ALL, Flag
 
 Flags = Mapping[Digest, tuple[Flag, ...]]
 """Content digest → what looks odd about an expert; nothing for most."""
@@ -61,6 +61,14 @@ class Roster:
     def flagged(self) -> frozenset[int]:
         """The positions of suspicious experts."""
         return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
+
+    @cached_property
+    def grabbing(self) -> frozenset[int]:
+        """The positions of experts whose examples are about everything."""
+        return frozenset(at for at in self.flagged if self._is_grabbing(self.by_position[at]))
+
+    def _is_grabbing(self, expert: Installed) -> bool:
+        return any(flag.code == GRAB_ALL for flag in self.flags[expert.digest])
 
 
 def build_roster(

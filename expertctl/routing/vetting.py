@@ -13,7 +13,7 @@ import numpy as np
 from expertctl.digest import Digest
 from expertctl.routing.copied_texts import marks_of
 from expertctl.routing.index import RoutingIndex
-from expertctl.routing.resemblance import resemblance
+from expertctl.routing.resemblance import Told, resemblance
 from expertctl.routing.suspicion import RULES, KnownManifests, flags
 from expertctl.routing.vector_table import Mask
 from expertctl.schema.manifest import Manifest
@@ -116,12 +116,11 @@ class Vetting:
         table, position = self.index.table, self.index.positions([digest])
         if not len(position):
             return ()
-        rows = table.rows[table.rows_of(position)]
-        examples = rows[1 : 1 + len(manifest.routing.examples)]
+        rows = np.array(table.rows[table.rows_of(position)])
         return tuple(
             resemblance(
                 table,
-                np.ascontiguousarray(examples),
+                Told(rows[0], rows[1 : 1 + len(manifest.routing.examples)]),
                 others=self._foreign(manifest),
                 name=self._name,
                 encoder=self.index.encoder,

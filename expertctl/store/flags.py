@@ -16,6 +16,8 @@ from expertctl.errors import DigestError
 FILE = "flagged.json"
 SUSPICIOUS = "looks as if it were made to mislead the router"
 """What messages say of a package that has a flag."""
+GRAB_ALL = "grab-all"
+"""The code of a package whose examples are about everything."""
 MODE = 0o600
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from expertctl.routing.candidate import Installed
-from expertctl.routing.decision import JOINS, Decision, decide
+from expertctl.routing.decision import ASKED_LAST, JOINS, Decision, decide
 from expertctl.routing.features import features_of
 from expertctl.routing.head import judge
 from expertctl.routing.index import RoutingIndex
@@ -17,6 +17,7 @@ from expertctl.routing.router import roster_of
 from expertctl.store.base_record import StoredBase
 from expertctl.store.flags import Flag
 from tests.routing.routed import PROMPT, SORT, sorting, sql
+from tests.routing.unrelated import UNRELATED
 
 TASK = {"role": "task", "composes_with": ("style",)}
 STYLE = {"role": "style", "composes_with": ("task",)}
@@ -169,7 +170,8 @@ def test_copies_that_compose_do_not_count_twice(decided: Decide, index: RoutingI
     )
     most = np.maximum(verdict.shares, 1).max() + verdict.support - verdict.windfall
     scores = [decision.standings[at].score for at in decision.found.experts.tolist()]
-    assert (np.array(scores) <= index.calibration.score(most) + 1e-6).all()
+    bounds = [index.calibration.score(evidence) for evidence in most.tolist()]
+    assert (np.array(scores) <= np.array(bounds) + 1e-6).all()
 
 
 def test_bad_answers_take_the_lead_away(decided: Decide) -> None:
@@ -177,3 +179,39 @@ def test_bad_answers_take_the_lead_away(decided: Decide) -> None:
     roster, decision = decided(expert, rates={expert.digest: 0.0})
     assert decision.leader is None
     assert decision.standings[next(iter(roster.by_position))].score <= 0.5
+
+
+def test_attack_105_a_package_about_everything_is_asked_last(decided: Decide) -> None:
+    everything = sorting("evil/all", examples=(PROMPT, *SHOUT, *UNRELATED))
+    flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
+    roster, decision = decided(sorting(), sql(), everything)
+    assert name(roster, decision.leader) == "evil/all"
+    roster, decision = decided(sorting(), sql(), everything, flags=flags)
+    assert name(roster, decision.leader) == "acme/sort"
+    assert decision.vetoes == dict.fromkeys(roster.grabbing, ASKED_LAST)
+    assert names(roster, decision.standings) == {"acme/sort", "acme/sql"}
+
+
+def test_attack_105_a_package_about_everything_needs_more_than_one_close_text(
+    decided: Decide,
+) -> None:
+    everything = sorting("evil/all", examples=(*SHOUT, *UNRELATED))
+    flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
+    prompt = UNRELATED[0]
+    roster, decision = decided(sorting(), sql(), everything, prompt=prompt)
+    assert name(roster, decision.leader) == "evil/all"
+    (at,) = (at for at, e in roster.by_position.items() if e is everything)
+    before = decision.standings[at]
+    roster, decision = decided(sorting(), sql(), everything, prompt=prompt, flags=flags)
+    assert names(roster, decision.standings) == {"acme/sort", "acme/sql", "evil/all"}
+    after = decision.standings[at]
+    assert after.share == pytest.approx(before.share)
+    assert after.support < before.support / 2
+    assert decision.vetoes == {}
+
+
+def test_a_package_about_everything_that_is_alone_may_answer(decided: Decide) -> None:
+    everything = sorting()
+    flags = {everything.digest: (Flag("grab-all", "its examples have little in common"),)}
+    roster, decision = decided(everything, flags=flags)
+    assert name(roster, decision.leader) == "acme/sort"

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.routing.lexical import LexicalEncoder
-from expertctl.routing.resemblance import resemblance
+from expertctl.routing.resemblance import Told, resemblance
 from expertctl.routing.vector_table import Mask, Vectors, VectorTable
 from expertctl.store.flags import Flag
 
@@ -15,7 +14,10 @@ SIZE = 64
 class Plain:
     """An encoder of which only the calibration is asked."""
 
-    name, dimensions, deep_dimensions, stamp = "plain", SIZE, SIZE, "plain"
+    dimensions, deep_dimensions, stamp = SIZE, SIZE, "plain"
+
+    def __init__(self, name: str = "minilm") -> None:
+        self.name = name
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         return cosines
@@ -32,16 +34,28 @@ def leaning(rows: Vectors, cosine: float) -> Vectors:
     return np.float32(cosine) * rows + np.float32(np.sqrt(1 - cosine**2)) * away
 
 
+ABOUT = np.full(SIZE, SIZE**-0.5, np.float32)
+"""A description that is a little like everything."""
+
+
 def others(*entries: Vectors) -> VectorTable:
     digest = Digest.of(b"encoder")
     empty = VectorTable.empty(encoder=digest, stamp="plain", dimensions=SIZE)
     return empty.with_entries({Digest.of(bytes([n])): rows for n, rows in enumerate(entries)})
 
 
-def found(table: VectorTable, examples: Vectors, mask: Mask | None = None) -> list[Flag]:
+def found(
+    table: VectorTable,
+    examples: Vectors,
+    mask: Mask | None = None,
+    *,
+    description: Vectors = ABOUT,
+    encoder: str = "minilm",
+) -> list[Flag]:
     everybody = np.ones(len(table), np.bool_) if mask is None else mask
+    told = Told(description, examples)
     return list(
-        resemblance(table, examples, others=everybody, name="expert {}".format, encoder=Plain())  # type: ignore[arg-type]  # only what is asked
+        resemblance(table, told, others=everybody, name="expert {}".format, encoder=Plain(encoder))  # type: ignore[arg-type]  # only what is asked
     )
 
 
@@ -79,14 +93,37 @@ def test_examples_that_resemble_few_others_are_no_grab_all() -> None:
     assert found(table, leaning(axis(0, 1, 2, 3, 4, 5), 0.7)) == []
 
 
-def test_the_lexical_encoder_sees_no_grab_all() -> None:
-    rows = LexicalEncoder().encode([f"word{n} thing{n}" for n in range(6)])
-    digest = Digest.of(b"encoder")
-    empty = VectorTable.empty(encoder=digest, stamp="lexical", dimensions=rows.shape[1])
-    table = empty.with_entries({Digest.of(bytes([n])): rows[n : n + 1] for n in range(6)})
-    everybody = np.ones(6, np.bool_)
-    flags = resemblance(table, rows, others=everybody, name=str, encoder=LexicalEncoder())
-    assert list(flags) == []
+@pytest.mark.parametrize("encoder", ["lexical", "static"])
+def test_an_encoder_that_sees_words_alone_sees_no_grab_all(encoder: str) -> None:
+    table = others(*(axis(n) for n in range(10)))
+    everything = leaning(axis(*range(10)), 0.7)
+    assert [flag.code for flag in found(table, everything)] == ["grab-all"]
+    assert found(table, everything, encoder=encoder) == []
+
+
+def test_attack_105_examples_about_everything_are_flagged_where_nobody_else_is() -> None:
+    (flag,) = found(others(axis(60)), axis(*range(10)), description=axis(61)[0])
+    told = "its examples have little in common with each other and with its description"
+    assert (flag.code, flag.sentence, flag.other) == ("grab-all", told, None)
+    assert found(others(), axis(*range(10)), description=axis(61)[0]) == [flag]
+
+
+@pytest.mark.parametrize("cosine", [0.15, 0.3])
+def test_a_wide_field_that_its_description_names_is_no_grab_all(cosine: float) -> None:
+    examples = axis(*range(20))
+    about = axis(*range(20)).sum(0) * np.float32(cosine) + axis(61)[0]
+    about /= np.linalg.norm(about)
+    assert found(others(axis(60)), examples, description=about) == []
+
+
+def test_a_few_examples_about_this_and_that_are_no_grab_all() -> None:
+    assert found(others(axis(60)), axis(*range(9)), description=axis(61)[0]) == []
+
+
+def test_examples_near_each_other_may_be_far_from_their_description() -> None:
+    examples = axis(*range(10)) + axis(30)
+    examples /= np.linalg.norm(examples, axis=1, keepdims=True)
+    assert found(others(axis(60)), examples, description=axis(61)[0]) == []
 
 
 def test_those_that_do_not_count_are_passed_over() -> None:

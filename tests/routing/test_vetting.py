@@ -1,16 +1,40 @@
 """Packages are judged once, in the order in which they came."""
 
 import random
+from pathlib import Path
 
 import pytest
 
 from expertctl.digest import Digest
+from expertctl.routing.encoder import find_minilm
 from expertctl.routing.index import RoutingIndex
+from expertctl.routing.minilm import open_minilm
 from expertctl.routing.vetting import BATCH, suspicions_of, vet, vet_again
 from expertctl.schema.manifest import Manifest
 from expertctl.store.suspicions import Verdict
 from tests.routing.copied import EXAMPLES
 from tests.routing.experts import content_digest, manifest
+from tests.routing.unrelated import UNRELATED
+
+MINILM = find_minilm()
+FIELDS = {
+    "Helps with Python code.": """
+        write a function that reverses a string; how do I read a csv file in pandas; fix this bug:
+        list index out of range; sort a dictionary by value; explain list comprehensions; make a
+        class for a bank account; why does my loop never end; unit test for this function; parse
+        json from an API; decorator that measures time""",
+    "Answers medical questions.": """
+        what are the symptoms of flu; is ibuprofen safe with alcohol; how long does a broken arm
+        take to heal; normal blood pressure for a 40 year old; side effects of metformin; when
+        should I see a doctor about a cough; what does an MRI show; vaccines for a newborn; how
+        to treat a burn; can stress cause headaches""",
+    "Helps in the kitchen.": """
+        how long do I boil eggs; substitute for buttermilk; what goes with salmon; make a shopping
+        list for lasagna; my bread did not rise; how to sharpen a knife; vegan dinner ideas; what
+        temperature for roast chicken; can I freeze soup; difference between baking soda and
+        baking powder""",
+}
+"""Honest packages whose examples have little in common but their field."""
 
 SQL = manifest("acme/sql", description="Writes queries for a table.", examples=EXAMPLES)
 COPY = manifest("evil/helper", description="Helps.", examples=EXAMPLES)
@@ -117,3 +141,18 @@ def test_many_that_come_together_are_all_judged(index: RoutingIndex, count: int)
     flagged = {name: found for name, found in codes(index, *made, copy).items() if found}
     assert flagged == {"evil/last": ["copied", "near-copy"]}
     suspicions_of(index).check_integrity()
+
+
+@pytest.mark.skipif(MINILM is None, reason="needs the weights of MiniLM")
+def test_attack_105_a_package_about_everything_is_flagged_and_a_wide_field_is_not(
+    tmp_path: Path,
+) -> None:
+    assert MINILM is not None
+    index = RoutingIndex(tmp_path, open_minilm(MINILM))
+    wide = [
+        manifest(f"p{n}/wide", description=field, examples=tuple(" ".join(t.split()).split("; ")))
+        for n, (field, t) in enumerate(FIELDS.items())
+    ]
+    all_of_it = manifest("evil/all", description="A helper for anything.", examples=UNRELATED)
+    flagged = {name: found for name, found in codes(index, *wide, all_of_it).items() if found}
+    assert flagged == {"evil/all": ["grab-all"]}
