@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
-    {"digest", "reference", "settings", "durable", "config_file", "regular_file"},
+    {"digest", "reference", "settings", "durable", "config_file", "regular_file", "telling"},
     {"schema"},
     {"trust"},
     {"package"},

@@ -23,8 +23,9 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     from expertctl.durable import make_folders, write_atomic
     from expertctl.install.starter import install_starter, is_wanted
     from expertctl.routing.planner import Planner
+    from expertctl.telling import tell_nobody
 
-    planner = Planner.open(settings)
+    planner = Planner.open(settings, tell=tell_nobody if as_json else note)
     unfinished = settings.home.root / UNFINISHED
     if is_wanted(planner.store, planner.bases) or unfinished.exists():
         make_folders(unfinished.parent, mode=0o700)

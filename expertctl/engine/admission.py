@@ -22,17 +22,11 @@ from expertctl.durable import make_folders, remove_tree
 from expertctl.engine.budget import mebibytes
 from expertctl.errors import StoreError
 from expertctl.store.lock import claim, claimed_folders, exclusive, is_held
-
-Tell = Callable[[str], None]
-"""Gets a sentence for a person."""
+from expertctl.telling import Tell
 
 PAUSE_SECONDS = 0.1
 _NAME = re.compile(r"[0-9]{12}-[0-9a-f]+")
 _SEAT = re.compile(r"(?P<size>[0-9]{1,18}) (?P<state>in|waits)")
-
-
-def tell_nobody(_: str) -> None:
-    """Keep it to oneself."""
 
 
 def pause() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from expertctl.digest import Digest, Progress, no_progress
-from expertctl.engine.admission import Admission, Seat, Tell, pause, tell_nobody
+from expertctl.engine.admission import Admission, Seat, pause
 from expertctl.engine.budget import PURPOSES, Budget, Purpose
 from expertctl.engine.compat import CompatReady, compat_reading
 from expertctl.engine.compat_base import CompatBase
@@ -48,6 +48,7 @@ from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.store.derived import Derived
+from expertctl.telling import Tell, tell_nobody
 
 CPU = torch.device("cpu")
 MACHINE_SHARE = 0.8

@@ -25,7 +25,7 @@ from expertctl.reference import FROM_FILE, PackageName, Reference
 from expertctl.registry.address import RegistryAddress
 from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
-from expertctl.registry.http import Http, Tell, open_http
+from expertctl.registry.http import Http, open_http
 from expertctl.registry.index_client import fetch_index
 from expertctl.registry.index_document import IndexDocument, Release, SignedForm
 from expertctl.registry.index_store import IndexStore
@@ -39,6 +39,7 @@ from expertctl.registry.known import (
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.pins import heed, pin, pinned, signer_problem
 from expertctl.settings import Settings
+from expertctl.telling import Tell
 from expertctl.trust.grant import KnownRegistry
 from expertctl.trust.policy import TrustStore
 

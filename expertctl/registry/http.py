@@ -26,15 +26,13 @@ from expertctl.registry.refusal import MAX_ERROR_BYTES, refusal, shown
 from expertctl.registry.retry import Retries
 from expertctl.registry.wire import Timeouts, Wire, translated
 from expertctl.settings import Settings
+from expertctl.telling import Tell
 
 MAX_REDIRECTS = 5
 MAX_URL = 16 << 10
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _READING = frozenset({"GET", "HEAD"})
 _REPEATABLE = frozenset({"GET", "HEAD", "PUT", "DELETE"})
-
-Tell = Callable[[str], object]
-"""Hears what the person should know meanwhile."""
 
 Chunks = Callable[[], Iterator[bytes]]
 """Begins a body anew: a request may be sent again after a login or a broken connection."""

@@ -8,10 +8,11 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.registry.answers import is_ours
 from expertctl.registry.api_client import ApiClient
 from expertctl.registry.credentials import Credential, OneCredential
-from expertctl.registry.http import Http, Tell, http_for
+from expertctl.registry.http import Http, http_for
 from expertctl.registry.oci_client import OciClient
 from expertctl.registry.tokens import Token, whoami
 from expertctl.settings import Settings
+from expertctl.telling import Tell
 
 
 @dataclass(frozen=True, slots=True)

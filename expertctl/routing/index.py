@@ -82,6 +82,10 @@ class RoutingIndex:
             self._rows.append({digest: rows for digest, (rows, _) in encoded.items()})
         self._calibrate()
 
+    def lacking(self, experts: Texts) -> int:
+        """Return how many of these experts `add` would encode, by what was read last."""
+        return len(self._missing(experts))
+
     def remove(self, digests: Iterable[Digest]) -> None:
         """Forget experts.
 

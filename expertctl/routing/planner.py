@@ -27,6 +27,7 @@ from expertctl.store.flags import read_flagged
 from expertctl.store.paths import DamagedRef
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
+from expertctl.telling import Tell, tell_nobody
 from expertctl.trust.bundle import read_bundle
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
@@ -73,9 +74,11 @@ class Planner:
     trust: TrustStore
     catalogue: Catalogue
     index: RoutingIndex
+    tell: Tell = tell_nobody
+    """Gets what a person should know while they wait."""
 
     @classmethod
-    def open(cls, settings: Settings) -> Self:
+    def open(cls, settings: Settings, *, tell: Tell = tell_nobody) -> Self:
         """Name the parts of a home; nothing of it is read yet but the encoder's files.
 
         Raises:
@@ -88,6 +91,7 @@ class Planner:
             trust=TrustStore(home.trust),
             catalogue=Catalogue(home.index),
             index=RoutingIndex(home.root, open_encoder(settings.encoder, home=settings.home)),
+            tell=tell,
         )
 
     def plan(
@@ -240,6 +244,7 @@ class Planner:
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> Roster:
         """Return who may answer such requests on a base."""
+        self._tell_of_encoding(experts)
         return roster_of(
             request,
             experts,
@@ -248,6 +253,14 @@ class Planner:
             flags=read_flagged(self.index.folder / FLAGGED_FILE),
             gains=self.catalogue.gains(base=base.name),
         )
+
+    def _tell_of_encoding(self, experts: Sequence[Installed]) -> None:
+        """Say why it takes a while, where vectors are made that installing did not make."""
+        lacking = self.index.lacking({expert.digest: expert.manifest for expert in experts})
+        if lacking:
+            whose = "1 expert" if lacking == 1 else f"{lacking} experts"
+            name = self.index.encoder.name
+            self.tell(f"making the routing vectors of {whose} with {name}, to be kept")
 
     def _bases(
         self, request: RouteRequest, name: str | None, experts: Sequence[Installed]

@@ -490,6 +490,19 @@ def test_route_explains_every_candidate_and_is_the_plan_of_run(
     assert "  below 0.50; closest: its " in alone
 
 
+def test_route_says_that_it_makes_vectors_for_another_encoder(
+    workshop: Workshop, expertctl: Expertctl, home: Path
+) -> None:
+    told = "making the routing vectors of 1 expert with lexical"
+    for journal in home.rglob("vectors.journal"):
+        journal.unlink()
+    assert expertctl("route", PROMPT, "--json").err == ""
+    for journal in home.rglob("vectors.journal"):
+        journal.unlink()
+    assert told in expertctl("route", PROMPT).err
+    assert told not in expertctl("route", PROMPT).err
+
+
 def test_route_runs_without_torch(workshop: Workshop) -> None:
     program = (
         "import sys\n"

@@ -51,6 +51,20 @@ def refs(planned: Planned) -> list[str]:
     return [expert.ref for expert in planned.experts]
 
 
+def test_vectors_that_are_made_when_somebody_waits_are_told_of_once(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    told: list[str] = []
+    house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
+    waited_for = replace(planner, tell=told.append)
+    for _ in range(2):
+        waited_for.plan(RouteRequest(prompt=PROMPT))
+    assert told == ["making the routing vectors of 2 experts with lexical, to be kept"]
+    waited_for.index.remove([house.store.experts()[0].content_digest])
+    waited_for.plan(RouteRequest(prompt=PROMPT))
+    assert told[1:] == ["making the routing vectors of 1 expert with lexical, to be kept"]
+
+
 def test_the_prompt_finds_the_expert_for_it(house: House, shop: Shop, planner: Planner) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     planned = planner.plan(RouteRequest(prompt=PROMPT))

@@ -1,0 +1,10 @@
+"""Telling: who gets what a person should know while they wait. The command line prints it."""
+
+from collections.abc import Callable
+
+Tell = Callable[[str], None]
+"""Gets a sentence for a person."""
+
+
+def tell_nobody(_: str) -> None:
+    """Keep it to oneself."""
