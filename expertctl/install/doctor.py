@@ -18,7 +18,7 @@ from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
 from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.flags import SUSPICIOUS, Flag
+from expertctl.store.flags import Flag, suspicion_of
 from expertctl.store.paths import Scan, StorePaths
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store
@@ -291,9 +291,9 @@ def _suspicion_findings(
     for expert in now.experts:
         verdict = known.get(expert.content_digest)
         found = verdict.flags if verdict else _flags_now(expert, store, suspicions)
-        for flag in found:
+        if found:
             hint = f"`expertctl remove {expert.ref}`, unless you know its publisher"
-            yield Finding(expert.ref, f"it {SUSPICIOUS}: {flag.sentence}", hint, broken=False)
+            yield Finding(expert.ref, f"it {suspicion_of(found)}", hint, broken=False)
 
 
 def _flags_now(expert: StoredExpert, store: Store, suspicions: Suspicions) -> tuple[Flag, ...]:

@@ -43,7 +43,7 @@ from expertctl.routing.vetting import vet
 from expertctl.schema.manifest import Manifest
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.flags import SUSPICIOUS
+from expertctl.store.flags import suspicion_of
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.staging import Staging
 from expertctl.store.store import Store
@@ -355,7 +355,7 @@ def _index(manifests: Mapping[StoredExpert, Manifest], index: RoutingIndex) -> d
     index.add(by_digest)
     found = vet(by_digest, index)
     return {
-        expert.ref: [f"{expert.ref} {SUSPICIOUS}: {flag.sentence}" for flag in flags]
+        expert.ref: [f"{expert.ref} {suspicion_of(flags)}"]
         for expert in manifests
         if (flags := found[expert.content_digest])
     }

@@ -52,6 +52,11 @@ def write_flagged(path: Path, flagged: Flagged) -> None:
     write_atomic(path, json.dumps(document).encode(), mode=MODE)
 
 
+def suspicion_of(flags: Iterable[Flag]) -> str:
+    """Say in one line what a package with flags looks like, and why: each reason once."""
+    return f"{SUSPICIOUS}: {'; '.join(dict.fromkeys(flag.sentence for flag in flags))}"
+
+
 def encode_flags(flags: Iterable[Flag]) -> list[list[str | None]]:
     """Return flags as they are stored."""
     return [[flag.code, flag.sentence, flag.other] for flag in flags]

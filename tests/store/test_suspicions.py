@@ -11,9 +11,11 @@ from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, StoreError
 from expertctl.store.flags import (
     FILE,
+    SUSPICIOUS,
     Flag,
     flag_documents,
     read_flagged,
+    suspicion_of,
     write_flagged,
 )
 from expertctl.store.suspicions import Suspicions, Verdict
@@ -189,6 +191,12 @@ def test_a_folder_that_cannot_be_written_can_be_read(suspicions: Suspicions) -> 
 def test_a_damaged_list_of_flags_is_empty(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text, encoding="latin-1")
     assert read_flagged(tmp_path / FILE) == {}
+
+
+def test_a_reason_is_told_once() -> None:
+    assert suspicion_of([COPIED, STUFFED, COPIED]) == (
+        f"{SUSPICIOUS}: {COPIED.sentence}; {STUFFED.sentence}"
+    )
 
 
 def test_flags_are_written_as_they_are_read(tmp_path: Path) -> None:
