@@ -10,6 +10,8 @@ from expertctl.schema.strict_json import JsonValue
 
 _PACKAGE = Path(__file__).parent.parent
 MAX_PROBLEMS = 50
+LONGEST = 300
+"""How many characters of a place, and of what is wrong there, are told."""
 
 
 def schema_path(name: str) -> Path:
@@ -25,8 +27,15 @@ def problems_of(document: JsonValue, schema: str) -> list[str]:
         if len(problems) == MAX_PROBLEMS:
             return [*problems, "… and more"]
         where = "/".join(str(part) for part in error.instance_path) or "document"
-        problems.append(f"{where[:300]}: {error.message[:300]}")
+        problems.append(f"{where[:LONGEST]}: {_shortened(error.message)}")
     return problems
+
+
+def _shortened(message: str) -> str:
+    """Cut the middle out: the value comes first, what is wrong with it last."""
+    if len(message) <= LONGEST:
+        return message
+    return f"{message[: LONGEST // 2]}…{message[-LONGEST // 2 + 1 :]}"
 
 
 @cache

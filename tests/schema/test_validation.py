@@ -1,0 +1,37 @@
+"""What is wrong with a document, in few words however large it is."""
+
+import pytest
+
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.schema.validation import LONGEST, MAX_PROBLEMS, problems_of
+
+
+def sample(**changed: JsonValue) -> JsonObject:
+    return {"prompt": "Sort 2, 1", "expert": "acme/sorting", **changed}
+
+
+def test_a_valid_document_has_no_problems() -> None:
+    assert problems_of(sample(), "routing-sample") == []
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [("many", "has more than 200 items"), ("long", "is longer than 2000 characters")],
+)
+def test_a_value_too_long_to_be_told_still_has_its_reason(value: str, problem: str) -> None:
+    texts: dict[str, list[JsonValue]] = {
+        "many": [f"Do task {number}" for number in range(5000)],
+        "long": ["x" * 200_000],
+    }
+    manifest: JsonObject = {"routing": {"examples": texts[value]}}
+    told = next(p for p in problems_of(manifest, "manifest") if p.startswith("routing/examples"))
+    assert told.endswith(problem)
+    assert "…" in told
+    assert len(told) < LONGEST + 40
+
+
+def test_at_most_so_many_problems_are_told() -> None:
+    manifest: JsonObject = {"routing": {"examples": [False] * 150}}
+    told = problems_of(manifest, "manifest")
+    assert len(told) == MAX_PROBLEMS + 1
+    assert told[-1] == "… and more"
