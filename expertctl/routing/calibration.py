@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from expertctl.durable import write_atomic
 from expertctl.routing.found import Found
@@ -43,9 +42,6 @@ _SEED = 7
 _PRIOR = 20
 _FLAT, _STEEP = 4.0, 40.0
 
-Scores = npt.NDArray[np.float64]
-"""Numbers between 0 and 1."""
-
 Search = Callable[[Vectors], Found]
 """What an index does with a vector."""
 
@@ -59,11 +55,10 @@ class Calibration:
     experts: int = 0
     """How many there were."""
 
-    def score(self, evidence: Vectors) -> Scores:
-        """Return scores between 0 and 1."""
-        distance = evidence.astype(np.float64) - self.threshold  # near 1 float32 is too coarse
-        scores: Scores = 1 / (1 + np.exp(-np.clip(self.slope * distance, -30, 30)))
-        return scores
+    def score(self, evidence: float) -> float:
+        """Return a score between 0 and 1."""
+        log_odds = self.slope * (evidence - self.threshold)
+        return 1 / (1 + math.exp(-max(-30.0, min(log_odds, 30.0))))
 
     def is_fresh(self, experts: int) -> bool:
         """Tell whether it holds for so many experts."""

@@ -128,14 +128,14 @@ def _judge(
     verdict = judge(roster.deep, roster.deep_at[running], encoded.deep[0])
     compared = running[: len(verdict)].tolist()
     _spread(roster, compared, verdict, encoded.deep[0])
+    shares, evidence = verdict.shares.tolist(), verdict.evidence.tolist()
     together = _together(roster, compared, verdict)
-    evidence = verdict.evidence
-    if len(together) > 1:
-        shares = verdict.shares[together]
-        evidence[together] += np.maximum(min(float(shares.sum()), 1.0) - shares, 0)
-    scores = index.calibration.score(evidence).tolist()
-    figures = zip(compared, verdict.shares.tolist(), verdict.support.tolist(), scores, strict=True)
-    for at, share, support, score in figures:
+    left = min(sum(shares[number] for number in together), 1.0)
+    for number in together:
+        evidence[number] += max(left - shares[number], 0.0)
+    figures = zip(compared, shares, verdict.support.tolist(), evidence, strict=True)
+    for at, share, support, enough in figures:
+        score = index.calibration.score(enough)
         rate = _rate(success, roster.by_position[at])
         decision.standings[at] = Standing(share, support, trusted(score, success=rate))
     best = _best(roster, decision.standings, success)

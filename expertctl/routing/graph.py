@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +32,8 @@ RECALL = 0.99
 GRAPH_FILE = "index.hnsw"
 RECORD_FILE = "index.hnsw.json"
 _LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
-_WIDTHS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144)
+_FINELY, _COARSELY = range(16, 64, 4), (64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768)
+_WIDTHS = (*_FINELY, *_COARSELY, 1024, 1536, 2048, 3072, 4096, 6144)
 _HELD_OUT, _CLOSEST = 1000, 9
 _SAME = 1e-5
 _PARALLEL_ROWS = 200_000
@@ -58,6 +59,13 @@ class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.size / _LOADED_PER_SECOND
 
 
+class Closest(NamedTuple):
+    """The closest rows of a table, the closest first, and how close they are to a query."""
+
+    rows: Rows
+    cosines: Vectors
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A loaded graph over the first ``rows`` rows of a table; ``index`` is hnswlib's."""
@@ -67,18 +75,17 @@ class Graph:
     width: int
     recall: float
 
-    def nearest(self, query: Vectors, count: int, *, width: int = 0) -> Rows | None:
-        """Return the closest rows, the closest first; ``None`` when it does not find so many.
+    def nearest(self, query: Vectors, count: int, *, width: int = 0) -> Closest | None:
+        """Return the closest rows; ``None`` when it does not find so many.
 
         A larger ``width`` searches more widely than it takes for the ten closest.
         """
         self.index.set_ef(max(self.width, count, width))
         try:
-            labels, _ = self.index.knn_query(query, k=count)
+            labels, distances = self.index.knn_query(query, k=count)
         except RuntimeError:
             return None
-        rows: Rows = labels[0].view(np.int64)
-        return rows
+        return Closest(labels[0].view(np.int64), 1 - distances[0])
 
     def absorb(self, table: VectorTable) -> "Graph":
         """Take in the rows of the table that came after the graph was made."""

@@ -38,7 +38,9 @@ class Breadth:
     rows: int
 
 
-FEW, MANY = Breadth(6, 6), Breadth(14, 11)
+FEW, MANY = Breadth(6, 4), Breadth(8, 11)
+COMPETING = 6
+"""How many experts compete where no share has a windfall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +50,7 @@ class Verdict:
     ``shares`` is the regression's answer: about 1 for the expert that a prompt belongs to and 0 for
     the others; of experts that are alike, each has what they have together. ``support`` is how
     close the prompt is to an expert's closest texts. ``groups`` numbers what is alike. ``windfall``
-    is what everybody's share has of there being few to compare with.
+    is what everybody's share has of there being few to compare with, less than 0 with many.
     """
 
     shares: Vectors
@@ -91,21 +93,22 @@ def _compared(
     positions = candidates[: breadth.candidates]
     near = _nearest_rows(table, positions, query, breadth.rows, hidden)
     kernel = _kernel(near.rows @ near.rows.T)
-    members = _membership(near.sizes)
-    alike = _groups(kernel, members)
-    groups = np.arange(len(positions)) if alike is None else alike
-    grouped = members if alike is None else _merged(members, alike)
-    shares = _regression(kernel, grouped, near.cosines)[groups]
-    return Verdict(shares, near.support, groups, _windfall(grouped.shape[1]))
+    split = _split(near.sizes)
+    groups = _groups(kernel, split)
+    if groups is None:
+        shares = _regression(kernel, split.members, near.cosines)
+        return Verdict(shares, near.support, np.arange(len(shares)), _windfall(len(shares)))
+    answers = _regression(kernel, _merged(split.members, groups), near.cosines)
+    return Verdict(answers[groups], near.support, groups, _windfall(len(answers)))
 
 
 def _windfall(groups: int) -> float:
-    """Return by how much the share of a prompt for nobody exceeds that where enough compete.
+    """Return by how much the share of a prompt for nobody exceeds that where six compete.
 
     Without it a threshold that holds for many experts would let an expert that is alone on its
     base answer nearly everything.
     """
-    return max(0.0, 1 / (groups + 1) - 1 / (FEW.candidates + 1))
+    return 1 / (groups + 1) - 1 / (COMPETING + 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,43 +178,51 @@ def _kernel(cosines: Vectors) -> Vectors:
     return np.exp(cosines, out=cosines)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Split:
+    """What can be told of rows by how many each candidate has; for reading only."""
+
+    members: Vectors  # which candidate each row is of: one column for each
+    means: Vectors  # the same, with which a product gives means
+    own: Vectors  # the share of a row with itself in the mean kernel of a candidate's rows
+    pairs: Vectors  # what that mean, less that share, times this is without it
+    lone: Vectors  # 1 for the candidates with no pairs of rows
+
+
 @lru_cache(maxsize=256)
-def _membership(sizes: tuple[int, ...]) -> Vectors:
-    """Return which candidate each row is of: one column for each; read only."""
+def _split(sizes: tuple[int, ...]) -> _Split:
     members = np.repeat(np.eye(len(sizes), dtype=np.float32), sizes, axis=0)
-    members.flags.writeable = False
-    return members
+    counts = np.maximum(np.array(sizes, np.float32), np.float32(1))
+    lone = (counts == 1).astype(np.float32)
+    own = np.reciprocal(counts)
+    return _Split(members, members * own, own, counts / (counts - 1 + lone), lone)
 
 
 def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
     """Return the answer for each group: ``k (K + RIDGE I)^-1 (Y - e) + e``.
 
-    Far from all rows that is e, for which nobody counts as one more group.
+    Far from all rows that is e, for which nobody counts as one more group. What it is given is
+    used up.
     """
     even = np.float32(1 / (members.shape[1] + 1))
-    ridge = kernel.copy()
-    ridge.reshape(-1)[:: len(kernel) + 1] += np.float32(RIDGE)
-    weights = np.linalg.solve(ridge, _kernel(cosines.copy()))  # the kernel is symmetric
+    kernel.reshape(-1)[:: len(kernel) + 1] += np.float32(RIDGE)
+    weights = np.linalg.solve(kernel, _kernel(cosines))  # the kernel is symmetric
     answers: Vectors = weights @ members + even * (1 - weights.sum())
     return answers
 
 
-def _groups(kernel: Vectors, members: Vectors) -> Rows | None:
+def _groups(kernel: Vectors, split: _Split) -> Rows | None:
     """Number the candidates so that those alike have one number; ``None`` when none are.
 
     Two are alike when the mean kernel between their rows is that within each of them, a row with
     itself not counted: few texts about this and that are not like those of everybody else.
     """
-    between = members.T @ kernel @ members
-    sizes = members.sum(axis=0)
-    own = between.diagonal()
-    pairs = sizes * (sizes - 1)
-    within = (own - sizes) / np.maximum(pairs, 1)
-    within[sizes <= 1] = 1
-    bound = np.maximum(np.maximum(within, np.float32(RELATED)), within[:, None])
-    alike: Mask = between >= np.float32(ALIKE) * bound * np.maximum(np.outer(sizes, sizes), 1)
+    between = split.means.T @ kernel @ split.means
+    within = (between.diagonal() - split.own) * split.pairs + split.lone
+    bound = np.maximum(within, np.float32(RELATED)) * np.float32(ALIKE)
+    alike: Mask = between >= np.maximum(bound, bound[:, None])
     np.fill_diagonal(alike, True)
-    if np.count_nonzero(alike) == len(sizes):
+    if np.count_nonzero(alike) == len(alike):
         return None
     return np.unique(alike.argmax(axis=1), return_inverse=True)[1].reshape(-1)
 

@@ -8,13 +8,16 @@ they do not, until comparing all that may pass would cost less.
 import numpy as np
 
 from expertctl.routing.found import Allowed, Found, best_of_each
-from expertctl.routing.graph import Graph
+from expertctl.routing.graph import Closest, Graph
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 ROWS_PER_LINK = 48
 """How many rows are compared in the time that one more of width costs a graph."""
 ROWS_PER_EXPERT = 16
 """Where experts found have more rows than this on the average, more rows are asked for."""
+
+LEAST = 32
+"""How many rows a graph is asked for at least."""
 
 _MOST = 0.3
 _SPARE = 1.2
@@ -31,8 +34,8 @@ def nearest(
 ) -> Found:
     """Return at most ``count`` experts, the closest first, of those allowed.
 
-    With a graph they are the owners of the ``count`` closest rows, and of more rows where one
-    expert has so many of them that it hides the others.
+    With a graph they are the owners of as many of the closest rows as it finds at its width, and of
+    more rows where one expert has so many of them that it hides the others.
     """
     found = None if graph is None else _enough(table, graph, query, count, allowed)
     return exactly(table, query, count=count, allowed=allowed) if found is None else found
@@ -43,11 +46,11 @@ def _enough(
 ) -> Found | None:
     """Return what a graph finds; ``None`` where exact search costs less, or finds more experts."""
     fewest = min(count // ROWS_PER_EXPERT, len(table if allowed is None else allowed.positions))
-    for asked in (count, 4 * count, 16 * count):
-        rows = _through_graph(table, graph, query, asked, allowed)
-        if rows is None:
+    for asked in (min(count, max(graph.width, LEAST)), 4 * count, 16 * count):
+        closest = _through_graph(table, graph, query, asked, allowed)
+        if closest is None:
             return None
-        found = best_of_each(table, rows, table.rows[rows] @ query)
+        found = best_of_each(table, closest.rows, closest.cosines)
         if len(found) >= fewest:
             return found.first(count)
     return None
@@ -84,41 +87,46 @@ def _compared(table: VectorTable, query: Vectors, allowed: Allowed | None) -> tu
 
 def _through_graph(
     table: VectorTable, graph: Graph, query: Vectors, count: int, allowed: Allowed | None
-) -> Rows | None:
+) -> Closest | None:
     """Return the closest rows that may be found; ``None`` where exact search costs less."""
     if allowed is None:
-        rows = graph.nearest(query, min(count, graph.rows))
-        return rows if rows is None else _with_later(rows, table, graph, query, count, None)
+        closest = graph.nearest(query, min(count, graph.rows))
+        return closest and _with_later(closest, table, graph, query, count, None)
     sparsity = graph.rows / max(allowed.row_count, 1)
     asked, width = int(count * sparsity * _SPARE) + 1, int(graph.width * sparsity)
     while max(asked, width) * ROWS_PER_LINK < min(allowed.row_count, graph.rows):
-        rows = graph.nearest(query, asked, width=width)
-        if rows is None:
+        closest = graph.nearest(query, asked, width=width)
+        if closest is None:
             return None
-        passing = rows[allowed.mask[table.owners[rows]]]
-        if len(passing) >= count:
-            return _with_later(passing[:count], table, graph, query, count, allowed)
+        passing = np.flatnonzero(allowed.mask[table.owners[closest.rows]])[:count]
+        if len(passing) == count:
+            passed = Closest(closest.rows[passing], closest.cosines[passing])
+            return _with_later(passed, table, graph, query, count, allowed)
         asked *= 2
     return None
 
 
 def _with_later(
-    rows: Rows,
+    closest: Closest,
     table: VectorTable,
     graph: Graph,
     query: Vectors,
     count: int,
     allowed: Allowed | None,
-) -> Rows:
+) -> Closest:
     """Add the closest of the rows that the graph does not cover."""
     if graph.rows == len(table.rows):
-        return rows
+        return closest
     later = np.arange(graph.rows, len(table.rows))
     if allowed is not None:
         later = later[allowed.mask[table.owners[later]]]
+    cosines = table.rows[later] @ query
     if len(later) > count:
-        later = later[np.argpartition(-(table.rows[later] @ query), count)[:count]]
-    return np.concatenate([rows, later])
+        best = np.argpartition(-cosines, count)[:count]
+        later, cosines = later[best], cosines[best]
+    return Closest(
+        np.concatenate([closest.rows, later]), np.concatenate([closest.cosines, cosines])
+    )
 
 
 def _spans(starts: Rows, counts: Rows) -> Rows:

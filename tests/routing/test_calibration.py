@@ -40,9 +40,9 @@ def spread(start: float, end: float, count: int) -> tuple[float, ...]:
 
 def test_the_score_is_a_half_at_the_threshold_and_the_logistic_function_around_it() -> None:
     calibration = Calibration(1.0, 8.0)
-    evidence = np.array([1.0, 1.25, 0.5, 90.0, -90.0], np.float32)
+    scores = [calibration.score(evidence) for evidence in (1.0, 1.25, 0.5, 90.0, -90.0)]
     plain = [1 / (1 + np.exp(-8 * (e - 1))) for e in (1.0, 1.25, 0.5)]
-    assert np.allclose(calibration.score(evidence), [*plain, 1, 0], atol=1e-6)
+    assert np.allclose(scores, [*plain, 1, 0], atol=1e-6)
 
 
 def test_the_score_is_the_posterior_of_two_normal_distributions() -> None:
@@ -61,7 +61,7 @@ def test_the_score_is_the_posterior_of_two_normal_distributions() -> None:
         ratio = odds * density(x, high) / density(x, low)
         posterior = ratio / (1 + ratio)
         calibration = Calibration(made.threshold, float((high - low) / variance))
-        assert calibration.score(np.array([x]))[0] == pytest.approx(posterior, abs=1e-4)
+        assert calibration.score(x) == pytest.approx(posterior, abs=1e-4)
 
 
 def test_three_in_a_hundred_of_what_is_right_are_turned_away_where_strangers_come_close() -> None:

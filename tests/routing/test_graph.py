@@ -43,7 +43,7 @@ def ten(table: VectorTable, query: np.ndarray) -> set[int]:
 def found_of(graph: Graph, query: np.ndarray) -> set[int]:
     found = graph.nearest(query, 10)
     assert found is not None
-    return set(found.tolist())
+    return set(found.rows.tolist())
 
 
 def test_without_hnswlib_there_is_no_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_a_graph_covers_the_first_rows_of_a_table_that_grew_and_takes_in_the_res
     assert all_of_it.rows == len(grown.rows)
     found = all_of_it.nearest(new[0], 5)
     assert found is not None
-    assert found[0] == len(table.rows)
+    assert found.rows[0] == len(table.rows)
     save_graph(tmp_path, all_of_it, grown)
     again = load_graph(tmp_path, grown)
     assert again is not None
@@ -171,7 +171,7 @@ def test_what_is_dead_is_not_built_in() -> None:
     assert graph.index.get_current_count() == len(table.rows) // 2
     found = graph.nearest(table.rows[0], 20)
     assert found is not None
-    assert (table.owners[found] % 2 == 1).all()
+    assert (table.owners[found.rows] % 2 == 1).all()
 
 
 @needs_hnswlib

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from expertctl.errors import UsageError
@@ -46,8 +45,8 @@ def test_the_score_is_the_calibrated_evidence_less_what_bad_answers_took(
     assert candidate.share is not None
     assert candidate.support is not None
     windfall = 1 / 2 - 1 / 7  # an expert alone is compared with nobody, not with five others
-    evidence = np.array([candidate.share + candidate.support - windfall])
-    assert candidate.score == pytest.approx(float(index.calibration.score(evidence)[0]))
+    evidence = candidate.share + candidate.support - windfall
+    assert candidate.score == pytest.approx(index.calibration.score(evidence))
     for rate, share in ((1.0, 1.0), (0.5, 1.0), (0.2, 0.7), (0.0, 0.5)):
         result = router(expert, prompt=SORT[0], success={expert.digest: rate})
         judged = of(result, "acme/sort")
