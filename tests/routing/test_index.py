@@ -82,7 +82,8 @@ def test_vectors_are_kept_and_not_made_again(tmp_path: Path) -> None:
     index.add(BOTH)
     assert again.encoded == []
     assert set(index.table.digests) == set(BOTH)
-    assert (tmp_path / JOURNAL_FILE).stat().st_mode & 0o777 == 0o600
+    for name in (JOURNAL_FILE, LOCK_FILE):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_another_encoder_makes_all_vectors_again(tmp_path: Path) -> None:
