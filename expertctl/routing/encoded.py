@@ -4,8 +4,11 @@ A text has a row, whose cosines say how close it is to another one, and a deep r
 finds more of what tells experts apart. Where an encoder sees nothing more, both are the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from expertctl.routing.vector_table import Vectors
 
@@ -21,3 +24,17 @@ class Encoded:
     def flat(cls, rows: Vectors) -> Self:
         """Return rows that are deep as they are."""
         return cls(rows, rows)
+
+
+def made_unit(rows: Vectors) -> Vectors:
+    """Give rows unit length, in place; those of zeros stay."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
+    return unit
+
+
+def mapped(cosines: Vectors, points: Sequence[tuple[float, float]]) -> Vectors:
+    """Return cosines as lines between points map them."""
+    raw, meant = zip(*points, strict=True)
+    similar: Vectors = np.interp(cosines, raw, meant).astype(np.float32)
+    return similar

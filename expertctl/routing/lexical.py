@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from expertctl.digest import Digest
-from expertctl.routing.encoded import Encoded
+from expertctl.routing.encoded import Encoded, made_unit, mapped
 from expertctl.routing.vector_table import Vectors
 from expertctl.routing.words import STOP_WORDS, Word, is_number, read_words
 
@@ -59,9 +59,7 @@ class LexicalEncoder:
             for feature, weight in _weights(read_words(text)).items():
                 place, sign = _hashed(feature)
                 row[place] += sign * weight
-        norms = np.linalg.norm(rows, axis=1, keepdims=True)
-        unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
-        return unit
+        return made_unit(rows)
 
     def encode_deep(self, texts: Sequence[str]) -> Encoded:
         """Return the rows, deep as they are: words are all that is seen."""
@@ -69,8 +67,7 @@ class LexicalEncoder:
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Map raw cosines to similarities; monotone."""
-        raw, meant = zip(*CALIBRATION, strict=True)
-        return np.interp(cosines, raw, meant).astype(np.float32)
+        return mapped(cosines, CALIBRATION)
 
 
 @dataclass(frozen=True, slots=True)

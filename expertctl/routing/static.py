@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.routing.encoded import Encoded
+from expertctl.routing.encoded import Encoded, made_unit, mapped
 from expertctl.routing.minilm import MAX_TOKENS, MiniLmEncoder, model_stamp, open_minilm
 from expertctl.routing.static_table import (
     TOKENIZER,
@@ -75,9 +75,7 @@ class StaticEncoder:
         encodings = self._tokenizer.encode_batch_fast(cut, add_special_tokens=False)
         for row, encoding in zip(rows, encodings, strict=True):
             self._table.rows[encoding.ids].sum(0, dtype=np.float32, out=row)
-        norms = np.sqrt(np.square(rows).sum(1, keepdims=True))
-        unit: Vectors = np.divide(rows, norms, out=rows, where=norms > 0)
-        return unit
+        return made_unit(rows)
 
     def encode_deep(self, texts: Sequence[str]) -> Encoded:
         """Return the rows, deep as they are: there is nothing below them."""
@@ -85,9 +83,7 @@ class StaticEncoder:
 
     def calibrate(self, cosines: Vectors) -> Vectors:
         """Map raw cosines to similarities; monotone."""
-        raw, meant = zip(*CALIBRATION, strict=True)
-        similar: Vectors = np.interp(cosines, raw, meant).astype(np.float32)
-        return similar
+        return mapped(cosines, CALIBRATION)
 
 
 def open_static(folder: Path, model: Path | None) -> StaticEncoder:
