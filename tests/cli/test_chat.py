@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.request import RouteRequest
 from expertctl.schema.validation import problems_of
 from tests.cli.test_run import PROMPT, QUIET, Expertctl, Workshop, expertctl, workshop
 from tests.factories import write_base, write_lora
@@ -354,14 +353,14 @@ def test_ctrl_c_while_weights_are_read_ends_that_answer_alone(
     workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninterrupted = expertctl("run", PROMPT, *QUIET)
-    plan, pressed = Planner.plan, iter([True, False])
+    plan, pressed = Planner.plan_from, iter([True, False])
 
-    def press(self: Planner, request: RouteRequest, **options: Any) -> Planned:
+    def press(self: Planner, *asked: Any, **options: Any) -> Planned:
         if next(pressed):
             signal.raise_signal(signal.SIGINT)
-        return plan(self, request, **options)
+        return plan(self, *asked, **options)
 
-    monkeypatch.setattr(Planner, "plan", press)
+    monkeypatch.setattr(Planner, "plan_from", press)
     monkeypatch.setattr(sys, "stdin", Typist("one\n", f"{PROMPT}\n"))
     outcome = expertctl("chat", *QUIET)
     assert outcome.code == 0
@@ -376,7 +375,7 @@ def test_ctrl_c_twice_in_an_answer_is_the_end(
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(Planner, "plan", press)
+    monkeypatch.setattr(Planner, "plan_from", press)
     monkeypatch.setattr(sys, "stdin", Typist("one\n"))
     assert expertctl("chat", *QUIET).code == 130
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
