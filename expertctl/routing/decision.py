@@ -15,7 +15,7 @@ from expertctl.routing.composition import not_composing
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features
 from expertctl.routing.found import Found
-from expertctl.routing.head import Verdict, judge
+from expertctl.routing.head import MANY, Verdict, judge, judge_widely
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.roster import Roster
 from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
@@ -125,7 +125,8 @@ def _judge(
     Experts that compose do not compete: what a prompt for several of them leaves to each counts
     for all of them.
     """
-    verdict = judge(roster.deep, roster.deep_at[running], encoded.deep[0])
+    looked_at = judge_widely if _may_join(roster, running) else judge
+    verdict = looked_at(roster.deep, roster.deep_at[running], encoded.deep[0])
     compared = running[: len(verdict)].tolist()
     _spread(roster, compared, verdict, encoded.deep[0])
     shares, evidence = verdict.shares.tolist(), verdict.evidence.tolist()
@@ -141,6 +142,13 @@ def _judge(
     best = _best(roster, decision.standings, success)
     if decision.standings[best].score >= THRESHOLD:
         decision.leader = best
+
+
+def _may_join(roster: Roster, running: Rows) -> bool:
+    """Tell whether one of the closest may join another: it need not be close to count."""
+    if not roster.composing:
+        return False
+    return len(roster.composing.intersection(running[: MANY.candidates].tolist())) > 1
 
 
 def _spread(roster: Roster, compared: list[int], verdict: Verdict, query: Vectors) -> None:
@@ -161,7 +169,8 @@ def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -
 
 def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int]:
     """Return which candidates a prompt is for at once: the best, and those that join it."""
-    order: list[int] = np.argsort(-verdict.evidence).tolist()
+    evidence = verdict.evidence.tolist()
+    order = sorted(range(len(evidence)), key=evidence.__getitem__, reverse=True)
     together = order[:1]
     for number in order[1:]:
         if verdict.shares[number] - verdict.windfall < JOINS:

@@ -47,7 +47,7 @@ def features_of(prompt: str, *, seen: str | None = None) -> Features:
     return Features(
         words=tuple(words),
         length=len(prompt),
-        language=script or _language(known, words),
+        language=script or _language(words),
         script=script,
         format=_format(known),
         task=_task(text),
@@ -136,7 +136,10 @@ _COMMON: Mapping[str, frozenset[str]] = {
 }
 
 
-_ANY_COMMON = frozenset().union(*_COMMON.values())
+_LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
+    word: tuple(language for language, common in _COMMON.items() if word in common)
+    for word in frozenset[str]().union(*_COMMON.values())
+}
 
 
 def _script(text: str) -> str | None:
@@ -146,13 +149,13 @@ def _script(text: str) -> str | None:
     return next(found, None) if letters else None
 
 
-def _language(known: set[str], words: list[str]) -> str | None:
+def _language(words: list[str]) -> str | None:
     """Return the language of the commonest words; a draw or no evidence is ``None``."""
-    if known.isdisjoint(_ANY_COMMON):
-        return None
-    telling = [word for word in words if word in _ANY_COMMON]
-    hits = {lang: sum(word in common for word in telling) for lang, common in _COMMON.items()}
-    best = max(hits.values())
+    hits: dict[str, int] = {}
+    for word in words:
+        for language in _LANGUAGES_OF.get(word, ()):
+            hits[language] = hits.get(language, 0) + 1
+    best = max(hits.values(), default=0)
     leaders = [language for language, count in hits.items() if count == best]
     return leaders[0] if len(leaders) == 1 else None
 

@@ -38,7 +38,7 @@ class Breadth:
     rows: int
 
 
-FEW, MANY = Breadth(6, 4), Breadth(8, 11)
+FEW, MANY = Breadth(4, 6), Breadth(8, 11)
 COMPETING = 6
 """How many experts compete where no share has a windfall."""
 
@@ -82,9 +82,14 @@ def judge(
     if len(candidates) == 0:
         return NOBODY
     few = _compared(table, candidates, query, FEW, hidden)
-    if _lead(few) > CLOSE:
+    if _lead(few, len(candidates)) > CLOSE:
         return few
     return _compared(table, candidates, query, MANY, hidden)
+
+
+def judge_widely(table: VectorTable, candidates: Rows, query: Vectors) -> Verdict:
+    """Compare as many candidates as `judge` does where few leave it open."""
+    return _compared(table, candidates, query, MANY, None) if len(candidates) else NOBODY
 
 
 def _compared(
@@ -125,7 +130,7 @@ def _nearest_rows(
     table: VectorTable, positions: Rows, query: Vectors, count: int, hidden: int | None
 ) -> _Near:
     counts = table.counts[positions]
-    widest = int(counts.max())
+    widest = max(counts.tolist())
     numbers = table.starts[positions][:, None] + np.arange(widest)  # [candidates, widest]
     missing = _missing(numbers, counts, hidden)
     if missing is not None:
@@ -147,7 +152,7 @@ def _nearest_rows(
 
 def _missing(numbers: Rows, counts: Rows, hidden: int | None) -> Mask | None:
     """Tell which of these rows are not the candidate's, or hidden; ``None`` when none is."""
-    if hidden is None and int(counts.min()) == numbers.shape[1]:
+    if hidden is None and min(counts.tolist()) == numbers.shape[1]:
         return None
     missing: Mask = np.arange(numbers.shape[1]) >= counts[:, None]
     if hidden is not None:
@@ -234,8 +239,11 @@ def _merged(members: Vectors, groups: Rows) -> Vectors:
     return merged
 
 
-def _lead(verdict: Verdict) -> float:
-    """Return by how much the best group leads; all of it when there is no other."""
-    of_group = dict(zip(verdict.groups.tolist(), verdict.shares.tolist(), strict=True))
-    shares = sorted(of_group.values())
-    return shares[-1] - shares[-2] if len(shares) > 1 else float("inf")
+def _lead(verdict: Verdict, candidates: int) -> float:
+    """Return by how much the best group leads: not at all where it hid all other candidates."""
+    groups: list[int] = verdict.groups.tolist()
+    answers: list[float] = verdict.shares.tolist()
+    shares = sorted(dict(zip(groups, answers, strict=True)).values())
+    if len(shares) > 1:
+        return shares[-1] - shares[-2]
+    return 0.0 if len(verdict) < candidates else float("inf")

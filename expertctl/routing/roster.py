@@ -63,6 +63,22 @@ class Roster:
         return frozenset(at for at, e in self.by_position.items() if self.flags.get(e.digest))
 
     @cached_property
+    def barred(self) -> Rows:
+        """The positions of experts that may not answer."""
+        barred = (at for at, e in self.by_position.items() if e.digest in self.bars)
+        return np.array([at for at in barred if at >= 0], np.int64)
+
+    @cached_property
+    def composing(self) -> frozenset[int]:
+        """The positions of experts that may join others."""
+        gaining = frozenset(digest for pair in self.gains for digest in pair)
+        return frozenset(
+            at
+            for at, e in self.by_position.items()
+            if e.manifest.composition.composes_with or e.digest in gaining
+        )
+
+    @cached_property
     def grabbing(self) -> frozenset[int]:
         """The positions of experts whose examples are about everything."""
         return frozenset(at for at in self.flagged if self._is_grabbing(self.by_position[at]))

@@ -28,7 +28,7 @@ from expertctl.routing.decision import Decision, decide
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features, features_of
 from expertctl.routing.found import Found
-from expertctl.routing.index import RoutingIndex, Similarity
+from expertctl.routing.index import FOUND, RoutingIndex, Similarity
 from expertctl.routing.numerics import context_of, numeric_settings
 from expertctl.routing.plan import Plan, PlannedExpert, plan_identity
 from expertctl.routing.presets import resolve
@@ -181,8 +181,10 @@ def _measured(
         return []
     encoded, decision = _decided(asked, roster, index, success_rate, timings)
     closest = [decision.found]
-    if roster.bars:
+    if len(roster.barred) > FOUND:
         closest.append(index.search(encoded.rows[0]))
+    elif len(roster.barred):
+        closest.append(index.measure(encoded.rows[0], roster.barred))
     return _candidates(asked, roster, index, decision, closest, success_rate)
 
 
@@ -310,7 +312,10 @@ def _forced(request: RouteRequest, roster: Roster, base: StoredBase) -> list[Cho
     choices = choose_forced(request.force, roster.experts, usable, context=context)
     for choice in choices:
         if is_excluded(choice.expert, request.exclude):
-            raise UsageError(f"{choice.expert.ref} is forced and excluded at once")
+            raise UsageError(
+                f"{choice.expert.ref} is forced and excluded at once",
+                hint="leave out the one or the other",
+            )
         check_base(
             choice.expert.manifest, base.identity, allow_mismatch=request.allow_base_mismatch
         )

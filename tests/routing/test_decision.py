@@ -9,7 +9,7 @@ import pytest
 from expertctl.routing.candidate import Installed
 from expertctl.routing.decision import ASKED_LAST, JOINS, Decision, decide
 from expertctl.routing.features import features_of
-from expertctl.routing.head import judge
+from expertctl.routing.head import FEW, judge
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.request import RouteRequest, parse_target
 from expertctl.routing.roster import Roster
@@ -143,6 +143,21 @@ def test_who_composes_counts_beside_the_leader_and_does_not_compete(decided: Dec
         assert competing[f"zed/{each}"] <= scores[f"acme/{each}"]
     least = min(competing["zed/sort"], competing["zed/shout"])
     assert least < min(scores["acme/sort"], scores["acme/shout"]) - 0.1
+
+
+def test_where_some_compose_those_that_are_not_the_closest_are_compared_too(
+    decided: Decide,
+) -> None:
+    topics = ("pizza toppings", "train times", "chess openings", "cloud shapes", "river names")
+    others = [
+        sorting(f"acme/e{n}", examples=(f"Tell me about {topic}",), description=f"Knows {topic}.")
+        for n, topic in enumerate(topics)
+    ]
+    pair = (sorting(composition=TASK), shouting(composition=STYLE))
+    _, apart = decided(sorting(), sql(), *others, prompt=SORT[0])
+    assert len(apart.standings) == FEW.candidates
+    _, joined = decided(*pair, *others, prompt=SORT[0])
+    assert len(joined.standings) == len(others) + 2
 
 
 def test_who_composes_and_has_no_part_in_a_prompt_gains_nothing(decided: Decide) -> None:

@@ -15,6 +15,7 @@ from expertctl.routing.head import (
     WIDTH,
     Verdict,
     judge,
+    judge_widely,
 )
 from expertctl.routing.vector_table import Vectors, VectorTable
 from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert, table_of
@@ -103,6 +104,7 @@ def test_nobody_is_compared_with_nobody() -> None:
     table = clusters(3)
     nothing = judge(table, np.zeros(0, np.int64), table.rows[0])
     assert nothing is NOBODY
+    assert judge_widely(table, np.zeros(0, np.int64), table.rows[0]) is NOBODY
     assert len(nothing) == len(nothing.evidence) == 0
 
 
@@ -143,14 +145,26 @@ def test_experts_that_are_alike_are_one_answer() -> None:
     texts = [table.rows[table.rows_of(np.array([p]))] for p in range(3)]
     doubled = table_of({expert(n): texts[min(n, 2)] for n in range(5)})  # 2, 3 and 4 are alike
     query = near(table, 2)
-    alone = judge(table, np.arange(3), query)
-    verdict = judge(doubled, np.arange(5), query)
+    alone = judge_widely(table, np.arange(3), query)
+    verdict = judge_widely(doubled, np.arange(5), query)
     groups = verdict.groups.tolist()
     assert groups[2] == groups[3] == groups[4]
     assert len(set(groups)) == 3
     assert np.allclose(verdict.shares[2:], verdict.shares[2])
     assert verdict.shares[2] == pytest.approx(alone.shares[2], abs=0.1)
     assert verdict.windfall == alone.windfall
+
+
+def test_where_all_of_the_few_are_alike_the_others_are_looked_at_too() -> None:
+    table = clusters(2)
+    texts = [table.rows[table.rows_of(np.array([p]))] for p in range(2)]
+    copies = FEW.candidates
+    copied = table_of({expert(n): texts[n // copies] for n in range(copies + 1)})
+    among = near(table, 0)
+    verdict = judge(copied, np.arange(copies + 1), among)
+    assert verdict.groups.tolist() == [0] * copies + [1]
+    only = judge(copied, np.arange(copies), among)
+    assert only.groups.tolist() == [0] * copies
 
 
 def test_two_of_one_row_each_are_alike_only_when_they_are_the_same() -> None:
@@ -210,6 +224,6 @@ def test_the_order_of_candidates_does_not_matter() -> None:
     table = clusters(5)
     query = near(table, 1)
     order = np.array([3, 1, 4, 0, 2])
-    there, back = judge(table, order, query), judge(table, np.arange(5), query)
+    there, back = judge_widely(table, order, query), judge_widely(table, np.arange(5), query)
     assert np.allclose(there.shares, back.shares[order], atol=1e-5)
     assert TEXTS == 8

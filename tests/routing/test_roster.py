@@ -56,6 +56,22 @@ def test_of_those_that_may_not_answer_the_reason_is_kept_and_none_is_found(
     assert set(made.usable) == may
 
 
+def test_who_may_join_others_and_who_may_not_answer_is_known_by_position(
+    index: RoutingIndex, base: StoredBase
+) -> None:
+    joining = sorting(composition={"role": "task", "composes_with": ("style",)})
+    gaining, other, alone = sql(), sql("acme/other"), sql("acme/alone")
+    unsigned = sorting("acme/plain", signer=None)
+    gains = {(gaining.digest, other.digest): 0.1}
+    made = roster(index, base, joining, gaining, other, alone, unsigned, gains=gains)
+    assert {made.by_position[at].ref for at in made.composing} == {
+        joining.ref,
+        gaining.ref,
+        other.ref,
+    }
+    assert [made.by_position[at] for at in made.barred.tolist()] == [unsigned]
+
+
 def test_who_refuses_some_prompts_and_who_is_flagged_is_known_by_position(
     index: RoutingIndex, base: StoredBase
 ) -> None:
