@@ -13,8 +13,8 @@ from expertctl.routing.features import features_of
 from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
 
-REMEMBERED = 10_000
-"""How many plans are kept, those that were asked for last."""
+REMEMBERED = 2_000
+"""How many plans are kept, those that were asked for last: some 30 MB."""
 KEPT = 16
 """How many candidates of a plan are kept: what the head compared, and a few more."""
 

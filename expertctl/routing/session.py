@@ -30,6 +30,9 @@ class PlanningSession:
     def __init__(self, planner: Planner) -> None:
         """Remember whose; nothing is read yet."""
         self.planner = planner
+        flagged = planner.index.folder / FLAGGED_FILE
+        self._trust = str(planner.trust.path)
+        self._beside = (str(planner.bases.folder), str(flagged))
         self._kept: tuple[_Key, Inventory] | None = None
         self._rosters: dict[_Key, Roster] = {}
         self._revision: _Key = ()
@@ -98,10 +101,8 @@ class PlanningSession:
 
     def _changes(self) -> _Key:
         """Return what changes with all but the vectors, which planning itself may add."""
-        planner = self.planner
-        flagged = stamp_of(str(planner.index.folder / FLAGGED_FILE))
-        learnt = planner.catalogue.revision(), flagged
-        return *self._installed(), stamp_of(str(planner.bases.folder)), *learnt
+        beside = map(stamp_of, self._beside)
+        return *self._installed(), self.planner.catalogue.revision(), *beside
 
     def _installed(self) -> _Key:
-        return self.planner.store.revision(), stamp_of(str(self.planner.trust.path))
+        return self.planner.store.revision(), stamp_of(self._trust)
