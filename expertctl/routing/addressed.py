@@ -69,7 +69,7 @@ _LABELLED = re.compile(
     r"subjects?|intents?)\s*[:=][^.!?\n)]*[.!?)]?",
     re.IGNORECASE,
 )
-_TAG = re.compile(r"(?<!\S)[#@][A-Za-z][\w/@.-]*")
+_TAG = re.compile(r"(?<!\S)[#@](?:[A-Za-z][\w/@.-]*|(?!\S))")
 
 
 def without_roles(text: str) -> str:

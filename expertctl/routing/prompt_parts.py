@@ -23,6 +23,8 @@ _PILE = 6
 _JOINED = 0.2
 """The share of stop words that any sentence has."""
 _REPEATS = 4
+_LAST_WORDS = 2
+"""How many words the last keyword of a list has at most."""
 
 _APART = re.compile(
     r"\n[ \t]*(?:-{3,}|={3,}|\*{3,}|_{3,}|\"\"\"|'''|```\w*|~~~\w*|<[a-zA-Z][\w-]{0,30}>)[ \t]*\n"
@@ -32,19 +34,47 @@ _APART = re.compile(
 )
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE = re.compile(r"(?<=[.!?\u3002])\s+|(?<=\u3002)|\s*\n\s*")
-_ASKS = re.compile(
-    r"\?\s*$|^\W*(?:(?:hi|hey|hello|ok|okay|so|and|then|now|please|kindly|also)\b\W*)*"
-    r"(?:what|how|why|when|where|who|whom|whose|which|can|could|would|will|should|shall|is|are|am|"
-    r"was|were|do|does|did|has|have|may|tell|give|show|write|make|put|turn|convert|express|sort|"
-    r"order|arrange|list|find|look|search|get|set|add|remove|delete|change|update|create|build|"
-    r"explain|describe|summari[sz]e|translate|rewrite|format|fix|correct|check|compare|calculate|"
-    r"compute|count|solve|classify|extract|generate|draft|compose|play|call|text|send|book|cancel|"
-    r"schedule|remind|start|stop|turn|open|close|order|buy|pay|transfer|let|help|need|want|"
-    r"(?:i|we) (?:need|want|would|wish|have to|am|must|'d)|i'd|i'm|let's)\b",
+_OPENERS = frozenset(
+    """
+    what how why when where who whom whose which can could would will should shall is are am was
+    were do does did has have may
+    add advise answer apply arrange ask book brainstorm build buy calculate call cancel
+    capitalize change check choose classify clean clear close combine compare complete compose
+    compute confirm conjugate connect continue convert copy correct count create debug decide
+    decline decode decrease define delete derive describe design detect determine disable
+    discuss display divide draft draw edit enable encode end enter estimate evaluate expand
+    explain express extend extract fill filter find finish fix flip follow forget format
+    generate get give go grade group guess guide help highlight identify improve include
+    increase insert install inspect join keep label let leave list locate look lower make mark
+    measure merge mix move multiply mute name need open optimize order organize outline parse
+    pass pay paraphrase pick plan play plot pluralize polish predict prepare print pronounce
+    proofread prove provide pull push put query quote raise rank rate read recommend record
+    reduce refactor register remind remove rename render reorder rephrase replace reply report
+    reschedule reserve reset resolve restore return reverse review revise rewrite roll round run
+    save say schedule score search see select send separate set share shorten show simplify sing
+    skip solve sort speak spell split start state stop submit subtract suggest sum summarise
+    summarize switch talk teach tell test text track transcribe transfer translate turn type
+    undo unmute update use verify walk want whats write
+    """.split()  # noqa: SIM905  # reads better as text
+)
+"""Words that a question or a request begins with."""
+_OPENING = re.compile(
+    r"\W*(?:\w{1,12}:\s+)?"
+    r"(?:(?:hi|hey|hello|ok|okay|so|and|then|now|please|kindly|also|just)\b\W*)*(\w+)",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(rf"\W*(?:{'|'.join(sorted(_OPENERS))})\s", re.IGNORECASE)
+"""A request rather than a keyword: no comma follows its first word."""
+_WISHES = re.compile(
+    r"\?\s*$|^\W*(?:please\b|(?:i|we) (?:need|want|would|wish|have to|am|must|'d)|i'd|i'm|let's)",
     re.IGNORECASE,
 )
 _PERSON = re.compile(r"\b(?:i|me|my|mine|we|us|our|you|your)\b", re.IGNORECASE)
 _WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?")
+_KEYWORDS = r"(?:[^\W\d_][\w'-]*(?: [\w'-]+)?,\s+){2}(?:[\w'-]+(?: [\w'-]+)?,\s+)+"
+_LIST = re.compile(rf"\W*{_KEYWORDS}")
+_LIST_ASIDE = re.compile(rf"\({_KEYWORDS}[^()]*\)")
+"""Keywords; a list that begins with a number is what many requests are about."""
 
 
 def request_of(text: str) -> str:
@@ -72,7 +102,9 @@ def sentences(text: str) -> list[str]:
 
 def asks(sentence: str) -> bool:
     """Tell whether a sentence asks a question or for something."""
-    return _ASKS.search(sentence) is not None
+    opening = _OPENING.match(sentence)
+    opens = opening is not None and opening[1].casefold() in _OPENERS
+    return opens or _WISHES.search(sentence) is not None
 
 
 def is_pile(sentence: str) -> bool:
@@ -81,6 +113,22 @@ def is_pile(sentence: str) -> bool:
     words = [word for word in said if not word[0].isdigit()]
     joining = sum(word in STOP_WORDS for word in words)
     return len(words) >= _PILE and joining < _JOINED * len(words)
+
+
+def without_lists(sentence: str) -> str:
+    """Leave out keywords that stand before a request, or behind it in brackets."""
+    rest = _LIST_ASIDE.sub(" ", sentence)
+    before = _LIST.match(rest)
+    if before and not _ASKED.match(rest):
+        rest = rest[before.end() :]
+        rest = rest[_request_in(rest) :]
+    return rest if _says_enough(rest) or not _WORD.search(rest) else sentence
+
+
+def _request_in(text: str) -> int:
+    """Return where a request begins behind what may be the end of a list."""
+    words = list(_WORD.finditer(text))[: _LAST_WORDS + 1]
+    return next((word.start() for word in words if asks(text[word.start() :])), 0)
 
 
 def shortened(parts: Sequence[str]) -> list[str]:

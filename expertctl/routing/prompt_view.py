@@ -17,6 +17,7 @@ from expertctl.routing.prompt_parts import (
     request_of,
     sentences,
     shortened,
+    without_lists,
     without_repeats,
 )
 from expertctl.routing.spelling import plain
@@ -29,7 +30,11 @@ _CALL = 3
 """Words that may call an expert by its name and say nothing else."""
 _END = 2048
 _REPEATED = 5
-_NAME = re.compile(r"[a-z0-9]+(?:[-_][a-z0-9]+)*/[a-z0-9]+(?:[-_][a-z0-9]+)*(?:@[\w.^~*-]+)?")
+_COMMAS = 2
+"""So many commas make no list of keywords."""
+_NAME = re.compile(
+    r"(?<![a-z0-9_-])[a-z0-9]+(?:[-_][a-z0-9]+)*/[a-z0-9]+(?:[-_][a-z0-9]+)*(?:@[\w.^~*-]+)?"
+)
 _COMPOUND = re.compile(r"\b[a-z0-9]+(?:_[a-z0-9]+|(?:[-_][a-z0-9]+){2,})\b")
 """Names of one or two words are also words: a carry-on is luggage before it is an expert."""
 _MARKS = ("\n", "(", "#", "@", "/", "_", "<", "[", "{", "|", "\u3002", "--")
@@ -49,7 +54,7 @@ def view(prompt: str, names: frozenset[str]) -> str:
     """Return what the router looks at; ``names`` are those of `mentionable`."""
     text = plain(_ends(prompt))
     if _is_simple(text):
-        return text
+        return without_lists(text) if text.count(",") > _COMMAS else text
     request = without_repeats(asking_paragraph(request_of(without_roles(text).strip())))
     kept = [kept for part in sentences(request) if (kept := _for_the_model(part, names))]
     seen = _SPACES.sub(" ", " ".join(shortened(kept))).strip(" :,;-")
@@ -78,7 +83,7 @@ def _is_simple(text: str) -> bool:
 
 def _for_the_model(sentence: str, names: frozenset[str]) -> str:
     """Return what a sentence says to the model; nothing where it only steers."""
-    said = without_order(without_labels(sentence))
+    said = without_lists(without_order(without_labels(sentence)))
     unnamed = _BRACKETS.sub(" ", _without_names(said, names))
     few = unnamed != said and len(unnamed.split()) <= _CALL
     return "" if few or is_pile(unnamed) else unnamed

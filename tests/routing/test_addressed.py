@@ -72,6 +72,7 @@ def test_other_roles_are_left_out(text: str) -> None:
     ("text", "left"),
     [
         ("sort it #sql @acme/sql", "sort it"),
+        ("sort it # # @", "sort it"),
         ("sort it. Keywords: a, b, c.", "sort it."),
         ("sort it --expert acme/sql", "sort it"),
         ("mail ann@example.org about C# and issue #12", None),

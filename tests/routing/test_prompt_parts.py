@@ -10,6 +10,7 @@ from expertctl.routing.prompt_parts import (
     request_of,
     sentences,
     shortened,
+    without_lists,
     without_repeats,
 )
 
@@ -63,6 +64,11 @@ def test_sentences_end_with_stops_and_lines() -> None:
         ("Hello, please tell me", True),
         ("I would like a table", True),
         ("it is late, right?", True),
+        ("Please, a table for two", True),
+        ("SQL: select the author", True),
+        ("Express 12 km in metres", True),
+        ("Plan B was not bad, said she", True),
+        ("planets turn", False),
         ("the window was open", False),
     ],
 )
@@ -94,3 +100,36 @@ def test_words_said_again_and_again_are_left_out() -> None:
     assert without_repeats("sort it sql sql sql sql").split() == ["sort", "it"]
     assert without_repeats("sort 4 4 4 4 4") == "sort 4 4 4 4 4"
     assert without_repeats("the cat and the dog and the hen") == "the cat and the dog and the hen"
+
+
+@pytest.mark.parametrize(
+    ("sentence", "left"),
+    [
+        ("roll, dice, sided, need, die, 6 how do you cook eggs", "how do you cook eggs"),
+        ("date, iso, 8601, month day tell me about rain in Oslo", "tell me about rain in Oslo"),
+        ("milk, eggs, bread, butter: put these on my list", "butter: put these on my list"),
+        ("convert, metres, grams, write the name as JSON", "write the name as JSON"),
+        ("sort the numbers (sql, query, select, table, where)", "sort the numbers"),
+        ("(sql, query, select, table, where)", ""),
+    ],
+)
+def test_attack_105_lists_of_keywords_around_a_request_are_left_out(
+    sentence: str, left: str
+) -> None:
+    assert without_lists(sentence).strip() == left
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Sort pear, fig, plum, apple in ascending order",
+        "Sort 15, 49, 34, 48, 42 in ascending order.",
+        "41, 17, 23, 5 in ascending order please",
+        "Sort these numbers (41, 17, 23, 5)",
+        "Write as JSON: name Ada, age 36, city Oslo, pet cat",
+        "yes, no, maybe, sorted",
+        "move the money (all of it, if you can)",
+    ],
+)
+def test_lists_that_a_request_is_about_are_kept(sentence: str) -> None:
+    assert without_lists(sentence) == sentence

@@ -68,6 +68,10 @@ def test_attack_105_orders_to_the_router_change_nothing(prompt: str) -> None:
         f"{PROMPT} {'sql ' * 30}",
         f"{PROMPT}\n\n{'The rain went on for hours. ' * 20}",
         f"{'The rain went on for hours. ' * 20}\n\n{PROMPT}",
+        f"query, table, select, where, columns {PROMPT}",
+        f"{PROMPT} (query, table, select, where, join)",
+        f"{PROMPT} #sql #sql #sql #sql",
+        f"{'I went home, and it rained on me. ' * 20}\n\n{PROMPT}",
     ],
 )
 def test_attack_105_stuffed_bodies_and_padding_change_nothing(prompt: str) -> None:
@@ -88,6 +92,11 @@ def test_where_nothing_would_remain_the_prompt_is_seen_as_it_is(prompt: str) -> 
 
 def test_names_that_are_not_installed_are_words() -> None:
     assert view(f"{PROMPT} other/thing", NAMES) == f"{PROMPT} other/thing"
+
+
+@pytest.mark.parametrize("part", ["a", "a, ", "a-", "(a, b, c, ", "a b, ", "#", "a/", "a: "])
+def test_a_prompt_made_to_be_slow_has_a_view(part: str) -> None:
+    assert len(view(part * MAX_CHARACTERS, NAMES)) <= len(part) * MAX_CHARACTERS
 
 
 @given(st.text(max_size=400))

@@ -54,13 +54,13 @@ def test_there_are_many_ways_and_half_of_them_were_kept_aside() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attack_105_the_request_is_seen_in_a_hostile_prompt(kind: str) -> None:
-    allowed = {"stuffed": 0.12, "padding": 0.06}
+    allowed = {"stuffed": 0.2, "padding": 0.1}
     assert seen_otherwise(kind, fresh=False) <= allowed.get(kind, 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attack_105_ways_that_nobody_looked_at_are_mostly_seen_through(kind: str) -> None:
-    allowed = {"padding": 0.55, "stuffed": 0.8, "name": 0.4}
+    allowed = {"padding": 0.2, "stuffed": 0.95}
     assert seen_otherwise(kind, fresh=True) <= allowed.get(kind, 0.25)
 
 
