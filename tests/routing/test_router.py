@@ -85,6 +85,17 @@ def test_below_the_threshold_the_base_answers_alone_and_says_so(router: Router) 
     )
 
 
+def test_who_is_closer_and_may_not_be_used_is_named_when_the_base_answers(router: Router) -> None:
+    unsigned = sorting("acme/mine", signer=None)
+    note = router(unsigned, sql()).notes[-1]
+    assert note.endswith(
+        "; acme/mine@1.0.0 is closer: unsigned experts are used only when they are named with "
+        "--expert"
+    )
+    assert "closer" not in router(unsigned, sql(), prompt="Tell me a joke").notes[-1]
+    assert "closer" not in router(unsigned, sql(), exclude=("acme/mine",)).notes[-1]
+
+
 def test_good_answers_lift_nobody_over_the_threshold(router: Router) -> None:
     expert = sorting()
     prompt = "Tell me a joke"
