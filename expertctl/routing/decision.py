@@ -27,7 +27,7 @@ COPIED = {"copied", "near-copy"}
 ASKED_LAST = "its examples are about everything, so it is asked last"
 """Why a grab-all does not answer where another expert does."""
 
-JOINS = 0.12
+JOINS = 0.1
 """The share, less any windfall, from which on an expert counts beside one that it composes with."""
 
 _SAME = 0.03
@@ -125,12 +125,13 @@ def _judge(
     Experts that compose do not compete: what a prompt for several of them leaves to each counts
     for all of them.
     """
-    looked_at = judge_widely if _may_join(roster, running) else judge
+    joining = _may_join(roster, running)
+    looked_at = judge_widely if joining else judge
     verdict = looked_at(roster.deep, roster.deep_at[running], encoded.deep[0])
     compared = running[: len(verdict)].tolist()
     _spread(roster, compared, verdict, encoded.deep[0])
     shares, evidence = verdict.shares.tolist(), verdict.evidence.tolist()
-    together = _together(roster, compared, verdict)
+    together = _together(roster, compared, verdict) if joining else []
     left = min(sum(shares[number] for number in together), 1.0)
     for number in together:
         evidence[number] += max(left - shares[number], 0.0)
