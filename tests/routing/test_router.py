@@ -93,7 +93,9 @@ def test_who_is_closer_and_may_not_be_used_is_named_when_the_base_answers(router
         "--expert"
     )
     assert "closer" not in router(unsigned, sql(), prompt="Tell me a joke").notes[-1]
-    assert "closer" not in router(unsigned, sql(), exclude=("acme/mine",)).notes[-1]
+    assert (
+        "closer" not in router(unsigned, sql(), exclude=(Reference.parse("acme/mine"),)).notes[-1]
+    )
 
 
 def test_good_answers_lift_nobody_over_the_threshold(router: Router) -> None:
