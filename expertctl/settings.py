@@ -38,6 +38,8 @@ CONFIG_KEYS = {
 
 DEVICES = ("cpu",)
 """Where a model can be computed."""
+ENCODERS = ("minilm", "static", "lexical")
+"""The encoders that have names; any other is a directory."""
 
 
 def parse_size(text: str) -> int:
@@ -75,6 +77,21 @@ def parse_names(text: str) -> tuple[str, ...]:
     for name in names:
         PackageName.parse(name if "/" in name else f"{name}/any")
     return names
+
+
+def parse_encoder(text: str) -> str:
+    """Read the name of an encoder, or a directory, which then counts in any folder.
+
+    Raises:
+        UsageError: when it is neither.
+    """
+    path = Path(text).expanduser()
+    if text in ENCODERS:
+        return text
+    if not path.is_dir():
+        hint = f"{', '.join(ENCODERS)}, or a directory with a BERT"
+        raise UsageError(f"{text[:200]!r} is neither an encoder nor a directory", hint=hint)
+    return str(path.absolute())
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +166,9 @@ class Settings:
     ca_file: Path | None = None
     """Certificates that are believed beside those of the system."""
     allow_http: bool = False
+    """Whether registries beyond this machine may be spoken to without encryption."""
     minimum_release_age: timedelta | None = None
     minimum_release_age_exclude: tuple[str, ...] = ()
-    """Whether registries beyond this machine may be spoken to without encryption."""
     device: str | None = None
     memory_budget: int | None = None
     encoder: str | None = None

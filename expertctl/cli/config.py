@@ -8,7 +8,7 @@ import typer
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.config_file import Setting, check_key, read_settings, set_value, unset_value
 from expertctl.registry.address import RegistryAddress
-from expertctl.settings import CONFIG_KEYS, find_home
+from expertctl.settings import CONFIG_KEYS, find_home, parse_encoder
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +44,8 @@ def set_(
     """
     if key == "registry":  # what no command could use, or holds a password, is not kept
         RegistryAddress.parse(value, allow_http=True)
+    if key == "encoder":
+        value = parse_encoder(value)
     set_value(find_home().config, key, value)
     found = next(setting for setting in _settings() if setting.key == key)
     if found.source == "environment":

@@ -90,6 +90,22 @@ def test_what_is_no_address_of_a_registry_is_not_kept(expertctl: Commands, home:
     assert not (home / "config.toml").exists()
 
 
+def test_what_is_no_encoder_is_not_kept(expertctl: Commands, home: Path) -> None:
+    said = expertctl("config", "set", "encoder", "Mini-LM", code=2)
+    assert "'Mini-LM' is neither an encoder nor a directory" in said.err
+    assert "minilm, static, lexical, or a directory" in said.err
+    assert not (home / "config.toml").exists()
+
+
+def test_the_directory_of_an_encoder_counts_in_any_folder(
+    expertctl: Commands, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+    expertctl("config", "set", "encoder", "bert")
+    assert read_config(home / "config.toml") == {"encoder": str(tmp_path / "bert")}
+
+
 def test_comments_and_other_settings_stay(expertctl: Commands, home: Path) -> None:
     make_folders(home)
     path = home / "config.toml"
