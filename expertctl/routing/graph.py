@@ -32,7 +32,7 @@ RECALL = 0.99
 GRAPH_FILE = "index.hnsw"
 RECORD_FILE = "index.hnsw.json"
 _LINKS, _BUILD_WIDTH, _SEED = 16, 200, 7
-_FINELY, _COARSELY = range(16, 64, 4), (64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768)
+_FINELY, _COARSELY = range(40, 64, 4), (64, 72, 80, 96, 112, 128, 160, 192, 256, 384, 512, 768)
 _WIDTHS = (*_FINELY, *_COARSELY, 1024, 1536, 2048, 3072, 4096, 6144)
 _HELD_OUT, _CLOSEST = 1000, 9
 _SAME = 1e-5
@@ -107,13 +107,13 @@ def build_graph(table: VectorTable) -> Graph | None:
     index = _hnswlib_index(table)
     index.init_index(len(table.rows), M=_LINKS, ef_construction=_BUILD_WIDTH, random_seed=_SEED)
     index.set_num_threads(_threads(len(rows)))
-    held_out = np.random.default_rng(_SEED).permutation(len(rows))[: min(_HELD_OUT, len(rows) // 4)]
-    inserted = np.delete(rows, held_out)
+    held_out = _spread_out(table, rows)[: min(_HELD_OUT, len(rows) // 4)]
+    inserted = np.setdiff1d(rows, held_out, assume_unique=True)
     _insert(index, table, inserted)
-    width, recall = _sufficient_width(index, table, inserted, table.rows[rows[held_out]])
+    width, recall = _sufficient_width(index, table, inserted, table.rows[held_out])
     if recall < RECALL:
         return None
-    _insert(index, table, rows[held_out])
+    _insert(index, table, held_out)
     index.set_num_threads(1)
     return Graph(index, len(table.rows), width, recall)
 
@@ -179,6 +179,21 @@ def contents(table: VectorTable, rows: int) -> Digest:
 
 def _hnswlib_index(table: VectorTable) -> Any:
     return import_module("hnswlib").Index(space="ip", dim=table.rows.shape[1])
+
+
+def _spread_out(table: VectorTable, rows: Rows) -> Rows:
+    """Shuffle rows: one of every entry, then a second of every entry, and so on.
+
+    Of entries that lose several rows at once those left are not what a prompt would find.
+    """
+    shuffled = np.random.default_rng(_SEED).permutation(rows)
+    owners = table.owners[shuffled]
+    by_owner = np.argsort(owners, kind="stable")
+    first = np.searchsorted(owners[by_owner], owners[by_owner])
+    turns = np.empty_like(by_owner)
+    turns[by_owner] = np.arange(len(rows)) - first
+    spread: Rows = shuffled[np.argsort(turns, kind="stable")]
+    return spread
 
 
 def _insert(index: Any, table: VectorTable, rows: Rows) -> None:

@@ -129,35 +129,28 @@ class _Near:
 def _nearest_rows(
     table: VectorTable, positions: Rows, query: Vectors, count: int, hidden: int | None
 ) -> _Near:
-    counts = table.counts[positions]
-    widest = max(counts.tolist())
-    numbers = table.starts[positions][:, None] + np.arange(widest)  # [candidates, widest]
-    missing = _missing(numbers, counts, hidden)
-    if missing is not None:
-        numbers[missing] = 0
-    rows = table.rows[numbers.reshape(-1)]
-    cosines: Vectors = (rows @ query).reshape(numbers.shape)
-    if missing is not None:
-        cosines[missing] = _NOWHERE
+    starts = table.starts[positions][:, None]
+    cosines = _cosines(table, positions, query)
+    if hidden is not None:
+        cosines[starts + np.arange(cosines.shape[1]) == hidden] = _NOWHERE
     ranked = (-cosines).argsort(axis=1)[:, :count]
-    ranked += np.arange(0, numbers.size, widest)[:, None]
-    best: Vectors = cosines.reshape(-1)[ranked]
-    if missing is None:
+    best: Vectors = np.take_along_axis(cosines, ranked, axis=1)
+    ranked += starts
+    if hidden is None and table.counts[positions].min() >= best.shape[1]:
         sizes = (best.shape[1],) * len(positions)
-        return _Near(rows[ranked.reshape(-1)], best.reshape(-1), sizes, _support(best))
+        return _Near(table.rows[ranked.reshape(-1)], best.reshape(-1), sizes, _support(best))
     there = best > _NOWHERE
     sizes = tuple(there.sum(axis=1).tolist())
-    return _Near(rows[ranked[there]], best[there], sizes, _support_of_some(best))
+    return _Near(table.rows[ranked[there]], best[there], sizes, _support_of_some(best))
 
 
-def _missing(numbers: Rows, counts: Rows, hidden: int | None) -> Mask | None:
-    """Tell which of these rows are not the candidate's, or hidden; ``None`` when none is."""
-    if hidden is None and min(counts.tolist()) == numbers.shape[1]:
-        return None
-    missing: Mask = np.arange(numbers.shape[1]) >= counts[:, None]
-    if hidden is not None:
-        missing |= numbers == hidden
-    return missing
+def _cosines(table: VectorTable, positions: Rows, query: Vectors) -> Vectors:
+    """Return those of all rows of some candidates: one line for each, and nowhere where it ends."""
+    counts = table.counts[positions].tolist()
+    cosines = np.full((len(counts), max(counts)), _NOWHERE, np.float32)
+    for own, start, count in zip(cosines, table.starts[positions].tolist(), counts, strict=True):
+        np.dot(table.rows[start : start + count], query, out=own[:count])
+    return cosines
 
 
 def _support(best: Vectors) -> Vectors:

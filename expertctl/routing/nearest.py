@@ -16,9 +16,6 @@ ROWS_PER_LINK = 48
 ROWS_PER_EXPERT = 16
 """Where experts found have more rows than this on the average, more rows are asked for."""
 
-LEAST = 32
-"""How many rows a graph is asked for at least."""
-
 _MOST = 0.3
 _SPARE = 1.2
 _BLOCK = 4096
@@ -46,7 +43,7 @@ def _enough(
 ) -> Found | None:
     """Return what a graph finds; ``None`` where exact search costs less, or finds more experts."""
     fewest = min(count // ROWS_PER_EXPERT, len(table if allowed is None else allowed.positions))
-    for asked in (min(count, max(graph.width, LEAST)), 4 * count, 16 * count):
+    for asked in (min(count, graph.width), 4 * count, 16 * count):
         closest = _through_graph(table, graph, query, asked, allowed)
         if closest is None:
             return None

@@ -210,3 +210,14 @@ def test_a_graph_whose_saving_went_wrong_is_the_old_one_or_none(
             assert ten(old, old.rows[0]) & found_of(left, old.rows[0])
     assert seen <= {None, len(old.rows), len(new.rows)}
     assert len(old.rows) in seen
+
+
+def test_rows_are_held_out_evenly_of_all_experts() -> None:
+    table = table_of({Digest.of(bytes([n])): clusters(1, seed=n).rows[: 1 + n] for n in range(6)})
+    spread = graphs._spread_out(table, np.arange(len(table.rows)))
+    assert sorted(spread.tolist()) == list(range(len(table.rows)))
+    turns = [6, 5, 4, 3, 2, 1]  # so many experts have a first row, a second, and so on
+    for turn, ends in zip(turns, np.cumsum(turns).tolist(), strict=True):
+        owners = table.owners[spread[ends - turn : ends]].tolist()
+        assert sorted(owners) == list(range(6 - turn, 6))
+    assert spread.tolist() == graphs._spread_out(table, np.arange(len(table.rows))).tolist()
