@@ -134,7 +134,10 @@ def _check_meaning(path: Path, text: str, wanted: Mapping[str, str]) -> None:
 
 def _checked(key: str, value: str) -> str:
     if not value.isprintable() or not 0 < len(value) <= _MAX_VALUE:
-        raise UsageError(f"{value[:40]!r} cannot be the value of {key}")
+        raise UsageError(
+            f"{value[:40]!r} cannot be the value of {key}",
+            hint=f"one line of 1 to {_MAX_VALUE} characters",
+        )
     if key == "device" and value not in DEVICES:
         hint = f"supported: {', '.join(DEVICES)}"
         raise UsageError(f"device {value[:40]!r} is not supported", hint=hint)

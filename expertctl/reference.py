@@ -170,12 +170,14 @@ class Reference:
             UsageError: for anything outside the grammar.
         """
         if len(text) > MAX_LENGTH:
-            raise UsageError(f"{text[:40]!r}… is too long for a reference")
+            message = f"{text[:40]!r}… is too long for a reference"
+            raise UsageError(message, hint="references look like acme/sql-gen@^1.2")
         path, at, constraint = text.partition("@")
         registry, _, rest = path.partition("/")
         host = _host(registry, text) if "/" in rest else None
         if at and not constraint:
-            raise UsageError(f"{text!r} has nothing after '@'")
+            hint = f"{path}@1.2.0, {path}@^1, or {path} alone"
+            raise UsageError(f"{text!r} has nothing after '@'", hint=hint)
         by_digest = constraint.startswith("sha256:")
         return cls(
             PackageName.parse(rest if host else path),

@@ -21,7 +21,8 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no such file") from error
+        hint = f"there is nothing at {path.absolute()}"
+        raise NotFoundError(f"{path}: no such file", hint=hint) from error
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise InvalidPackageError(str(path), ["not a regular file"])

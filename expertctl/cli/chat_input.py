@@ -62,7 +62,10 @@ def _block(line: str, read_line: ReadLine) -> str:
         lines.append(line)
         further = read_line(FURTHER)
         if further is None:
-            raise UsageError(f"the input ends within a block that began with {QUOTES}")
+            raise UsageError(
+                f"the input ends within a block that began with {QUOTES}",
+                hint=f"end it with {QUOTES}",
+            )
         line = further
     return "\n".join([*lines, line.rstrip().removesuffix(QUOTES)]).strip("\n")
 
@@ -101,7 +104,9 @@ def _plain_line(prompt: str) -> str | None:
 def _piped_line(_: str) -> str | None:
     line = sys.stdin.buffer.readline(_MAX_LINE_BYTES)
     if len(line) == _MAX_LINE_BYTES:
-        raise UsageError("a line of stdin is longer than any prompt may be")
+        raise UsageError(
+            "a line of stdin is longer than any prompt may be", hint="write one message a line"
+        )
     try:
         return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
     except UnicodeDecodeError as error:

@@ -120,7 +120,10 @@ def _cut_message(messages: Sequence[Message], encode: Encode, most: int) -> Prom
 
     kept = _longest(len(last.content), encode_part, most)
     if kept == 0:
-        raise UsageError("nothing of the prompt fits into the context of the base")
+        raise UsageError(
+            "nothing of the prompt fits into the context of the base",
+            hint="ask for fewer new tokens (--max-tokens), or use a base with a longer context",
+        )
     prompt = encode_part(kept)
     warning = f"the prompt was cut: {kept} of {len(last.content)} characters were read"
     return replace(prompt, warnings=(*prompt.warnings, warning))

@@ -150,5 +150,6 @@ def dtype_of(name: str) -> torch.dtype:
         UsageError: for a name that is not one of `DTYPES`.
     """
     if name not in DTYPES:
-        raise UsageError(f"dtype {name[:40]!r} is not one of {', '.join(DTYPES)}")
+        message = f"dtype {name[:40]!r} is not one of {', '.join(DTYPES)}"
+        raise UsageError(message, hint="--dtype float32 is the default")
     return DTYPES[name]

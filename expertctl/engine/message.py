@@ -59,23 +59,31 @@ class UserMessage:
         for name in ("prompt", "body"):
             if places.count(name) > 1:
                 raise UsageError(
-                    f"the template has {{{name}}} {places.count(name)} times, not once"
+                    f"the template has {{{name}}} {places.count(name)} times, not once",
+                    hint="leave it there once",
                 )
         if self.body is None and "body" in places:
             raise UsageError("the template has {body}, but there is none", hint="give --body FILE")
         if self.body is not None and "body" not in places:
-            raise UsageError("the body would be lost: the template has no {body}")
+            raise UsageError(
+                "the body would be lost: the template has no {body}",
+                hint="put {body} into the template, or leave out --body",
+            )
         values = {"prompt": self.prompt, "body": self.body or ""}
         return _PLACES.sub(lambda match: values[match[1]], template)
 
 
 def _check(text: str) -> None:
     if not text.strip():
-        raise UsageError("the message is empty: the template leaves nothing to read")
+        raise UsageError(
+            "the message is empty: the template leaves nothing to read",
+            hint="put {prompt} into the template",
+        )
     if len(text) > MAX_PROMPT_CHARACTERS:
         raise UsageError(
             f"prompt and body together have {len(text)} characters, at most "
-            f"{MAX_PROMPT_CHARACTERS} are allowed"
+            f"{MAX_PROMPT_CHARACTERS} are allowed",
+            hint="shorten the body, or ask in several parts",
         )
     try:
         text.encode("utf-8")

@@ -98,7 +98,9 @@ def find_file(directory: Path, name: str) -> Path:
     if path.is_file():
         return path
     if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory")
+        raise NotFoundError(
+            f"{directory}: no such directory", hint="name the one that config.json is in"
+        )
     pickled = any(True for pattern in _PICKLES for _ in directory.glob(pattern))
     hint = "weights must be safetensors: pickles are never opened" if pickled else ""
     raise NotFoundError(f"{directory}: {name} is missing", hint=hint)

@@ -136,7 +136,9 @@ def plan_build(
         InvalidPackageError: with every problem.
     """
     if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory")
+        raise NotFoundError(
+            f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
+        )
     existing = read_draft(directory)
     findings = _Findings()
     adapters = _read_adapters(directory, existing, findings)

@@ -188,7 +188,9 @@ def _demand(directory: Path, name: str) -> None:
     if path.is_file() and not path.is_symlink():
         return
     if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory")
+        raise NotFoundError(
+            f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
+        )
     if path.is_symlink():
         raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
     pickles = [p for p in _PICKLES if (directory / p).exists()]

@@ -170,7 +170,9 @@ def read_document(directory: Path) -> JsonObject:
     """
     path = directory / CONFIG_FILE
     if not directory.is_dir():
-        raise NotFoundError(f"{directory}: no such directory")
+        raise NotFoundError(
+            f"{directory}: no such directory", hint="name the one that config.json is in"
+        )
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -15,6 +15,7 @@ from expertctl.routing.candidate import Installed
 
 LONGEST_CHAIN = 10
 """The most experts of any plan."""
+_ONE_OF_THEM = "name one of them, or leave one out with --exclude"
 
 Gains = Mapping[tuple[Digest, Digest], float]
 """Two experts in plan order → what the second was measured to add to the first."""
@@ -52,9 +53,9 @@ def check_together(experts: Sequence[Installed]) -> None:
     for expert in experts:
         most = expert.manifest.composition.max_chain
         if len(experts) > most:
-            raise IncompatibleError(
-                f"{expert.ref} allows at most {most} experts in a plan, this one has {len(experts)}"
-            )
+            message = f"{expert.ref} allows at most {most} experts in a plan"
+            hint = "name fewer, or leave it out"
+            raise IncompatibleError(f"{message}, this one has {len(experts)}", hint=hint)
 
 
 def check_context(experts: Sequence[Installed], context: int) -> None:
@@ -123,7 +124,8 @@ def _collect(expert: Installed, offered: _Offered, needed: dict[str, Installed])
     if len(needed) > LONGEST_CHAIN:
         first = next(iter(needed))
         raise IncompatibleError(
-            f"{first} and all that it requires are more than {LONGEST_CHAIN} experts"
+            f"{first} and all that it requires are more than {LONGEST_CHAIN} experts",
+            hint="its publisher has to require fewer",
         )
     for text in expert.manifest.composition.requires:
         _collect(_required(expert, text, offered), offered, needed)
@@ -145,6 +147,8 @@ def _check_pair(one: Installed, other: Installed) -> None:
     for a, b in ((one, other), (other, one)):
         hits = [t for t in a.manifest.composition.conflicts if b.is_meant(Reference.parse(t))]
         if hits:
-            raise ConflictError(f"{a.ref} conflicts with {b.ref}: it declares {hits[0]}")
+            message = f"{a.ref} conflicts with {b.ref}: it declares {hits[0]}"
+            raise ConflictError(message, hint=_ONE_OF_THEM)
     if one.stored.package == other.stored.package:
-        raise ConflictError(f"{one.ref} and {other.ref} are versions of one package")
+        message = f"{one.ref} and {other.ref} are versions of one package"
+        raise ConflictError(message, hint=_ONE_OF_THEM)
