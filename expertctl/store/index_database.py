@@ -21,7 +21,7 @@ from expertctl.store.lock import exclusive
 
 BUSY_SECONDS = 30.0
 MODE = 0o600
-_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE"}
+_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
 _BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED"}
 _DAMAGED = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
 """SQLITE_ERROR is a table or column that is not there: we always ask for the same ones."""
@@ -237,7 +237,8 @@ class IndexDatabase:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
         if name in _BUSY:
             return StoreError(f"{self.path} is in use by another process", hint="try again later")
-        return StoreError(f"{self.path}: {error}")
+        hint = "look whether the disk is full or fails, then repeat"
+        return StoreError(f"{self.path}: {error}", hint=hint)
 
 
 @contextmanager

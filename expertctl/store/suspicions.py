@@ -27,7 +27,7 @@ from expertctl.store.flags import Flag, decode_flags, encode_flags, read_flagged
 FILE = "suspicions.db"
 BUSY_SECONDS = 30.0
 MODE = 0o600
-_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE"}
+_FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
 _MANY = 500
 """How many values one question may have; SQLite allows 999 and more."""
@@ -232,7 +232,8 @@ class Suspicions:
     def _told(self, error: sqlite3.DatabaseError) -> StoreError | DiskFullError:
         if getattr(error, "sqlite_errorname", "") in _FULL:
             return DiskFullError(f"{self.path}: no space left", hint="free some space, then repeat")
-        return StoreError(f"{self.path}: {error}")
+        hint = "look whether the disk is full or fails, then repeat"
+        return StoreError(f"{self.path}: {error}", hint=hint)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.errors import DiskFullError, StoreError
+from expertctl.errors import DiskFullError, ExpertError, StoreError
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.history import Usage
 from tests.store.shop import House, Shop
@@ -136,13 +136,15 @@ def test_a_place_that_is_no_folder_is_told(tmp_path: Path) -> None:
     ("name", "error"),
     [
         ("SQLITE_FULL", DiskFullError),
+        ("SQLITE_IOERR_SHMSIZE", DiskFullError),
+        ("SQLITE_IOERR_FSYNC", StoreError),
         ("SQLITE_BUSY", StoreError),
         ("SQLITE_READONLY", StoreError),
         ("SQLITE_CANTOPEN", StoreError),
     ],
 )
 def test_what_sqlite_refuses_is_told_as_ours(
-    name: str, error: type[Exception], catalogue: Catalogue
+    name: str, error: type[ExpertError], catalogue: Catalogue
 ) -> None:
     refusal = sqlite3.OperationalError("refused")
     refusal.sqlite_errorname = name
@@ -150,8 +152,9 @@ def test_what_sqlite_refuses_is_told_as_ours(
     def refuse(_: object) -> None:
         raise refusal
 
-    with pytest.raises(error, match=r"index\.db"):
+    with pytest.raises(error, match=r"index\.db") as told:
         catalogue.database.write(refuse)
+    assert told.value.hint
     assert not catalogue.path.with_name("index.db.damaged").exists()
 
 
