@@ -1,0 +1,164 @@
+"""What happens to each token on its own between two products; one item is one token."""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+
+from expertctl.engine.kernels.exponential import exponential
+from expertctl.engine.kernels.kernel import Kernel, compile_kernel
+from expertctl.engine.kernels.memory import floats_at, words
+
+Numbers = np.ndarray[Any, Any]
+
+
+@cache
+def norm_kernel() -> Kernel:
+    """Return the kernel of RMSNorm: ``out = x / sqrt(mean(x^2) + eps) * weight``."""
+    return compile_kernel("norm", _norm)
+
+
+def norm_arguments(
+    rows: Numbers,
+    weight: Numbers,
+    out: Numbers,
+    eps: Numbers,
+) -> Numbers:
+    """Return its arguments; ``eps`` is float32 [1], the rest float32 [tokens, at least width]."""
+    return np.array(
+        [
+            rows.ctypes.data,
+            rows.strides[0],
+            weight.ctypes.data,
+            len(weight),
+            out.ctypes.data,
+            out.strides[0],
+            eps.ctypes.data,
+        ],
+        np.int64,
+    )
+
+
+def _norm(first: int, last: int, arguments: int) -> None:
+    rows, stride, weight, width, out, out_stride, eps = words(arguments, 7)
+    for token in range(first, last):
+        row = floats_at(rows + token * stride, width)
+        normed = floats_at(out + token * out_stride, width)
+        normalise(row, floats_at(weight, width), normed, floats_at(eps, 1)[0])
+
+
+@numba.njit(fastmath=True)  # the sum in lanes
+def normalise(row: Any, weight: Any, out: Any, eps: Any) -> None:
+    """RMSNorm of one row, in compiled code."""
+    total = np.float32(0)
+    for k in range(len(row)):
+        total += row[k] * row[k]
+    factor = np.float32(1) / np.sqrt(total / np.float32(len(row)) + eps)
+    for k in range(len(row)):
+        out[k] = row[k] * factor * weight[k]
+
+
+@cache
+def gate_kernel() -> Kernel:
+    """Return the kernel of SwiGLU: ``out = gate * sigmoid(gate) * up``."""
+    return compile_kernel("gate", _gate)
+
+
+def gate_arguments(
+    gate: Numbers,
+    up: Numbers,
+    out: Numbers,
+    width: int,
+) -> Numbers:
+    """Return its arguments; all are float32 [tokens, at least width], ``out`` may be ``gate``."""
+    return np.array(
+        [
+            gate.ctypes.data,
+            gate.strides[0],
+            up.ctypes.data,
+            up.strides[0],
+            out.ctypes.data,
+            out.strides[0],
+            width,
+        ],
+        np.int64,
+    )
+
+
+def _gate(first: int, last: int, arguments: int) -> None:
+    gates, stride, ups, up_stride, outs, out_stride, width = words(arguments, 7)
+    for token in range(first, last):
+        gate = floats_at(gates + token * stride, width)
+        up = floats_at(ups + token * up_stride, width)
+        out = floats_at(outs + token * out_stride, width)
+        for k in range(width):
+            out[k] = gate[k] / (np.float32(1) + exponential(-gate[k])) * up[k]
+
+
+@cache
+def affine_kernel() -> Kernel:
+    """Return the kernel of ``out = x * scale + shift``."""
+    return compile_kernel("affine", _affine)
+
+
+def affine_arguments(
+    rows: Numbers,
+    scale: Numbers | None,
+    shift: Numbers | None,
+    out: Numbers,
+    width: int,
+) -> Numbers:
+    """Return its arguments; ``out`` may be ``rows``, scale and shift are float32 [width]."""
+    return np.array(
+        [
+            rows.ctypes.data,
+            rows.strides[0],
+            0 if scale is None else scale.ctypes.data,
+            0 if shift is None else shift.ctypes.data,
+            out.ctypes.data,
+            out.strides[0],
+            width,
+        ],
+        np.int64,
+    )
+
+
+def _affine(first: int, last: int, arguments: int) -> None:
+    rows, stride, scales, shifts, outs, out_stride, width = words(arguments, 7)
+    for token in range(first, last):
+        row = floats_at(rows + token * stride, width)
+        out = floats_at(outs + token * out_stride, width)
+        if scales != 0:
+            scale = floats_at(scales, width)
+            for k in range(width):
+                out[k] = row[k] * scale[k]
+        elif rows != outs:
+            for k in range(width):
+                out[k] = row[k]
+        if shifts != 0:
+            shift = floats_at(shifts, width)
+            for k in range(width):
+                out[k] += shift[k]
+
+
+@cache
+def add_kernel() -> Kernel:
+    """Return the kernel of ``out += x``."""
+    return compile_kernel("add", _add)
+
+
+def add_arguments(rows: Numbers, out: Numbers, width: int) -> Numbers:
+    """Return its arguments; both are float32 [tokens, at least width]."""
+    return np.array(
+        [rows.ctypes.data, rows.strides[0], out.ctypes.data, out.strides[0], width], np.int64
+    )
+
+
+def _add(first: int, last: int, arguments: int) -> None:
+    rows, stride, outs, out_stride, width = words(arguments, 5)
+    for token in range(first, last):
+        row = floats_at(rows + token * stride, width)
+        out = floats_at(outs + token * out_stride, width)
+        for k in range(width):
+            out[k] += row[k]

@@ -1,0 +1,196 @@
+"""Sixteen lanes at a time: the LLVM vector operations that the kernels are made of.
+
+numba compiles loops over scalars; how a tile of accumulators stays in registers has to be said in
+LLVM's own terms. `Lanes` says it, for vectors of sixteen that LLVM splits where registers are
+narrower. It lives only while an intrinsic is compiled.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+from numba.core import cgutils
+
+LANES = 16
+VECTOR_BYTES = 64
+
+INT = ir.IntType(64)
+_I8, _I32, _FLOAT, _HALF = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.HalfType()
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
+_HALVES, _BYTES = ir.VectorType(_HALF, LANES), ir.VectorType(_I8, VECTOR_BYTES)
+
+
+class _BFloat(ir.Type):
+    """LLVM's ``bfloat``, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+Value: TypeAlias = Any
+"""A value of LLVM's intermediate representation, known when the kernel runs."""
+
+
+class Lanes:
+    """Emits vector code where a builder stands; addresses and indices are int64 values."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        """Emit with that builder."""
+        self._b = builder
+
+    def constant(self, number: int) -> Value:
+        """Return an int64 constant."""
+        return ir.Constant(INT, number)
+
+    def at(self, address: Value, index: Value, stride: Value | int) -> Value:
+        """Return ``address + index * stride``, in bytes."""
+        step = self.constant(stride) if isinstance(stride, int) else stride
+        return self._b.add(address, self._b.mul(index, step))
+
+    def floats(self, address: Value) -> Value:
+        """Load sixteen float32."""
+        return self._load(address, _FLOATS)
+
+    def ints(self, address: Value) -> Value:
+        """Load sixteen int32, or sixty-four bytes as such."""
+        return self._load(address, _INTS)
+
+    def halves(self, address: Value) -> Value:
+        """Load sixteen float16, widened."""
+        return self._b.fpext(self._load(address, _HALVES), _FLOATS)
+
+    def store(self, floats: Value, address: Value) -> None:
+        """Store sixteen float32."""
+        self._b.store(floats, self._b.inttoptr(address, _FLOATS.as_pointer()), align=4)
+
+    def every_float(self, address: Value) -> Value:
+        """Load one float32 into every lane."""
+        return self._splat(self._load(address, _FLOAT), _FLOATS)
+
+    def every_int(self, address: Value) -> Value:
+        """Load one int32, or four bytes as such, into every lane."""
+        return self._splat(self._load(address, _I32), _INTS)
+
+    def no_floats(self) -> Value:
+        """Return sixteen float32 zeros."""
+        return ir.Constant(_FLOATS, [0.0] * LANES)
+
+    def no_ints(self) -> Value:
+        """Return sixteen int32 zeros."""
+        return ir.Constant(_INTS, [0] * LANES)
+
+    def times(self, ints: Value, factor: int) -> Value:
+        """Multiply sixteen int32 by a constant."""
+        return self._b.mul(ints, ir.Constant(_INTS, [factor] * LANES))
+
+    def masked(self, ints: Value, mask: int) -> Value:
+        """Keep the bits of a 32-bit mask."""
+        signed = mask - (1 << 32) if mask >> 31 else mask
+        return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
+
+    def down(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
+        """Shift right; with the sign where asked."""
+        by = ir.Constant(_INTS, [bits] * LANES)
+        return self._b.ashr(ints, by) if signed else self._b.lshr(ints, by)
+
+    def up(self, ints: Value, bits: int) -> Value:
+        """Shift left."""
+        return self._b.shl(ints, ir.Constant(_INTS, [bits] * LANES))
+
+    def as_floats(self, ints: Value) -> Value:
+        """Take the bits of int32 for float32."""
+        return self._b.bitcast(ints, _FLOATS)
+
+    def to_floats(self, ints: Value) -> Value:
+        """Convert sixteen int32 to float32."""
+        return self._b.sitofp(ints, _FLOATS)
+
+    def add(self, a: Value, b: Value) -> Value:
+        """Add float32."""
+        return self._b.fadd(a, b)
+
+    def multiply(self, a: Value, b: Value) -> Value:
+        """Multiply float32."""
+        return self._b.fmul(a, b)
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """Return ``a * b + c``, rounded once."""
+        return self._call("llvm.fma.v16f32", _FLOATS, a, b, c)
+
+    def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
+        """Add to each lane two products of bfloat16 pairs."""
+        pairs = (self._b.bitcast(a, _BFLOATS), self._b.bitcast(b, _BFLOATS))
+        return self._call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, floats, *pairs)
+
+    def byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
+        """Add to each lane four products of bytes, unsigned by signed."""
+        fours = (self._b.bitcast(unsigned, _BYTES), self._b.bitcast(signed, _BYTES))
+        return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, ints, *fours)
+
+    def chosen(self, flag: Value, yes: Value, no: Value) -> Value:
+        """Return ``yes`` where an int64 is not 0, else ``no``."""
+        return self._b.select(self._b.icmp_signed("!=", flag, self.constant(0)), yes, no)
+
+    def least(self, a: Value, b: Value) -> Value:
+        """Return the smaller of two int64."""
+        return self._b.select(self._b.icmp_signed("<", a, b), a, b)
+
+    def sum(self, a: Value, b: Value) -> Value:
+        """Add int64."""
+        return self._b.add(a, b)
+
+    def subtract(self, a: Value, b: Value) -> Value:
+        """Subtract int64."""
+        return self._b.sub(a, b)
+
+    def product(self, a: Value, b: Value) -> Value:
+        """Multiply int64."""
+        return self._b.mul(a, b)
+
+    def quotient(self, a: Value, b: Value) -> Value:
+        """Divide int64, rounded down; neither is negative."""
+        return self._b.udiv(a, b)
+
+    def parts(self, count: Value, size: Value) -> Value:
+        """Return into how many parts of a size a count falls, the last maybe smaller."""
+        return self.quotient(self.sum(count, self.subtract(size, self.constant(1))), size)
+
+    def variable(self, value: Value) -> Value:
+        """Return a place that holds a value; LLVM turns it into a register."""
+        return cgutils.alloca_once_value(self._b, value)
+
+    def read(self, variable: Value) -> Value:
+        """Return what a variable holds."""
+        return self._b.load(variable)
+
+    def write(self, value: Value, variable: Value) -> None:
+        """Set what a variable holds."""
+        self._b.store(value, variable)
+
+    @contextmanager
+    def count(self, times: Value) -> Iterator[Value]:
+        """Emit a loop; its body gets the index, from 0."""
+        with cgutils.for_range(self._b, times) as loop:
+            yield loop.index
+
+    def _load(self, address: Value, kind: ir.Type) -> Value:
+        return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=1)
+
+    def _splat(self, value: Value, kind: ir.VectorType) -> Value:
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self._b.insert_element(undefined, value, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+        return self._b.shuffle_vector(first, undefined, zeros)
+
+    def _call(self, name: str, result: ir.Type, *arguments: Value) -> Value:
+        kind = ir.FunctionType(result, [argument.type for argument in arguments])
+        function = cgutils.get_or_insert_function(self._b.module, kind, name)
+        return self._b.call(function, arguments)

@@ -1,0 +1,94 @@
+"""The product of tokens with a packed matrix: ``out = rows W^T`` or ``out += rows W^T``.
+
+One item is four blocks of sixteen rows, which are read once for all tokens.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.memory import words
+from expertctl.engine.kernels.packed import PackedMatrix
+from expertctl.engine.kernels.rows import PreparedRows
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.tiles import code_of, strip
+
+BLOCKS_AN_ITEM = 4
+
+
+@cache
+def multiply_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
+    """Return the kernel for matrices of one scheme; ``plain`` keeps to what every processor has."""
+    function = _function(code_of(scheme), int(plain), scheme.layout.vector_bytes)
+    return compile_kernel(f"multiply {scheme.value}", function)
+
+
+def multiply_items(matrix: PackedMatrix) -> int:
+    """Return how many items the product with a matrix has."""
+    return -(-matrix.blocks // BLOCKS_AN_ITEM)
+
+
+def multiply_arguments(
+    matrix: PackedMatrix,
+    rows: PreparedRows,
+    out: "np.ndarray[Any, Any]",
+    tokens: "np.ndarray[Any, Any]",
+    *,
+    adds: bool = False,
+) -> "np.ndarray[Any, Any]":
+    """Return the arguments of one product.
+
+    ``out`` is float32 [tokens, at least blocks * 16]; ``tokens``, int64 [1], is read at each run.
+    """
+    assert out.shape[1] >= matrix.blocks * LANES
+    layout = matrix.scheme.layout
+    return np.array(
+        [
+            matrix.data.ctypes.data,
+            matrix.scales.ctypes.data,
+            rows.data.ctypes.data,
+            rows.scales.ctypes.data,
+            rows.sums.ctypes.data,
+            out.ctypes.data,
+            matrix.blocks,
+            layout.vectors(matrix.columns),
+            layout.groups(matrix.columns),
+            tokens.ctypes.data,
+            rows.data.strides[0],
+            out.strides[0],
+            adds,
+        ],
+        np.int64,
+    )
+
+
+def _function(code: int, plain: int, vector_bytes: int) -> KernelFunction:
+    def multiply(first: int, last: int, arguments: int) -> None:
+        (
+            weights, scales, rows, row_scales, row_sums, out,
+            blocks, vectors, groups, count, rows_stride, out_stride, adds,
+        ) = words(arguments, 13)  # fmt: skip
+        tokens = words(count, 1)[0]
+        high, high_scales, wide = vectors * vector_bytes, groups * VECTOR_BYTES, groups * 4
+        for item in range(first, last):
+            block, end = item * BLOCKS_AN_ITEM, min((item + 1) * BLOCKS_AN_ITEM, blocks)
+            if end - block == BLOCKS_AN_ITEM:
+                strip(
+                    code, plain, BLOCKS_AN_ITEM,
+                    weights + block * high, high, scales + block * high_scales, high_scales,
+                    rows, rows_stride, row_scales, row_sums, wide,
+                    out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+                )  # fmt: skip
+                continue
+            for rest in range(block, end):
+                strip(
+                    code, plain, 1,
+                    weights + rest * high, high, scales + rest * high_scales, high_scales,
+                    rows, rows_stride, row_scales, row_sums, wide,
+                    out + rest * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+                )  # fmt: skip
+
+    return multiply

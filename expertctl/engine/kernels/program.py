@@ -1,0 +1,55 @@
+"""A program: what is computed, in order, on memory that is there before and stays after.
+
+It is the execution plan of one base, one plan of experts and one size of batch. Running it
+allocates nothing; a run differs from the one before by what stands in its inputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.kernel import Kernel
+
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """``table`` int64 [operations, 4]: kernel, arguments, address of the items, portion."""
+
+    table: Numbers
+    names: tuple[str, ...]
+    """What each operation is called, for telemetry."""
+    _kept: tuple[object, ...]
+    """What the addresses in the table point into."""
+
+
+class ProgramBuilder:
+    """Collects operations and keeps alive what they point to."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._names: list[str] = []
+        self._kept: list[object] = []
+
+    def add(
+        self, kernel: Kernel, arguments: Numbers, items: Numbers | int, *, portion: int = 1
+    ) -> None:
+        """Add an operation; ``items`` may be an int64 [1] that is read at each run."""
+        counted = np.array([items], np.int64) if isinstance(items, int) else items
+        self._rows.append(
+            (kernel.address, arguments.ctypes.data, counted.ctypes.data, max(portion, 1))
+        )
+        self._names.append(kernel.name)
+        self.keep(kernel, arguments, counted)
+
+    def keep(self, *objects: object) -> None:
+        """Keep what arguments point to, as long as the program."""
+        self._kept.extend(objects)
+
+    def build(self) -> Program:
+        """Return the program."""
+        table = np.array(self._rows, np.int64).reshape(len(self._rows), 4)
+        return Program(table, tuple(self._names), tuple(self._kept))

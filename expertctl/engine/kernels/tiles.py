@@ -1,0 +1,249 @@
+"""The tile of every product: blocks of sixteen rows of a matrix times tokens, kept in registers.
+
+A sum of one row and one token has one accumulator and runs over the columns from first to last,
+whatever the tile: its bits do not depend on who else is in the batch. Integers are summed exactly
+within a group of columns, then scaled; so the instruction and its substitute agree bit by bit.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from expertctl.engine.kernels.cpu import Cpu, host_cpu
+from expertctl.engine.kernels.lanes import VECTOR_BYTES, Lanes, Value
+from expertctl.engine.kernels.scheme import GROUP, Layout, Scheme
+
+_SCHEMES = tuple(Scheme)
+_FLOATING = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
+_HIGH_HALF, _LOW_NIBBLES = 0xFFFF0000, 0x0F0F0F0F
+
+
+def code_of(scheme: Scheme) -> int:
+    """Return the constant by which compiled code names a scheme."""
+    return _SCHEMES.index(scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """Where a tile reads and writes; addresses and strides in bytes, all int64 values.
+
+    Weights ``[blocks][vectors]``, scales ``[blocks][groups][16]`` float32, rows ``[tokens]``, what
+    the groups of rows need ``[tokens][groups]``, out ``[tokens][blocks][16]`` float32.
+    """
+
+    weights: Value
+    weights_stride: Value
+    scales: Value
+    scales_stride: Value
+    rows: Value
+    rows_stride: Value
+    row_scales: Value
+    """float32: what one step of a row's int8 is worth."""
+    row_sums: Value
+    """int32: the sum of a row's int8 in a group."""
+    groups_stride: Value
+    out: Value
+    out_stride: Value
+    vectors: Value
+    tokens: Value
+    adds: Value
+    """Not 0: add to what is in ``out``."""
+
+    def from_token(self, lanes: Lanes, token: Value) -> "Operands":
+        """Return the same from a later token on."""
+        return replace(
+            self,
+            rows=lanes.at(self.rows, token, self.rows_stride),
+            row_scales=lanes.at(self.row_scales, token, self.groups_stride),
+            row_sums=lanes.at(self.row_sums, token, self.groups_stride),
+            out=lanes.at(self.out, token, self.out_stride),
+        )
+
+
+OPERANDS = len(Operands.__slots__)
+
+
+@intrinsic(prefer_literal=True)
+def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> Any:
+    """Compute some blocks for all tokens; the first three are constants, then the `Operands`.
+
+    ``plain`` not 0: without the instructions that only some processors have.
+    """
+    constants = (code, plain, blocks)
+    if not all(isinstance(each, types.IntegerLiteral) for each in constants):
+        raise RequireLiteralValue("the shape of a strip is a constant")
+    number, without, high = (each.literal_value for each in constants)
+    scheme, cpu = _SCHEMES[number], _cpu(bool(without))
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = [builder.extract_value(values[3], place) for place in range(OPERANDS)]
+        lanes, all_tokens = Lanes(builder), Operands(*found)
+        done = lanes.constant(0)
+        for tokens in (scheme.layout.tokens, 2, 1):
+            shape = _Shape(scheme, high, tokens, cpu)
+            times = lanes.quotient(lanes.subtract(all_tokens.tokens, done), lanes.constant(tokens))
+            with lanes.count(times) as turn:
+                first = lanes.sum(done, lanes.product(turn, lanes.constant(tokens)))
+                _Tile(lanes, shape, all_tokens.from_token(lanes, first)).emit()
+            done = lanes.sum(done, lanes.product(times, lanes.constant(tokens)))
+        return context.get_dummy_value()
+
+    rest = types.StarArgTuple.from_types((types.int64,) * OPERANDS)
+    return types.void(*constants, rest), emit
+
+
+def _cpu(plain: bool) -> Cpu:
+    return host_cpu().plain() if plain else host_cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    scheme: Scheme
+    blocks: int
+    tokens: int
+    cpu: Cpu
+
+
+class _Tile:
+    """Emits one tile."""
+
+    def __init__(self, lanes: Lanes, shape: _Shape, operands: Operands) -> None:
+        self._lanes, self._shape, self._at = lanes, shape, operands
+        self._layout: Layout = shape.scheme.layout
+        self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
+
+    def emit(self) -> None:
+        lanes = self._lanes
+        sums = self._variables(lambda _: lanes.no_floats())
+        if self._layout.is_grouped:
+            self._by_group(sums)
+        else:
+            with lanes.count(self._at.vectors) as vector:
+                self._add_vector(vector, sums)
+        self._write(sums)
+
+    def _variables(self, start: Callable[[int], Value]) -> list[list[Value]]:
+        """Return a variable per block and token."""
+        return [[self._lanes.variable(start(t)) for t in self._tokens] for _ in self._blocks]
+
+    def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
+        lanes, add = self._lanes, self._product()
+        load = lanes.every_float if self._shape.scheme in _FLOATING else lanes.every_int
+        rows = [load(self._row(vector, token)) for token in self._tokens]
+        for block in self._blocks:
+            weights = self._weights(vector, block)
+            for token in self._tokens:
+                place = sums[block][token]
+                lanes.write(add(lanes.read(place), weights, rows[token]), place)
+
+    def _product(self) -> Callable[[Value, Value, Value], Value]:
+        if self._shape.scheme in _FLOATING:
+            return lambda total, weights, row: self._lanes.fma(weights, row, total)
+        return self._lanes.bf16_dot if self._shape.cpu.bf16_dot else self._widened
+
+    def _widened(self, total: Value, weights: Value, row: Value) -> Value:
+        """Add two products of bfloat16, which are the upper halves of float32."""
+        lanes = self._lanes
+        for column in (
+            lambda pair: lanes.up(pair, 16),
+            lambda pair: lanes.masked(pair, _HIGH_HALF),
+        ):
+            total = lanes.fma(lanes.as_floats(column(weights)), lanes.as_floats(column(row)), total)
+        return total
+
+    def _by_group(self, sums: list[list[Value]]) -> None:
+        lanes = self._lanes
+        per_group = lanes.constant(GROUP // self._layout.columns)
+        totals = self._variables(lambda _: self._start(lanes.constant(0), 0))
+        with lanes.count(lanes.parts(self._at.vectors, per_group)) as group:
+            first = lanes.product(group, per_group)
+            self._begin(group, totals)
+            left = lanes.subtract(self._at.vectors, first)
+            with lanes.count(lanes.least(per_group, left)) as vector:
+                self._add_bytes(lanes.sum(first, vector), totals)
+            self._add_group(group, totals, sums)
+
+    def _begin(self, group: Value, totals: list[list[Value]]) -> None:
+        starts = [self._start(group, token) for token in self._tokens]
+        for block in self._blocks:
+            for token in self._tokens:
+                self._lanes.write(starts[token], totals[block][token])
+
+    def _start(self, group: Value, token: int) -> Value:
+        """Begin below 0 by what the zero of the weights is going to add."""
+        place = self._of_group(self._at.row_sums, group, token)
+        start = self._lanes.times(self._lanes.every_int(place), -self._layout.zero)
+        return start if self._shape.cpu.byte_dot else self._lanes.to_floats(start)
+
+    def _add_bytes(self, vector: Value, totals: list[list[Value]]) -> None:
+        lanes = self._lanes
+        add = lanes.byte_dot if self._shape.cpu.byte_dot else self._by_bytes
+        stored = [self._weights(vector, block) for block in self._blocks]
+        for part in range(self._layout.columns // 4):
+            places = [self._row(vector, token) for token in self._tokens]
+            rows = [lanes.every_int(lanes.sum(p, lanes.constant(4 * part))) for p in places]
+            for block in self._blocks:
+                weights = self._part(stored[block], part)
+                for token in self._tokens:
+                    place = totals[block][token]
+                    lanes.write(add(lanes.read(place), weights, rows[token]), place)
+
+    def _part(self, stored: Value, part: int) -> Value:
+        """Return four columns as bytes: int4 keeps four in the low nibbles, four in the high."""
+        if self._shape.scheme is Scheme.INT8:
+            return stored
+        return self._lanes.masked(self._lanes.down(stored, 4 * part), _LOW_NIBBLES)
+
+    def _by_bytes(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Add four products byte by byte, in float32, which holds a group's sum exactly."""
+        lanes = self._lanes
+        for byte in range(4):
+            weight = lanes.masked(lanes.down(unsigned, 8 * byte), 0xFF)
+            row = lanes.down(lanes.up(signed, 24 - 8 * byte), 24, signed=True)
+            total = lanes.fma(lanes.to_floats(weight), lanes.to_floats(row), total)
+        return total
+
+    def _add_group(self, group: Value, totals: list[list[Value]], sums: list[list[Value]]) -> None:
+        lanes = self._lanes
+        places = [self._of_group(self._at.row_scales, group, token) for token in self._tokens]
+        rows = [lanes.every_float(place) for place in places]
+        for block in self._blocks:
+            scales = lanes.at(self._at.scales, lanes.constant(block), self._at.scales_stride)
+            scale = lanes.floats(lanes.at(scales, group, VECTOR_BYTES))
+            for token in self._tokens:
+                total = lanes.read(totals[block][token])
+                exact = lanes.to_floats(total) if self._shape.cpu.byte_dot else total
+                place = sums[block][token]
+                worth = lanes.multiply(scale, rows[token])
+                lanes.write(lanes.fma(exact, worth, lanes.read(place)), place)
+
+    def _weights(self, vector: Value, block: int) -> Value:
+        lanes = self._lanes
+        first = lanes.at(self._at.weights, lanes.constant(block), self._at.weights_stride)
+        place = lanes.at(first, vector, self._layout.vector_bytes)
+        if self._shape.scheme is Scheme.FLOAT16:
+            return lanes.halves(place)
+        return lanes.floats(place) if self._shape.scheme is Scheme.FLOAT32 else lanes.ints(place)
+
+    def _row(self, vector: Value, token: int) -> Value:
+        lanes = self._lanes
+        first = lanes.at(self._at.rows, lanes.constant(token), self._at.rows_stride)
+        return lanes.at(first, vector, self._layout.columns * self._layout.row_bytes)
+
+    def _of_group(self, numbers: Value, group: Value, token: int) -> Value:
+        lanes = self._lanes
+        return lanes.at(lanes.at(numbers, lanes.constant(token), self._at.groups_stride), group, 4)
+
+    def _write(self, sums: list[list[Value]]) -> None:
+        lanes = self._lanes
+        for token in self._tokens:
+            row = lanes.at(self._at.out, lanes.constant(token), self._at.out_stride)
+            for block in self._blocks:
+                place = lanes.at(row, lanes.constant(block), VECTOR_BYTES)
+                total = lanes.read(sums[block][token])
+                added = lanes.add(lanes.floats(place), total)
+                lanes.store(lanes.chosen(self._at.adds, added, total), place)

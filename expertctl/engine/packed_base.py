@@ -1,0 +1,107 @@
+"""A base in packed matrices: what the kernels read; queries, keys and values lie in one."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.kernels.packed import PackedMatrix, pack
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayer:
+    """One layer; biases and norms are float32, or None."""
+
+    input_norm: Numbers
+    inputs: PackedMatrix
+    input_bias: Numbers | None
+    query_norm: Numbers | None
+    key_norm: Numbers | None
+    output: PackedMatrix
+    output_bias: Numbers | None
+    mlp_norm: Numbers
+    gate_up: PackedMatrix
+    gate_up_bias: Numbers | None
+    down: PackedMatrix
+    down_bias: Numbers | None
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBase:
+    """A base, packed; a tied head is the embedding."""
+
+    config: ModelConfig
+    scheme: Scheme
+    embedding: PackedMatrix
+    head: PackedMatrix
+    norm: Numbers
+    layers: tuple[PackedLayer, ...]
+
+
+def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
+    """Pack a base that was read."""
+    packer = _Packer(weights, scheme)
+    embedding = packer.matrix(EMBEDDING)
+    head = packer.matrix(HEAD) if HEAD in weights.tensors else embedding
+    layers = tuple(packer.layer(config, number) for number in range(config.layers))
+    return PackedBase(config, scheme, embedding, head, packer.vector("model.norm.weight"), layers)
+
+
+class _Packer:
+    def __init__(self, weights: BaseWeights, scheme: Scheme) -> None:
+        self._tensors, self._scheme = weights.tensors, scheme
+
+    def layer(self, config: ModelConfig, number: int) -> PackedLayer:
+        at = f"model.layers.{number}"
+        return PackedLayer(
+            input_norm=self.vector(f"{at}.input_layernorm.weight"),
+            inputs=self.matrix(*_weights(at, ATTENTION_INPUTS)),
+            input_bias=self._biases(at, ATTENTION_INPUTS),
+            query_norm=self._optional(f"{at}.self_attn.q_norm.weight"),
+            key_norm=self._optional(f"{at}.self_attn.k_norm.weight"),
+            output=self.matrix(f"{at}.self_attn.o_proj.weight"),
+            output_bias=self._biases(at, ("self_attn.o_proj",)),
+            mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            gate_up=self.matrix(*_weights(at, MLP_INPUTS)),
+            gate_up_bias=self._biases(at, MLP_INPUTS),
+            down=self.matrix(f"{at}.mlp.down_proj.weight"),
+            down_bias=self._biases(at, ("mlp.down_proj",)),
+            window=config.windows[number],
+        )
+
+    def matrix(self, *names: str) -> PackedMatrix:
+        """Pack some matrices as one, their rows behind each other."""
+        return pack(np.concatenate([_numbers(self._tensors[name]) for name in names]), self._scheme)
+
+    def vector(self, name: str) -> Numbers:
+        return _numbers(self._tensors[name])
+
+    def _optional(self, name: str) -> Numbers | None:
+        return self.vector(name) if name in self._tensors else None
+
+    def _biases(self, at: str, modules: tuple[str, ...]) -> Numbers | None:
+        found = [self._optional(f"{at}.{module}.bias") for module in modules]
+        there = [bias for bias in found if bias is not None]
+        return np.concatenate(there) if len(there) == len(modules) else None
+
+
+def _weights(at: str, modules: tuple[str, ...]) -> Iterator[str]:
+    return (f"{at}.{module}.weight" for module in modules)
+
+
+def _numbers(tensor: Tensor) -> Numbers:
+    """Return a tensor as numpy knows it: bfloat16 as uint16."""
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.uint16).numpy()
+    return tensor.numpy()
