@@ -54,8 +54,8 @@ def heads_arguments(
     """Return its arguments.
 
     ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None,
-    ``rotations`` [positions, 2, dim], ``where`` positions and addresses of page lists, ``offsets``
-    the bytes from the address of a page to a layer's keys and values.
+    ``rotations`` [tokens, 2, dim] as `angles_kernel` writes them, ``where`` positions and addresses
+    of page lists, ``offsets`` the bytes from the address of a page to a layer's keys and values.
     """
     query_norm, key_norm = (0 if norm is None else norm.ctypes.data for norm in norms)
     positions, tables = where
@@ -87,13 +87,13 @@ def _heads(first: int, last: int, arguments: int) -> None:
     for item in range(first, last):
         token, head = item // heads, item % heads
         row = floats_at(rows + token * stride + head * dim * 4, dim)
-        position = longs_at(positions, token + 1)[token]
         if head < queries + keys:
             norm = query_norm if head < queries else key_norm
             if norm != 0:
                 normalise(row, floats_at(norm, dim), row, floats_at(eps, 1)[0])
-            _rotate(row, floats_at(rotations + position * dim * 8, 2 * dim), dim)
+            _rotate(row, floats_at(rotations + token * dim * 8, 2 * dim), dim)
         if head >= queries:
+            position = longs_at(positions, token + 1)[token]
             table = longs_at(longs_at(tables, token + 1)[token], position // PAGE + 1)
             page = table[position // PAGE]
             if head < queries + keys:
