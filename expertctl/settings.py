@@ -121,6 +121,11 @@ class Home:
         return self.root / "flagged.json"
 
     @property
+    def kernels(self) -> Path:
+        """Compiled code of the engine, mode 0700; made again where it is missing."""
+        return self.root / "kernels"
+
+    @property
     def static_encoder(self) -> Path:
         """The vectors of tokens that the encoder ``static`` reads."""
         return self.root / "static-encoder"

@@ -2,7 +2,7 @@
 
 Its three int64 are the first item, the one after the last, and the address of its arguments.
 An item is always computed by one worker in one order, so results have the same bits whoever
-computes them. Compiled code is kept on disk by `compiled_cache`.
+computes them. Compiled code is kept on disk where `compiled_cache` said.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,8 @@ from typing import Any
 
 import numba
 from numba import types
+
+from expertctl.engine.kernels.compiled import compiled
 
 KernelFunction = Callable[[int, int, int], None]
 
@@ -26,11 +28,11 @@ class Kernel:
     _code: Any
 
     def __call__(self, first: int, last: int, arguments: int) -> None:
-        """Do some items now, on this thread, without letting go of the interpreter."""
+        """Do some items now, on this thread; the interpreter is free meanwhile."""
         self._code.ctypes(first, last, arguments)
 
 
 def compile_kernel(name: str, function: KernelFunction) -> Kernel:
     """Compile a function, or load what an earlier process compiled."""
-    code = numba.cfunc(_SIGNATURE, cache=True)(function)
+    code = compiled(name, lambda cache: numba.cfunc(_SIGNATURE, cache=cache)(function))
     return Kernel(name, code.address, code)

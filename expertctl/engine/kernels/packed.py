@@ -1,22 +1,29 @@
 """A matrix whose rows lie in blocks of sixteen, in one of the schemes.
 
-Float schemes keep every number; integers are symmetric, with one float32 scale per row and group
-of 128 columns, chosen so that the largest of the group is exact.
+Float schemes round to the nearest; integers are symmetric, with one float32 scale per row and
+group of 128 columns, chosen so that a group's largest is the largest step. A group with a NaN or an
+infinity in it stands for NaN as a whole; one whose largest is below 2^-100 stands for zeros.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 
+from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES
-from expertctl.engine.kernels.memory import aligned
+from expertctl.engine.kernels.memory import aligned, halves_at, words, words_at
+from expertctl.engine.kernels.rows import prepare_arguments, prepare_kernel, room_for_rows
 from expertctl.engine.kernels.scheme import GROUP, Scheme
-
-Array = "np.ndarray[Any, np.dtype[Any]]"
 
 _LARGEST = {Scheme.INT8: 127, Scheme.INT4: 7}
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
+_AT_ONCE = 1 << 17
+"""Numbers that are packed in one go, so that what lies between fits a core's cache."""
+_SIGNS = 0x80808080
+"""Turning the upper bit of a signed byte adds 128 and makes it unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,55 +55,138 @@ class PackedMatrix:
 
 
 def pack(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
-    """Pack ``[rows, columns]``: float32, or the scheme's own numbers (bfloat16 as uint16)."""
+    """Pack ``[rows, columns]`` of float32, float16 or bfloat16, which is given as uint16.
+
+    Beside the result it takes a few megabytes.
+    """
     rows, columns = numbers.shape
-    stored, scales = (
-        _quantised(numbers, scheme) if scheme in _LARGEST else (_floats(numbers, scheme), None)
+    high, layout = -(-rows // LANES), scheme.layout
+    matrix = PackedMatrix(
+        scheme,
+        rows,
+        columns,
+        aligned(high * layout.vectors(columns) * layout.vector_bytes, np.uint8),
+        aligned((high, layout.groups(columns), LANES), np.float32),
     )
-    layout = scheme.layout
-    high, wide = -(-rows // LANES), layout.vectors(columns) * layout.columns
-    filled = np.full((high * LANES, wide), layout.zero, stored.dtype)
-    filled[:rows, :columns] = stored
-    apart = filled.reshape(high, LANES, wide // layout.columns, layout.columns)
-    if scheme is Scheme.INT4:
-        apart = apart[..., :4] | apart[..., 4:] << 4
-    vectors = apart.transpose(0, 2, 1, 3)
-    data = aligned(vectors.nbytes, np.uint8)
-    data.view(stored.dtype).reshape(vectors.shape)[...] = vectors
-    return PackedMatrix(scheme, rows, columns, data, _packed_scales(scales, high))
+    for first, some in _portions(numbers):
+        part = matrix.part(first, len(some))
+        if layout.is_grouped:
+            _pack_steps(_widened(some), part)
+        else:
+            _pack_floats(_stored(some, scheme), part)
+    return matrix
 
 
-def _floats(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
-    if scheme is Scheme.BFLOAT16 and numbers.dtype != np.uint16:
-        return to_bfloat16(numbers)
-    return numbers.astype(_STORED[scheme], copy=False)
-
-
-def _quantised(
-    numbers: "np.ndarray[Any, Any]", scheme: Scheme
-) -> "tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]":
-    """Return uint8 [rows, columns] and scales [rows, groups]."""
+def _portions(
+    numbers: "np.ndarray[Any, Any]",
+) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
+    """Return parts of whole blocks with their first row; the last is filled with zeros."""
     rows, columns = numbers.shape
-    groups = scheme.layout.groups(columns)
-    filled = np.zeros((rows, groups * GROUP), np.float32)
-    filled[:, :columns] = numbers
-    apart = filled.reshape(rows, groups, GROUP)
-    scales = np.abs(apart).max(axis=2) / _LARGEST[scheme]
-    steps = np.divide(
-        apart, scales[..., None], out=np.zeros_like(apart), where=scales[..., None] > 0
-    )
-    stored = (np.rint(steps) + scheme.layout.zero).astype(np.uint8)
-    return stored.reshape(rows, -1)[:, :columns], scales
+    height = max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
+    for first in range(0, rows, height):
+        some = numbers[first : first + height]
+        missing = -len(some) % LANES
+        yield first, np.pad(some, ((0, missing), (0, 0))) if missing else some
 
 
-def _packed_scales(scales: "np.ndarray[Any, Any] | None", high: int) -> "np.ndarray[Any, Any]":
-    if scales is None:
-        return aligned((high, 0, LANES), np.float32)
-    packed = aligned((high, scales.shape[1], LANES), np.float32)
-    filled = np.zeros((high * LANES, scales.shape[1]), np.float32)
-    filled[: len(scales)] = scales
-    packed[...] = filled.reshape(high, LANES, -1).transpose(0, 2, 1)
-    return packed
+def _stored(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
+    """Return rows as a float scheme keeps them; float16 ends at 65504."""
+    if scheme is Scheme.BFLOAT16:
+        return numbers if numbers.dtype == np.uint16 else to_bfloat16(_widened(numbers))
+    if numbers.dtype == _STORED[scheme]:
+        return numbers
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _widened(numbers).astype(_STORED[scheme], copy=False)
+
+
+def _widened(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    if numbers.dtype == np.uint16:
+        return from_bfloat16(numbers)
+    return numbers.astype(np.float32, copy=False)
+
+
+def _pack_floats(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+    layout = part.scheme.layout
+    missing = -part.columns % layout.columns
+    filled = np.pad(stored, ((0, 0), (0, missing))) if missing else np.ascontiguousarray(stored)
+    _interleave(_interleaving(part.scheme), filled, part, turned=0)
+
+
+def _pack_steps(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
+    rows = np.ascontiguousarray(numbers)
+    steps = room_for_rows(part.scheme, len(rows), part.columns)
+    most = _LARGEST[part.scheme]
+    arguments = prepare_arguments(rows, part.columns, steps, largest_step=most)
+    prepare_kernel(part.scheme)(0, len(rows), arguments.ctypes.data)
+    part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
+    _interleave(_interleaving(part.scheme), steps.data, part, turned=_SIGNS)
+
+
+def _interleave(
+    kernel: Kernel, rows: "np.ndarray[Any, Any]", part: PackedMatrix, *, turned: int
+) -> None:
+    vectors = part.scheme.layout.vectors(part.columns)
+    where = (rows.ctypes.data, rows.strides[0], vectors, part.data.ctypes.data, turned)
+    arguments = np.array(where, np.int64)
+    kernel(0, part.blocks, arguments.ctypes.data)
+
+
+@cache
+def _interleaving(scheme: Scheme) -> Kernel:
+    """Return the kernel that lays rows beside each other; one item is a block of sixteen."""
+    match scheme:
+        case Scheme.FLOAT16:
+            return compile_kernel("interleave halves", _interleave_halves)
+        case Scheme.INT4:
+            return compile_kernel("interleave nibbles", _interleave_nibbles)
+        case Scheme.FLOAT32 | Scheme.BFLOAT16 | Scheme.INT8:
+            return _interleaving_words()
+
+
+@cache
+def _interleaving_words() -> Kernel:
+    return compile_kernel("interleave words", _interleave_words)
+
+
+def _interleave_words(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, turned = words(arguments, 5)
+    source, target = words_at(rows, 1 << 40), words_at(out, 1 << 40)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 4)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                target[end + vector * LANES] = source[begin + vector] ^ np.uint32(turned)
+
+
+def _interleave_halves(
+    first: int, last: int, arguments: int
+) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, _ = words(arguments, 5)
+    source, target = halves_at(rows, 1 << 40), halves_at(out, 1 << 40)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 2)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                target[end + vector * LANES] = source[begin + vector]
+
+
+def _interleave_nibbles(
+    first: int, last: int, arguments: int
+) -> None:  # pragma: no cover - compiled
+    rows, stride, vectors, out, _ = words(arguments, 5)
+    source, target = words_at(rows, 1 << 40), words_at(out, 1 << 40)
+    nibbles, zeros = np.uint32(0x0F0F0F0F), np.uint32(0x08080808)
+    for block in range(first, last):
+        for lane in range(LANES):
+            begin = (block * LANES + lane) * (stride // 4)
+            end = block * vectors * LANES + lane
+            for vector in range(vectors):
+                # Of a step's lower four bits, turning the upper one adds 8.
+                low = (source[begin + 2 * vector] & nibbles) ^ zeros
+                high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
+                target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
 def unpack(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
@@ -117,13 +207,16 @@ def unpack(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
 
 
 def to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Round float32 to the nearest bfloat16, ties to even, as uint16."""
-    bits = np.ascontiguousarray(numbers, np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(numbers), quiet, rounded).astype(np.uint16)
+    """Round float32 rows to the nearest bfloat16, ties to even, as uint16 of whole vectors."""
+    rows = np.ascontiguousarray(numbers, np.float32)
+    rounded = room_for_rows(Scheme.BFLOAT16, *rows.shape)
+    arguments = prepare_arguments(rows, rows.shape[1], rounded)
+    prepare_kernel(Scheme.BFLOAT16)(0, len(rows), arguments.ctypes.data)
+    return rounded.data[:, : rows.shape[1]]
 
 
 def from_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Widen bfloat16, given as uint16, to float32."""
-    return (numbers.astype(np.uint32) << 16).view(np.float32)
+    wide = numbers.astype(np.uint32)
+    wide <<= 16
+    return wide.view(np.float32)

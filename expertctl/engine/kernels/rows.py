@@ -1,6 +1,8 @@
 """Tokens as a product wants them: float32 as they are, rounded to bfloat16, or int8 by groups.
 
 int8 is symmetric, with a scale per token and group of 128 columns; a group's largest is 127 steps.
+A group with a NaN or an infinity in it has NaN for its scale, so its products are NaN; one whose
+largest is below 2^-100 counts as zero.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,11 @@ from expertctl.engine.kernels.memory import (
 )
 from expertctl.engine.kernels.scheme import GROUP, Scheme
 
+LARGEST_STEP = 127
+
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8, Scheme.INT4: np.int8}
+_MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
+"""Of the bits of a float32, which are in the order of the numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +66,11 @@ def rows_as_they_are(rows: "np.ndarray[Any, Any]") -> PreparedRows:
 
 
 def prepare_arguments(
-    rows: "np.ndarray[Any, Any]", columns: int, prepared: PreparedRows
+    rows: "np.ndarray[Any, Any]",
+    columns: int,
+    prepared: PreparedRows,
+    *,
+    largest_step: int = LARGEST_STEP,
 ) -> "np.ndarray[Any, Any]":
     """Return the arguments of either kernel below; ``rows`` is float32 [tokens, >= columns]."""
     return np.array(
@@ -73,20 +83,29 @@ def prepare_arguments(
             prepared.scales.ctypes.data,
             prepared.sums.ctypes.data,
             prepared.scales.shape[1],
+            largest_step,
         ],
         np.int64,
     )
 
 
-@cache
 def prepare_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel that prepares rows for a scheme; one item is one token."""
-    function = _round if scheme is Scheme.BFLOAT16 else _quantise
-    return compile_kernel(f"prepare {scheme.value}", function)
+    return _rounding() if scheme is Scheme.BFLOAT16 else _quantising()
 
 
-def _round(first: int, last: int, arguments: int) -> None:
-    rows, stride, columns, out, wide, _, _, _ = words(arguments, 8)
+@cache
+def _rounding() -> Kernel:
+    return compile_kernel("round to bfloat16", _round)
+
+
+@cache
+def _quantising() -> Kernel:
+    return compile_kernel("quantise to int8", _quantise)
+
+
+def _round(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    rows, stride, columns, out, wide, _, _, _, _ = words(arguments, 9)
     for token in range(first, last):
         # The bits of float32: to the nearest bfloat16, ties to even.
         bits = ints_at(rows + token * stride * 4, columns)
@@ -100,34 +119,49 @@ def _round(first: int, last: int, arguments: int) -> None:
                 rounded[k] = np.uint16((number + np.uint32(0x7FFF) + tie) >> np.uint32(16))
 
 
-def _quantise(first: int, last: int, arguments: int) -> None:
-    rows, stride, columns, out, wide, scales, sums, groups = words(arguments, 8)
+def _quantise(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    rows, stride, columns, out, wide, scales, sums, groups, most = words(arguments, 9)
     for token in range(first, last):
-        row = floats_at(rows + token * stride * 4, columns)
+        place = rows + token * stride * 4
+        row, bits = floats_at(place, columns), ints_at(place, columns)
         steps = bytes_at(out + token * wide, columns)
         for group in range(groups):
             begin = group * GROUP
             end = min(begin + GROUP, columns)
-            largest = _largest(row, begin, end)
-            factor = np.float32(127) / largest if largest > 0 else np.float32(0)
+            scale, factor = _scale(_largest(bits, begin, end), np.float32(most))
+            floats_at(scales, 1 << 40)[token * groups + group] = scale
             total = _to_steps(row, steps, begin, end, factor)
-            floats_at(scales, 1 << 40)[token * groups + group] = largest / np.float32(127)
             ints_at(sums, 1 << 40)[token * groups + group] = total
 
 
-@numba.njit(fastmath=True)  # a largest has no order
-def _largest(row: Any, begin: int, end: int) -> Any:
-    largest = np.float32(0)
+@numba.njit
+def _largest(bits: Any, begin: int, end: int) -> Any:  # pragma: no cover - compiled
+    """Return the bits of the largest magnitude; infinity is above numbers, NaN above that."""
+    largest = np.int32(0)
     for k in range(begin, end):
-        largest = max(largest, abs(row[k]))
+        largest = max(largest, bits[k] & np.int32(_MAGNITUDE))
     return largest
 
 
 @numba.njit
-def _to_steps(row: Any, steps: Any, begin: int, end: int, factor: Any) -> Any:
+def _scale(largest: Any, most: Any) -> Any:  # pragma: no cover - compiled
+    """Return what a step is worth and how many steps 1 is; no steps where that is no number."""
+    if largest >= _INFINITY:
+        return np.float32(np.nan), np.float32(0)
+    if largest < _LEAST:
+        return np.float32(0), np.float32(0)
+    number = np.int32(largest).view(np.float32)
+    return number / most, most / number
+
+
+@numba.njit
+def _to_steps(
+    row: Any, steps: Any, begin: int, end: int, factor: Any
+) -> Any:  # pragma: no cover - compiled
     total = np.int32(0)
     for k in range(begin, end):
-        step = np.int32(np.rint(row[k] * factor))
+        # Without a factor the product may be no number, and that has no integer.
+        step = np.int32(np.rint(row[k] * factor)) if factor > 0 else np.int32(0)
         steps[k] = step
         total += step
     return total

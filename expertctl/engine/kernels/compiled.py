@@ -1,0 +1,131 @@
+"""Compiled code on disk: made once for a machine and these sources, then only loaded.
+
+What is kept is loaded as code, by numba with pickle. So it lies in folders that belong to this user
+and that nobody else may write; where that is not so, nothing is read or kept. A folder is named
+after all that its content depends on: the sources of every kernel (numba looks at one file only),
+numba, llvmlite, Python and the processor. Compiled code belongs to the process, and so does this.
+"""
+
+import hashlib
+import os
+import pickle
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import llvmlite
+import numba
+from llvmlite import binding
+
+from expertctl.durable import make_folders, remove_tree
+from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.settings import Home
+from expertctl.telling import Tell, tell_nobody
+
+COMPILING = "compiling kernels for this machine, once"
+COMPILING_AGAIN = "compiling kernels; they cannot be kept, as others may write to the home"
+
+Code = TypeVar("Code")
+
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+@dataclass(slots=True)
+class _Keeping:
+    """Where this process keeps code, and who has still to be told that it takes a while."""
+
+    folder: Path | None = None
+    tell: Tell = tell_nobody
+    told: bool = True
+
+
+_KEEPING = _Keeping()
+_LOCK = threading.RLock()
+
+
+def compiled_cache(home: Home, *, tell: Tell = tell_nobody) -> Path | None:
+    """Keep below a home what is compiled from now on; return where, None if it is not safe there.
+
+    ``tell`` gets a sentence when something has to be compiled, once.
+    """
+    with _LOCK:
+        _KEEPING.folder = _folder(home)
+        _KEEPING.tell, _KEEPING.told = tell, False
+        return _KEEPING.folder
+
+
+def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
+    """Return what a function compiles, loaded if it was kept.
+
+    The function gets what it has to pass to numba as ``cache``, and must name every signature.
+    """
+    with _LOCK:
+        folder = _KEEPING.folder
+        if folder is None:
+            _tell(COMPILING_AGAIN)
+            return compile_code(False)
+        mark = folder / f"{name}.kept"
+        if not mark.exists():
+            _tell(COMPILING)
+        try:
+            with _numba_keeps_in(folder):
+                code = compile_code(True)
+            mark.touch(mode=0o600)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+            # A full disk, or a file that a power cut left empty: the next process starts anew.
+            remove_tree(folder)
+            return compile_code(False)
+        return code
+
+
+def _tell(sentence: str) -> None:
+    if not _KEEPING.told:
+        _KEEPING.told = True
+        _KEEPING.tell(sentence)
+
+
+@contextmanager
+def _numba_keeps_in(folder: Path) -> Iterator[None]:
+    """Point numba there and nowhere else, then back: other libraries use it too."""
+    ours = {"CACHE_DIR": str(folder), "CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
+    before = {name: getattr(numba.config, name, "") for name in ours}
+    vars(numba.config).update(ours)
+    try:
+        yield
+    finally:
+        vars(numba.config).update(before)
+
+
+def _folder(home: Home) -> Path | None:
+    """Return the folder of these sources, made if need be, if it and those above are ours alone."""
+    if not hasattr(os, "geteuid"):  # pragma: no cover - who may write a folder is not known there
+        return None
+    folder = home.kernels / _identity()
+    try:
+        make_folders(folder, mode=0o700)
+        above = (home.root.resolve(), home.kernels, folder)
+        return folder if all(_is_ours(each) for each in above) else None
+    except OSError:
+        return None
+
+
+def _is_ours(folder: Path) -> bool:
+    """Tell whether nobody else may put files there; a link to a folder may be changed later."""
+    found = folder.lstat()
+    is_folder = stat.S_ISDIR(found.st_mode)
+    return is_folder and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
+
+
+def _identity() -> str:
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    features = sorted(name for name, there in binding.get_host_cpu_features().items() if there)
+    versions = (numba.__version__, llvmlite.__version__, sys.version, host_cpu().name, *features)
+    digest.update("\n".join(versions).encode())
+    return digest.hexdigest()[:32]
