@@ -6,7 +6,7 @@ float32, [tokens, features]; base weights are only read.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +16,10 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.attention import View, attend, view_of
 from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.linear import LinearDelta, linear
 from expertctl.engine.rope import rotate, rotation_table, table_positions
-from expertctl.errors import IncompatibleError, UsageError
 from expertctl.package.model_config import EMBEDDING, ModelConfig
 
 PREFILL_CHUNK = 512
@@ -171,34 +171,15 @@ class Decoder:
         return pass_bytes(self.config, capacity, chunk=chunk)
 
     def _checked(self, ids: Sequence[int] | Tensor, deltas: Deltas) -> Tensor:
-        if not deltas.keys() <= self.modules:
-            raise IncompatibleError(
-                f"the base has no linear layer {_few(deltas.keys() - self.modules)}",
-                hint="the expert was made for another base",
-            )
-        tokens = torch.as_tensor(ids, dtype=torch.long, device=self.device)
-        if len(tokens) == 0:
-            raise UsageError("there is no token to read", hint="give a prompt that is not empty")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.config.vocab_size:
-            raise IncompatibleError(
-                f"token {low if low < 0 else high} is not among the {self.config.vocab_size} "
-                "of the base",
-                hint="the tokenizer belongs to another base",
-            )
-        return tokens
+        check_modules(deltas, self.modules)
+        return checked_tokens(ids, self.config.vocab_size, device=self.device)
 
     def _checked_soft(self, soft_prompt: Tensor | None, cache: KVCache) -> Tensor:
         """Return the rows before the first token, [virtual tokens, hidden], often none."""
         width = self.config.hidden_size
         if soft_prompt is None:
             return torch.empty(0, width, device=self.device)
-        assert cache.length == 0, "a soft prompt stands before the first token"
-        if soft_prompt.shape[1] != width:
-            raise IncompatibleError(
-                f"a soft prompt is {soft_prompt.shape[1]} wide, tokens of the base are {width}",
-                hint="the expert was made for another base",
-            )
+        check_soft_prompt(soft_prompt, width, length=cache.length)
         return soft_prompt
 
     def _embedded(self, before: Tensor, tokens: Tensor, start: int, end: int) -> Tensor:
@@ -294,8 +275,3 @@ def _layer_of(config: ModelConfig, weights: BaseWeights, number: int) -> _Layer:
         down=read("mlp.down_proj"),
         window=config.windows[number],
     )
-
-
-def _few(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.kernels.angles import angles_arguments, angles_kernel
 from expertctl.engine.kernels.attend import (
     TOKENS_AN_ITEM,
     attend_arguments,
@@ -47,32 +48,13 @@ from expertctl.engine.kernels.rows import (
 )
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import ATTENTION_INPUTS, MLP_INPUTS, PackedBase, PackedLayer
+from expertctl.engine.packed_delta import NO_DELTA, PackedDelta, PackedDeltas
+from expertctl.engine.rope import inverse_frequencies
 
 Numbers = np.ndarray[Any, Any]
 _HEADS_PORTION = 8
 _MULTIPLY_PORTION, _PORTIONS = 4, 8
 _FLOATING = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedDelta:
-    """What a plan changes in one linear layer; see `linear.LinearDelta`."""
-
-    a: PackedMatrix | None
-    b: PackedMatrix | None
-    input_scale: Numbers | None
-    output_scale: Numbers | None
-    bias_scale: Numbers | None
-
-    @property
-    def has_vectors(self) -> bool:
-        """Whether it multiplies what goes into the layer, comes out, or its bias."""
-        vectors = (self.input_scale, self.output_scale, self.bias_scale)
-        return any(vector is not None for vector in vectors)
-
-
-NO_DELTA = PackedDelta(None, None, None, None, None)
-PackedDeltas = Mapping[str, PackedDelta]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,18 +103,14 @@ class Counts:
         self.attending[0] = stretches * shape.queries if self._together else tokens * shape.keys
 
 
-def prompt_program(
-    base: PackedBase, deltas: PackedDeltas, room: int, rotations: Numbers
-) -> DecoderProgram:
+def prompt_program(base: PackedBase, deltas: PackedDeltas, room: int) -> DecoderProgram:
     """Return the program that reads up to ``room`` consecutive tokens of one text."""
-    return _Decoder(base, deltas, room, rotations, together=True).program()
+    return _Decoder(base, deltas, room, together=True).program()
 
 
-def step_program(
-    base: PackedBase, deltas: PackedDeltas, room: int, rotations: Numbers
-) -> DecoderProgram:
+def step_program(base: PackedBase, deltas: PackedDeltas, room: int) -> DecoderProgram:
     """Return the program that reads one token each of up to ``room`` texts."""
-    return _Decoder(base, deltas, room, rotations, together=False).program()
+    return _Decoder(base, deltas, room, together=False).program()
 
 
 class _Decoder:
@@ -143,16 +121,15 @@ class _Decoder:
         base: PackedBase,
         deltas: PackedDeltas,
         room: int,
-        rotations: Numbers,
         *,
         together: bool,
     ) -> None:
         config = base.config
         self._base, self._deltas, self._room, self._together = base, deltas, room, together
-        self._rotations = rotations
         self._shape = HeadsShape(config.heads, config.kv_heads, config.head_dim)
         self._counts = Counts(self._shape, together=together)
         self._tokens, self._positions, self._tables = (aligned(room, np.int64) for _ in range(3))
+        self._rotations = aligned((room, 2, config.head_dim), np.float32)
         self._hidden = self._rows(config.hidden_size)
         self._normed = self._rows(config.hidden_size)
         self._heads = self._rows((config.heads + 2 * config.kv_heads) * config.head_dim)
@@ -171,6 +148,7 @@ class _Decoder:
         arguments = embed_arguments(base.embedding, self._tokens, hidden)
         self._builder.add(embed_kernel(base.scheme), arguments, self._count)
         embed = self._built()
+        self._angles()
         for number, layer in enumerate(base.layers):
             self._layer(number, layer)
         layers = self._built()
@@ -192,6 +170,14 @@ class _Decoder:
             logits=logits,
             _counts=self._counts,
         )
+
+    def _angles(self) -> None:
+        rope = self._base.config.rope
+        frequencies = np.ascontiguousarray(inverse_frequencies(rope).numpy())
+        factor = np.array([rope.attention], np.float32)
+        arguments = angles_arguments(self._positions, frequencies, factor, self._rotations)
+        self._builder.add(angles_kernel(), arguments, self._count)
+        self._builder.keep(frequencies, factor)
 
     def _layer(self, number: int, layer: PackedLayer) -> None:
         config, hidden, at = self._base.config, self._hidden, f"model.layers.{number}"

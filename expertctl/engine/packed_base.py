@@ -36,6 +36,12 @@ class PackedLayer:
     down_bias: Numbers | None
     window: int | None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its matrices and vectors."""
+        parts = (getattr(self, field) for field in self.__slots__)
+        return sum(part.nbytes for part in parts if isinstance(part, PackedMatrix | np.ndarray))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBase:
@@ -47,6 +53,13 @@ class PackedBase:
     head: PackedMatrix
     norm: Numbers
     layers: tuple[PackedLayer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices and vectors, each once."""
+        heads = 0 if self.head is self.embedding else self.head.nbytes
+        layers = sum(layer.nbytes for layer in self.layers)
+        return self.embedding.nbytes + heads + self.norm.nbytes + layers
 
 
 def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
@@ -82,10 +95,11 @@ class _Packer:
 
     def matrix(self, *names: str) -> PackedMatrix:
         """Pack some matrices as one, their rows behind each other."""
-        return pack(np.concatenate([_numbers(self._tensors[name]) for name in names]), self._scheme)
+        stored = [_numbers(self._tensors[name], self._scheme) for name in names]
+        return pack(np.concatenate(stored) if len(stored) > 1 else stored[0], self._scheme)
 
     def vector(self, name: str) -> Numbers:
-        return _numbers(self._tensors[name])
+        return np.ascontiguousarray(self._tensors[name].float().numpy())
 
     def _optional(self, name: str) -> Numbers | None:
         return self.vector(name) if name in self._tensors else None
@@ -100,8 +114,8 @@ def _weights(at: str, modules: tuple[str, ...]) -> Iterator[str]:
     return (f"{at}.{module}.weight" for module in modules)
 
 
-def _numbers(tensor: Tensor) -> Numbers:
-    """Return a tensor as numpy knows it: bfloat16 as uint16."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.uint16).numpy()
-    return tensor.numpy()
+def _numbers(matrix: Tensor, scheme: Scheme) -> Numbers:
+    """Return a matrix as it is packed: bfloat16 as uint16 where it stays what it is."""
+    if matrix.dtype is torch.bfloat16 and scheme is Scheme.BFLOAT16:
+        return matrix.view(torch.uint16).numpy()
+    return matrix.float().numpy()

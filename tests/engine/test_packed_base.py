@@ -1,0 +1,100 @@
+"""A base in packed matrices: every tensor is there once, with its numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.base_weights import BaseWeights, load_base
+from expertctl.engine.kernels.packed import unpack
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.packed_base import PackedBase, pack_base
+from expertctl.package.model_config import EMBEDDING, HEAD, read_config
+from tests.factories import write_base
+
+
+def loaded(directory: Path, *, held: torch.dtype = torch.float32, **config: Any) -> BaseWeights:
+    write_base(directory, head_dim=16, hidden=48, intermediate=80, **config)
+    return load_base(directory, read_config(directory), dtype=held)
+
+
+def tensors_of(base: PackedBase) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor of a base again, by its name in the files."""
+    queries, keys = base.config.heads * 16, base.config.kv_heads * 16
+    wide = base.config.intermediate_size
+    found = {EMBEDDING: unpack(base.embedding), "model.norm.weight": base.norm}
+    if base.head is not base.embedding:
+        found[HEAD] = unpack(base.head)
+    for number, layer in enumerate(base.layers):
+        at = f"model.layers.{number}"
+        found[f"{at}.input_layernorm.weight"] = layer.input_norm
+        found[f"{at}.post_attention_layernorm.weight"] = layer.mlp_norm
+        if layer.query_norm is not None and layer.key_norm is not None:
+            found[f"{at}.self_attn.q_norm.weight"] = layer.query_norm
+            found[f"{at}.self_attn.k_norm.weight"] = layer.key_norm
+        parts = [
+            ("self_attn", ("q_proj", "k_proj", "v_proj"), layer.inputs, layer.input_bias),
+            ("self_attn", ("o_proj",), layer.output, layer.output_bias),
+            ("mlp", ("gate_proj", "up_proj"), layer.gate_up, layer.gate_up_bias),
+            ("mlp", ("down_proj",), layer.down, layer.down_bias),
+        ]
+        ends = {"q_proj": queries, "k_proj": queries + keys, "gate_proj": wide}
+        for block, names, matrix, bias in parts:
+            places = [ends[name] for name in names if name in ends]
+            for name, rows in zip(names, np.split(unpack(matrix), places), strict=True):
+                found[f"{at}.{block}.{name}.weight"] = rows
+            if bias is not None:
+                for name, numbers in zip(names, np.split(bias, places), strict=True):
+                    found[f"{at}.{block}.{name}.bias"] = numbers
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arch", "config"),
+    [
+        ("qwen3", {"tie": True}),
+        ("qwen3", {"tie": False}),
+        ("llama", {"attention_bias": True}),
+        ("qwen2", {}),
+    ],
+)
+def test_every_tensor_is_there_with_its_numbers(
+    arch: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    weights = loaded(tmp_path / "base", arch=arch, **config)
+    found = tensors_of(pack_base(read_config(tmp_path / "base"), weights, Scheme.FLOAT32))
+    assert found.keys() == weights.tensors.keys()
+    for name, numbers in found.items():
+        assert np.array_equal(numbers, weights.tensors[name].numpy()), name
+
+
+def test_bfloat16_stays_what_it_is(tmp_path: Path) -> None:
+    weights = loaded(tmp_path / "base", held=torch.bfloat16, dtype="bfloat16")
+    found = tensors_of(pack_base(read_config(tmp_path / "base"), weights, Scheme.BFLOAT16))
+    for name, numbers in found.items():
+        assert np.array_equal(numbers, weights.tensors[name].float().numpy()), name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [(Scheme.FLOAT32, 32), (Scheme.BFLOAT16, 16), (Scheme.INT8, 8), (Scheme.INT4, 4)],
+)
+def test_bytes_are_those_of_the_numbers_and_scales(
+    scheme: Scheme, bits: int, tmp_path: Path
+) -> None:
+    """Vocabularies are filled to sixteen rows; scales are float32 per row and group of 128."""
+    weights = loaded(tmp_path / "base", tie=True)
+    base = pack_base(read_config(tmp_path / "base"), weights, scheme)
+    total = 0
+    for name, tensor in weights.tensors.items():
+        if tensor.ndim == 1:
+            total += 4 * len(tensor)
+            continue
+        rows, columns = -(-tensor.shape[0] // 16) * 16, tensor.shape[1]
+        total += rows * columns * bits // 8
+        total += rows * -(-columns // 128) * 4 if bits <= 8 else 0
+        assert tensor.shape[0] % 16 == 0 or name == EMBEDDING
+    assert base.nbytes == total
+    assert base.head is base.embedding
