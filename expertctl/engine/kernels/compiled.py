@@ -9,6 +9,7 @@ numba, llvmlite, Python and the processor. Compiled code belongs to the process,
 import hashlib
 import os
 import pickle
+import shutil
 import stat
 import sys
 import threading
@@ -22,7 +23,7 @@ import llvmlite
 import numba
 from llvmlite import binding
 
-from expertctl.durable import make_folders, remove_tree
+from expertctl.durable import make_folders
 from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
@@ -78,7 +79,8 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
             mark.touch(mode=0o600)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
             # A full disk, or a file that a power cut left empty: the next process starts anew.
-            remove_tree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            _KEEPING.folder = None
             return compile_code(False)
         return code
 

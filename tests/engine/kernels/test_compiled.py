@@ -1,0 +1,210 @@
+"""Compiled code is kept where nobody else can write, is made once, and damage to it is no harm."""
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import pytest
+from numba import types
+
+from expertctl.engine.kernels import compiled as module
+from expertctl.engine.kernels.compiled import (
+    COMPILING,
+    COMPILING_AGAIN,
+    compiled,
+    compiled_cache,
+)
+from expertctl.settings import Home
+from expertctl.telling import tell_nobody
+
+
+def triple(number: int) -> int:
+    return 3 * number
+
+
+def compile_triple(cache: bool) -> Any:
+    return numba.cfunc(types.int64(types.int64), cache=cache)(triple)
+
+
+@pytest.fixture
+def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forget where code is kept, as a process that begins has."""
+
+    def forget() -> None:
+        monkeypatch.setattr(module, "_KEEPING", module._Keeping())
+
+    forget()
+    return forget
+
+
+@pytest.fixture
+def place(tmp_path: Path, new_process: Callable[[], None]) -> Home:
+    return Home(tmp_path / "home")
+
+
+def files(home: Home, suffix: str) -> list[Path]:
+    return sorted(home.kernels.rglob(f"*{suffix}"))
+
+
+def test_code_is_compiled_once_for_all_processes_and_a_person_is_told_that_once(
+    place: Home, new_process: Callable[[], None]
+) -> None:
+    told: list[str] = []
+    assert compiled_cache(place, tell=told.append) is not None
+    assert compiled("triple", compile_triple).cache_hits == 0
+    assert compiled("triple again", compile_triple).ctypes(14) == 42
+    assert told == [COMPILING]
+    new_process()
+    compiled_cache(place, tell=told.append)
+    assert compiled("triple", compile_triple).cache_hits == 1
+    assert told == [COMPILING]
+
+
+def test_nobody_is_told_before_something_is_compiled(place: Home) -> None:
+    told: list[str] = []
+    compiled_cache(place, tell=told.append)
+    assert told == []
+
+
+def test_without_a_home_code_is_compiled_and_not_kept(
+    new_process: Callable[[], None], tmp_path: Path
+) -> None:
+    assert compiled("triple", compile_triple).ctypes(2) == 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folders_are_for_their_owner_alone_whatever_the_umask(place: Home) -> None:
+    before = os.umask(0)
+    try:
+        folder = compiled_cache(place)
+        compiled("triple", compile_triple)
+    finally:
+        os.umask(before)
+    assert folder is not None
+    assert [each.stat().st_mode & 0o777 for each in (place.kernels, folder)] == [0o700, 0o700]
+    assert files(place, ".nbc")
+
+
+def open_home(home: Home) -> None:
+    home.root.chmod(0o770)
+
+
+def open_kernels(home: Home) -> None:
+    home.kernels.chmod(0o702)
+
+
+def link_kernels(home: Home) -> None:
+    home.kernels.rename(home.root / "elsewhere")
+    home.kernels.symlink_to(home.root / "elsewhere")
+
+
+def put_a_file_there(home: Home) -> None:
+    home.kernels.rmdir()
+    home.kernels.touch()
+
+
+@pytest.mark.parametrize(
+    "spoil", [open_home, open_kernels, link_kernels, put_a_file_there], ids=lambda f: f.__name__
+)
+def test_nothing_is_kept_where_others_may_write(spoil: Callable[[Home], None], place: Home) -> None:
+    place.kernels.mkdir(parents=True, mode=0o700)
+    spoil(place)
+    told: list[str] = []
+    assert compiled_cache(place, tell=told.append) is None
+    assert compiled("triple", compile_triple).ctypes(5) == 15
+    assert compiled("triple", compile_triple).ctypes(6) == 18
+    assert told == [COMPILING_AGAIN]
+    assert files(place, ".nbc") == []
+
+
+def test_nothing_is_kept_in_the_home_of_another_user(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled_cache(place) is not None
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    assert compiled_cache(place) is None
+
+
+def test_a_home_behind_a_link_is_the_home(place: Home, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o755)
+    place.root.symlink_to(tmp_path / "disk")
+    assert compiled_cache(place) is not None
+
+
+class Planted:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Path]]:
+        return Path.touch, (self.trace,)
+
+
+def test_code_that_another_user_planted_is_not_loaded(
+    place: Home, new_process: Callable[[], None], tmp_path: Path
+) -> None:
+    compiled_cache(place)
+    compiled("triple", compile_triple)
+    trace = tmp_path / "trace"
+    for index in files(place, ".nbi"):
+        index.write_bytes(pickle.dumps(Planted(trace)))
+    new_process()
+    place.kernels.chmod(0o777)
+    compiled_cache(place)
+    assert compiled("triple", compile_triple).ctypes(2) == 6
+    assert not trace.exists()
+    place.kernels.chmod(0o700)
+    compiled_cache(place)
+    compiled("triple", compile_triple)
+    assert trace.exists()  # so the test would have seen it
+
+
+@pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
+@pytest.mark.parametrize(
+    "content", [b"", bytes(100), b"\x80\x04\x95"], ids=["empty", "zeros", "cut"]
+)
+def test_files_that_a_power_cut_damaged_are_made_again(
+    place: Home, new_process: Callable[[], None], suffix: str, content: bytes
+) -> None:
+    compiled_cache(place)
+    compiled("triple", compile_triple)
+    for damaged in files(place, suffix):
+        damaged.write_bytes(content)
+    new_process()
+    folder = compiled_cache(place)
+    assert compiled("triple", compile_triple).ctypes(3) == 9
+    assert folder is not None
+    assert not folder.exists()
+    for hits in (0, 1):
+        new_process()
+        compiled_cache(place)
+        assert compiled("triple", compile_triple).cache_hits == hits
+
+
+def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
+    folder = compiled_cache(place)
+    assert folder is not None
+    folder.rmdir()
+    place.kernels.rmdir()
+    place.kernels.touch()
+    assert compiled("triple", compile_triple).ctypes(3) == 9
+
+
+def test_other_users_of_numba_in_this_process_keep_their_folder(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "theirs")
+    compiled_cache(place)
+    compiled("triple", compile_triple)
+    assert numba.config.CACHE_DIR == "theirs"
+
+
+def test_another_numba_keeps_its_code_apart(place: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compiled_cache(place, tell=tell_nobody)
+    monkeypatch.setattr(numba, "__version__", "0.0")
+    assert compiled_cache(place) not in (None, before)

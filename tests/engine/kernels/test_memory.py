@@ -1,0 +1,36 @@
+"""Memory that begins at a vector, and its address in compiled code."""
+
+import numba
+import numpy as np
+import pytest
+from numba.core.errors import NumbaError
+
+from expertctl.engine.kernels.memory import aligned, stack_floats, words
+
+
+@pytest.mark.parametrize("shape", [0, 1, 63, (3, 5), (2, 0, 7), (1, 2, 3)])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.int64])
+def test_memory_begins_at_a_vector_and_is_zero(
+    shape: int | tuple[int, ...], dtype: type[np.generic]
+) -> None:
+    for _ in range(5):
+        made = aligned(shape, dtype)
+        assert made.ctypes.data % 64 == 0 or made.size == 0
+        assert made.shape == (shape if isinstance(shape, tuple) else (shape,))
+        assert made.dtype == dtype
+        assert not made.any()
+
+
+def test_compiled_code_needs_to_know_how_many_words_and_how_much_room() -> None:
+    @numba.njit
+    def read(address: int, count: int) -> int:
+        return words(address, count)[0]  # type: ignore[no-any-return]
+
+    @numba.njit
+    def make_room(count: int) -> int:
+        return stack_floats(count)  # type: ignore[no-any-return]
+
+    with pytest.raises(NumbaError, match="the number of words is a constant"):
+        read(0, 1)
+    with pytest.raises(NumbaError, match="the room on the stack is a constant"):
+        make_room(1)

@@ -1,0 +1,196 @@
+"""What is packed comes back: every float, and integers within half a step."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.kernels.lanes import LANES
+from expertctl.engine.kernels.packed import PackedMatrix, from_bfloat16, pack, to_bfloat16, unpack
+from expertctl.engine.kernels.scheme import GROUP, Scheme
+from tests.engine.kernels.products import INTEGERS, Array, random_numbers
+
+TORCH = {
+    Scheme.FLOAT32: torch.float32,
+    Scheme.FLOAT16: torch.float16,
+    Scheme.BFLOAT16: torch.bfloat16,
+}
+STEPS = {Scheme.INT8: 127, Scheme.INT4: 7}
+EVERY = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
+FLOATING = pytest.mark.parametrize("scheme", TORCH, ids=lambda scheme: scheme.value)
+shapes = st.tuples(st.integers(1, 100), st.integers(1, 300))
+
+
+def as_torch_keeps(numbers: Array, scheme: Scheme) -> Array:
+    return torch.from_numpy(numbers).to(TORCH[scheme]).float().numpy()
+
+
+def steps(matrix: PackedMatrix) -> Array:
+    """What a step of each row and group is worth, [rows, groups]."""
+    return matrix.scales.transpose(0, 2, 1).reshape(matrix.blocks * LANES, -1)[: matrix.rows]
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, scheme=st.sampled_from(tuple(TORCH)), seed=st.integers(0, 99))
+def test_floats_come_back_as_torch_rounds_them(
+    shape: tuple[int, int], scheme: Scheme, seed: int
+) -> None:
+    numbers = random_numbers(seed, *shape)
+    np.testing.assert_array_equal(
+        unpack(pack(numbers, scheme)), as_torch_keeps(numbers, scheme), strict=True
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, scheme=st.sampled_from(INTEGERS), seed=st.integers(0, 99))
+def test_integers_come_back_within_half_a_step_of_their_group(
+    shape: tuple[int, int], scheme: Scheme, seed: int
+) -> None:
+    numbers = random_numbers(seed, *shape)
+    matrix = pack(numbers, scheme)
+    error = np.abs(unpack(matrix) - numbers)
+    for group in range(scheme.layout.groups(shape[1])):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        largest = np.abs(numbers[:, part]).max(axis=1)
+        step = steps(matrix)[:, group]
+        np.testing.assert_allclose(step, largest / STEPS[scheme], rtol=1e-6)
+        assert (error[:, part] <= 0.50001 * step[:, None]).all()
+
+
+@EVERY
+def test_what_a_scheme_can_hold_comes_back_exactly(scheme: Scheme) -> None:
+    numbers = np.random.default_rng(0).integers(-7, 8, (40, 2 * GROUP + 5)).astype(np.float32)
+    numbers[:, ::GROUP] = STEPS.get(scheme, 7)
+    np.testing.assert_allclose(unpack(pack(numbers, scheme)), numbers, rtol=2e-7)
+
+
+@EVERY
+def test_a_packed_matrix_is_packed_to_itself(scheme: Scheme) -> None:
+    once = pack(random_numbers(1, 50, 200), scheme)
+    twice = pack(unpack(once), scheme)
+    np.testing.assert_array_equal(once.data, twice.data)
+    np.testing.assert_allclose(once.scales, twice.scales, rtol=2e-7)
+
+
+@EVERY
+def test_every_width_of_float_is_taken(scheme: Scheme) -> None:
+    halves = random_numbers(2, 45, 131).astype(np.float16)
+    brains = to_bfloat16(random_numbers(3, 45, 131))
+    for given_, wide in ((halves, halves.astype(np.float32)), (brains, from_bfloat16(brains))):
+        got, expected = pack(given_, scheme), pack(wide, scheme)
+        np.testing.assert_array_equal(got.data, expected.data)
+        np.testing.assert_array_equal(got.scales, expected.scales)
+
+
+@EVERY
+def test_rows_need_not_lie_together(scheme: Scheme) -> None:
+    numbers = random_numbers(4, 66, 260)
+    got, expected = pack(numbers[::2, ::2], scheme), pack(numbers[::2, ::2].copy(), scheme)
+    np.testing.assert_array_equal(got.data, expected.data)
+    np.testing.assert_array_equal(pack(numbers.T, scheme).data, pack(numbers.T.copy(), scheme).data)
+
+
+@EVERY
+def test_a_matrix_of_many_portions_is_packed_like_its_parts(scheme: Scheme) -> None:
+    numbers = random_numbers(5, 1000, 520)
+    whole = pack(numbers, scheme)
+    for first, rows in ((0, 16), (240, 32), (496, 400), (992, 8)):
+        part, alone = whole.part(first, rows), pack(numbers[first : first + rows], scheme)
+        np.testing.assert_array_equal(part.data, alone.data)
+        np.testing.assert_array_equal(part.scales, alone.scales)
+        np.testing.assert_array_equal(unpack(part), unpack(alone), strict=True)
+
+
+@EVERY
+def test_a_part_is_in_the_memory_of_the_whole(scheme: Scheme) -> None:
+    whole = pack(random_numbers(6, 64, 140), scheme)
+    part = whole.part(16, 20)
+    assert np.shares_memory(part.data, whole.data)
+    assert (part.rows, part.blocks, part.columns) == (20, 2, 140)
+    with pytest.raises(AssertionError, match="row 8 is within a block"):
+        whole.part(8, 16)
+
+
+def test_bytes_of_a_packed_matrix_are_those_of_its_numbers_and_scales() -> None:
+    numbers = random_numbers(7, 1024, 1024)
+    sizes = {scheme: pack(numbers, scheme).nbytes for scheme in Scheme}
+    weights, scales = 1 << 20, 1024 * 8 * 4
+    assert sizes == {
+        Scheme.FLOAT32: 4 * weights,
+        Scheme.FLOAT16: 2 * weights,
+        Scheme.BFLOAT16: 2 * weights,
+        Scheme.INT8: weights + scales,
+        Scheme.INT4: weights // 2 + scales,
+    }
+
+
+@EVERY
+def test_vectors_begin_where_a_processor_reads_them_best(scheme: Scheme) -> None:
+    matrix = pack(random_numbers(8, 5, 5), scheme)
+    assert matrix.data.ctypes.data % 64 == 0
+    assert matrix.scales.ctypes.data % 64 == 0
+
+
+@EVERY
+def test_packing_takes_a_few_megabytes_beside_the_result(scheme: Scheme) -> None:
+    numbers = random_numbers(9, 4096, 1024)
+    pack(numbers[:16], scheme)
+    tracemalloc.start()
+    matrix = pack(numbers, scheme)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < matrix.nbytes + (6 << 20)
+
+
+@FLOATING
+def test_infinities_and_what_is_no_number_stay_in_floats(scheme: Scheme) -> None:
+    numbers = np.array([[np.inf, -np.inf, np.nan, 0.0, -0.0]], np.float32)
+    got = unpack(pack(numbers, scheme))
+    np.testing.assert_array_equal(got, numbers)
+    np.testing.assert_array_equal(np.signbit(got[0, 3:]), [False, True])
+
+
+def test_float16_ends_in_infinity() -> None:
+    got = unpack(pack(np.array([[65504.0, 1e6, -1e6]], np.float32), Scheme.FLOAT16))
+    np.testing.assert_array_equal(got, np.array([[65504.0, np.inf, -np.inf]], np.float32))
+
+
+@pytest.mark.parametrize("scheme", INTEGERS, ids=lambda scheme: scheme.value)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_group_with_no_number_in_it_stands_for_none(scheme: Scheme, bad: float) -> None:
+    numbers = random_numbers(10, 20, 300)
+    numbers[3, 130] = bad
+    spoilt = np.zeros((20, 300), bool)
+    spoilt[3, GROUP : 2 * GROUP] = True
+    np.testing.assert_array_equal(np.isnan(unpack(pack(numbers, scheme))), spoilt)
+
+
+@pytest.mark.parametrize("scheme", INTEGERS, ids=lambda scheme: scheme.value)
+def test_a_group_of_zeros_is_zeros(scheme: Scheme) -> None:
+    assert not unpack(pack(np.zeros((3, 200), np.float32), scheme)).any()
+
+
+def test_the_layout_of_int4_is_the_one_that_is_written_down() -> None:
+    row = np.array([[7, -7, 1, 2, 3, 4, -1, -2]], np.float32)
+    first = pack(row, Scheme.INT4).data.reshape(LANES, 4)[0]
+    low, high = (7, -7, 1, 2), (3, 4, -1, -2)
+    assert first.tolist() == [(a + 8) | (b + 8) << 4 for a, b in zip(low, high, strict=True)]
+
+
+def test_the_layout_of_int8_is_the_one_that_is_written_down() -> None:
+    row = np.array([[127, -127, 1, -2, 5]], np.float32)
+    vectors = pack(row, Scheme.INT8).data.reshape(2, LANES, 4)
+    assert vectors[:, 0].tolist() == [[255, 1, 129, 126], [133, 128, 128, 128]]
+    assert (vectors[:, 1:] == 128).all()
+
+
+def test_the_layout_of_bfloat16_is_the_one_that_is_written_down() -> None:
+    columns = np.arange(1, 4, dtype=np.float32) * np.ones((17, 1), np.float32)
+    numbers = pack(columns, Scheme.BFLOAT16).data.view(np.uint16).reshape(2, 2, LANES, 2)
+    one, two, three = 0x3F80, 0x4000, 0x4040
+    assert numbers[0, :, 3].tolist() == [[one, two], [three, 0]]
+    assert numbers[1, :, 0].tolist() == [[one, two], [three, 0]]
+    assert not numbers[1, :, 1:].any()
