@@ -1,136 +1,160 @@
-"""Those who compute: a program's operations one after the other, each shared out among workers.
+"""Those who compute: threads that run a program's operations together, the caller among them.
 
-Whoever is free takes the next items, so a worker that the system holds up is waited for as long
-as one portion takes, not for its share. A barrier stands after each operation: it spins for some
-microseconds, then yields the processor.
+Whoever is free claims the next items of an operation (`sharing`); which worker does an item
+changes no bit of it. Between runs the threads sleep (`waiting`). A run is one call of compiled
+code: no signal breaks it in two, and it holds no lock of the interpreter.
 """
 
-import ctypes
+import os
 import threading
+import weakref
 from typing import Any
 
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
-from expertctl.engine.kernels.memory import aligned, words
+from expertctl.engine.kernels.memory import aligned
+from expertctl.engine.kernels.program import Program
+from expertctl.engine.kernels.sharing import (
+    MOST_ITEMS,
+    MOST_OPERATIONS,
+    ROW_BYTES,
+    SHARED_WORDS,
+    Sharing,
+    is_idle,
+    lend_room,
+    sharing,
+)
+from expertctl.engine.kernels.waiting import CLOSED, POST_BYTES
 
-_INT = ir.IntType(64)
-_SPINS = 4000
-_LINE = 8
-"""int64 in a cache line: each number that all workers write has one of its own."""
-_TICKET, _ARRIVED, _TURN = 0, _LINE * 8, 2 * _LINE * 8
+Numbers = np.ndarray[Any, Any]
+
+_FIRST_ROOM = 512
 
 
 class Crew:
-    """Some threads that run programs together; the caller is one of them."""
+    """So many workers at most. Two callers wait for each other.
+
+    The threads begin when they are first needed, and again in a process forked from this one;
+    they end with `close`, with the crew, or with the interpreter.
+    """
 
     def __init__(self, workers: int) -> None:
-        """Start ``workers - 1`` threads, which sleep until there is something to do."""
-        self.workers = workers
-        self._shared = aligned(3 * _LINE, np.int64)
-        self._start = [threading.Semaphore(0) for _ in range(workers - 1)]
-        self._table: Any = None
-        self._members = 1
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), daemon=True)
-            for number in range(workers - 1)
-        ]
-        for thread in self._threads:
-            thread.start()
+        """Use at most so many threads, the caller's among them."""
+        self.workers = max(workers, 1)
+        self._team: _Team | None = None
+        self._closed = False
 
-    def run(self, table: "np.ndarray[Any, Any]", *, workers: int | None = None) -> None:
-        """Run operations int64 [n, 4]: kernel, arguments, address of the items, portion."""
-        members = min(workers or self.workers, self.workers)
-        self._table, self._members = table, members
-        for semaphore in self._start[: members - 1]:
-            semaphore.release()
-        self._take_part()
+    def run(self, program: Program | Numbers, *, workers: int | None = None) -> None:
+        """Run a program, or its table, whose program somebody else keeps.
+
+        Raises:
+            ValueError: the crew was closed, or there is more than a ticket can count.
+        """
+        self._run(_table(program), workers, 0)
+
+    def timed(self, program: Program | Numbers, *, workers: int | None = None) -> Numbers:
+        """Run a program like `run`; return float64 [operations], the seconds that each took."""
+        table = _table(program)
+        spent = np.zeros(len(table), np.int64)
+        self._run(table, workers, spent.ctypes.data)
+        return spent / 1e9
 
     def close(self) -> None:
-        """End the threads."""
-        self._table = None
-        for semaphore, thread in zip(self._start, self._threads, strict=True):
-            semaphore.release()
-            thread.join()
+        """End the threads; there is no run after that."""
+        self._closed = True
+        if self._team is not None:
+            self._team.dismiss()
 
-    def _work(self, number: int) -> None:
-        while True:
-            self._start[number].acquire()
-            if self._table is None:
+    def check_integrity(self) -> None:
+        """Check that no run was left halfway."""
+        if self._team is not None:
+            self._team.check_integrity()
+
+    def _run(self, table: Numbers, workers: int | None, times: int) -> None:
+        if self._closed:
+            raise ValueError("the crew was closed")
+        team = self._team
+        if team is None or not team.is_here():
+            team = self._team = _Team()
+        team.run(table, max(min(workers or self.workers, self.workers), 1), times)
+
+
+def _table(program: Program | Numbers) -> Numbers:
+    return program.table if isinstance(program, Program) else program
+
+
+class _Team:
+    """The threads of one crew in one process, and the memory that they share."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._sharing = sharing()
+        self._lock = threading.Lock()
+        self._shared = aligned(SHARED_WORDS, np.int64)
+        self._address = self._shared.ctypes.data
+        self._rooms: list[Numbers] = []
+        """Room for operations; all of it stays, for a worker that is late may look there."""
+        self._posts: list[Numbers] = []
+        self._addresses = np.zeros(0, np.int64)
+        self._threads: list[threading.Thread] = []
+        ends = (self._process, self._sharing, self._posts, self._threads)
+        self._end = weakref.finalize(self, _dismiss, *ends)
+
+    def is_here(self) -> bool:
+        """Return whether this is the process that the threads are in: a fork leaves them behind."""
+        return os.getpid() == self._process
+
+    def run(self, table: Numbers, workers: int, times: int) -> None:
+        with self._lock:
+            if workers == 1:
+                self._sharing.run_alone(table, self._address, times)
                 return
-            self._take_part()
+            self._hire(workers - 1)
+            self._make_room(len(table))
+            counted = self._sharing.run_shared(
+                table, self._address, self._addresses, workers - 1, times
+            )
+        if not counted:
+            raise ValueError(f"over {MOST_ITEMS} items or {MOST_OPERATIONS} operations in a run")
 
-    def _take_part(self) -> None:
-        _run(self._table, self._members, self._shared.ctypes.data, _yield_address())
+    def dismiss(self) -> None:
+        if self.is_here():
+            with self._lock:
+                self._end()
 
+    def check_integrity(self) -> None:
+        with self._lock:
+            assert is_idle(self._shared), "a run was left halfway"
 
-def _yield_address() -> int:
-    return _YIELD
+    def _hire(self, others: int) -> None:
+        while len(self._threads) < others:
+            post = aligned(POST_BYTES, np.uint8)
+            self._sharing.begin_post(post.ctypes.data)
+            self._posts.append(post)
+            self._addresses = np.array([post.ctypes.data for post in self._posts], np.int64)
+            work = (self._sharing, self._shared, post, self._rooms)
+            thread = threading.Thread(target=_attend, args=work, name="crew", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
-
-_YIELD = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
-
-
-@intrinsic
-def _call(_context: Any, kernel: Any, first: Any, last: Any, arguments: Any) -> Any:
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_INT] * 3)
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(kernel, first, last, arguments), emit
-
-
-@intrinsic
-def _fetch_add(_context: Any, address: Any, number: Any) -> Any:
-    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        place = builder.inttoptr(values[0], _INT.as_pointer())
-        return builder.atomic_rmw("add", place, values[1], "acq_rel")
-
-    return types.int64(address, number), emit
-
-
-@intrinsic
-def _now(_context: Any, address: Any) -> Any:
-    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(values[0], _INT.as_pointer()), "acquire", 8)
-
-    return types.int64(address), emit
+    def _make_room(self, operations: int) -> None:
+        room = self._rooms[-1].nbytes if self._rooms else 0
+        if operations * ROW_BYTES > room:
+            size = max(operations * ROW_BYTES, 2 * room, _FIRST_ROOM * ROW_BYTES)
+            self._rooms.append(aligned(size, np.uint8))
+            lend_room(self._shared, self._rooms[-1].ctypes.data)
 
 
-@intrinsic
-def _give_way(_context: Any, function: Any) -> Any:
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), [])
-        return context.get_dummy_value()
-
-    return types.void(function), emit
+def _attend(sharing: Sharing, shared: Numbers, post: Numbers, _rooms: list[Numbers]) -> None:
+    """Work, on a thread that keeps alive what it looks at."""
+    sharing.attend(shared.ctypes.data, post.ctypes.data)
 
 
-@numba.njit(nogil=True, cache=True)
-def _run(table: Any, members: int, shared: int, give_way: int) -> None:
-    for operation in range(len(table)):
-        kernel, arguments = table[operation, 0], table[operation, 1]
-        items, portion = words(table[operation, 2], 1)[0], table[operation, 3]
-        if members == 1:
-            _call(kernel, 0, items, arguments)
-            continue
-        turn = _now(shared + _TURN)
-        first = _fetch_add(shared + _TICKET, portion)
-        while first < items:
-            _call(kernel, first, min(first + portion, items), arguments)
-            first = _fetch_add(shared + _TICKET, portion)
-        if _fetch_add(shared + _ARRIVED, 1) == members - 1:
-            _fetch_add(shared + _TICKET, -_now(shared + _TICKET))
-            _fetch_add(shared + _ARRIVED, -members)
-            _fetch_add(shared + _TURN, 1)
-        else:
-            spins = 0
-            while _now(shared + _TURN) == turn:
-                spins += 1
-                if spins > _SPINS:
-                    _give_way(give_way)
+def _dismiss(
+    process: int, sharing: Sharing, posts: list[Numbers], threads: list[threading.Thread]
+) -> None:
+    if os.getpid() == process:
+        for post in posts:
+            sharing.send(post.ctypes.data, CLOSED)
+        for thread in threads:
+            thread.join()

@@ -1,0 +1,211 @@
+"""How workers share out the items of a program, in compiled code.
+
+The state is one number, the ticket: which run, which operation, which item is next. It does not
+come back to an earlier value (within 2^25 runs), so a claim, which replaces it by comparison,
+fails for whoever looked at a run that is over. What workers look at before they claim is the
+crew's own memory, which stays: `SHARED_WORDS` int64 and room for the operations. The
+next operation begins when all items of the last one are done, not when all workers have said so:
+a worker that the system holds up is waited for only while it has items in hand.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from expertctl.engine.kernels.atomic import (
+    add_now,
+    breathe,
+    call_at,
+    give_way,
+    read_now,
+    replace_now,
+    write_now,
+)
+from expertctl.engine.kernels.compiled import compiled
+from expertctl.engine.kernels.memory import words
+from expertctl.engine.kernels.waiting import CLOSED, begin_post, receive, send
+
+Numbers = np.ndarray[Any, Any]
+
+_LINE = 64
+_TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK = (k * _LINE for k in range(7))
+"""Where in the shared memory; each number that all workers write has a cache line of its own."""
+SHARED_WORDS = 7 * _LINE // 8
+ROW_BYTES = 64
+_KERNEL, _ARGUMENTS, _ITEMS, _PORTION, _PLACE = (k * 8 for k in range(5))
+_RUN_SHIFT, _OPERATION_SHIFT = 38, 24
+MOST_ITEMS, MOST_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
+_RUN_MASK = (1 << 25) - 1
+_SPINS = 500
+"""How often to look for the others' last items before giving way to other threads."""
+_CLOCK_NUMBER = time.CLOCK_MONOTONIC
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+
+
+_LONG, _TABLE, _LIST = types.int64, types.int64[:, ::1], types.int64[::1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What is compiled: called with addresses, and without the interpreter's lock."""
+
+    run_alone: Callable[[Numbers, int, int], None]
+    """Run a table on this thread: table, shared memory, times (or 0)."""
+    run_shared: Callable[[Numbers, int, Numbers, int, int], bool]
+    """Run a table with others: table, shared memory, posts, how many of them, times (or 0)."""
+    attend: Callable[[int, int], None]
+    """Take part in every run that is posted until the post is closed: shared memory, post."""
+    begin_post: Callable[[int], None]
+    send: Callable[[int, int], None]
+
+
+@cache
+def sharing() -> Sharing:
+    """Return it, compiled or loaded."""
+    return compiled("sharing", _compile)
+
+
+def _compile(cached: bool) -> Sharing:
+    def compile_one(signature: Any, function: Any) -> Any:
+        return numba.njit(signature, nogil=True, cache=cached)(function)
+
+    return Sharing(
+        compile_one(types.void(_TABLE, _LONG, _LONG), _run_alone),
+        compile_one(types.boolean(_TABLE, _LONG, _LIST, _LONG, _LONG), _run_shared),
+        compile_one(types.void(_LONG, _LONG), _attend),
+        compile_one(types.void(_LONG), begin_post.py_func),
+        compile_one(types.void(_LONG, _LONG), send.py_func),
+    )
+
+
+def lend_room(shared: Numbers, room: int) -> None:
+    """Say, between two runs, where the operations of the next ones are written."""
+    shared[_ROOM // 8] = room
+
+
+def is_idle(shared: Numbers) -> bool:
+    """Return whether every operation of the last run is done."""
+    operation = (int(shared[_TICKET // 8]) >> _OPERATION_SHIFT) & MOST_OPERATIONS
+    return bool(shared[_DONE // 8] == 0 and operation == shared[_LENGTH // 8])
+
+
+def _run_alone(table: Any, shared: int, times: int) -> None:  # pragma: no cover (compiled)
+    """Run every operation on this thread."""
+    _begin_clock(shared, times)
+    for place in range(len(table)):
+        items = words(table[place, 2], 1)[0]
+        if items > 0:
+            call_at(table[place, 0], 0, items, table[place, 1])
+            _clock(shared, place)
+
+
+def _run_shared(
+    table: Any, shared: int, posts: Any, others: int, times: int
+) -> bool:  # pragma: no cover (compiled)
+    """Run every operation with the first ``others`` of those who wait at posts.
+
+    Returns False, and runs nothing, where there is more than a ticket can count.
+    """
+    run = ((read_now(shared + _TICKET) >> _RUN_SHIFT) + 1) & _RUN_MASK
+    length = _write_rows(table, read_now(shared + _ROOM))
+    if length < 0 or length > MOST_OPERATIONS:
+        return False
+    _begin_clock(shared, times)
+    write_now(shared + _LENGTH, length)
+    write_now(shared + _TICKET, run << _RUN_SHIFT)
+    if length > 0:
+        for number in range(others):
+            send(posts[number], run)
+        _take_part(shared, run)
+    return True
+
+
+def _attend(shared: int, post: int) -> None:  # pragma: no cover (compiled)
+    """Take part in every run that is posted, until the post is closed."""
+    run = 0
+    while run != CLOSED:
+        run = receive(post, run)
+        if run != CLOSED:
+            _take_part(shared, run)
+
+
+@numba.njit
+def _write_rows(table: Any, room: int) -> int:  # pragma: no cover (compiled)
+    """Write the operations that have items; return how many, or -1 where one has too many."""
+    length = 0
+    for place in range(len(table)):
+        items = words(table[place, 2], 1)[0]
+        if items > MOST_ITEMS:
+            return -1
+        if items > 0:
+            row = room + length * ROW_BYTES
+            write_now(row + _KERNEL, table[place, 0])
+            write_now(row + _ARGUMENTS, table[place, 1])
+            write_now(row + _ITEMS, items)
+            write_now(row + _PORTION, max(table[place, 3], 1))
+            write_now(row + _PLACE, place)
+            length += 1
+    return length
+
+
+@numba.njit
+def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
+    """Claim and do items until the run is over."""
+    spins = 0
+    while True:
+        ticket = read_now(shared + _TICKET)
+        operation = (ticket >> _OPERATION_SHIFT) & MOST_OPERATIONS
+        if ticket >> _RUN_SHIFT != run or operation >= read_now(shared + _LENGTH):
+            return
+        row = read_now(shared + _ROOM) + operation * ROW_BYTES
+        first, items = ticket & MOST_ITEMS, read_now(row + _ITEMS)
+        last = min(first + read_now(row + _PORTION), items)
+        if first >= items:
+            spins = _wait(spins)
+        elif replace_now(shared + _TICKET, ticket, ticket - first + last):
+            call_at(read_now(row + _KERNEL), first, last, read_now(row + _ARGUMENTS))
+            if add_now(shared + _DONE, last - first) + last - first == items:
+                _clock(shared, read_now(row + _PLACE))
+                write_now(shared + _DONE, 0)
+                next_operation = ((ticket >> _OPERATION_SHIFT) + 1) << _OPERATION_SHIFT
+                write_now(shared + _TICKET, next_operation)
+            spins = 0
+
+
+@numba.njit
+def _wait(spins: int) -> int:  # pragma: no cover (compiled)
+    if spins < _SPINS:
+        breathe()
+        return spins + 1
+    give_way()
+    return spins
+
+
+@numba.njit
+def _begin_clock(shared: int, times: int) -> None:  # pragma: no cover (compiled)
+    write_now(shared + _TIMES, times)
+    if times != 0:
+        write_now(shared + _BEFORE, _nanoseconds(shared))
+
+
+@numba.njit
+def _clock(shared: int, place: int) -> None:  # pragma: no cover (compiled)
+    """Note how long the operation took that has just ended, where that was asked for."""
+    times = read_now(shared + _TIMES)
+    if times != 0:
+        now = _nanoseconds(shared)
+        write_now(times + place * 8, now - read_now(shared + _BEFORE))
+        write_now(shared + _BEFORE, now)
+
+
+@numba.njit
+def _nanoseconds(shared: int) -> int:  # pragma: no cover (compiled)
+    _clock_gettime(_CLOCK_NUMBER, shared + _CLOCK)
+    seconds, nanoseconds = words(shared + _CLOCK, 2)
+    return seconds * 1_000_000_000 + nanoseconds
