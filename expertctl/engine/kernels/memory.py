@@ -50,7 +50,7 @@ def _array_at(dtype: Any) -> Any:
         return kind(address), emit
 
     @register_jitable
-    def array_at(address: int, length: int) -> Any:
+    def array_at(address: int, length: int) -> Any:  # pragma: no cover - compiled
         return numba.carray(pointer(address), (length,))
 
     return array_at
@@ -79,3 +79,13 @@ def stack_floats(_context: Any, count: Any) -> Any:
         return builder.ptrtoint(room, _INT)
 
     return types.int64(count), emit
+
+
+@intrinsic
+def float16_bits(_context: Any, number: Any) -> Any:
+    """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), emit

@@ -66,7 +66,7 @@ def multiply_arguments(
 
 
 def _function(code: int, plain: int, vector_bytes: int) -> KernelFunction:
-    def multiply(first: int, last: int, arguments: int) -> None:
+    def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             weights, scales, rows, row_scales, row_sums, out,
             blocks, vectors, groups, count, rows_stride, out_stride, adds,

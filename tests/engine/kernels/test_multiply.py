@@ -1,15 +1,18 @@
 """Products with packed matrices are the plain formula, in bits that only row and token decide."""
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core.errors import NumbaError
 
 from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import aligned
 from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items, multiply_kernel
 from expertctl.engine.kernels.packed import pack
 from expertctl.engine.kernels.scheme import GROUP, Scheme
+from expertctl.engine.kernels.tiles import strip
 from tests.engine.kernels.products import (
     FLOATS,
     INTEGERS,
@@ -145,6 +148,15 @@ def test_out_that_is_wider_than_the_matrix_keeps_what_lies_beside(scheme: Scheme
     multiply_kernel(scheme)(0, multiply_items(matrix), arguments.ctypes.data)
     np.testing.assert_array_equal(out[:, :33], multiply(matrix, tokens), strict=True)
     assert (out[:, 3 * LANES :] == 7).all()
+
+
+def test_the_shape_of_a_strip_is_known_when_it_is_compiled() -> None:
+    @numba.njit
+    def strip_of(code: int) -> None:
+        strip(code, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+    with pytest.raises(NumbaError, match="the shape of a strip is a constant"):
+        strip_of(0)
 
 
 @EVERY

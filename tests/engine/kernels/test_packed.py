@@ -131,7 +131,7 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_numbers_and_scales() -> None:
 def test_vectors_begin_where_a_processor_reads_them_best(scheme: Scheme) -> None:
     matrix = pack(random_numbers(8, 5, 5), scheme)
     assert matrix.data.ctypes.data % 64 == 0
-    assert matrix.scales.ctypes.data % 64 == 0
+    assert matrix.scales.ctypes.data % 64 == 0 or matrix.scales.size == 0
 
 
 @EVERY
