@@ -135,11 +135,12 @@ def _judge(
     left = min(sum(shares[number] for number in together), 1.0)
     for number in together:
         evidence[number] += max(left - shares[number], 0.0)
+    calibration = index.calibration
     figures = zip(compared, shares, verdict.support.tolist(), evidence, strict=True)
     for at, share, support, enough in figures:
-        score = index.calibration.score(enough)
         rate = _rate(success, roster.by_position[at])
-        decision.standings[at] = Standing(share, support, trusted(score, success=rate))
+        score = trusted(calibration.score(enough), success=rate)
+        decision.standings[at] = Standing(share, support, score)
     best = _best(roster, decision.standings, success)
     if decision.standings[best].score >= THRESHOLD:
         decision.leader = best

@@ -72,6 +72,8 @@ class Found:
 
     def first(self, count: int) -> "Found":
         """Return the closest ``count``."""
+        if len(self) <= count:
+            return self
         return Found(self.experts[:count], self.cosines[:count], self.texts[:count])
 
     def __len__(self) -> int:
@@ -88,8 +90,9 @@ def best_of_each(table: VectorTable, rows: Rows, cosines: Vectors) -> Found:
     cosines = cosines.round(DECIMALS)
     order = np.lexsort((rows, -cosines))
     first: dict[int, int] = {}
+    keep = first.setdefault
     for at, owner in zip(order.tolist(), table.owners[rows[order]].tolist(), strict=True):
-        first.setdefault(owner, at)
+        keep(owner, at)
     best = np.fromiter(first.values(), np.int64, len(first))
     experts = np.fromiter(first, np.int64, len(first))
     return Found(experts, cosines[best], rows[best] - table.starts[experts])

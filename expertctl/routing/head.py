@@ -61,7 +61,7 @@ class Verdict:
     @property
     def evidence(self) -> Vectors:
         """What decides whether an expert is used: see `calibration`."""
-        evidence: Vectors = self.shares + self.support - np.float32(self.windfall)
+        evidence: Vectors = self.shares + self.support - self.windfall
         return evidence
 
     def __len__(self) -> int:
@@ -129,26 +129,27 @@ class _Near:
 def _nearest_rows(
     table: VectorTable, positions: Rows, query: Vectors, count: int, hidden: int | None
 ) -> _Near:
-    starts = table.starts[positions][:, None]
-    cosines = _cosines(table, positions, query)
+    starts, counts = table.starts[positions], table.counts[positions].tolist()
+    cosines = _cosines(table, starts.tolist(), counts, query)
     if hidden is not None:
-        cosines[starts + np.arange(cosines.shape[1]) == hidden] = _NOWHERE
-    ranked = (-cosines).argsort(axis=1)[:, :count]
-    best: Vectors = np.take_along_axis(cosines, ranked, axis=1)
-    ranked += starts
-    if hidden is None and table.counts[positions].min() >= best.shape[1]:
-        sizes = (best.shape[1],) * len(positions)
+        cosines[starts[:, None] + np.arange(max(counts)) == hidden] = _NOWHERE
+    below = -cosines
+    ranked = below.argsort(axis=1)[:, :count]
+    below.sort(axis=1)
+    best: Vectors = -below[:, :count]
+    ranked += starts[:, None]
+    if hidden is None and min(counts) >= best.shape[1]:
+        sizes = (best.shape[1],) * len(counts)
         return _Near(table.rows[ranked.reshape(-1)], best.reshape(-1), sizes, _support(best))
     there = best > _NOWHERE
     sizes = tuple(there.sum(axis=1).tolist())
     return _Near(table.rows[ranked[there]], best[there], sizes, _support_of_some(best))
 
 
-def _cosines(table: VectorTable, positions: Rows, query: Vectors) -> Vectors:
+def _cosines(table: VectorTable, starts: list[int], counts: list[int], query: Vectors) -> Vectors:
     """Return those of all rows of some candidates: one line for each, and nowhere where it ends."""
-    counts = table.counts[positions].tolist()
     cosines = np.full((len(counts), max(counts)), _NOWHERE, np.float32)
-    for own, start, count in zip(cosines, table.starts[positions].tolist(), counts, strict=True):
+    for own, start, count in zip(cosines, starts, counts, strict=True):
         np.dot(table.rows[start : start + count], query, out=own[:count])
     return cosines
 
@@ -156,7 +157,7 @@ def _cosines(table: VectorTable, positions: Rows, query: Vectors) -> Vectors:
 def _support(best: Vectors) -> Vectors:
     """Return the mean of the first few cosines of each candidate."""
     first = best[:, :NEAREST]
-    support: Vectors = first.sum(axis=1) / np.float32(first.shape[1])
+    support: Vectors = first.sum(axis=1) / first.shape[1]
     return support
 
 
@@ -171,8 +172,8 @@ def _support_of_some(best: Vectors) -> Vectors:
 
 def _kernel(cosines: Vectors) -> Vectors:
     """Turn cosines, which are no more, into the kernel."""
-    cosines -= np.float32(1)
-    cosines *= np.float32(WIDTH)
+    cosines -= 1
+    cosines *= WIDTH
     return np.exp(cosines, out=cosines)
 
 
@@ -202,10 +203,10 @@ def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
     Far from all rows that is e, for which nobody counts as one more group. What it is given is
     used up.
     """
-    even = np.float32(1 / (members.shape[1] + 1))
-    kernel.reshape(-1)[:: len(kernel) + 1] += np.float32(RIDGE)
+    even = 1 / (members.shape[1] + 1)
+    kernel.reshape(-1)[:: len(kernel) + 1] += RIDGE
     weights = np.linalg.solve(kernel, _kernel(cosines))  # the kernel is symmetric
-    answers: Vectors = weights @ members + even * (1 - weights.sum())
+    answers: Vectors = weights.dot(members) + even * (1 - weights.sum())
     return answers
 
 
@@ -215,11 +216,11 @@ def _groups(kernel: Vectors, split: _Split) -> Rows | None:
     Two are alike when the mean kernel between their rows is that within each of them, a row with
     itself not counted: few texts about this and that are not like those of everybody else.
     """
-    between = split.means.T @ kernel @ split.means
+    between: Vectors = split.means.T.dot(kernel).dot(split.means)
     within = (between.diagonal() - split.own) * split.pairs + split.lone
-    bound = np.maximum(within, np.float32(RELATED)) * np.float32(ALIKE)
+    bound = np.maximum(within, RELATED) * ALIKE
     alike: Mask = between >= np.maximum(bound, bound[:, None])
-    np.fill_diagonal(alike, True)
+    alike.reshape(-1)[:: len(alike) + 1] = True
     if np.count_nonzero(alike) == len(alike):
         return None
     return np.unique(alike.argmax(axis=1), return_inverse=True)[1].reshape(-1)
