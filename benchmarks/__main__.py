@@ -8,7 +8,8 @@ from pathlib import Path
 from benchmarks.harness import as_table
 
 HELPERS = {"drawn_deep", "drawn_rows", "harness", "injections", "inputs", "memorised"}
-NOT_BENCHMARKS = {"__init__", "__main__", "routed_home", "servers", *HELPERS}
+ENGINES = {"contest", "engine_process", "engines", "gguf", "random_base", "reading"}
+NOT_BENCHMARKS = {"__init__", "__main__", "routed_home", "servers", *HELPERS, *ENGINES}
 
 
 def benchmark_names() -> list[str]:

@@ -5,16 +5,13 @@ Qwen3-0.6B, random weights; the vocabulary is small, since no expert touches it.
 projection too, which is more than PEFT's own choice. All experts and gains are in memory before.
 """
 
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness import Row, Run, compare, main, timed
-from benchmarks.inputs import HIDDEN, INTERMEDIATE, KEYS, LAYERS, QUERIES, RANK, shapes
+from benchmarks.inputs import HIDDEN, RANK, base_config, shapes
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.chain import Step
@@ -25,9 +22,8 @@ from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.lora import LoraTensors
 from expertctl.engine.memory import allocate
-from expertctl.package.model_config import ModelConfig, read_config
 
-HEAD_DIM, VOCAB = 128, 1024
+VOCAB = 1024
 PROMPT, TOKENS = 16, 4
 """Tokens that are read before, and steps of decoding that are measured at a time."""
 WEIGHT = 0.8
@@ -93,32 +89,9 @@ def _steps(decoder: Decoder, plan: CompiledPlan) -> Run:
 
 
 def _decoder() -> Decoder:
-    config = _config()
+    config = base_config(VOCAB)
     tensors = {name: _random(*shape) for name, shape in config.tensor_shapes().items()}
     return Decoder(config, BaseWeights(tensors, torch.float32, CPU))
-
-
-def _config() -> ModelConfig:
-    values = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INTERMEDIATE,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": QUERIES // HEAD_DIM,
-        "num_key_value_heads": KEYS // HEAD_DIM,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 40960,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(values))
-        return read_config(Path(folder))
 
 
 def _expert(make: Make) -> Weighted:

@@ -12,7 +12,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -64,6 +64,49 @@ def compare(
         theirs=round(other * 1000, 3),
         unit="ms",
         better="lower",
+        ratio=round(mine / other, 3),
+        spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
+    )
+    return judged(row, target) if target else row
+
+
+def take_turns(runs: Mapping[str, Run], *, rounds: int) -> dict[str, list[Seconds]]:
+    """Measure several runs in turn, after one warm-up of each; another begins in every round."""
+    names = list(runs)
+    for run in runs.values():
+        run()
+    found: dict[str, list[Seconds]] = {name: [] for name in names}
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            found[name].append(runs[name]())
+    return found
+
+
+def compare_rates(
+    case: str,
+    ours: Sequence[Seconds],
+    theirs: Sequence[Seconds],
+    *,
+    work: tuple[float, float],
+    rival: str,
+    unit: str,
+    target: str | None = None,
+) -> Row:
+    """Compare what two did a second in runs of `take_turns`; ``work`` is what a run of each did."""
+    rates = [
+        [amount / seconds for seconds in side]
+        for amount, side in zip(work, (ours, theirs), strict=True)
+    ]
+    mine, other = (statistics.median(side) for side in rates)
+    ratios = sorted(a / b for a, b in zip(*rates, strict=True))
+    row = Row(
+        case=case,
+        ours=round(mine, 2),
+        rival=rival,
+        theirs=round(other, 2),
+        unit=unit,
+        better="higher",
         ratio=round(mine / other, 3),
         spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
     )

@@ -1,4 +1,4 @@
-"""What the benchmarks work on: adapters in the shape of Qwen3-0.6B, with random weights."""
+"""What the benchmarks work on: a base in the shape of Qwen3-0.6B, adapters with random weights."""
 
 import json
 from collections.abc import Iterator
@@ -11,9 +11,12 @@ from expertctl.digest import Digest
 from expertctl.package.base_model import BaseFacts, BaseIdentity
 from expertctl.package.build import Built, build, plan_build
 from expertctl.package.draft import Overrides
+from expertctl.package.model_config import ModelConfig, parse_config
+from expertctl.schema.strict_json import JsonObject
 from expertctl.trust.keys import PrivateKey
 
 LAYERS, HIDDEN, INTERMEDIATE, QUERIES, KEYS = 28, 1024, 3072, 2048, 1024
+HEAD_DIM, VOCABULARY = 128, 151936
 PROJECTIONS = {
     "self_attn.q_proj": (QUERIES, HIDDEN),
     "self_attn.k_proj": (KEYS, HIDDEN),
@@ -34,6 +37,32 @@ def shapes() -> dict[str, tuple[int, int]]:
         for layer in range(LAYERS)
         for name, shape in PROJECTIONS.items()
     }
+
+
+def config_document(vocabulary: int = VOCABULARY) -> JsonObject:
+    """Return what ``config.json`` of the base says."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": QUERIES // HEAD_DIM,
+        "num_key_value_heads": KEYS // HEAD_DIM,
+        "head_dim": HEAD_DIM,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 40960,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+    }
+
+
+def base_config(vocabulary: int = VOCABULARY) -> ModelConfig:
+    """Return the configuration of the base."""
+    return parse_config(config_document(vocabulary))
 
 
 def facts() -> BaseFacts:

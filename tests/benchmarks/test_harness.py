@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import benchmark_names
-from benchmarks.harness import Row, absent, as_table, compare, judged, timed
+from benchmarks.harness import (
+    Row,
+    absent,
+    as_table,
+    compare,
+    compare_rates,
+    judged,
+    take_turns,
+    timed,
+)
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -54,6 +63,32 @@ def test_the_first_round_warms_up_and_the_others_take_turns() -> None:
 
     compare("a case", lambda: side("A"), lambda: side("B"), rival="B", rounds=2)
     assert "".join(order) == "ABABBA"
+
+
+def test_several_warm_up_and_then_begin_in_turn() -> None:
+    order: list[str] = []
+
+    def side(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    found = take_turns({name: (lambda name=name: side(name)) for name in "ABC"}, rounds=4)  # type: ignore[misc]  # a default
+    assert "".join(order) == "ABC" + "ABC" + "BCA" + "CAB" + "ABC"
+    assert found == {"A": [4, 9, 11, 13], "B": [5, 7, 12, 14], "C": [6, 8, 10, 15]}
+
+
+def test_rates_are_work_by_seconds_and_more_is_better() -> None:
+    found = compare_rates(
+        "a case",
+        sequence(1.0, 2.0, 4.0),
+        sequence(4.0, 4.0, 4.0),
+        work=(16.0, 8.0),
+        rival="a rival",
+        unit="tok/s",
+        target=">= 4.1",
+    )
+    assert (found.ours, found.theirs, found.unit, found.better) == (8.0, 2.0, "tok/s", "higher")
+    assert (found.ratio, found.spread, found.ok) == (4.0, (3.0, 6.0), False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Tokens a second where each is read on its own, against llama.cpp and transformers.
+
+A base in the shape of Qwen3-0.6B with random weights in three widths, the embedding in the same;
+llama.cpp with the better of flash attention on and off. Reading the weights and doing nothing,
+measured in the same run, is what memory allows.
+"""
+
+from collections.abc import Sequence
+
+from benchmarks.contest import Case, Targets, measure_cases
+from benchmarks.engine_process import Decode
+from benchmarks.harness import Row, main
+from expertctl.engine.kernels.scheme import Scheme
+
+TASK = Decode(tokens=16, context=128)
+TARGETS = {
+    (Scheme.BFLOAT16, 2): Targets(llama=">= 1.2", transformers=">= 3.5", memory=">= 0.87"),
+    (Scheme.BFLOAT16, 1): Targets(llama=">= 1.05", memory=">= 0.87"),
+    (Scheme.INT8, 2): Targets(llama=">= 1.6"),
+    (Scheme.INT8, 1): Targets(llama=">= 1.4"),
+    (Scheme.INT4, 2): Targets(llama=">= 1.2"),
+    (Scheme.INT4, 1): Targets(llama=">= 1.2"),
+}
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Decode in every width with one and two threads."""
+    cases = [Case(scheme, TASK, threads, asked) for (scheme, threads), asked in TARGETS.items()]
+    return measure_cases(cases, rounds=rounds)
+
+
+if __name__ == "__main__":
+    main("decode", measure, rounds=9)

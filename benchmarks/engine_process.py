@@ -1,0 +1,108 @@
+"""Engines that take turns, each in a process of its own that sleeps while another is measured.
+
+So no engine's threads, allocator or caches are beside those of another, and every one measures
+its own time without that of being asked.
+"""
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Protocol
+
+from benchmarks.harness import Run, Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrompt:
+    """Read a prompt of so many tokens and score the last of them."""
+
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Read so many tokens one after the other, behind a context that was read before."""
+
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMemory:
+    """Read the weights once and do nothing with them."""
+
+
+Task = ReadPrompt | Decode | ReadMemory
+
+
+class Engine(Protocol):
+    """What is measured; ``about`` says what it is, in a line."""
+
+    about: str
+    weight_bytes: int
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task; return how long it took."""
+        ...
+
+
+OpenEngine = Callable[[], Engine]
+
+
+class EngineProcess:
+    """An engine in another process; use with ``with``."""
+
+    def __init__(self, open_engine: OpenEngine) -> None:
+        """Describe it; ``open_engine`` is called in the other process, so it must be importable."""
+        self.about, self.weight_bytes = "", 0
+        self._open = open_engine
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there, open_engine), daemon=True)
+        self._there = there
+
+    def __enter__(self) -> "EngineProcess":
+        """Start it and wait until its weights are in memory."""
+        self._process.start()
+        self._there.close()
+        self.about, self.weight_bytes = self._here.recv()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the process, which frees its memory."""
+        self._here.close()
+        self._process.join()
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Have it do a task; return how long that took there."""
+        self._here.send((task, threads))
+        answer = self._here.recv()
+        assert isinstance(answer, float)
+        return answer
+
+    def runs(self, task: Task, threads: int) -> Run:
+        """Return the task as a run."""
+        return lambda: self.run(task, threads)
+
+
+def prompt_ids(tokens: int, vocabulary: int) -> list[int]:
+    """Return a prompt that jumps about in the vocabulary."""
+    return [7919 * (number + 1) % vocabulary for number in range(tokens)]
+
+
+def _serve(connection: Connection, open_engine: OpenEngine) -> None:
+    engine = open_engine()
+    connection.send((engine.about, engine.weight_bytes))
+    while True:
+        try:
+            task, threads = connection.recv()
+        except EOFError:
+            return
+        connection.send(engine.run(task, threads))

@@ -1,0 +1,184 @@
+"""The engines that decode and prefill compare, all with a base in the shape of Qwen3-0.6B.
+
+Each is opened in a process of its own and imports only what it needs; weights are random.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_process import (
+    Decode,
+    OpenEngine,
+    ReadMemory,
+    ReadPrompt,
+    Task,
+    prompt_ids,
+)
+from benchmarks.gguf import width_name
+from benchmarks.harness import Seconds, timed
+from benchmarks.inputs import base_config, config_document
+from expertctl.engine.kernels.scheme import Scheme
+
+LLAMA_INSTALL = "pip install llama-cpp-python==0.3.36, built on this machine"
+TRANSFORMERS_INSTALL = "pip install transformers"
+CONTEXT = 1024
+"""Room for tokens in every engine."""
+
+
+def ours(scheme: Scheme, threads: Sequence[int]) -> OpenEngine:
+    """Return what opens our own engine, with a crew for each number of threads."""
+    return partial(_Ours, scheme, tuple(threads))
+
+
+def llama(path: Path, scheme: Scheme, *, flash: bool) -> OpenEngine:
+    """Return what opens llama.cpp on a file of `write_gguf`."""
+    return partial(_Llama, path, scheme, flash)
+
+
+def transformers() -> OpenEngine:
+    """Return what opens transformers in bfloat16."""
+    return _Transformers
+
+
+def has_llama() -> bool:
+    """Whether llama.cpp is installed."""
+    return find_spec("llama_cpp") is not None
+
+
+def has_transformers() -> bool:
+    """Whether transformers is installed."""
+    return find_spec("transformers") is not None
+
+
+class _Ours:
+    def __init__(self, scheme: Scheme, threads: Sequence[int]) -> None:
+        from benchmarks.random_base import base_bytes, base_matrices, random_base
+        from benchmarks.reading import Reading
+        from expertctl.engine.kernels.crew import Crew
+        from expertctl.engine.kv_pages import KVPages
+        from expertctl.engine.packed_decoder import PackedDecoder
+
+        base = random_base(base_config(), scheme)
+        self._crews = {count: Crew(count) for count in threads}
+        self._decoders = {n: PackedDecoder(base, crew) for n, crew in self._crews.items()}
+        self._cache = KVPages(base.config, CONTEXT)
+        self._reading = Reading(base_matrices(base))
+        self.weight_bytes = base_bytes(base)
+        self.about = f"ours, {scheme.value}"
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task with so many workers."""
+        cache, decoder = self._cache, self._decoders[threads]
+        vocabulary = decoder.config.vocab_size
+        match task:
+            case ReadMemory():
+                return timed(lambda: self._reading.run(self._crews[threads]))()
+            case ReadPrompt(tokens):
+                cache.reset()
+                ids = prompt_ids(tokens, vocabulary)
+                seconds = timed(lambda: decoder.prefill(ids, cache))()
+            case Decode(tokens, context):
+                cache.reset()
+                decoder.prefill(prompt_ids(context, vocabulary), cache)
+                ids = prompt_ids(tokens, vocabulary)
+                seconds = timed(lambda: [decoder.decode(token, cache) for token in ids])()
+        cache.check_integrity()
+        return seconds
+
+
+class _Llama:
+    def __init__(self, path: Path, scheme: Scheme, flash: bool) -> None:
+        import llama_cpp.llama_cpp as library
+        from llama_cpp._logger import set_verbose
+
+        set_verbose(False)
+        self._library: Any = library
+        library.llama_backend_init()
+        loading = library.llama_model_default_params()
+        self._model = library.llama_model_load_from_file(str(path).encode(), loading)
+        self.weight_bytes = path.stat().st_size
+        params = library.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, CONTEXT, 512
+        params.flash_attn_type = int(flash)
+        self._context = library.llama_init_from_model(self._model, params)
+        assert self._context, f"llama.cpp does not open {path.name}"
+        self._memory = library.llama_get_memory(self._context)
+        self._vocabulary = base_config().vocab_size
+        facts = library.llama_print_system_info().decode().strip(" |")
+        self.about = f"llama.cpp {version('llama-cpp-python')} {width_name(scheme)}: {facts}"
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task with so many threads."""
+        self._library.llama_set_n_threads(self._context, threads, threads)
+        self._library.llama_memory_clear(self._memory, False)
+        match task:
+            case ReadMemory():
+                raise NotImplementedError
+            case ReadPrompt(tokens):
+                return timed(self._reader(prompt_ids(tokens, self._vocabulary)))()
+            case Decode(tokens, context):
+                self._reader(prompt_ids(context, self._vocabulary))()
+                steps = [self._reader([token]) for token in prompt_ids(tokens, self._vocabulary)]
+                return timed(lambda: [step() for step in steps])()
+
+    def _reader(self, ids: Sequence[int]) -> Callable[[], None]:
+        """Return what reads tokens and waits for the scores of the last."""
+        library, held = self._library, (ctypes.c_int32 * len(ids))(*ids)
+
+        def read() -> None:
+            failed = library.llama_decode(
+                self._context, library.llama_batch_get_one(held, len(ids))
+            )
+            assert not failed, failed
+            score = library.llama_get_logits_ith(self._context, -1)[0]
+            assert math.isfinite(score)
+
+        return read
+
+
+class _Transformers:
+    def __init__(self) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        configs: Any = AutoConfig
+        models: Any = AutoModelForCausalLM
+        config = configs.for_model(**config_document())
+        model = models.from_config(config, dtype=torch.bfloat16)
+        self._torch, self._model = torch, model.eval()
+        self._vocabulary = config.vocab_size
+        self.weight_bytes = sum(each.nbytes for each in model.parameters())
+        attention = model.config._attn_implementation
+        self.about = f"transformers {version('transformers')}, bfloat16, {attention} attention"
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task with so many threads."""
+        from transformers import DynamicCache
+
+        self._torch.set_num_threads(threads)
+        cache = DynamicCache(config=self._model.config)
+        match task:
+            case ReadMemory():
+                raise NotImplementedError
+            case ReadPrompt(tokens):
+                ids = prompt_ids(tokens, self._vocabulary)
+                return timed(lambda: self._read(ids, cache))()
+            case Decode(tokens, context):
+                self._read(prompt_ids(context, self._vocabulary), cache)
+                ids = prompt_ids(tokens, self._vocabulary)
+                return timed(lambda: self._read_each(ids, cache))()
+
+    def _read_each(self, ids: Sequence[int], cache: object) -> None:
+        for token in ids:
+            self._read([token], cache)
+
+    def _read(self, ids: Sequence[int], cache: object) -> None:
+        torch = self._torch
+        with torch.inference_mode():
+            self._model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)

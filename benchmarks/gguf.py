@@ -1,0 +1,182 @@
+"""A GGUF file with random weights, so that llama.cpp runs a base of any shape without a download.
+
+Only what such a file needs is written: version 3, little-endian, architecture ``qwen3``, no
+vocabulary but its size. Matrices, the embedding too, are in one width; norms are float32 ones.
+The format is described in ggml's ``docs/gguf.md``, the blocks in ``ggml-common.h``.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.package.model_config import ModelConfig
+
+ALIGNMENT = 32
+SPREAD = 0.02
+"""Standard deviation of weights, about."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Value = str | int | float
+
+_UINT32, _FLOAT32, _STRING = 4, 6, 8
+_DRAWN_BYTES = 1 << 22
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A type of ggml: ``block_bytes`` for each ``block`` numbers of a row."""
+
+    name: str
+    code: int
+    block: int
+    block_bytes: int
+
+    def nbytes(self, numbers: int) -> int:
+        return numbers // self.block * self.block_bytes
+
+
+_FLOATS = _Storage("f32", 0, 1, 4)
+_STORAGE = {
+    Scheme.FLOAT32: _FLOATS,
+    Scheme.BFLOAT16: _Storage("bf16", 30, 1, 2),
+    Scheme.INT8: _Storage("q8_0", 8, 32, 34),
+    Scheme.INT4: _Storage("q4_0", 2, 32, 18),
+}
+
+
+def width_name(scheme: Scheme) -> str:
+    """Return what llama.cpp calls the width of a scheme."""
+    return _STORAGE[scheme].name
+
+
+def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0) -> Path:
+    """Write a base with random weights; its head is its embedding."""
+    assert config.architecture == "qwen3", config.architecture
+    assert config.tied, "the head is the embedding"
+    drawn = _drawn(scheme, np.random.default_rng(seed))
+    tensors = [(_renamed(name), shape) for name, shape in config.tensor_shapes().items()]
+    with path.open("wb") as file:
+        file.write(_header(_facts(config), tensors, scheme))
+        for _, shape in tensors:
+            _fill(file)
+            _write_numbers(file, shape, scheme, drawn)
+    return path
+
+
+def drawn_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> Bytes:
+    """Return random weights of a scheme that is not one of integers, as bytes."""
+    numbers = (rng.standard_normal(count) * SPREAD).astype(np.float32)
+    if scheme is Scheme.BFLOAT16:
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return numbers.astype(scheme.value).view(np.uint8)
+
+
+def _facts(config: ModelConfig) -> dict[str, Value]:
+    return {
+        "general.architecture": "qwen3",
+        "general.alignment": ALIGNMENT,
+        "qwen3.block_count": config.layers,
+        "qwen3.context_length": config.max_positions,
+        "qwen3.embedding_length": config.hidden_size,
+        "qwen3.feed_forward_length": config.intermediate_size,
+        "qwen3.attention.head_count": config.heads,
+        "qwen3.attention.head_count_kv": config.kv_heads,
+        "qwen3.attention.key_length": config.head_dim,
+        "qwen3.attention.value_length": config.head_dim,
+        "qwen3.attention.layer_norm_rms_epsilon": config.norm_eps,
+        "qwen3.rope.freq_base": config.rope.theta,
+        "qwen3.vocab_size": config.vocab_size,
+        "tokenizer.ggml.model": "no_vocab",
+    }
+
+
+def _header(
+    facts: dict[str, Value], tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
+) -> bytes:
+    parts = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(facts))]
+    parts += [_text(key) + _typed(value) for key, value in facts.items()]
+    parts += _tensor_entries(tensors, scheme)
+    return b"".join(parts)
+
+
+def _tensor_entries(
+    tensors: Sequence[tuple[str, tuple[int, ...]]], scheme: Scheme
+) -> Iterator[bytes]:
+    """Yield name, dimensions from the innermost, type and place of every tensor."""
+    offset = 0
+    for name, shape in tensors:
+        storage = _storage_of(shape, scheme)
+        assert shape[-1] % storage.block == 0, f"{name}: rows of {shape[-1]} are not whole blocks"
+        sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        yield _text(name) + sizes + struct.pack("<IQ", storage.code, offset)
+        offset += -(-storage.nbytes(int(np.prod(shape))) // ALIGNMENT) * ALIGNMENT
+
+
+def _storage_of(shape: tuple[int, ...], scheme: Scheme) -> _Storage:
+    return _STORAGE[scheme] if len(shape) > 1 else _FLOATS
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _typed(value: Value) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, int):
+        return struct.pack("<II", _UINT32, value)
+    return struct.pack("<If", _FLOAT32, value)
+
+
+def _fill(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _write_numbers(file: BinaryIO, shape: tuple[int, ...], scheme: Scheme, drawn: Bytes) -> None:
+    if len(shape) == 1:
+        file.write(np.ones(shape, np.float32).tobytes())
+        return
+    left = _STORAGE[scheme].nbytes(int(np.prod(shape)))
+    while left:
+        left -= file.write(drawn[: min(left, len(drawn))].data)
+
+
+def _drawn(scheme: Scheme, rng: np.random.Generator) -> Bytes:
+    """Return some blocks, which every matrix repeats: what is read costs the same."""
+    storage = _STORAGE[scheme]
+    blocks = _DRAWN_BYTES // storage.block_bytes
+    if storage.block == 1:
+        return drawn_floats(scheme, blocks, rng)
+    drawn = rng.integers(0, 256, (blocks, storage.block_bytes), np.uint8)
+    levels = 1 << 8 if scheme is Scheme.INT8 else 1 << 4
+    step = np.full(1, SPREAD * 12**0.5 / levels, "<f2")
+    drawn[:, :2] = step.view(np.uint8)
+    return drawn.reshape(-1)
+
+
+def _renamed(name: str) -> str:
+    module, kind = name.rsplit(".", 1)
+    if module in _OTHER_NAMES:
+        return f"{_OTHER_NAMES[module]}.{kind}"
+    number, own = module.removeprefix("model.layers.").split(".", 1)
+    return f"blk.{number}.{_LAYER_NAMES[own]}.{kind}"

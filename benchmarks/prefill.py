@@ -1,0 +1,33 @@
+"""Tokens of a prompt a second, to the scores of its last, against llama.cpp and transformers.
+
+The base and the engines are those of `decode`.
+"""
+
+from collections.abc import Sequence
+
+from benchmarks.contest import NO_TARGETS, THREADS, Case, Targets, measure_cases
+from benchmarks.engine_process import ReadPrompt
+from benchmarks.harness import Row, main
+from expertctl.engine.kernels.scheme import Scheme
+
+PROMPTS = (128, 512)
+TARGETS = {
+    Scheme.BFLOAT16: Targets(llama=">= 1.3", transformers=">= 1.0"),
+    Scheme.INT8: Targets(llama=">= 1.8"),
+    Scheme.INT4: NO_TARGETS,
+}
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Read both prompts in every width with one and two threads."""
+    cases = [
+        Case(scheme, ReadPrompt(tokens), threads, asked)
+        for scheme, asked in TARGETS.items()
+        for tokens in PROMPTS
+        for threads in THREADS
+    ]
+    return measure_cases(cases, rounds=rounds)
+
+
+if __name__ == "__main__":
+    main("prefill", measure, rounds=5)
