@@ -84,7 +84,7 @@ class PackedDecoder:
             cache.rewind(begin)
             raise
         program.scored[0] = program.hidden[end - start - 1]
-        self._crew.run(program.score.table)
+        self._crew.run(program.score)
         return PrefillResult(self._logits(program), read, _ms_since(started))
 
     def decode(self, token: int, cache: KVPages, deltas: Deltas = NO_DELTAS) -> DecodeResult:
@@ -102,7 +102,7 @@ class PackedDecoder:
         program.tables[0] = cache.table
         program.set_count(1)
         for part in (program.embed, program.layers, program.score):
-            self._crew.run(part.table)
+            self._crew.run(part)
         cache.advance(1)
         return DecodeResult(self._logits(program), position, _ms_since(started))
 
@@ -147,9 +147,9 @@ class PackedDecoder:
         program.positions[:count] = np.arange(cache.length, cache.length + count)
         program.tables[:count] = cache.table
         program.set_count(count)
-        self._crew.run(program.embed.table)
+        self._crew.run(program.embed)
         program.hidden[:virtual, : before.shape[1]] = before[start : start + virtual]
-        self._crew.run(program.layers.table)
+        self._crew.run(program.layers)
         cache.advance(count)
 
     def _programs(self, deltas: Deltas) -> _Plan:
