@@ -1,8 +1,7 @@
-"""Attention over pages of keys and values, with a softmax that is corrected page by page.
+"""Attention over pages of keys and values, with a softmax that is corrected chunk by chunk.
 
-Both products of a page are strips of the product of packed matrices: a page of keys is a matrix of
-sixteen rows, a page of values one of ``dim`` rows and sixteen columns. (The running softmax is that
-of FlashAttention, Dao et al. 2022.)
+A chunk is four pages whose place in the text is fixed, so a token's bits do not depend on the
+tokens it was read with. (The running softmax is that of FlashAttention, Dao et al. 2022.)
 """
 
 from functools import cache
@@ -11,13 +10,21 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
-from expertctl.engine.kernels.exponential import exponential
 from expertctl.engine.kernels.heads import PAGE, HeadsShape
-from expertctl.engine.kernels.kernel import Kernel, compile_kernel
-from expertctl.engine.kernels.lanes import VECTOR_BYTES
+from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
 from expertctl.engine.kernels.memory import floats_at, longs_at, stack_floats, words
+from expertctl.engine.kernels.page_tiles import (
+    CHUNK,
+    CHUNK_BYTES,
+    NOTHING,
+    TOGETHER,
+    add_pages,
+    score_pages,
+    total_at,
+    weigh_scores,
+)
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kernels.tiles import code_of, strip
 
 TOKENS_AN_ITEM = 12
 """Tokens of a prompt that read a page together."""
@@ -25,25 +32,26 @@ TOKENS_AN_ITEM = 12
 Numbers = np.ndarray[Any, Any]
 
 _MOST = 16
-"""Queries of one item: tokens of a prompt, or the query heads of one KV head."""
-_ROOM = _MOST * PAGE
-_FLOAT32 = code_of(Scheme.FLOAT32)
-_NOTHING = np.float32(-1e30)
+"""Queries that read a chunk together: tokens of a prompt, or query heads of one KV head."""
+_SCORES, _TOTALS, _PAGES = _MOST * CHUNK, _MOST * LANES, 2 * TOGETHER
+_NOTHING, _NONE, _ONE = np.float32(NOTHING), np.float32(0), np.float32(1)
 
 
 @cache
-def attend_prompt_kernel() -> Kernel:
+def attend_prompt_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     """Return the kernel for consecutive tokens of one text.
 
     One item is twelve tokens and one query head, all heads of the first tokens first.
     """
-    return compile_kernel("attend prompt", _attend_prompt)
+    function = _prompt_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"attend prompt {numbers.value}", function)
 
 
 @cache
-def attend_step_kernel() -> Kernel:
+def attend_step_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     """Return the kernel for one token each of several texts; one item is a token and a KV head."""
-    return compile_kernel("attend step", _attend_step)
+    function = _step_function(int(numbers is Scheme.FLOAT16))
+    return compile_kernel(f"attend step {numbers.value}", function)
 
 
 def attend_arguments(
@@ -77,121 +85,109 @@ def attend_arguments(
             window or 0,
             scale.ctypes.data,
             count.ctypes.data,
+            shape.head_bytes,
         ],
         np.int64,
     )
 
 
-def _attend_prompt(first: int, last: int, arguments: int) -> None:
-    (
-        rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
-        out, out_stride, window, scale, count,
-    ) = words(arguments, 14)  # fmt: skip
-    tokens = words(count, 1)[0]
-    for item in range(first, last):
-        token, head = item // queries * TOKENS_AN_ITEM, item % queries
-        together = min(tokens - token, TOKENS_AN_ITEM)
-        page = head // (queries // keys) * dim * PAGE * 4
-        _attend(
-            rows + token * stride + head * dim * 4, stride, together,
-            longs_at(positions, tokens)[token], 1, longs_at(tables, tokens)[token],
-            key_offset + page, value_offset + page,
-            out + token * out_stride + head * dim * 4, out_stride, dim, window,
-            floats_at(scale, 1)[0],
-        )  # fmt: skip
+def _prompt_function(half: int) -> KernelFunction:
+    def prompt(first: int, last: int, arguments: int) -> None:
+        (
+            rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
+            out, out_stride, window, scale, count, head_bytes,
+        ) = words(arguments, 15)  # fmt: skip
+        tokens = words(count, 1)[0]
+        for item in range(first, last):
+            token, head = item // queries * TOKENS_AN_ITEM, item % queries
+            page = head // (queries // keys) * head_bytes
+            _attend(
+                half, rows + token * stride + head * dim * 4, stride,
+                min(tokens - token, TOKENS_AN_ITEM),
+                longs_at(positions, tokens)[token], 1, longs_at(tables, tokens)[token],
+                key_offset + page, value_offset + page,
+                out + token * out_stride + head * dim * 4, out_stride, dim, window,
+                floats_at(scale, 1)[0],
+            )  # fmt: skip
+
+    return prompt
 
 
-def _attend_step(first: int, last: int, arguments: int) -> None:
-    (
-        rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
-        out, out_stride, window, scale, count,
-    ) = words(arguments, 14)  # fmt: skip
-    tokens, group = words(count, 1)[0], queries // keys
-    for item in range(first, last):
-        token, head = item // keys, item % keys
-        page = head * dim * PAGE * 4
-        _attend(
-            rows + token * stride + head * group * dim * 4, dim * 4, group,
-            longs_at(positions, tokens)[token], 0, longs_at(tables, tokens)[token],
-            key_offset + page, value_offset + page,
-            out + token * out_stride + head * group * dim * 4, dim * 4, dim, window,
-            floats_at(scale, 1)[0],
-        )  # fmt: skip
+def _step_function(half: int) -> KernelFunction:
+    def step(first: int, last: int, arguments: int) -> None:
+        (
+            rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
+            out, out_stride, window, scale, count, head_bytes,
+        ) = words(arguments, 15)  # fmt: skip
+        tokens, group = words(count, 1)[0], queries // keys
+        for item in range(first, last):
+            token, head = item // keys, item % keys
+            page = head * head_bytes
+            for begin in range(head * group, (head + 1) * group, _MOST):
+                _attend(
+                    half, rows + token * stride + begin * dim * 4, dim * 4,
+                    min((head + 1) * group - begin, _MOST),
+                    longs_at(positions, tokens)[token], 0, longs_at(tables, tokens)[token],
+                    key_offset + page, value_offset + page,
+                    out + token * out_stride + begin * dim * 4, dim * 4, dim, window,
+                    floats_at(scale, 1)[0],
+                )  # fmt: skip
+
+    return step
 
 
 @register_jitable
 def _attend(
-    rows: Any, stride: Any, count: Any, position: Any, ahead: Any, table: Any, keys: Any,
-    values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
+    half: Any, rows: Any, stride: Any, count: Any, position: Any, ahead: Any, table: Any,
+    keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
 ) -> None:  # fmt: skip
     """Attend with ``count`` queries; each stands ``ahead`` positions behind the one before."""
-    scores = stack_floats(_ROOM)
-    largest, totals = floats_at(stack_floats(_MOST), _MOST), floats_at(stack_floats(_MOST), _MOST)
+    scores, pages = stack_floats(_SCORES), stack_floats(_PAGES)
+    largest, totals, corrections = stack_floats(_MOST), stack_floats(_TOTALS), stack_floats(_MOST)
+    _begin(floats_at(largest, count), floats_at(totals, count * LANES))
     for query in range(count):
-        largest[query], totals[query] = _NOTHING, np.float32(0)
-        row = floats_at(out + query * out_stride, dim)
-        for k in range(dim):
-            row[k] = np.float32(0)
-    last = position + ahead * (count - 1)
-    begin = max(position - window + 1, 0) // PAGE if window > 0 else 0
-    for number in range(begin, last // PAGE + 1):
-        page = longs_at(table, number + 1)[number]
-        strip(
-            _FLOAT32, 0, 1, page + keys, 0, 0, 0, rows, stride, 0, 0, 0, scores, PAGE * 4, dim,
-            count, 0,
-        )  # fmt: skip
+        _fill(floats_at(out + query * out_stride, dim))
+    first = max(position - window + 1, 0) // PAGE if window > 0 else 0
+    end = position + ahead * (count - 1) + 1
+    last = (end - 1) // PAGE
+    for chunk in range(first // TOGETHER, last // TOGETHER + 1):
+        skipped = max(first - chunk * TOGETHER, 0)
+        _find(longs_at(pages, TOGETHER), longs_at(table, last + 1), chunk, first, last)
+        score_pages(half, pages, keys, values - keys, rows, stride, scores, dim, count)
         for query in range(count):
-            at = position + ahead * query
-            low = max(at - window + 1, 0) if window > 0 else 0
-            correction = _softmax(
-                floats_at(scores + query * PAGE * 4, PAGE), low - number * PAGE, at - number * PAGE,
-                scale, largest, totals, query,
+            high = position + ahead * query - chunk * CHUNK
+            low = high - window + 1 if window > 0 else 0
+            floats_at(corrections, count)[query] = weigh_scores(
+                scores + query * CHUNK_BYTES, low, high, scale,
+                largest + query * 4, totals + query * VECTOR_BYTES,
             )  # fmt: skip
-            if correction != np.float32(1):
-                row = floats_at(out + query * out_stride, dim)
-                for k in range(dim):
-                    row[k] *= correction
-        _add_values(page + values, dim, scores, count, out, out_stride)
+        add_pages(
+            half, pages + skipped * 8, min(end - chunk * CHUNK, CHUNK) - skipped * PAGE, values,
+             scores + skipped * VECTOR_BYTES, corrections, out, out_stride, dim // LANES,
+            count,
+        )  # fmt: skip
     for query in range(count):
+        factor = _ONE / total_at(totals + query * VECTOR_BYTES)
         row = floats_at(out + query * out_stride, dim)
-        factor = np.float32(1) / totals[query]
         for k in range(dim):
             row[k] *= factor
 
 
 @register_jitable
-def _softmax(
-    scores: Any, low: Any, high: Any, scale: Any, largest: Any, totals: Any, query: Any
-) -> Any:
-    """Turn the scores of a page into weights; return what the weights before are worth now."""
-    top = largest[query]
-    for k in range(PAGE):
-        score = scores[k] * scale if low <= k <= high else _NOTHING
-        scores[k] = score
-        top = max(top, score)
-    correction = exponential(largest[query] - top) if largest[query] > _NOTHING else np.float32(0)
-    total = np.float32(0)
-    for k in range(PAGE):
-        weight = exponential(scores[k] - top) if low <= k <= high else np.float32(0)
-        scores[k] = weight
-        total += weight
-    largest[query], totals[query] = top, totals[query] * correction + total
-    return correction
+def _begin(largest: Any, totals: Any) -> None:
+    for query in range(len(largest)):
+        largest[query] = _NOTHING
+    _fill(totals)
 
 
 @register_jitable
-def _add_values(values: Any, dim: Any, weights: Any, count: Any, out: Any, out_stride: Any) -> None:
-    blocks, high = dim // PAGE, PAGE * VECTOR_BYTES
-    block = 0
-    while blocks - block >= 4:
-        strip(
-            _FLOAT32, 0, 4, values + block * high, high, 0, 0, weights, PAGE * 4, 0, 0, 0,
-            out + block * VECTOR_BYTES, out_stride, PAGE, count, 1,
-        )  # fmt: skip
-        block += 4
-    while block < blocks:
-        strip(
-            _FLOAT32, 0, 1, values + block * high, high, 0, 0, weights, PAGE * 4, 0, 0, 0,
-            out + block * VECTOR_BYTES, out_stride, PAGE, count, 1,
-        )  # fmt: skip
-        block += 1
+def _fill(row: Any) -> None:
+    for k in range(len(row)):
+        row[k] = _NONE
+
+
+@register_jitable
+def _find(pages: Any, table: Any, chunk: Any, first: Any, last: Any) -> None:
+    """Find the pages of a chunk; for those that nobody reads, the next one that somebody does."""
+    for number in range(TOGETHER):
+        pages[number] = table[min(max(chunk * TOGETHER + number, first), last)]

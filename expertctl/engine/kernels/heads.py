@@ -13,8 +13,9 @@ import numpy as np
 from numba.extending import register_jitable
 
 from expertctl.engine.kernels.elementwise import normalise
-from expertctl.engine.kernels.kernel import Kernel, compile_kernel
-from expertctl.engine.kernels.memory import floats_at, longs_at, words
+from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.memory import float16_bits, floats_at, halves_at, longs_at, words
+from expertctl.engine.kernels.scheme import Scheme
 
 PAGE = 16
 """Tokens in a page."""
@@ -24,22 +25,39 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class HeadsShape:
-    """Query heads, KV heads, and numbers in a head."""
+    """Query heads, KV heads, numbers in a head, and what pages hold: float32 or float16."""
 
     queries: int
     keys: int
     dim: int
+    numbers: Scheme = Scheme.FLOAT32
+
+    def __post_init__(self) -> None:
+        """Heads are whole vectors, and each KV head has as many query heads."""
+        assert self.dim % PAGE == 0
+        assert self.queries % self.keys == 0
+        assert self.numbers in (Scheme.FLOAT32, Scheme.FLOAT16)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the keys of one head in a page, and of its values."""
+        return self.dim * self.numbers.layout.vector_bytes
 
     @property
     def page_bytes(self) -> int:
         """Bytes of the keys of a page in one layer, and of its values."""
-        return self.keys * self.dim * PAGE * 4
+        return self.keys * self.head_bytes
 
 
 @cache
-def heads_kernel() -> Kernel:
-    """Return the kernel; one item is one head of one token, queries first, then keys, values."""
-    return compile_kernel("heads", _heads)
+def heads_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
+    """Return the kernel for pages of these numbers.
+
+    One item is one head of one token, queries first, then keys, then values. Numbers beyond 65504
+    are infinite in float16.
+    """
+    write = _write_halves if numbers is Scheme.FLOAT16 else _write_floats
+    return compile_kernel(f"heads {numbers.value}", _function(write))
 
 
 def heads_arguments(
@@ -73,35 +91,39 @@ def heads_arguments(
             positions.ctypes.data,
             tables.ctypes.data,
             *offsets,
+            shape.head_bytes,
         ],
         np.int64,
     )
 
 
-def _heads(first: int, last: int, arguments: int) -> None:
-    (
-        rows, stride, queries, keys, dim, query_norm, key_norm, eps,
-        rotations, positions, tables, key_offset, value_offset,
-    ) = words(arguments, 13)  # fmt: skip
-    heads = queries + 2 * keys
-    for item in range(first, last):
-        token, head = item // heads, item % heads
-        row = floats_at(rows + token * stride + head * dim * 4, dim)
-        if head < queries + keys:
-            norm = query_norm if head < queries else key_norm
-            if norm != 0:
-                normalise(row, floats_at(norm, dim), row, floats_at(eps, 1)[0])
-            _rotate(row, floats_at(rotations + token * dim * 8, 2 * dim), dim)
-        if head >= queries:
-            position = longs_at(positions, token + 1)[token]
-            table = longs_at(longs_at(tables, token + 1)[token], position // PAGE + 1)
-            page = table[position // PAGE]
+def _function(write: Any) -> KernelFunction:
+    def heads(first: int, last: int, arguments: int) -> None:
+        (
+            rows, stride, queries, keys, dim, query_norm, key_norm, eps,
+            rotations, positions, tables, key_offset, value_offset, head_bytes,
+        ) = words(arguments, 14)  # fmt: skip
+        every = queries + 2 * keys
+        for item in range(first, last):
+            token, head = item // every, item % every
+            row = floats_at(rows + token * stride + head * dim * 4, dim)
             if head < queries + keys:
-                place = page + key_offset + (head - queries) * dim * PAGE * 4
-                _write_key(row, floats_at(place, dim * PAGE), position % PAGE)
-            else:
-                place = page + value_offset + (head - queries - keys) * dim * PAGE * 4
-                _write_value(row, floats_at(place, dim * PAGE), position % PAGE)
+                norm = query_norm if head < queries else key_norm
+                if norm != 0:
+                    normalise(row, floats_at(norm, dim), row, floats_at(eps, 1)[0])
+                _rotate(row, floats_at(rotations + token * dim * 8, 2 * dim), dim)
+            if head >= queries:
+                position = longs_at(positions, token + 1)[token]
+                table = longs_at(longs_at(tables, token + 1)[token], position // PAGE + 1)
+                page, slot = table[position // PAGE], position % PAGE
+                if head < queries + keys:
+                    place = page + key_offset + (head - queries) * head_bytes
+                    write(row, place, slot, PAGE)
+                else:
+                    place = page + value_offset + (head - queries - keys) * head_bytes
+                    write(row, place, slot * PAGE, 1)
+
+    return heads
 
 
 @register_jitable
@@ -115,15 +137,19 @@ def _rotate(row: Any, rotation: Any, dim: Any) -> None:
 
 
 @register_jitable
-def _write_key(row: Any, page: Any, slot: Any) -> None:
+def _write_floats(row: Any, place: Any, slot: Any, step: Any) -> None:
+    page = floats_at(place, len(row) * PAGE)
     for k in range(len(row)):
-        page[k * PAGE + slot] = row[k]
+        page[_slot(k, slot, step)] = row[k]
 
 
 @register_jitable
-def _write_value(row: Any, page: Any, slot: Any) -> None:
-    if slot == 0:  # what an earlier owner left is multiplied by 0, which does not undo a NaN
-        for k in range(len(page)):
-            page[k] = np.float32(0)
+def _write_halves(row: Any, place: Any, slot: Any, step: Any) -> None:
+    page = halves_at(place, len(row) * PAGE)
     for k in range(len(row)):
-        page[k // PAGE * PAGE * PAGE + slot * PAGE + k % PAGE] = row[k]
+        page[_slot(k, slot, step)] = float16_bits(row[k])
+
+
+@register_jitable
+def _slot(k: Any, slot: Any, step: Any) -> Any:
+    return k // PAGE * PAGE * PAGE + slot + k % PAGE * step

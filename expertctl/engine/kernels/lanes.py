@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 from llvmlite import ir
 from numba.core import cgutils
 
+from expertctl.engine.kernels.exponential import emit_exponential
+
 LANES = 16
 VECTOR_BYTES = 64
 
@@ -71,6 +73,20 @@ class Lanes:
         """Store sixteen float32."""
         self._b.store(floats, self._b.inttoptr(address, _FLOATS.as_pointer()), align=4)
 
+    def store_first(self, floats: Value, address: Value) -> None:
+        """Store the first of sixteen float32."""
+        self._b.store(self.first(floats), self._b.inttoptr(address, _FLOAT.as_pointer()))
+
+    def word(self, address: Value) -> Value:
+        """Load one int64."""
+        return self._load(address, INT)
+
+    def fetch(self, address: Value) -> None:
+        """Bring what lies there into the cache; the address may be of nothing."""
+        pointer = self._b.inttoptr(address, _I8.as_pointer())
+        hints = (ir.Constant(_I32, number) for number in (0, 3, 1))
+        self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
     def every_float(self, address: Value) -> Value:
         """Load one float32 into every lane."""
         return self._splat(self._load(address, _FLOAT), _FLOATS)
@@ -124,6 +140,50 @@ class Lanes:
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Return ``a * b + c``, rounded once."""
         return self._call("llvm.fma.v16f32", _FLOATS, a, b, c)
+
+    def less_by(self, a: Value, b: Value) -> Value:
+        """Subtract float32."""
+        return self._b.fsub(a, b)
+
+    def exponential(self, a: Value) -> Value:
+        """Return e^a of sixteen float32; see `exponential`."""
+        return emit_exponential(self._b, a)
+
+    def every(self, number: float) -> Value:
+        """Return a constant float32 in every lane."""
+        return ir.Constant(_FLOATS, [float(number)] * LANES)
+
+    def splat(self, number: Value) -> Value:
+        """Return one float32 in every lane."""
+        return self._splat(number, _FLOATS)
+
+    def first(self, floats: Value) -> Value:
+        """Return the first of sixteen float32."""
+        return self._b.extract_element(floats, ir.Constant(_I32, 0))
+
+    def less(self, a: Value, b: Value) -> Value:
+        """Return a mask of the lanes where a float32 is less; NaN is not."""
+        return self._b.fcmp_ordered("<", a, b)
+
+    def between(self, low: Value, high: Value, begin: int) -> Value:
+        """Return a mask of the lanes whose number, counted from ``begin``, is in [low, high]."""
+        numbers = ir.Constant(_INTS, list(range(begin, begin + LANES)))
+        low, high = (self._splat(self._b.trunc(end, _I32), _INTS) for end in (low, high))
+        above = self._b.icmp_signed(">=", numbers, low)
+        return self._b.and_(above, self._b.icmp_signed("<=", numbers, high))
+
+    def where(self, mask: Value, yes: Value, no: Value) -> Value:
+        """Return lanes of ``yes`` where the mask is set, else of ``no``."""
+        return self._b.select(mask, yes, no)
+
+    def across_largest(self, floats: Value) -> Value:
+        """Return the largest of sixteen float32."""
+        return self._call("llvm.vector.reduce.fmax.v16f32", _FLOAT, floats)
+
+    def across_sum(self, floats: Value) -> Value:
+        """Return the sum of sixteen float32, from first to last."""
+        zero = ir.Constant(_FLOAT, 0.0)
+        return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
 
     def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
         """Add to each lane two products of bfloat16 pairs."""

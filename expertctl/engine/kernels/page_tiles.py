@@ -1,0 +1,284 @@
+"""What attention does with four pages: scores of their keys, softmax, and the sum of values.
+
+A sum of one query has one accumulator and runs in the order of its numbers or tokens, whatever the
+tile: its bits do not depend on how many queries are computed together.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic
+
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes, Value
+
+TOGETHER = 4
+"""Pages of a chunk, whose keys share a correction of the softmax."""
+CHUNK = TOGETHER * LANES
+"""Tokens in a chunk."""
+CHUNK_BYTES = CHUNK * 4
+"""Bytes of the scores of one query: [pages][16] float32."""
+NOTHING = -1e30
+"""The largest score of a query that has seen no key."""
+
+_QUERIES, _BLOCKS = (6, 4, 2, 1), (4, 1)
+"""Sizes of tiles; the largest sums stay in registers."""
+
+
+@intrinsic(prefer_literal=True)
+def score_pages(_context: Any, half: Any, *operands: Any) -> Any:
+    """Write the products of queries with the keys of four pages; see `_Scoring`.
+
+    ``half`` is a constant: whether pages hold float16.
+    """
+    is_half = _constant(half)
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
+        _Scoring(Lanes(builder), is_half, *found).emit()
+        return context.get_dummy_value()
+
+    return types.void(half, _integers(len(operands))), emit
+
+
+@intrinsic(prefer_literal=True)
+def add_pages(_context: Any, half: Any, *operands: Any) -> Any:
+    """Multiply sums by their corrections and add weighted values of pages; see `_Adding`."""
+    is_half = _constant(half)
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
+        _Adding(Lanes(builder), is_half, *found).emit()
+        return context.get_dummy_value()
+
+    return types.void(half, _integers(len(operands))), emit
+
+
+@intrinsic
+def weigh_scores(
+    _context: Any, scores: Any, low: Any, high: Any, scale: Any, largest: Any, totals: Any
+) -> Any:
+    """Turn the scores of a chunk into weights; return what the weights before are worth now.
+
+    Only keys from ``low`` to ``high`` of the chunk count. ``largest`` is the address of the
+    largest score so far, ``totals`` of sixteen sums of weights.
+    """
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return _weigh(Lanes(builder), *values)
+
+    kind = types.int64
+    return types.float32(kind, kind, kind, types.float32, kind, kind), emit
+
+
+@intrinsic
+def total_at(_context: Any, address: Any) -> Any:
+    """Return the sum of sixteen float32."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes = Lanes(builder)
+        return lanes.across_sum(lanes.floats(values[0]))
+
+    return types.float32(types.int64), emit
+
+
+def _constant(half: Any) -> bool:
+    if not isinstance(half, types.IntegerLiteral):
+        raise RequireLiteralValue("the numbers of pages are a constant")
+    return bool(half.literal_value)
+
+
+def _integers(count: int) -> Any:
+    return types.StarArgTuple.from_types((types.int64,) * count)
+
+
+def _weigh(
+    lanes: Lanes, scores: Value, low: Value, high: Value, scale: Value, largest: Value, sums: Value
+) -> Value:
+    nothing, factor = lanes.every(NOTHING), lanes.splat(scale)
+    places = [lanes.at(scores, lanes.constant(page), VECTOR_BYTES) for page in range(TOGETHER)]
+    seen = [lanes.between(low, high, page * LANES) for page in range(TOGETHER)]
+    found = [lanes.multiply(lanes.floats(place), factor) for place in places]
+    found = [lanes.where(mask, score, nothing) for mask, score in zip(seen, found, strict=True)]
+    before = lanes.every_float(largest)
+    top = lanes.splat(lanes.across_largest(_largest(lanes, [before, *found])))
+    correction = lanes.where(
+        lanes.less(nothing, before), lanes.exponential(lanes.less_by(before, top)), lanes.every(0)
+    )
+    total = lanes.multiply(lanes.floats(sums), correction)
+    for place, mask, score in zip(places, seen, found, strict=True):
+        weight = lanes.exponential(lanes.less_by(score, top))
+        weight = lanes.where(mask, weight, lanes.every(0))
+        lanes.store(weight, place)
+        total = lanes.add(total, weight)
+    lanes.store(total, sums)
+    lanes.store_first(top, largest)
+    return lanes.first(correction)
+
+
+def _largest(lanes: Lanes, vectors: list[Value]) -> Value:
+    """Return the largest of each lane; NaN is none, but becomes the weight of its key."""
+    result = vectors[0]
+    for vector in vectors[1:]:
+        result = lanes.where(lanes.less(result, vector), vector, result)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Some numbers of pages, sixteen of them at a time, widened to float32."""
+
+    lanes: Lanes
+    is_half: bool
+
+    def load(self, start: Value, vector: Value) -> Value:
+        lanes = self.lanes
+        place = self.at(start, vector)
+        return lanes.halves(place) if self.is_half else lanes.floats(place)
+
+    def at(self, start: Value, vector: Value) -> Value:
+        return self.lanes.at(start, vector, VECTOR_BYTES // 2 if self.is_half else VECTOR_BYTES)
+
+
+class _Sums:
+    """Accumulators of a tile: some vectors by some queries."""
+
+    def __init__(self, lanes: Lanes, high: int, wide: int) -> None:
+        self._lanes = lanes
+        self._places = [
+            [lanes.variable(lanes.no_floats()) for _ in range(high)] for _ in range(wide)
+        ]
+
+    def begin(self, start: Callable[[int, int], Value]) -> None:
+        for query, column in enumerate(self._places):
+            for number, place in enumerate(column):
+                self._lanes.write(start(query, number), place)
+
+    def add(self, query: int, vectors: list[Value], factor: Value) -> None:
+        lanes = self._lanes
+        for vector, place in zip(vectors, self._places[query], strict=True):
+            lanes.write(lanes.fma(vector, factor, lanes.read(place)), place)
+
+    def store(self, target: Callable[[int, int], Value]) -> None:
+        for query, column in enumerate(self._places):
+            for number, place in enumerate(column):
+                self._lanes.store(self._lanes.read(place), target(query, number))
+
+
+def _tiles(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple[Value, int]]:
+    """Emit what the caller emits in turn, for tiles of each size as often as it fits."""
+    done = lanes.constant(0)
+    for size in sizes:
+        times = lanes.quotient(lanes.subtract(count, done), lanes.constant(size))
+        with lanes.count(times) as turn:
+            yield lanes.sum(done, lanes.product(turn, lanes.constant(size))), size
+        done = lanes.sum(done, lanes.product(times, lanes.constant(size)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """``out`` [queries][4][16] = products of float32 queries with the keys of four pages.
+
+    ``pages`` is the address of four addresses, to which ``offset`` is added; queries and keys have
+    ``dim`` numbers. What lies ``ahead`` bytes behind the keys is brought near meanwhile.
+    """
+
+    lanes: Lanes
+    is_half: bool
+    pages: Value
+    offset: Value
+    ahead: Value
+    rows: Value
+    stride: Value
+    out: Value
+    dim: Value
+    queries: Value
+
+    def emit(self) -> None:
+        lanes = self.lanes
+        pages = [lanes.at(self.pages, lanes.constant(page), 8) for page in range(TOGETHER)]
+        starts = [lanes.sum(lanes.word(page), self.offset) for page in pages]
+        for first, size in _tiles(lanes, self.queries, _QUERIES):
+            sums = _Sums(lanes, TOGETHER, size)
+            sums.begin(lambda _query, _page: lanes.no_floats())
+            with lanes.count(self.dim) as k:
+                self._add(starts, k, lanes.at(self.rows, first, self.stride), sums, size)
+            out = lanes.at(self.out, first, CHUNK_BYTES)
+            sums.store(lambda query, page, out=out: self._place(out, query, page))  # type: ignore[misc]  # bound now
+
+    def _add(self, starts: list[Value], k: Value, row: Value, sums: _Sums, queries: int) -> None:
+        lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
+        keys = [pages.load(start, k) for start in starts]
+        for start in starts:
+            lanes.fetch(lanes.sum(pages.at(start, k), self.ahead))
+        for query in range(queries):
+            place = lanes.at(lanes.at(row, lanes.constant(query), self.stride), k, 4)
+            sums.add(query, keys, lanes.every_float(place))
+
+    def _place(self, out: Value, query: int, page: int) -> Value:
+        lanes = self.lanes
+        return lanes.sum(out, lanes.constant(query * CHUNK_BYTES + page * VECTOR_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class _Adding:
+    """``out`` [queries][blocks][16] = corrections * out + weights * the values of pages.
+
+    ``pages`` is the address of addresses, to which ``offset`` is added, ``weights``
+    [queries][4][16] begin at the first of these pages, ``corrections`` are float32 [queries]. Only
+    ``tokens`` values are read: what stands behind them may be NaN.
+    """
+
+    lanes: Lanes
+    is_half: bool
+    pages: Value
+    tokens: Value
+    offset: Value
+    weights: Value
+    corrections: Value
+    out: Value
+    stride: Value
+    blocks: Value
+    queries: Value
+
+    def emit(self) -> None:
+        lanes = self.lanes
+        for block, high in _tiles(lanes, self.blocks, _BLOCKS):
+            for first, size in _tiles(lanes, self.queries, _QUERIES):
+                self._tile(block, high, first, size)
+
+    def _tile(self, block: Value, high: int, first: Value, size: int) -> None:
+        lanes = self.lanes
+        out = lanes.at(lanes.at(self.out, block, VECTOR_BYTES), first, self.stride)
+        weights = lanes.at(self.weights, first, CHUNK_BYTES)
+        corrections = lanes.at(self.corrections, first, 4)
+
+        def place(query: int, number: int) -> Value:
+            row = lanes.at(out, lanes.constant(query), self.stride)
+            return lanes.sum(row, lanes.constant(number * VECTOR_BYTES))
+
+        def corrected(query: int, number: int) -> Value:
+            factor = lanes.every_float(lanes.at(corrections, lanes.constant(query), 4))
+            return lanes.multiply(lanes.floats(place(query, number)), factor)
+
+        sums = _Sums(lanes, high, size)
+        sums.begin(corrected)
+        first_vector = lanes.product(block, lanes.constant(LANES))
+        pages, sixteen = _Pages(lanes, self.is_half), lanes.constant(LANES)
+        with lanes.count(lanes.parts(self.tokens, sixteen)) as page:
+            left = lanes.subtract(self.tokens, lanes.product(page, sixteen))
+            start = lanes.sum(lanes.word(lanes.at(self.pages, page, 8)), self.offset)
+            start = pages.at(start, first_vector)
+            weight = lanes.at(weights, page, VECTOR_BYTES)
+            with lanes.count(lanes.least(left, sixteen)) as slot:
+                self._add(pages.at(start, slot), high, lanes.at(weight, slot, 4), sums, size)
+        sums.store(place)
+
+    def _add(self, start: Value, high: int, weight: Value, sums: _Sums, queries: int) -> None:
+        lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
+        values = [pages.load(start, lanes.constant(number * LANES)) for number in range(high)]
+        for query in range(queries):
+            place = lanes.sum(weight, lanes.constant(query * CHUNK_BYTES))
+            sums.add(query, values, lanes.every_float(place))

@@ -1,0 +1,154 @@
+"""Attention over pages, against the textbook formula in float64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.kernels.heads import PAGE, HeadsShape
+from expertctl.engine.kernels.scheme import Scheme
+from tests.engine.kernels.paged import Text, plain_attention, random_rows, step_of
+
+TOLERANCE = 2e-6
+SMALL = HeadsShape(4, 2, 32)
+HALVES = HeadsShape(4, 2, 32, Scheme.FLOAT16)
+
+
+def prompt(
+    shape: HeadsShape, tokens: int, window: int | None = None
+) -> tuple[Text, "np.ndarray[tuple[int, int], np.dtype[np.float32]]"]:
+    text, rows = Text(shape, tokens, window), random_rows(tokens, shape)
+    text.write(rows)
+    return text, rows
+
+
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+@pytest.mark.parametrize("dim", [16, 32, 48, 64, 80, 96, 128, 256])
+def test_heads_of_every_width_attend_as_the_formula_says(dim: int, numbers: Scheme) -> None:
+    shape = HeadsShape(2, 1, dim, numbers)
+    text, rows = prompt(shape, 70)
+    expected = plain_attention(rows, shape, None)
+    assert np.abs(text.read(rows) - expected).max() < TOLERANCE
+    assert np.abs(text.step(rows[-1:], 69) - expected[-1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 17, 32])
+def test_groups_of_query_heads_share_a_key_head(group: int) -> None:
+    shape = HeadsShape(2 * group, 2, 16)
+    text, rows = prompt(shape, 37)
+    expected = plain_attention(rows, shape, None)
+    assert np.abs(text.step(rows[-1:], 36) - expected[-1]).max() < TOLERANCE
+    assert np.abs(text.read(rows) - expected).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 63, 64, 65, 100, 199, 200, 1000])
+def test_a_window_lets_a_token_see_so_many_tokens(window: int) -> None:
+    text, rows = prompt(SMALL, 200, window)
+    expected = plain_attention(rows, SMALL, window)
+    assert np.abs(text.read(rows) - expected).max() < TOLERANCE
+    for position in (0, 15, 16, 63, 64, 150, 199):
+        step = text.step(rows[position : position + 1], position)
+        assert np.abs(step - expected[position]).max() < TOLERANCE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 150),
+    window=st.none() | st.integers(1, 160),
+    numbers=st.sampled_from([Scheme.FLOAT32, Scheme.FLOAT16]),
+    data=st.data(),
+)
+def test_chunks_and_steps_have_the_bits_of_the_whole(
+    tokens: int, window: int | None, numbers: Scheme, data: st.DataObject
+) -> None:
+    shape = HeadsShape(4, 2, 32, numbers)
+    text, rows = prompt(shape, tokens, window)
+    whole = text.read(rows)
+    assert np.abs(whole - plain_attention(rows, shape, window)).max() < TOLERANCE
+    later, start = Text(shape, tokens, window), 0
+    while start < tokens:
+        part = rows[start : start + data.draw(st.integers(1, 40))].copy()
+        later.write(part, start)
+        read = later.step(part, start) if len(part) == 1 else later.read(part, start)
+        np.testing.assert_array_equal(read, whole[start : start + len(part)])
+        start += len(part)
+
+
+def test_texts_of_a_batch_do_not_touch_each_other() -> None:
+    lengths = [1, 16, 17, 64, 100]
+    prompts = [prompt(SMALL, length) for length in lengths]
+    rows = np.concatenate([rows[-1:] for _, rows in prompts])
+    together = step_of([text for text, _ in prompts], rows, [length - 1 for length in lengths])
+    for (text, own), length, read in zip(prompts, lengths, together, strict=True):
+        np.testing.assert_array_equal(read, text.step(own[-1:], length - 1)[0])
+
+
+def test_texts_may_share_pages() -> None:
+    text, rows = prompt(SMALL, 3 * PAGE + 5)
+    other = Text(SMALL, 4 * PAGE)
+    other.table[:2] = text.table[:2]
+    changed = np.concatenate([rows[: 2 * PAGE], random_rows(9, SMALL, seed=1)])
+    other.write(changed[2 * PAGE :].copy(), 2 * PAGE)
+    expected = plain_attention(changed, SMALL, None)
+    assert np.abs(other.read(changed) - expected).max() < TOLERANCE
+    assert np.abs(text.read(rows) - plain_attention(rows, SMALL, None)).max() < TOLERANCE
+
+
+def test_pages_before_the_window_are_not_read() -> None:
+    text, rows = prompt(SMALL, 200, 20)
+    expected = text.step(rows[-1:], 199)
+    text.table[: (200 - 20) // PAGE] = 0
+    np.testing.assert_array_equal(text.step(rows[-1:], 199), expected)
+
+
+@pytest.mark.parametrize("shape", [SMALL, HALVES])
+def test_a_nan_that_an_earlier_owner_left_is_never_read(shape: HeadsShape) -> None:
+    for tokens in (1, 5, 16, 17, 33, 65):
+        text, rows = prompt(shape, tokens)
+        assert np.isfinite(text.read(rows)).all()
+
+
+def test_a_nan_reaches_those_who_see_it_only() -> None:
+    rows = random_rows(40, SMALL)
+    rows[17, -1] = np.nan
+    text = Text(SMALL, 40)
+    text.write(rows[:17].copy())
+    before = text.read(rows[:17])
+    text.write(rows[17:].copy(), 17)
+    assert np.isfinite(before).all()
+    last = text.read(rows[17:], 17).reshape(23, SMALL.queries, SMALL.dim)
+    assert np.isnan(last[:, -1, -1]).all()
+    assert np.isfinite(last[:, 0]).all()
+
+
+def test_a_key_of_nan_makes_the_whole_head_nan() -> None:
+    rows = random_rows(3, SMALL)
+    rows[1, SMALL.queries * SMALL.dim] = np.nan
+    text = Text(SMALL, 3)
+    text.write(rows)
+    read = text.step(rows[2:], 2).reshape(SMALL.queries, SMALL.dim)
+    assert np.isnan(read[:2]).all()
+    assert np.isfinite(read[2:]).all()
+
+
+@pytest.mark.parametrize("shape", [HeadsShape(4, 2, 64), HeadsShape(4, 2, 64, Scheme.FLOAT16)])
+def test_a_long_text_keeps_its_precision(shape: HeadsShape) -> None:
+    tokens, last = 8192, 8192 - 24
+    text, rows = prompt(shape, tokens)
+    kept = rows[last:].copy()
+    expected = plain_attention(rows, shape, None, last)
+    assert np.abs(text.read(kept, last) - expected).max() < TOLERANCE
+    assert np.abs(text.step(kept[-1:], tokens - 1) - expected[-1]).max() < TOLERANCE
+
+
+def test_large_scores_do_not_overflow() -> None:
+    rows = random_rows(80, SMALL) * np.float32(100)
+    text = Text(SMALL, 80)
+    text.write(rows)
+    expected = plain_attention(rows, SMALL, None)
+    assert np.abs(text.read(rows) - expected).max() < 1e-3
+
+
+def test_heads_that_are_no_whole_vectors_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        HeadsShape(4, 2, 24)
