@@ -150,7 +150,7 @@ def _cosines(table: VectorTable, starts: list[int], counts: list[int], query: Ve
     """Return those of all rows of some candidates: one line for each, and nowhere where it ends."""
     cosines = np.full((len(counts), max(counts)), _NOWHERE, np.float32)
     for own, start, count in zip(cosines, starts, counts, strict=True):
-        np.dot(table.rows[start : start + count], query, out=own[:count])
+        table.rows[start : start + count].dot(query, out=own[:count])
     return cosines
 
 
@@ -216,7 +216,7 @@ def _groups(kernel: Vectors, split: _Split) -> Rows | None:
     Two are alike when the mean kernel between their rows is that within each of them, a row with
     itself not counted: few texts about this and that are not like those of everybody else.
     """
-    between: Vectors = split.means.T.dot(kernel).dot(split.means)
+    between: Vectors = split.means.T.dot(kernel).dot(split.means)  # `@` takes twice as long here
     within = (between.diagonal() - split.own) * split.pairs + split.lone
     bound = np.maximum(within, RELATED) * ALIKE
     alike: Mask = between >= np.maximum(bound, bound[:, None])
