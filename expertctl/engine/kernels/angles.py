@@ -42,7 +42,7 @@ def angles_arguments(
     )
 
 
-def _angles(first: int, last: int, arguments: int) -> None:
+def _angles(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     positions, frequencies, half, factors, out = words(arguments, 5)
     factor = floats_at(factors, 1)[0]
     for token in range(first, last):

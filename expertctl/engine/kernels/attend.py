@@ -92,7 +92,7 @@ def attend_arguments(
 
 
 def _prompt_function(half: int) -> KernelFunction:
-    def prompt(first: int, last: int, arguments: int) -> None:
+    def prompt(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -114,7 +114,7 @@ def _prompt_function(half: int) -> KernelFunction:
 
 
 def _step_function(half: int) -> KernelFunction:
-    def step(first: int, last: int, arguments: int) -> None:
+    def step(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             rows, stride, queries, keys, dim, positions, tables, key_offset, value_offset,
             out, out_stride, window, scale, count, head_bytes,
@@ -140,7 +140,7 @@ def _step_function(half: int) -> KernelFunction:
 def _attend(
     half: Any, rows: Any, stride: Any, count: Any, position: Any, ahead: Any, table: Any,
     keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
-) -> None:  # fmt: skip
+) -> None:  # fmt: skip # pragma: no cover - compiled
     """Attend with ``count`` queries; each stands ``ahead`` positions behind the one before."""
     scores, pages = stack_floats(_SCORES), stack_floats(_PAGES)
     largest, totals, corrections = stack_floats(_MOST), stack_floats(_TOTALS), stack_floats(_MOST)
@@ -174,20 +174,22 @@ def _attend(
 
 
 @register_jitable
-def _begin(largest: Any, totals: Any) -> None:
+def _begin(largest: Any, totals: Any) -> None:  # pragma: no cover - compiled
     for query in range(len(largest)):
         largest[query] = _NOTHING
     _fill(totals)
 
 
 @register_jitable
-def _fill(row: Any) -> None:
+def _fill(row: Any) -> None:  # pragma: no cover - compiled
     for k in range(len(row)):
         row[k] = _NONE
 
 
 @register_jitable
-def _find(pages: Any, table: Any, chunk: Any, first: Any, last: Any) -> None:
+def _find(
+    pages: Any, table: Any, chunk: Any, first: Any, last: Any
+) -> None:  # pragma: no cover - compiled
     """Find the pages of a chunk; for those that nobody reads, the next one that somebody does."""
     for number in range(TOGETHER):
         pages[number] = table[min(max(chunk * TOGETHER + number, first), last)]

@@ -8,6 +8,7 @@ import numpy as np
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import (
+    float16_value,
     floats_at,
     halves_at,
     longs_at,
@@ -24,6 +25,7 @@ def embed_kernel(scheme: Scheme) -> Kernel:
     """Return the kernel for an embedding of one scheme; one item is one token."""
     function = {
         Scheme.FLOAT32: _float32,
+        Scheme.FLOAT16: _float16,
         Scheme.BFLOAT16: _bfloat16,
         Scheme.INT8: _int8,
         Scheme.INT4: _int4,
@@ -51,7 +53,7 @@ def embed_arguments(
     )
 
 
-def _float32(first: int, last: int, arguments: int) -> None:
+def _float32(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     data, _, columns, vectors, _, tokens, out, stride = words(arguments, 8)
     for item in range(first, last):
         token = longs_at(tokens, item + 1)[item]
@@ -61,7 +63,17 @@ def _float32(first: int, last: int, arguments: int) -> None:
             row[k] = block[k * LANES + token % LANES]
 
 
-def _bfloat16(first: int, last: int, arguments: int) -> None:
+def _float16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    data, _, columns, vectors, _, tokens, out, stride = words(arguments, 8)
+    for item in range(first, last):
+        token = longs_at(tokens, item + 1)[item]
+        block = halves_at(data + token // LANES * vectors * 32, vectors * LANES)
+        row = floats_at(out + item * stride, columns)
+        for k in range(columns):
+            row[k] = float16_value(block[k * LANES + token % LANES])
+
+
+def _bfloat16(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     data, _, columns, vectors, _, tokens, out, stride = words(arguments, 8)
     for item in range(first, last):
         token = longs_at(tokens, item + 1)[item]
@@ -73,7 +85,7 @@ def _bfloat16(first: int, last: int, arguments: int) -> None:
             )
 
 
-def _int8(first: int, last: int, arguments: int) -> None:
+def _int8(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     data, scales, columns, vectors, groups, tokens, out, stride = words(arguments, 8)
     for item in range(first, last):
         token = longs_at(tokens, item + 1)[item]
@@ -85,7 +97,7 @@ def _int8(first: int, last: int, arguments: int) -> None:
             row[k] = np.float32(step) * scale[k // GROUP * LANES + token % LANES]
 
 
-def _int4(first: int, last: int, arguments: int) -> None:
+def _int4(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     data, scales, columns, vectors, groups, tokens, out, stride = words(arguments, 8)
     for item in range(first, last):
         token = longs_at(tokens, item + 1)[item]

@@ -98,7 +98,7 @@ def heads_arguments(
 
 
 def _function(write: Any) -> KernelFunction:
-    def heads(first: int, last: int, arguments: int) -> None:
+    def heads(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             rows, stride, queries, keys, dim, query_norm, key_norm, eps,
             rotations, positions, tables, key_offset, value_offset, head_bytes,
@@ -127,7 +127,7 @@ def _function(write: Any) -> KernelFunction:
 
 
 @register_jitable
-def _rotate(row: Any, rotation: Any, dim: Any) -> None:
+def _rotate(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover - compiled
     """Rotate the halves of one head: cosines then sines, each [dim]."""
     half = dim // 2
     for k in range(half):
@@ -137,19 +137,23 @@ def _rotate(row: Any, rotation: Any, dim: Any) -> None:
 
 
 @register_jitable
-def _write_floats(row: Any, place: Any, slot: Any, step: Any) -> None:
+def _write_floats(
+    row: Any, place: Any, slot: Any, step: Any
+) -> None:  # pragma: no cover - compiled
     page = floats_at(place, len(row) * PAGE)
     for k in range(len(row)):
         page[_slot(k, slot, step)] = row[k]
 
 
 @register_jitable
-def _write_halves(row: Any, place: Any, slot: Any, step: Any) -> None:
+def _write_halves(
+    row: Any, place: Any, slot: Any, step: Any
+) -> None:  # pragma: no cover - compiled
     page = halves_at(place, len(row) * PAGE)
     for k in range(len(row)):
         page[_slot(k, slot, step)] = float16_bits(row[k])
 
 
 @register_jitable
-def _slot(k: Any, slot: Any, step: Any) -> Any:
+def _slot(k: Any, slot: Any, step: Any) -> Any:  # pragma: no cover - compiled
     return k // PAGE * PAGE * PAGE + slot + k % PAGE * step

@@ -89,3 +89,13 @@ def float16_bits(_context: Any, number: Any) -> Any:
         return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), emit
+
+
+@intrinsic
+def float16_value(_context: Any, bits: Any) -> Any:
+    """Return the float32 that the bits of a float16 stand for."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), emit

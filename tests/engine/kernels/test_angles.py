@@ -1,0 +1,44 @@
+"""Rotations of a run, against the table that torch makes."""
+
+import numpy as np
+import pytest
+
+from expertctl.engine.kernels.angles import angles_arguments, angles_kernel
+from expertctl.engine.rope import inverse_frequencies, rotation_table
+from expertctl.package.rope_config import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+
+SCALINGS: tuple[RopeScaling | None, ...] = (
+    None,
+    LinearScaling(4.0),
+    Llama3Scaling(factor=8.0, low=1.0, high=4.0, original=64),
+    YarnScaling(
+        factor=4.0,
+        attention_factor=None,
+        mscale=0.0,
+        mscale_all_dim=0.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        original=64,
+        truncate=True,
+    ),
+)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("dims", [16, 64, 128, 256])
+def test_rotations_are_those_of_the_table(scaling: RopeScaling | None, dims: int) -> None:
+    config = RopeConfig(10_000.0, dims, scaling)
+    positions = np.array([0, 1, 5, 63, 64, 1000, 40_000])
+    out = np.full((len(positions), 2, dims), np.nan, np.float32)
+    frequencies = inverse_frequencies(config).numpy()
+    factor = np.array([config.attention], np.float32)
+    arguments = angles_arguments(positions, frequencies, factor, out)
+    angles_kernel()(0, len(positions), arguments.ctypes.data)
+    table = rotation_table(config, 40_001, device="cpu").numpy()[:, positions]
+    assert np.abs(out - table.transpose(1, 0, 2)).max() < 3e-7

@@ -1,0 +1,122 @@
+"""What happens to tokens between products, against the formulas in float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.kernels.elementwise import (
+    add_arguments,
+    add_kernel,
+    affine_arguments,
+    affine_kernel,
+    gate_arguments,
+    gate_kernel,
+    norm_arguments,
+    norm_kernel,
+)
+
+Numbers = np.ndarray[Any, Any]
+EPS = np.array([1e-5], np.float32)
+WIDTHS = [1, 2, 15, 16, 17, 48, 100, 1024, 3072]
+
+
+def rows_of(tokens: int, width: int, *, seed: int = 0, room: int = 3) -> Numbers:
+    """Return rows that lie in wider ones, as parts of a buffer do."""
+    numbers = np.random.default_rng(seed).standard_normal((tokens, width + room))
+    return numbers.astype(np.float32)[:, :width]
+
+
+def normed(rows: Numbers, weight: Numbers, first: int = 0, last: int | None = None) -> Numbers:
+    out = np.full(rows.shape, np.nan, np.float32)
+    arguments = norm_arguments(rows, weight, out, EPS)
+    norm_kernel()(first, len(rows) if last is None else last, arguments.ctypes.data)
+    return out
+
+
+def plain_norm(rows: Numbers, weight: Numbers) -> Numbers:
+    wide = rows.astype(np.float64)
+    return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_is_the_formula(width: int) -> None:
+    rows, weight = rows_of(5, width), rows_of(1, width, seed=1)[0].copy()
+    np.testing.assert_allclose(normed(rows, weight), plain_norm(rows, weight), rtol=2e-6, atol=1e-7)
+
+
+def test_norm_of_nothing_is_nothing_and_of_nan_is_nan() -> None:
+    rows = np.zeros((3, 64), np.float32)
+    rows[1, 5] = np.nan
+    rows[2, 5] = np.inf
+    out = normed(rows, np.ones(64, np.float32))
+    assert not out[0].any()
+    assert np.isnan(out[1]).all()
+    assert np.isnan(out[2, 5])
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens=st.integers(1, 9), width=st.integers(1, 300), data=st.data())
+def test_norm_of_a_token_does_not_depend_on_the_others(
+    tokens: int, width: int, data: st.DataObject
+) -> None:
+    rows, weight = rows_of(tokens, width), np.ones(width, np.float32)
+    first = data.draw(st.integers(0, tokens - 1))
+    alone = normed(rows[first : first + 1], weight)
+    np.testing.assert_array_equal(normed(rows, weight)[first], alone[0])
+    part = normed(rows, weight, first, first + 1)
+    np.testing.assert_array_equal(part[first], alone[0])
+    assert np.isnan(np.delete(part, first, axis=0)).all()
+
+
+def gated(gate: Numbers, up: Numbers) -> Numbers:
+    out = np.full(gate.shape, np.nan, np.float32)
+    arguments = gate_arguments(gate, up, out, gate.shape[1])
+    gate_kernel()(0, len(gate), arguments.ctypes.data)
+    return out
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gate_is_swiglu(width: int) -> None:
+    gate, up = rows_of(4, width) * np.float32(8), rows_of(4, width, seed=1)
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(-wide)) * up
+    np.testing.assert_allclose(gated(gate, up), expected, rtol=2e-6, atol=1e-7)
+
+
+def test_gate_may_write_over_its_input() -> None:
+    both = rows_of(3, 64)
+    gate, up = both[:, :32], both[:, 32:]
+    expected = gated(gate, up)
+    gate_kernel()(0, 3, gate_arguments(gate, up, gate, 32).ctypes.data)
+    np.testing.assert_array_equal(gate, expected)
+
+
+def test_gate_of_large_numbers_has_the_limits_of_the_formula() -> None:
+    gate = np.array([[-1e30, -200, 200, 1e30, np.nan, np.inf]], np.float32)
+    out = gated(gate, np.ones_like(gate))
+    np.testing.assert_allclose(out[0, 1:], [0, 200, 1e30, np.nan, np.inf], atol=1e-30)
+    assert abs(out[0, 0]) < 1e-7
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("shifts", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_affine_scales_and_shifts_what_is_given(scales: bool, shifts: bool, in_place: bool) -> None:
+    rows = rows_of(4, 50)
+    scale = rows_of(1, 50, seed=1)[0].copy() if scales else None
+    shift = rows_of(1, 50, seed=2)[0].copy() if shifts else None
+    expected = rows * (1 if scale is None else scale) + (0 if shift is None else shift)
+    out = rows if in_place else np.full(rows.shape, np.nan, np.float32)
+    affine_kernel()(0, 4, affine_arguments(rows, scale, shift, out, 50).ctypes.data)
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_add_adds_and_leaves_the_rest_alone() -> None:
+    rows, out = rows_of(4, 33), rows_of(4, 40, seed=1)
+    expected = out.copy()
+    expected[1:3, :33] += rows[1:3]
+    add_kernel()(1, 3, add_arguments(rows, out, 33).ctypes.data)
+    np.testing.assert_array_equal(out, expected)

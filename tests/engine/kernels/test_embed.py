@@ -1,0 +1,21 @@
+"""Rows of packed embeddings, against the matrix that was packed."""
+
+import numpy as np
+import pytest
+
+from expertctl.engine.kernels.embed import embed_arguments, embed_kernel
+from expertctl.engine.kernels.packed import pack, unpack
+from expertctl.engine.kernels.scheme import Scheme
+
+
+@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize(("vocabulary", "width"), [(1, 1), (16, 16), (61, 33), (40, 300)])
+def test_a_row_is_what_was_packed(scheme: Scheme, vocabulary: int, width: int) -> None:
+    numbers = np.random.default_rng(0).standard_normal((vocabulary, width)).astype(np.float32)
+    matrix = pack(numbers, scheme)
+    tokens = np.array([vocabulary - 1, 0, vocabulary // 2, 0])
+    out = np.full((4, width + 5), np.nan, np.float32)
+    embed_kernel(scheme)(1, 4, embed_arguments(matrix, tokens, out).ctypes.data)
+    np.testing.assert_array_equal(out[1:, :width], unpack(matrix)[tokens[1:]])
+    assert np.isnan(out[0]).all()
+    assert np.isnan(out[:, width:]).all()

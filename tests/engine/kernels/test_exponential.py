@@ -1,0 +1,50 @@
+"""The exponential, against float64."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.exponential import LEAST, MOST, exponential
+from expertctl.engine.kernels.kernel import Kernel, compile_kernel
+from expertctl.engine.kernels.memory import floats_at, words
+
+Numbers = np.ndarray[Any, Any]
+
+
+@cache
+def each_kernel() -> Kernel:
+    return compile_kernel("exponential of each", _each)
+
+
+def _each(first: int, last: int, arguments: int) -> None:
+    rows, out, count = words(arguments, 3)
+    for k in range(first, last):
+        floats_at(out, count)[k] = exponential(floats_at(rows, count)[k])
+
+
+def exponentials(numbers: Numbers) -> Numbers:
+    out = np.empty_like(numbers)
+    arguments = np.array([numbers.ctypes.data, out.ctypes.data, len(numbers)], np.int64)
+    each_kernel()(0, len(numbers), arguments.ctypes.data)
+    return out
+
+
+def test_it_is_within_two_units_in_the_last_place_everywhere() -> None:
+    numbers = np.linspace(LEAST, MOST, 2_000_001).astype(np.float32)
+    exact = np.exp(numbers.astype(np.float64))
+    units = np.abs(exponentials(numbers) - exact) / np.spacing(exact.astype(np.float32))
+    assert units.max() <= 2
+
+
+def test_beyond_its_range_it_stays_finite() -> None:
+    low, high = exponentials(np.array([LEAST, MOST], np.float32))
+    found = exponentials(np.array([-np.inf, -1e30, -100, 100, 1e30, np.inf], np.float32))
+    np.testing.assert_array_equal(found, [low] * 3 + [high] * 3)
+    assert 0 < low < 2e-38
+    assert 2e38 < high < np.inf
+
+
+def test_zero_is_exactly_one_and_nan_stays_nan() -> None:
+    found = exponentials(np.array([0.0, -0.0, np.nan], np.float32))
+    np.testing.assert_array_equal(found, [1, 1, np.nan])
