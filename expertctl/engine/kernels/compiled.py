@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import llvmlite
 import numba
+from filelock import FileLock
 from llvmlite import binding
 
 from expertctl.durable import make_folders
@@ -33,6 +34,8 @@ COMPILING_AGAIN = "compiling kernels; they cannot be kept, as others may write t
 
 Code = TypeVar("Code")
 
+_PATIENCE = 60.0
+"""Seconds to wait for another process that compiles the same."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -70,19 +73,28 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
         if folder is None:
             _tell(COMPILING_AGAIN)
             return compile_code(False)
-        mark = folder / f"{name}.kept"
-        if not mark.exists():
-            _tell(COMPILING)
         try:
-            with _numba_keeps_in(folder):
-                code = compile_code(True)
-            mark.touch(mode=0o600)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
-            # A full disk, or a file that a power cut left empty: the next process starts anew.
-            shutil.rmtree(folder, ignore_errors=True)
-            _KEEPING.folder = None
+            with FileLock(folder.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
+                return _kept(name, compile_code, folder)
+        except OSError:  # a process that stands still with the lock, or a folder that is gone
             return compile_code(False)
-        return code
+
+
+def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:
+    """Load or compile, and keep; alone, for numba numbers its files as if nobody else did."""
+    mark = folder / f"{name}.kept"
+    if not mark.exists():
+        _tell(COMPILING)
+    try:
+        with _numba_keeps_in(folder):
+            code = compile_code(True)
+        mark.touch(mode=0o600)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+        # A full disk, or a file that a power cut left empty: the next process starts anew.
+        shutil.rmtree(folder, ignore_errors=True)
+        _KEEPING.folder = None
+        return compile_code(False)
+    return code
 
 
 def _tell(sentence: str) -> None:

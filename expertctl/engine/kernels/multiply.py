@@ -23,7 +23,7 @@ BLOCKS_AN_ITEM = 4
 def multiply_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
     """Return the kernel for matrices of one scheme; ``plain`` keeps to what every processor has."""
     function = _function(code_of(scheme), int(plain), scheme.layout.vector_bytes)
-    return compile_kernel(f"multiply {scheme.value}", function)
+    return compile_kernel(f"multiply {scheme.value}{' plainly' * plain}", function)
 
 
 def multiply_items(matrix: PackedMatrix) -> int:

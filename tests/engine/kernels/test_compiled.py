@@ -8,6 +8,7 @@ from typing import Any
 
 import numba
 import pytest
+from filelock import FileLock, Timeout
 from numba import types
 
 from expertctl.engine.kernels import compiled as module
@@ -184,6 +185,36 @@ def test_files_that_a_power_cut_damaged_are_made_again(
         new_process()
         compiled_cache(place)
         assert compiled("triple", compile_triple).cache_hits == hits
+
+
+def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place: Home) -> None:
+    folder = compiled_cache(place)
+    assert folder is not None
+    others = FileLock(folder.with_suffix(".lock"), timeout=0)
+    refused: list[bool] = []
+
+    def compile_and_look(cache: bool) -> bool:
+        with pytest.raises(Timeout):
+            others.acquire()
+        refused.append(cache)
+        return cache
+
+    assert compiled("looked at", compile_and_look)
+    assert refused == [True]
+    others.acquire()
+    others.release()
+
+
+def test_nobody_waits_for_ever_for_a_process_that_stands_still(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.0)
+    folder = compiled_cache(place)
+    assert folder is not None
+    with FileLock(folder.with_suffix(".lock")):
+        assert compiled("triple", compile_triple).ctypes(3) == 9
+    assert folder.exists()
+    assert files(place, ".nbc") == []
 
 
 def test_a_folder_that_went_away_is_no_harm(place: Home) -> None:
