@@ -44,19 +44,18 @@ class Crew:
         self._team: _Team | None = None
         self._closed = False
 
-    def run(self, program: Program | Numbers, *, workers: int | None = None) -> None:
-        """Run a program, or its table, whose program somebody else keeps.
+    def run(self, program: Program, *, workers: int | None = None) -> None:
+        """Run a program.
 
         Raises:
             ValueError: the crew was closed, or there is more than a ticket can count.
         """
-        self._run(_table(program), workers, 0)
+        self._run(program.table, workers, 0)
 
-    def timed(self, program: Program | Numbers, *, workers: int | None = None) -> Numbers:
+    def timed(self, program: Program, *, workers: int | None = None) -> Numbers:
         """Run a program like `run`; return float64 [operations], the seconds that each took."""
-        table = _table(program)
-        spent = np.zeros(len(table), np.int64)
-        self._run(table, workers, spent.ctypes.data)
+        spent = np.zeros(len(program.table), np.int64)
+        self._run(program.table, workers, spent.ctypes.data)
         return spent / 1e9
 
     def close(self) -> None:
@@ -77,10 +76,6 @@ class Crew:
         if team is None or not team.is_here():
             team = self._team = _Team()
         team.run(table, max(min(workers or self.workers, self.workers), 1), times)
-
-
-def _table(program: Program | Numbers) -> Numbers:
-    return program.table if isinstance(program, Program) else program
 
 
 class _Team:
@@ -105,15 +100,15 @@ class _Team:
         return os.getpid() == self._process
 
     def run(self, table: Numbers, workers: int, times: int) -> None:
+        what = table.ctypes.data, len(table), self._address
         with self._lock:
             if workers == 1:
-                self._sharing.run_alone(table, self._address, times)
+                self._sharing.run_alone(*what, times)
                 return
             self._hire(workers - 1)
             self._make_room(len(table))
-            counted = self._sharing.run_shared(
-                table, self._address, self._addresses, workers - 1, times
-            )
+            posts = self._addresses.ctypes.data
+            counted = self._sharing.run_shared(*what, posts, workers - 1, times)
         if not counted:
             raise ValueError(f"over {MOST_ITEMS} items or {MOST_OPERATIONS} operations in a run")
 

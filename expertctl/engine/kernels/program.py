@@ -16,7 +16,10 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """``table`` int64 [operations, 4]: kernel, arguments, address of the items, portion."""
+    """``table`` int64 [operations, 4]: kernel, arguments, address of the items, portion.
+
+    What its addresses point to lives as long as this, so a crew is given this, not the table.
+    """
 
     table: Numbers
     names: tuple[str, ...]

@@ -37,7 +37,7 @@ _LINE = 64
 _TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK = (k * _LINE for k in range(7))
 """Where in the shared memory; each number that all workers write has a cache line of its own."""
 SHARED_WORDS = 7 * _LINE // 8
-ROW_BYTES = 64
+TABLE_BYTES, ROW_BYTES = 32, 64
 _KERNEL, _ARGUMENTS, _ITEMS, _PORTION, _PLACE = (k * 8 for k in range(5))
 _RUN_SHIFT, _OPERATION_SHIFT = 38, 24
 MOST_ITEMS, MOST_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
@@ -48,17 +48,20 @@ _CLOCK_NUMBER = time.CLOCK_MONOTONIC
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
 
-_LONG, _TABLE, _LIST = types.int64, types.int64[:, ::1], types.int64[::1]
+_LONG = types.int64
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is compiled: called with addresses, and without the interpreter's lock."""
+    """What is compiled: called without the interpreter's lock.
 
-    run_alone: Callable[[Numbers, int, int], None]
-    """Run a table on this thread: table, shared memory, times (or 0)."""
-    run_shared: Callable[[Numbers, int, Numbers, int, int], bool]
-    """Run a table with others: table, shared memory, posts, how many of them, times (or 0)."""
+    It gets addresses, for numba would allocate something for each array.
+    """
+
+    run_alone: Callable[[int, int, int, int], None]
+    """Run a table on this thread: table, operations, shared memory, times (or 0)."""
+    run_shared: Callable[[int, int, int, int, int, int], bool]
+    """The same with others: ..., shared memory, posts, how many of them, times (or 0)."""
     attend: Callable[[int, int], None]
     """Take part in every run that is posted until the post is closed: shared memory, post."""
     begin_post: Callable[[int], None]
@@ -76,8 +79,8 @@ def _compile(cached: bool) -> Sharing:
         return numba.njit(signature, nogil=True, cache=cached)(function)
 
     return Sharing(
-        compile_one(types.void(_TABLE, _LONG, _LONG), _run_alone),
-        compile_one(types.boolean(_TABLE, _LONG, _LIST, _LONG, _LONG), _run_shared),
+        compile_one(types.void(*[_LONG] * 4), _run_alone),
+        compile_one(types.boolean(*[_LONG] * 6), _run_shared),
         compile_one(types.void(_LONG, _LONG), _attend),
         compile_one(types.void(_LONG), begin_post.py_func),
         compile_one(types.void(_LONG, _LONG), send.py_func),
@@ -95,25 +98,28 @@ def is_idle(shared: Numbers) -> bool:
     return bool(shared[_DONE // 8] == 0 and operation == shared[_LENGTH // 8])
 
 
-def _run_alone(table: Any, shared: int, times: int) -> None:  # pragma: no cover (compiled)
+def _run_alone(
+    table: int, operations: int, shared: int, times: int
+) -> None:  # pragma: no cover (compiled)
     """Run every operation on this thread."""
     _begin_clock(shared, times)
-    for place in range(len(table)):
-        items = words(table[place, 2], 1)[0]
+    for place in range(operations):
+        kernel, arguments, counted, _portion = words(table + place * TABLE_BYTES, 4)
+        items = words(counted, 1)[0]
         if items > 0:
-            call_at(table[place, 0], 0, items, table[place, 1])
+            call_at(kernel, 0, items, arguments)
             _clock(shared, place)
 
 
 def _run_shared(
-    table: Any, shared: int, posts: Any, others: int, times: int
+    table: int, operations: int, shared: int, posts: int, others: int, times: int
 ) -> bool:  # pragma: no cover (compiled)
     """Run every operation with the first ``others`` of those who wait at posts.
 
     Returns False, and runs nothing, where there is more than a ticket can count.
     """
     run = ((read_now(shared + _TICKET) >> _RUN_SHIFT) + 1) & _RUN_MASK
-    length = _write_rows(table, read_now(shared + _ROOM))
+    length = _write_rows(table, operations, read_now(shared + _ROOM))
     if length < 0 or length > MOST_OPERATIONS:
         return False
     _begin_clock(shared, times)
@@ -121,7 +127,7 @@ def _run_shared(
     write_now(shared + _TICKET, run << _RUN_SHIFT)
     if length > 0:
         for number in range(others):
-            send(posts[number], run)
+            send(words(posts + number * 8, 1)[0], run)
         _take_part(shared, run)
     return True
 
@@ -136,19 +142,20 @@ def _attend(shared: int, post: int) -> None:  # pragma: no cover (compiled)
 
 
 @numba.njit
-def _write_rows(table: Any, room: int) -> int:  # pragma: no cover (compiled)
+def _write_rows(table: int, operations: int, room: int) -> int:  # pragma: no cover (compiled)
     """Write the operations that have items; return how many, or -1 where one has too many."""
     length = 0
-    for place in range(len(table)):
-        items = words(table[place, 2], 1)[0]
+    for place in range(operations):
+        kernel, arguments, counted, portion = words(table + place * TABLE_BYTES, 4)
+        items = words(counted, 1)[0]
         if items > MOST_ITEMS:
             return -1
         if items > 0:
             row = room + length * ROW_BYTES
-            write_now(row + _KERNEL, table[place, 0])
-            write_now(row + _ARGUMENTS, table[place, 1])
+            write_now(row + _KERNEL, kernel)
+            write_now(row + _ARGUMENTS, arguments)
             write_now(row + _ITEMS, items)
-            write_now(row + _PORTION, max(table[place, 3], 1))
+            write_now(row + _PORTION, max(portion, 1))
             write_now(row + _PLACE, place)
             length += 1
     return length
