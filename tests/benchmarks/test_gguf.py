@@ -41,6 +41,7 @@ def small_config() -> ModelConfig:
         heads=4,
         kv_heads=2,
         head_dim=32,
+        rope=replace(config.rope, dims=32),
         windows=(None, None),
     )
 
