@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from expertctl.store.staging import Staging
     from expertctl.store.transaction import Added, Freed, Transaction
 
-_NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.75, 0.8
+_NEAR, _ALIKE, _ALIKE_IN_ALL = 3, 0.66, 0.8  # one of three letters may differ
 """How many names are suggested at most, and how alike they are, in part or in all."""
 
 
