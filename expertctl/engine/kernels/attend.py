@@ -26,12 +26,12 @@ from expertctl.engine.kernels.page_tiles import (
 )
 from expertctl.engine.kernels.scheme import Scheme
 
-TOKENS_AN_ITEM = 12
+TOKENS_AN_ITEM = 24
 """Tokens of a prompt that read a page together."""
 
 Numbers = np.ndarray[Any, Any]
 
-_MOST = 16
+_MOST = 24
 """Queries that read a chunk together: tokens of a prompt, or query heads of one KV head."""
 _SCORES, _TOTALS, _PAGES = _MOST * CHUNK, _MOST * LANES, 2 * TOGETHER
 _NOTHING, _NONE, _ONE = np.float32(NOTHING), np.float32(0), np.float32(1)
@@ -41,7 +41,7 @@ _NOTHING, _NONE, _ONE = np.float32(NOTHING), np.float32(0), np.float32(1)
 def attend_prompt_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     """Return the kernel for consecutive tokens of one text.
 
-    One item is twelve tokens and one query head, all heads of the first tokens first.
+    One item is twenty-four tokens and one query head, all heads of the first tokens first.
     """
     function = _prompt_function(int(numbers is Scheme.FLOAT16))
     return compile_kernel(f"attend prompt {numbers.value}", function)
