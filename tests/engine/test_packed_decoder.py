@@ -21,6 +21,7 @@ from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import (
+    TOLERANCE,
     MakeOracle,
     Oracle,
     assert_same_logits,
@@ -66,11 +67,18 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return build_oracle(tmp_path_factory.mktemp("qwen3") / "model", **SIZES)
 
 
-def exact(oracle: Oracle, ids: list[int]) -> torch.Tensor:
-    """Scores of transformers in float64: its float32 is up to 8e-6 off, as ours is."""
+def assert_exact(ours: torch.Tensor, oracle: Oracle, ids: list[int]) -> None:
+    """Compare scores of the last rows with transformers in float64.
+
+    The bound is 1e-5 or twice what transformers itself loses in float32: on these weights it loses
+    up to 1.1e-5.
+    """
     with torch.inference_mode():
         model = deepcopy(oracle.model).double()
-        return model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        theirs = model(torch.tensor([ids]), use_cache=False).logits[0][-len(ours) :]
+    lost = float((oracle.logits(ids)[-len(ours) :] - theirs).abs().max())
+    assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
+    assert float((ours - theirs).abs().max()) <= max(TOLERANCE, 2 * lost)
 
 
 def packed(oracle: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32, **options: Any) -> Any:
@@ -117,7 +125,7 @@ def test_scores_are_those_of_transformers(
 ) -> None:
     reference = oracle(arch, **{**SIZES, **config})
     ours = scores(packed(reference, crew), IDS, prefill=9)
-    assert_same_logits(ours, exact(reference, IDS)[8:])
+    assert_exact(ours, reference, IDS)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 16, 24])
@@ -125,7 +133,7 @@ def test_a_prompt_read_in_stretches_is_the_whole_prompt(
     chunk: int, qwen3: Oracle, crew: Crew
 ) -> None:
     ours = scores(packed(qwen3, crew, chunk=chunk), IDS, prefill=20)
-    assert_same_logits(ours, exact(qwen3, IDS)[19:])
+    assert_exact(ours, qwen3, IDS)
 
 
 @pytest.mark.parametrize("vectors", [False, True])
@@ -183,7 +191,7 @@ def test_a_text_goes_on_from_where_it_was_rewound_to(qwen3: Oracle, crew: Crew) 
     other.copy_from(cache)
     other.rewind(12)
     again = decoder.prefill(IDS[12:], other).logits
-    assert_same_logits(again[None], exact(qwen3, IDS)[-1:])
+    assert_exact(again[None], qwen3, IDS)
     cache.check_integrity()
     other.check_integrity()
 
@@ -242,7 +250,7 @@ def test_a_prompt_that_is_given_up_leaves_the_text_as_it_was(qwen3: Oracle, crew
         decoder.prefill(IDS[5:], cache, progress=stop)
     assert cache.length == 5
     again = decoder.prefill(IDS[5:], cache).logits
-    assert_same_logits(again[None], exact(qwen3, IDS)[-1:])
+    assert_exact(again[None], qwen3, IDS)
 
 
 def test_a_decoder_at_rest_holds_only_its_weights(qwen3: Oracle, crew: Crew) -> None:
