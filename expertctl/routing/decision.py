@@ -15,7 +15,7 @@ from expertctl.routing.composition import not_composing
 from expertctl.routing.encoded import Encoded
 from expertctl.routing.features import Features
 from expertctl.routing.found import Found
-from expertctl.routing.head import MANY, Verdict, judge, judge_widely
+from expertctl.routing.head import MANY, Verdict, judge, judge_all
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.roster import Roster
 from expertctl.routing.score import DEFAULT_SUCCESS, THRESHOLD, Order, order_key, trusted
@@ -29,6 +29,9 @@ ASKED_LAST = "its examples are about everything, so it is asked last"
 
 JOINS = 0.1
 """The share, less any windfall, from which on an expert counts beside one that it composes with."""
+
+_WITHIN = 16
+"""So many of the closest are looked at for partners."""
 
 _SAME = 0.03
 """Scores further apart than this are not equal, however they are rounded."""
@@ -126,7 +129,9 @@ def _judge(
     for all of them.
     """
     joining = _may_join(roster, running)
-    looked_at = judge_widely if joining else judge
+    if joining:
+        running = _closest(roster, running)
+    looked_at = judge_all if joining else judge
     verdict = looked_at(roster.deep, roster.deep_at[running], encoded.deep[0])
     compared = running[: len(verdict)].tolist()
     _spread(roster, compared, verdict, encoded.deep[0])
@@ -150,7 +155,14 @@ def _may_join(roster: Roster, running: Rows) -> bool:
     """Tell whether one of the closest may join another: it need not be close to count."""
     if not roster.composing:
         return False
-    return len(roster.composing.intersection(running[: MANY.candidates].tolist())) > 1
+    return len(roster.composing.intersection(running[:_WITHIN].tolist())) > 1
+
+
+def _closest(roster: Roster, running: Rows) -> Rows:
+    """Return those closest, and behind them those that compose: many tasks may be closer."""
+    behind = running[MANY.candidates : _WITHIN].tolist()
+    partners = [at for at in behind if at in roster.composing]
+    return np.array([*running[: MANY.candidates].tolist(), *partners], np.int64)
 
 
 def _spread(roster: Roster, compared: list[int], verdict: Verdict, query: Vectors) -> None:

@@ -40,7 +40,7 @@ class Breadth:
 
 FEW, MANY = Breadth(4, 6), Breadth(8, 11)
 COMPETING = 6
-"""How many experts compete where no share has a windfall."""
+"""Where so many experts compete, or more, no share has a windfall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class Verdict:
     ``shares`` is the regression's answer: about 1 for the expert that a prompt belongs to and 0 for
     the others; of experts that are alike, each has what they have together. ``support`` is how
     close the prompt is to an expert's closest texts. ``groups`` numbers what is alike. ``windfall``
-    is what everybody's share has of there being few to compare with, less than 0 with many.
+    is what everybody's share has of there being few to compare with.
     """
 
     shares: Vectors
@@ -87,9 +87,10 @@ def judge(
     return _compared(table, candidates, query, MANY, hidden)
 
 
-def judge_widely(table: VectorTable, candidates: Rows, query: Vectors) -> Verdict:
-    """Compare as many candidates as `judge` does where few leave it open."""
-    return _compared(table, candidates, query, MANY, None) if len(candidates) else NOBODY
+def judge_all(table: VectorTable, candidates: Rows, query: Vectors) -> Verdict:
+    """Compare candidates by as many rows as `judge` does where few leave it open."""
+    breadth = Breadth(len(candidates), MANY.rows)
+    return _compared(table, candidates, query, breadth, None) if len(candidates) else NOBODY
 
 
 def _compared(
@@ -113,7 +114,7 @@ def _windfall(groups: int) -> float:
     Without it a threshold that holds for many experts would let an expert that is alone on its
     base answer nearly everything.
     """
-    return 1 / (groups + 1) - 1 / (COMPETING + 1)
+    return max(1 / (groups + 1) - 1 / (COMPETING + 1), 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -160,6 +160,35 @@ def test_where_some_compose_those_that_are_not_the_closest_are_compared_too(
     assert len(joined.standings) == len(others) + 2
 
 
+def test_a_style_joins_however_many_tasks_are_closer(decided: Decide) -> None:
+    things = [
+        "pears",
+        "figs",
+        "plums",
+        "kites",
+        "doors",
+        "boats",
+        "lamps",
+        "rings",
+        "coins",
+        "books",
+    ]
+    others = [
+        sorting(
+            f"acme/z{thing}",
+            examples=(f"Sort these {thing}: 3, 1, 2", f"Sort the {thing} by size"),
+            description=f"Sorts {thing}.",
+            composition=TASK,
+        )
+        for thing in things
+    ]
+    pair = (sorting(composition=TASK), shouting(composition=STYLE))
+    prompt = "Sort these numbers: 8, 3, 99, all in capital letters"
+    roster, decision = decided(*pair, *others, prompt=prompt)
+    scores = {name(roster, at): each.score for at, each in decision.standings.items()}
+    assert min(scores["acme/sort"], scores["acme/shout"]) >= 0.5
+
+
 def test_who_composes_and_has_no_part_in_a_prompt_gains_nothing(decided: Decide) -> None:
     pair = (sorting(composition=TASK), shouting(composition=STYLE))
     roster, decision = decided(*pair, sql(), prompt=SORT[0])

@@ -15,7 +15,7 @@ from expertctl.routing.head import (
     WIDTH,
     Verdict,
     judge,
-    judge_widely,
+    judge_all,
 )
 from expertctl.routing.vector_table import Vectors, VectorTable
 from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert, table_of
@@ -104,7 +104,7 @@ def test_nobody_is_compared_with_nobody() -> None:
     table = clusters(3)
     nothing = judge(table, np.zeros(0, np.int64), table.rows[0])
     assert nothing is NOBODY
-    assert judge_widely(table, np.zeros(0, np.int64), table.rows[0]) is NOBODY
+    assert judge_all(table, np.zeros(0, np.int64), table.rows[0]) is NOBODY
     assert len(nothing) == len(nothing.evidence) == 0
 
 
@@ -129,8 +129,10 @@ def test_a_prompt_far_from_all_leaves_each_an_even_share(count: int) -> None:
 
 
 def test_the_evidence_for_nobody_does_not_hang_on_how_many_compete() -> None:
-    even = [Verdict(*figures(count)).evidence[0] for count in (1, 2, 3, 5, 6, 8, 14)]
+    even = [Verdict(*figures(count)).evidence[0] for count in (1, 2, 3, 5, 6)]
     assert np.allclose(even, 1 / (COMPETING + 1))
+    many = [Verdict(*figures(count)).evidence[0] for count in (8, 14)]
+    assert np.allclose(many, [1 / 9, 1 / 15])
 
 
 def figures(count: int) -> tuple[Vectors, Vectors, npt.NDArray[np.int64], float]:
@@ -145,8 +147,8 @@ def test_experts_that_are_alike_are_one_answer() -> None:
     texts = [table.rows[table.rows_of(np.array([p]))] for p in range(3)]
     doubled = table_of({expert(n): texts[min(n, 2)] for n in range(5)})  # 2, 3 and 4 are alike
     query = near(table, 2)
-    alone = judge_widely(table, np.arange(3), query)
-    verdict = judge_widely(doubled, np.arange(5), query)
+    alone = judge_all(table, np.arange(3), query)
+    verdict = judge_all(doubled, np.arange(5), query)
     groups = verdict.groups.tolist()
     assert groups[2] == groups[3] == groups[4]
     assert len(set(groups)) == 3
@@ -224,6 +226,6 @@ def test_the_order_of_candidates_does_not_matter() -> None:
     table = clusters(5)
     query = near(table, 1)
     order = np.array([3, 1, 4, 0, 2])
-    there, back = judge_widely(table, order, query), judge_widely(table, np.arange(5), query)
+    there, back = judge_all(table, order, query), judge_all(table, np.arange(5), query)
     assert np.allclose(there.shares, back.shares[order], atol=1e-5)
     assert TEXTS == 8
