@@ -2,7 +2,8 @@
 
 A base stays where it is: ``bases/<name>/base.json`` holds its path, its digests, the shapes of its
 linear layers, and size, time, inode and digest of every file. With a copy, the files lie beside,
-wherever the folder is moved.
+wherever the folder is moved. Whatever changes a record gives ``bases/`` a new time, so whoever
+keeps what was read need look at that only.
 """
 
 import os
@@ -149,9 +150,11 @@ class BaseStore:
         """
         with self._changing():
             home = self._home(base.name)
+            self._say_so()  # before, too: this may be killed between a change and saying so
             (home / _RECORD).unlink(missing_ok=True)
             sync_folder(home)
             remove_tree(home)
+            self._say_so()
 
     def check(self, base: StoredBase) -> None:
         """Demand the files that were added, by size, time and inode; in doubt by content.
@@ -186,7 +189,7 @@ class BaseStore:
         if copy.is_dir() and copy.samefile(base.path):
             base = replace(base, path=copy, copied=True)
         make_folders(home, mode=0o700)
-        write_atomic(home / _RECORD, encode_base(base))
+        self._write(base)
         if not base.copied:
             remove_tree(copy)
         return base
@@ -196,7 +199,7 @@ class BaseStore:
         path = self._home(base.name) / _RECORD
         with self._changing():
             if path.exists() and read_base_record(path) == base:
-                write_atomic(path, encode_base(replace(base, files=files)))
+                self._write(replace(base, files=files))
 
     def _place(self, files: Path, base: StoredBase) -> StoredBase:
         """Move a copy to its place; the record, written last, is the commit."""
@@ -211,8 +214,18 @@ class BaseStore:
             sync_folder(home)
         else:
             placed = replace(sound, added_ns=base.added_ns)
-        write_atomic(home / _RECORD, encode_base(placed))
+        self._write(placed)
         return placed
+
+    def _write(self, base: StoredBase) -> None:
+        self._say_so()
+        write_atomic(self._home(base.name) / _RECORD, encode_base(base))
+        self._say_so()
+
+    def _say_so(self) -> None:
+        """Let those who read records a while ago read them again."""
+        now = time.time_ns()
+        os.utime(self.folder, ns=(now, now))
 
     def _sound_copy(self, home: Path) -> StoredBase | None:
         """Return the copy that is there; another process may be reading it."""

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -96,12 +96,14 @@ class Transaction:
         old = self._installed(new)
         expert, outcome = _decide(old, new)
         path = self._paths.ref(expert.registry, expert.package, expert.version)
+        self._say_so()  # before, too: this may be killed between a change and saying so
         for digest in {file.digest for file in new.layers}:
             make_folders(self._paths.blobs, mode=0o755)
             publish(staging.path(digest), self._paths.blob(digest))
         sync_folder(self._paths.blobs)
         if old != expert:
             self._write_ref(expert, path, staging)
+        self._say_so()  # even where the ref stays: blobs that were damaged are whole now
         for place in self._paths.refs_of(expert.package, expert.version):
             if place != path:
                 self.discard(place)
@@ -129,6 +131,7 @@ class Transaction:
 
     def discard(self, ref: Path) -> None:
         """Remove a ref, damaged or not; its blobs stay."""
+        self._say_so()
         ref.unlink(missing_ok=True)
         sync_folder(ref.parent)
         for folder in ref.parents[:3]:
@@ -174,12 +177,12 @@ class Transaction:
         make_folders(path.parent)
         publish(staging.ref, path)
         sync_folder(path.parent)
-        self._say_so()
 
     def _say_so(self) -> None:
-        """Let those who read refs a while ago see that they changed: `Store.revision`."""
+        """Let those who read refs or blobs a while ago read them again: `Store.revision`."""
         now = time.time_ns()
-        os.utime(self._paths.refs, ns=(now, now))
+        with suppress(FileNotFoundError):  # there was nothing to be read
+            os.utime(self._paths.refs, ns=(now, now))
 
     def _free(self, digests: Iterable[Digest]) -> Freed:
         now = self.scan()

@@ -382,3 +382,24 @@ def test_a_base_that_changes_while_it_is_read_is_refused(bases: BaseStore, direc
     with pytest.raises(InvalidPackageError, match=r"model\.safetensors changed while it was read"):
         bases.add(directory, progress=disturb)
     assert bases.bases() == []
+
+
+def test_whoever_looks_at_the_folder_sees_every_change_of_a_record(
+    bases: BaseStore, directory: Path
+) -> None:
+    def seen() -> int:
+        return bases.folder.stat().st_mtime_ns
+
+    base = bases.add(directory)
+    marks = [seen()]
+    bases.add(directory)
+    marks.append(seen())
+    bases.check(bases.find("my-base"))
+    assert seen() == marks[-1]
+    (directory / "config.json").touch()
+    bases.check(bases.find("my-base"))
+    marks.append(seen())
+    bases.add_copy(directory)
+    marks.append(seen())
+    bases.remove(base)
+    assert len({*marks, seen()}) == 5
