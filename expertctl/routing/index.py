@@ -74,13 +74,20 @@ class RoutingIndex:
         """Make sure that these experts have vectors, on disk where possible."""
         if not self._missing(experts):
             return
-        self._rows.refresh()
-        self._deep.refresh()
+        self.refresh()
         for batch in _batches(self._missing(experts)):
             encoded = self._encoded(batch)
             self._deep.append({digest: deep for digest, (_, deep) in encoded.items()})
             self._rows.append({digest: rows for digest, (rows, _) in encoded.items()})
         self._calibrate()
+
+    def refresh(self) -> None:
+        """Look whether another process has published vectors since."""
+        before = self.revision
+        self._rows.refresh()
+        self._deep.refresh()
+        if self.revision != before:
+            self._calibrate()
 
     def lacking(self, experts: Texts) -> int:
         """Return how many of these experts `add` would encode, by what was read last."""

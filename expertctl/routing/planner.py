@@ -256,7 +256,11 @@ class Planner:
 
     def _tell_of_encoding(self, experts: Sequence[Installed]) -> None:
         """Say why it takes a while, where vectors are made that installing did not make."""
-        lacking = self.index.lacking({expert.digest: expert.manifest for expert in experts})
+        manifests = {expert.digest: expert.manifest for expert in experts}
+        if not self.index.lacking(manifests):
+            return
+        self.index.refresh()  # another process may have made them
+        lacking = self.index.lacking(manifests)
         if lacking:
             whose = "1 expert" if lacking == 1 else f"{lacking} experts"
             name = self.index.encoder.name

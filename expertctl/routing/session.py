@@ -65,12 +65,13 @@ class PlanningSession:
         """
         start = time.perf_counter()
         question, before = Question.of(request, base), self._changes()
-        known = None if files else self._cache.find(question, revision=self._now())
+        known = None if files else self._cache.find(question, revision=self._with_vectors(before))
         if known is not None:
             return as_asked(known, request, took_ms=(time.perf_counter() - start) * 1000)
         planned = self.plan(request, base=base, files=files)
         if not files and self._changes() == before:
-            self._cache.find(question, revision=self._now())  # planning may have added vectors
+            now = self._with_vectors(before)  # planning may have added some
+            self._cache.find(question, revision=now)
             self._cache.keep(question, planned)
         return planned
 
@@ -78,26 +79,28 @@ class PlanningSession:
         """Check that no roster names an expert that was not read, and that there are few."""
         self._cache.check_integrity()
         assert len(self._rosters) <= ROSTERS
-        known = {expert.digest for expert in self.inventory.experts}
+        experts = self._kept[1].experts if self._kept else ()
+        known = {expert.digest for expert in experts}
         for roster in self._rosters.values():
             assert {expert.digest for expert in roster.experts} <= known
 
     def _roster(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> Roster:
-        if self._now() != self._revision:
+        changes = self._changes()  # before anything is read: what changes meanwhile is seen next
+        if self._with_vectors(changes) != self._revision:
             self._rosters.clear()
         key = (base.name, base.identity, request.exclude, request.allow_base_mismatch)
         if key not in self._rosters:
             while len(self._rosters) >= ROSTERS:
                 del self._rosters[next(iter(self._rosters))]
             self._rosters[key] = self.planner.roster(request, base, experts)
-        self._revision = self._now()  # making one may have added vectors
+        self._revision = self._with_vectors(changes)  # making one may have added some
         return self._rosters[key]
 
-    def _now(self) -> _Key:
+    def _with_vectors(self, changes: _Key) -> _Key:
         """Return what changes with anything that a plan depends on."""
-        return self.planner.index.revision, *self._changes()
+        return self.planner.index.revision, *changes
 
     def _changes(self) -> _Key:
         """Return what changes with all but the vectors, which planning itself may add."""

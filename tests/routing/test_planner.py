@@ -65,6 +65,19 @@ def test_vectors_that_are_made_when_somebody_waits_are_told_of_once(
     assert told[1:] == ["making the routing vectors of 1 expert with lexical, to be kept"]
 
 
+def test_vectors_that_another_process_made_are_not_told_of(
+    house: House, shop: Shop, planner: Planner
+) -> None:
+    told: list[str] = []
+    waited_for = replace(planner, tell=told.append)
+    house.install(shop.package("acme/sorting", **SORTING), index=house.index)
+    waited_for.plan(RouteRequest(prompt=PROMPT))
+    house.install(shop.package("acme/plurals", **PLURALS), index=house.index)
+    waited_for.plan(RouteRequest(prompt=PROMPT))
+    assert told == []
+    waited_for.index.check_integrity()
+
+
 def test_the_prompt_finds_the_expert_for_it(house: House, shop: Shop, planner: Planner) -> None:
     house.install(shop.package("acme/sorting", **SORTING), shop.package("acme/plurals", **PLURALS))
     planned = planner.plan(RouteRequest(prompt=PROMPT))

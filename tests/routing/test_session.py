@@ -1,6 +1,8 @@
 """A session plans as a planner does, and works out who may answer only when that changed."""
 
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from expertctl.routing.roster import Roster
 from expertctl.routing.session import ROSTERS, PlanningSession
 from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
+from expertctl.store.flags import FILE as FLAGGED_FILE
+from expertctl.store.flags import GRAB_ALL, Flag, write_flagged
 from tests.factories import write_base
 from tests.store.shop import House, Shop, a_key, fast, house, shop
 
@@ -152,4 +156,80 @@ def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(planner: 
     session = PlanningSession(planner)
     for n in range(ROSTERS + 4):
         session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{n}"),)))
+        session.check_integrity()
+
+
+def test_what_is_flagged_while_a_roster_is_made_counts_for_the_next_prompt(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process judges between the reading of the flags and the end of encoding."""
+    digest = planner.plan(REQUESTS[0]).experts[0].digest
+    flags = {digest: (Flag(GRAB_ALL, "its examples are everywhere"),)}
+    roster = Planner.roster
+
+    def overtaken(
+        self: Planner, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
+    ) -> Roster:
+        made = roster(self, request, base, experts)
+        write_flagged(planner.index.folder / FLAGGED_FILE, flags)
+        return made
+
+    session = PlanningSession(planner)
+    with monkeypatch.context() as patch:
+        patch.setattr(Planner, "roster", overtaken)
+        session.recall(REQUESTS[0])
+    theirs = planner.plan(REQUESTS[0]).result.candidates
+    assert session.recall(REQUESTS[0]).result.candidates == theirs
+    assert [c.flags for c in theirs if c.flags] == [flags[digest]]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["moved", "made the default"])
+def test_a_base_that_is_added_again_is_planned_with_at_once(
+    again: bool, planner: Planner, house: House, shop: Shop, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(shop.base_dir, tmp_path / "other-base"))
+    if again:
+        house.bases.add(other, name="other-base")
+    session = PlanningSession(planner)
+    before = session.recall(REQUESTS[0]).base
+    added = house.bases.add(shop.base_dir if again else other, name="tiny-base")
+    assert before != added
+    assert session.recall(REQUESTS[0]).base == added
+
+
+def test_files_of_a_base_with_another_time_are_read_once_more_only(
+    planner: Planner, house: House, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "here", layers=1, hidden=16, heads=2, kv_heads=1)
+    house.bases.add(directory)
+    session = PlanningSession(planner)
+    before = session.recall(REQUESTS[0], base="here").base
+    (directory / "config.json").touch()
+    house.bases.check(before)
+    now = session.recall(REQUESTS[0], base="here").base
+    assert now == house.bases.find("here")
+    assert now != before
+
+
+def test_an_expert_that_was_repaired_is_read_again(
+    planner: Planner, house: House, shop: Shop
+) -> None:
+    session = PlanningSession(planner)
+    (expert,) = session.recall(REQUESTS[0]).experts
+    house.store.blob_path(expert.stored.file("expert.json").digest).unlink()
+    session = PlanningSession(planner)
+    assert session.recall(REQUESTS[0]).experts == ()
+    house.install(shop.package("acme/sorting", **SORTING))
+    assert session.recall(REQUESTS[0]).experts == (expert,)
+
+
+def test_a_roster_of_what_is_not_read_any_more_is_found(planner: Planner, house: House) -> None:
+    session = PlanningSession(planner)
+    session.plan(REQUESTS[0])
+    house.store.remove(session.inventory.experts[0].stored)
+    session.check_integrity()  # it has not looked since
+    assert session._kept is not None
+    mark, inventory = session._kept
+    session._kept = (mark, replace(inventory, experts=()))
+    with pytest.raises(AssertionError):
         session.check_integrity()
