@@ -155,7 +155,7 @@ def run(words: list[str]) -> int:
 
 def _explained(error: ExpertError) -> ExpertError:
     """Say which expert may be meant, where a name is at fault; the store is read only then."""
-    if not getattr(error, "misnamed", ""):
+    if not isinstance(error, UsageError) or not error.misnamed:
         return error
     from expertctl.cli.misnamed import explained
 

@@ -76,6 +76,18 @@ def test_a_slip_is_answered_with_what_may_be_meant(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "read"), [(["remove", "units"], True), (["remove", "acme/units"], False)]
+)
+def test_what_may_be_meant_is_looked_up_only_for_a_name_at_fault(
+    words: list[str], read: bool, monkeypatch: pytest.MonkeyPatch, home: Path
+) -> None:
+    monkeypatch.setenv("EXPERT_HOME", str(home))
+    monkeypatch.delitem(sys.modules, "expertctl.cli.misnamed", raising=False)
+    assert app.run(words) in {2, 3}
+    assert ("expertctl.cli.misnamed" in sys.modules) == read
+
+
 def test_version_is_printed_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.run(["--version"]) == 0
     assert capsys.readouterr().out == f"expertctl {__version__}\n"
