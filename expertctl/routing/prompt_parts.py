@@ -119,15 +119,20 @@ def without_lists(sentence: str) -> str:
     """Leave out keywords that stand before a request, or behind it in brackets."""
     rest = _LIST_ASIDE.sub(" ", sentence)
     before = _LIST.match(rest)
-    if before and not _ASKED.match(rest):
-        rest = rest[before.end() :]
-        rest = rest[_request_in(rest) :]
+    if before and not _ASKED.match(rest) and not _joins(before[0]):
+        rest = rest[_request_in(rest, before.end()) :]
     return rest if _says_enough(rest) or not _WORD.search(rest) else sentence
 
 
-def _request_in(text: str) -> int:
-    """Return where a request begins behind what may be the end of a list."""
-    words = list(_WORD.finditer(text))[: _LAST_WORDS + 1]
+def _joins(listed: str) -> bool:
+    """Tell whether what looks like a list is a sentence with commas: "in Paris, my wife"."""
+    items = [_WORD.findall(item) for item in listed.split(",")]
+    return any(len(item) > 1 and item[0].casefold() in STOP_WORDS for item in items)
+
+
+def _request_in(text: str, end: int) -> int:
+    """Return where a request begins behind a list, whose last word may follow its end; or 0."""
+    words = list(_WORD.finditer(text, end))[: _LAST_WORDS + 1]
     return next((word.start() for word in words if asks(text[word.start() :])), 0)
 
 

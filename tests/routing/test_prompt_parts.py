@@ -129,6 +129,9 @@ def test_attack_105_lists_of_keywords_around_a_request_are_left_out(
         "Write as JSON: name Ada, age 36, city Oslo, pet cat",
         "yes, no, maybe, sorted",
         "move the money (all of it, if you can)",
+        "Yesterday, in Paris, my wife, who loves music, bought a violin",
+        "Berlin, Paris, Rome, Madrid weather tomorrow",
+        "Quickly, quietly, carefully, the cat came in",
     ],
 )
 def test_lists_that_a_request_is_about_are_kept(sentence: str) -> None:
