@@ -1,7 +1,8 @@
-"""The decoder of CPUs: the same calls as `decoder.Decoder`, run as programs of compiled kernels.
+"""The decoder of CPUs: the calls of `decoder.Decoder`, run as programs of compiled kernels.
 
 A plan of experts has a program that reads stretches of a prompt and one that reads a token; both
-are made when the plan is first used and kept until another comes. A token allocates no memory.
+are made when the plan is first used and kept until another comes. A token allocates no row. One
+thread at a time may use it: inputs and scores of a program are its own, not the caller's.
 """
 
 import time
