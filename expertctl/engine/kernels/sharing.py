@@ -5,7 +5,8 @@ come back to an earlier value (within 2^25 runs), so a claim, which replaces it 
 fails for whoever looked at a run that is over. What workers look at before they claim is the
 crew's own memory, which stays: `SHARED_WORDS` int64 and room for the operations. The
 next operation begins when all items of the last one are done, not when all workers have said so:
-a worker that the system holds up is waited for only while it has items in hand.
+a worker that the system holds up is waited for only while it has items in hand. So it may look at
+any moment of a later run: the length that is written there names its run, as the ticket does.
 """
 
 import time
@@ -35,11 +36,15 @@ Numbers = np.ndarray[Any, Any]
 
 _LINE = 64
 _TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK = (k * _LINE for k in range(7))
-"""Where in the shared memory; each number that all workers write has a cache line of its own."""
+"""Where in the shared memory; each number that all workers write has a cache line of its own.
+
+The length is what the ticket comes to, without items: the run, and how many operations it has.
+"""
 SHARED_WORDS = 7 * _LINE // 8
 TABLE_BYTES, ROW_BYTES = 32, 64
 _KERNEL, _ARGUMENTS, _ITEMS, _PORTION, _PLACE = (k * 8 for k in range(5))
 _RUN_SHIFT, _OPERATION_SHIFT = 38, 24
+_LENGTH_SHIFT = _RUN_SHIFT - _OPERATION_SHIFT
 MOST_ITEMS, MOST_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
 _RUN_MASK = (1 << 25) - 1
 _SPINS = 500
@@ -94,8 +99,8 @@ def lend_room(shared: Numbers, room: int) -> None:
 
 def is_idle(shared: Numbers) -> bool:
     """Return whether every operation of the last run is done."""
-    operation = (int(shared[_TICKET // 8]) >> _OPERATION_SHIFT) & MOST_OPERATIONS
-    return bool(shared[_DONE // 8] == 0 and operation == shared[_LENGTH // 8])
+    reached = int(shared[_TICKET // 8]) >> _OPERATION_SHIFT
+    return bool(shared[_DONE // 8] == 0 and reached == shared[_LENGTH // 8])
 
 
 def _run_alone(
@@ -123,7 +128,7 @@ def _run_shared(
     if length < 0 or length > MOST_OPERATIONS:
         return False
     _begin_clock(shared, times)
-    write_now(shared + _LENGTH, length)
+    write_now(shared + _LENGTH, run << _LENGTH_SHIFT | length)
     write_now(shared + _TICKET, run << _RUN_SHIFT)
     if length > 0:
         for number in range(others):
@@ -167,9 +172,9 @@ def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
     spins = 0
     while True:
         ticket = read_now(shared + _TICKET)
-        operation = (ticket >> _OPERATION_SHIFT) & MOST_OPERATIONS
-        if ticket >> _RUN_SHIFT != run or operation >= read_now(shared + _LENGTH):
+        if ticket >> _RUN_SHIFT != run or _is_over(ticket, read_now(shared + _LENGTH)):
             return
+        operation = (ticket >> _OPERATION_SHIFT) & MOST_OPERATIONS
         row = read_now(shared + _ROOM) + operation * ROW_BYTES
         first, items = ticket & MOST_ITEMS, read_now(row + _ITEMS)
         last = min(first + read_now(row + _PORTION), items)
@@ -183,6 +188,15 @@ def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
                 next_operation = ((ticket >> _OPERATION_SHIFT) + 1) << _OPERATION_SHIFT
                 write_now(shared + _TICKET, next_operation)
             spins = 0
+
+
+@numba.njit
+def _is_over(ticket: int, length: int) -> bool:  # pragma: no cover (compiled)
+    """Return whether the ticket's run has no more operations.
+
+    The length of the next run is written before its ticket: who sees it looked at an old ticket.
+    """
+    return length >> _LENGTH_SHIFT != ticket >> _RUN_SHIFT or ticket >> _OPERATION_SHIFT >= length
 
 
 @numba.njit
