@@ -70,21 +70,29 @@ class Crew:
             self._team.check_integrity()
 
     def _run(self, table: Numbers, workers: int | None, times: int) -> None:
-        if self._closed:
-            raise ValueError("the crew was closed")
+        self._check_open()
         team = self._team
         if team is None or not team.is_here():
             team = self._team = _Team()
-        team.run(table, max(min(workers or self.workers, self.workers), 1), times)
+        with team.lock:
+            self._check_open()  # again, for another caller may have closed it in between
+            team.run(table, max(min(workers or self.workers, self.workers), 1), times)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the crew was closed")
 
 
 class _Team:
-    """The threads of one crew in one process, and the memory that they share."""
+    """The threads of one crew in one process, and the memory that they share.
+
+    Whoever runs something holds the lock.
+    """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._sharing = sharing()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._shared = aligned(SHARED_WORDS, np.int64)
         self._address = self._shared.ctypes.data
         self._rooms: list[Numbers] = []
@@ -101,24 +109,22 @@ class _Team:
 
     def run(self, table: Numbers, workers: int, times: int) -> None:
         what = table.ctypes.data, len(table), self._address
-        with self._lock:
-            if workers == 1:
-                self._sharing.run_alone(*what, times)
-                return
-            self._hire(workers - 1)
-            self._make_room(len(table))
-            posts = self._addresses.ctypes.data
-            counted = self._sharing.run_shared(*what, posts, workers - 1, times)
-        if not counted:
+        if workers == 1:
+            self._sharing.run_alone(*what, times)
+            return
+        self._hire(workers - 1)
+        self._make_room(len(table))
+        posts = self._addresses.ctypes.data
+        if not self._sharing.run_shared(*what, posts, workers - 1, times):
             raise ValueError(f"over {MOST_ITEMS} items or {MOST_OPERATIONS} operations in a run")
 
     def dismiss(self) -> None:
         if self.is_here():
-            with self._lock:
+            with self.lock:
                 self._end()
 
     def check_integrity(self) -> None:
-        with self._lock:
+        with self.lock:
             assert is_idle(self._shared), "a run was left halfway"
 
     def _hire(self, others: int) -> None:

@@ -14,9 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from expertctl.engine.kernels import crew as module
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.program import ProgramBuilder
-from expertctl.engine.kernels.sharing import MOST_ITEMS, MOST_OPERATIONS
+from expertctl.engine.kernels.sharing import MOST_ITEMS, MOST_OPERATIONS, Sharing, sharing
 from tests.engine.kernels.programs import Mix, count_kernel, mixing, on_one_array, who_kernel
 
 ARRAYS, LENGTH = 3, 64
@@ -195,6 +196,40 @@ def test_threads_begin_with_the_first_shared_run_and_end_at_close() -> None:
     crew.close()
     with pytest.raises(ValueError, match="closed"):
         crew.run(program)
+
+
+def test_who_found_a_crew_open_that_is_closed_in_between_is_refused() -> None:
+    before = len(crew_threads())
+    crew, out = Crew(3), np.zeros(9, np.int64)
+    crew.run(on_one_array(count_kernel(), out), workers=2)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def close_first(_team: object) -> bool:
+            patch.undo()
+            crew.close()
+            return True
+
+        patch.setattr(module._Team, "is_here", close_first)
+        with pytest.raises(ValueError, match="closed"):
+            crew.run(on_one_array(count_kernel(), out))
+    assert len(crew_threads()) == before
+    assert set(out.tolist()) == {1}
+
+
+def test_a_crew_that_is_closed_while_its_first_run_begins_hires_nobody() -> None:
+    before = len(crew_threads())
+    crew, out = Crew(3), np.zeros(9, np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def close_first() -> Sharing:
+            crew.close()
+            return sharing()
+
+        patch.setattr(module, "sharing", close_first)
+        with pytest.raises(ValueError, match="closed"):
+            crew.run(on_one_array(count_kernel(), out))
+    assert len(crew_threads()) == before
+    assert not out.any()
 
 
 def test_a_crew_that_never_worked_closes_too() -> None:
