@@ -37,6 +37,18 @@ Code = TypeVar("Code")
 _PATIENCE = 60.0
 """Seconds to wait for another process that compiles the same."""
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    ValueError,
+    ImportError,
+    AttributeError,
+    LookupError,
+    TypeError,
+)
+"""What numba and pickle raise for a file with other bytes than were kept, or for a full disk."""
 
 
 @dataclass(slots=True)
@@ -89,7 +101,7 @@ def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code
         with _numba_keeps_in(folder):
             code = compile_code(True)
         mark.touch(mode=0o600)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError):
+    except _DAMAGE:
         # A full disk, or a file that a power cut left empty: the next process starts anew.
         shutil.rmtree(folder, ignore_errors=True)
         _KEEPING.folder = None

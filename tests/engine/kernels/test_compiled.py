@@ -167,7 +167,9 @@ def test_code_that_another_user_planted_is_not_loaded(
 
 @pytest.mark.parametrize("suffix", [".nbi", ".nbc"])
 @pytest.mark.parametrize(
-    "content", [b"", bytes(100), b"\x80\x04\x95"], ids=["empty", "zeros", "cut"]
+    "content",
+    [b"", bytes(100), b"\x80\x04\x95", b"garbage\n", b"cno_such_module\nname\n.", b"."],
+    ids=["empty", "zeros", "cut", "garbage", "no module", "no stack"],
 )
 def test_files_that_a_power_cut_damaged_are_made_again(
     place: Home, new_process: Callable[[], None], suffix: str, content: bytes
