@@ -31,7 +31,7 @@ TOKENS_AN_ITEM = 24
 
 Numbers = np.ndarray[Any, Any]
 
-_MOST = 24
+_MOST = TOKENS_AN_ITEM
 """Queries that read a chunk together: tokens of a prompt, or query heads of one KV head."""
 _SCORES, _TOTALS, _PAGES = _MOST * CHUNK, _MOST * LANES, 2 * TOGETHER
 _NOTHING, _NONE, _ONE = np.float32(NOTHING), np.float32(0), np.float32(1)

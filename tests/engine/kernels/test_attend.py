@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expertctl.engine.kernels.attend import TOKENS_AN_ITEM
 from expertctl.engine.kernels.heads import PAGE, HeadsShape
 from expertctl.engine.kernels.scheme import Scheme
 from tests.engine.kernels.paged import Text, plain_attention, random_rows, step_of
@@ -49,6 +50,17 @@ def test_a_window_lets_a_token_see_so_many_tokens(window: int) -> None:
     for position in (0, 15, 16, 63, 64, 150, 199):
         step = text.step(rows[position : position + 1], position)
         assert np.abs(step - expected[position]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, TOKENS_AN_ITEM, TOKENS_AN_ITEM + 1])
+def test_there_is_room_for_as_many_queries_as_read_a_page_together(more: int) -> None:
+    count = TOKENS_AN_ITEM + more
+    text, rows = prompt(SMALL, count)
+    assert np.abs(text.read(rows) - plain_attention(rows, SMALL, None)).max() < TOLERANCE
+    heads = HeadsShape(count, 1, 16)
+    text, rows = prompt(heads, 5)
+    expected = plain_attention(rows, heads, None)
+    assert np.abs(text.step(rows[-1:], 4) - expected[-1]).max() < TOLERANCE
 
 
 @settings(max_examples=40, deadline=None)
