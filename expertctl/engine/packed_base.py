@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.packed import PackedMatrix, pack
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -63,12 +65,29 @@ class PackedBase:
 
 
 def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
-    """Pack a base that was read."""
+    """Pack a base that was read.
+
+    Raises:
+        IncompatibleError: for heads or a middle of the MLP that do not fill blocks.
+    """
+    _check_sizes(config)
     packer = _Packer(weights, scheme)
     embedding = packer.matrix(EMBEDDING)
     head = packer.matrix(HEAD) if HEAD in weights.tensors else embedding
     layers = tuple(packer.layer(config, number) for number in range(config.layers))
     return PackedBase(config, scheme, embedding, head, packer.vector("model.norm.weight"), layers)
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Check that what lies in one matrix with others begins a block there."""
+    sizes = {"head_dim": config.head_dim, "intermediate_size": config.intermediate_size}
+    wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
+    if wrong:
+        raise IncompatibleError(
+            f"the kernels of this machine cannot run this base: {' and '.join(wrong)}, "
+            f"not a multiple of {LANES}",
+            hint="try --engine transformers, which runs bases of every size, with one expert",
+        )
 
 
 class _Packer:

@@ -11,12 +11,13 @@ from expertctl.engine.base_weights import BaseWeights, load_base
 from expertctl.engine.kernels.packed import unpack
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import PackedBase, pack_base
+from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING, HEAD, read_config
 from tests.factories import write_base
 
 
 def loaded(directory: Path, *, held: torch.dtype = torch.float32, **config: Any) -> BaseWeights:
-    write_base(directory, head_dim=16, hidden=48, intermediate=80, **config)
+    write_base(directory, **{"head_dim": 16, "hidden": 48, "intermediate": 80, **config})
     return load_base(directory, read_config(directory), dtype=held)
 
 
@@ -98,3 +99,21 @@ def test_bytes_are_those_of_the_numbers_and_scales(
         assert tensor.shape[0] % 16 == 0 or name == EMBEDDING
     assert base.nbytes == total
     assert base.head is base.embedding
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"head_dim": 24}, ["head_dim is 24"]),
+        ({"intermediate": 90}, ["intermediate_size is 90"]),
+        ({"head_dim": 8, "intermediate": 8}, ["head_dim is 8", "intermediate_size is 8"]),
+    ],
+)
+def test_a_base_that_does_not_fill_blocks_is_refused_with_a_way_out(
+    sizes: dict[str, Any], named: list[str], tmp_path: Path
+) -> None:
+    weights = loaded(tmp_path / "base", **sizes)
+    with pytest.raises(IncompatibleError, match="not a multiple of 16") as refused:
+        pack_base(read_config(tmp_path / "base"), weights, Scheme.FLOAT32)
+    assert all(name in str(refused.value) for name in named)
+    assert "--engine transformers" in refused.value.hint
