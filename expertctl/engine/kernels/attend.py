@@ -33,7 +33,9 @@ Numbers = np.ndarray[Any, Any]
 
 _MOST = TOKENS_AN_ITEM
 """Queries that read a chunk together: tokens of a prompt, or query heads of one KV head."""
-_SCORES, _TOTALS, _PAGES = _MOST * CHUNK, _MOST * LANES, 2 * TOGETHER
+_SCORES, _TOTALS, _PAGES = _MOST * CHUNK, _MOST * LANES, 2 * 2 * TOGETHER
+_NO_WINDOW = -(1 << 30)
+"""Before every token of a text."""
 _NOTHING, _NONE, _ONE = np.float32(NOTHING), np.float32(0), np.float32(1)
 
 
@@ -152,19 +154,19 @@ def _attend(
     last = (end - 1) // PAGE
     for chunk in range(first // TOGETHER, last // TOGETHER + 1):
         skipped = max(first - chunk * TOGETHER, 0)
-        _find(longs_at(pages, TOGETHER), longs_at(table, last + 1), chunk, first, last)
+        _find(longs_at(pages, 2 * TOGETHER), longs_at(table, last + 1), chunk, first, last)
         score_pages(half, pages, keys, values - keys, rows, stride, scores, dim, count)
+        high = position - chunk * CHUNK
+        low = high - window + 1 if window > 0 else _NO_WINDOW
         for query in range(count):
-            high = position + ahead * query - chunk * CHUNK
-            low = high - window + 1 if window > 0 else 0
             floats_at(corrections, count)[query] = weigh_scores(
-                scores + query * CHUNK_BYTES, low, high, scale,
+                scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
                 largest + query * 4, totals + query * VECTOR_BYTES,
             )  # fmt: skip
         add_pages(
-            half, pages + skipped * 8, min(end - chunk * CHUNK, CHUNK) - skipped * PAGE, values,
-             scores + skipped * VECTOR_BYTES, corrections, out, out_stride, dim // LANES,
-            count,
+            half, pages + skipped * 8, min(end - chunk * CHUNK, CHUNK) - skipped * PAGE,
+            low - skipped * PAGE, high - skipped * PAGE, ahead, values, keys - values,
+            scores + skipped * VECTOR_BYTES, corrections, out, out_stride, dim // LANES, count,
         )  # fmt: skip
     for query in range(count):
         factor = _ONE / total_at(totals + query * VECTOR_BYTES)
@@ -190,6 +192,6 @@ def _fill(row: Any) -> None:  # pragma: no cover - compiled
 def _find(
     pages: Any, table: Any, chunk: Any, first: Any, last: Any
 ) -> None:  # pragma: no cover - compiled
-    """Find the pages of a chunk; for those that nobody reads, the next one that somebody does."""
-    for number in range(TOGETHER):
+    """Find the pages of a chunk and the next; where nobody reads one, the nearest that is read."""
+    for number in range(2 * TOGETHER):
         pages[number] = table[min(max(chunk * TOGETHER + number, first), last)]

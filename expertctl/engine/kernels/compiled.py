@@ -9,10 +9,12 @@ numba, llvmlite, Python and the processor. Compiled code belongs to the process,
 import hashlib
 import os
 import pickle
+import re
 import shutil
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +24,9 @@ from typing import TypeVar
 import llvmlite
 import numba
 from filelock import FileLock
-from llvmlite import binding
 
 from expertctl.durable import make_folders
-from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.engine.kernels.cpu import compiled_features, host_cpu
 from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
 
@@ -36,6 +37,9 @@ Code = TypeVar("Code")
 
 _PATIENCE = 60.0
 """Seconds to wait for another process that compiles the same."""
+_UNUSED_DAYS = 30
+"""After so many without use the code of another version is removed."""
+_NAME = re.compile(r"[0-9a-f]{32}")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _DAMAGE = (
     OSError,
@@ -70,9 +74,11 @@ def compiled_cache(home: Home, *, tell: Tell = tell_nobody) -> Path | None:
     ``tell`` gets a sentence when something has to be compiled, once.
     """
     with _LOCK:
-        _KEEPING.folder = _folder(home)
+        folder = _KEEPING.folder = _folder(home)
         _KEEPING.tell, _KEEPING.told = tell, False
-        return _KEEPING.folder
+        if folder is not None:
+            _remove_unused(folder)
+        return folder
 
 
 def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
@@ -140,6 +146,26 @@ def _folder(home: Home) -> Path | None:
         return None
 
 
+def _remove_unused(current: Path) -> None:
+    """Remove folders of other versions, or other processors, that nobody has used for a while."""
+    oldest = time.time() - _UNUSED_DAYS * 86_400
+    for folder in sorted(current.parent.iterdir()):
+        if folder == current or not _NAME.fullmatch(folder.name):
+            continue
+        try:
+            if _is_ours(folder) and _last_used(folder) < oldest:
+                with FileLock(folder.with_suffix(".lock"), timeout=0, mode=0o600):
+                    shutil.rmtree(folder)
+                folder.with_suffix(".lock").unlink(missing_ok=True)
+        except OSError:
+            continue  # another process uses it or removes it, or it cannot be removed
+
+
+def _last_used(folder: Path) -> float:
+    """Return when something of it was loaded or kept; loading touches a mark."""
+    return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
+
+
 def _is_ours(folder: Path) -> bool:
     """Tell whether nobody else may put files there; a link to a folder may be changed later."""
     found = folder.lstat()
@@ -151,7 +177,7 @@ def _identity() -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(hashlib.sha256(source.read_bytes()).digest())
-    features = sorted(name for name, there in binding.get_host_cpu_features().items() if there)
+    features = sorted(compiled_features())
     versions = (numba.__version__, llvmlite.__version__, sys.version, host_cpu().name, *features)
     digest.update("\n".join(versions).encode())
     return digest.hexdigest()[:32]

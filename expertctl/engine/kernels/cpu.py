@@ -1,14 +1,19 @@
 """What the processor can do that the kernels have a path of their own for."""
 
+import platform
+import sys
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
+import numba
 from llvmlite import binding
+from numba.core.codegen import get_host_cpu_features
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A processor by the two instructions that matter and the width of its registers.
+    """A processor by the instructions that matter and the width of its registers.
 
     Everything else is generic vectors of sixteen lanes, which LLVM lowers to what is there.
     """
@@ -20,24 +25,51 @@ class Cpu:
     """``vpdpbusd``: sixty-four byte products summed to sixteen int32."""
     wide: bool
     """Thirty-two registers of 64 bytes."""
+    half: bool
+    """float32 to float16 and back."""
 
     def plain(self) -> "Cpu":
         """Return the same processor as if it had neither dot instruction."""
-        return Cpu(self.name, bf16_dot=False, byte_dot=False, wide=self.wide)
+        return Cpu(self.name, bf16_dot=False, byte_dot=False, wide=self.wide, half=self.half)
 
 
 @cache
 def host_cpu() -> Cpu:
-    """Return the processor of this machine."""
-    features = binding.get_host_cpu_features()
-
-    def has(*names: str) -> bool:
-        return all(features.get(name, False) for name in names)
-
-    wide = has("avx512f", "avx512bw", "avx512vl")
+    """Return the processor that numba compiles for: this machine's, or the one it was told."""
+    features = compiled_features()
+    wide = {"avx512f", "avx512bw", "avx512vl"} <= features
     return Cpu(
-        name=binding.get_host_cpu_name(),
-        bf16_dot=wide and has("avx512bf16"),
-        byte_dot=wide and has("avx512vnni"),
+        name=numba.config.CPU_NAME or binding.get_host_cpu_name(),
+        bf16_dot=wide and "avx512bf16" in features,
+        byte_dot=wide and "avx512vnni" in features,
         wide=wide,
+        half=_has_half(features, platform.machine().lower()),
     )
+
+
+def compiled_features() -> frozenset[str]:
+    """Return the features that code is compiled for.
+
+    Of ``NUMBA_CPU_FEATURES`` it is those that are named, whatever the name of the processor says.
+    """
+    told = numba.config.CPU_FEATURES
+    listed = get_host_cpu_features() if told is None else told
+    there: dict[str, bool] = {}
+    for feature in filter(None, (each.strip() for each in listed.split(","))):
+        there[feature.lstrip("+-")] = not feature.startswith("-")
+    return frozenset(name for name, has in there.items() if has)
+
+
+def _has_half(features: frozenset[str], machine: str) -> bool:
+    """AArch64 always has it; elsewhere it is not known, and integers are always right."""
+    if machine in {"aarch64", "arm64"}:
+        return True
+    return "avx512f" in features or {"avx", "f16c"} <= features
+
+
+def sold_as() -> str:
+    """Return the name under which the processor is sold, as far as the system says it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(names), platform.processor() or sys.platform)

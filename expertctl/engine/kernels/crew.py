@@ -41,7 +41,8 @@ class Crew:
     def __init__(self, workers: int) -> None:
         """Use at most so many threads, the caller's among them."""
         self.workers = max(workers, 1)
-        self._team: _Team | None = None
+        self._teams: dict[int, _Team] = {}
+        """By process: a fork leaves its parent's threads behind."""
         self._closed = False
 
     def run(self, program: Program, *, workers: int | None = None) -> None:
@@ -61,22 +62,27 @@ class Crew:
     def close(self) -> None:
         """End the threads; there is no run after that."""
         self._closed = True
-        if self._team is not None:
-            self._team.dismiss()
+        team = self._teams.get(os.getpid())
+        if team is not None:
+            team.dismiss()
 
     def check_integrity(self) -> None:
         """Check that no run was left halfway."""
-        if self._team is not None:
-            self._team.check_integrity()
+        team = self._teams.get(os.getpid())
+        if team is not None:
+            team.check_integrity()
 
     def _run(self, table: Numbers, workers: int | None, times: int) -> None:
         self._check_open()
-        team = self._team
-        if team is None or not team.is_here():
-            team = self._team = _Team()
+        team = self._team()
         with team.lock:
             self._check_open()  # again, for another caller may have closed it in between
             team.run(table, max(min(workers or self.workers, self.workers), 1), times)
+
+    def _team(self) -> "_Team":
+        """Return the team of this process; of two made by callers who meet here, one stays."""
+        process = os.getpid()
+        return self._teams.get(process) or self._teams.setdefault(process, _Team(process))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -89,8 +95,8 @@ class _Team:
     Whoever runs something holds the lock.
     """
 
-    def __init__(self) -> None:
-        self._process = os.getpid()
+    def __init__(self, process: int) -> None:
+        self._process = process
         self._sharing = sharing()
         self.lock = threading.Lock()
         self._shared = aligned(SHARED_WORDS, np.int64)
@@ -102,10 +108,6 @@ class _Team:
         self._threads: list[threading.Thread] = []
         ends = (self._process, self._sharing, self._posts, self._threads)
         self._end = weakref.finalize(self, _dismiss, *ends)
-
-    def is_here(self) -> bool:
-        """Return whether this is the process that the threads are in: a fork leaves them behind."""
-        return os.getpid() == self._process
 
     def run(self, table: Numbers, workers: int, times: int) -> None:
         what = table.ctypes.data, len(table), self._address
@@ -119,9 +121,8 @@ class _Team:
             raise ValueError(f"over {MOST_ITEMS} items or {MOST_OPERATIONS} operations in a run")
 
     def dismiss(self) -> None:
-        if self.is_here():
-            with self.lock:
-                self._end()
+        with self.lock:
+            self._end()
 
     def check_integrity(self) -> None:
         with self.lock:

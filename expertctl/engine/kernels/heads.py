@@ -10,10 +10,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
+from numba import types
+from numba.core.errors import RequireLiteralValue
+from numba.extending import intrinsic, register_jitable
 
 from expertctl.engine.kernels.elementwise import normalise
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes
 from expertctl.engine.kernels.memory import float16_bits, floats_at, halves_at, longs_at, words
 from expertctl.engine.kernels.scheme import Scheme
 
@@ -53,11 +56,11 @@ class HeadsShape:
 def heads_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     """Return the kernel for pages of these numbers.
 
-    One item is one head of one token, queries first, then keys, then values. Numbers beyond 65504
+    One item is one head of one token: of each sixteen tokens all of one head, for their keys share
+    cache lines, then all of the next; queries first, then keys, then values. Numbers beyond 65504
     are infinite in float16.
     """
-    write = _write_halves if numbers is Scheme.FLOAT16 else _write_floats
-    return compile_kernel(f"heads {numbers.value}", _function(write))
+    return compile_kernel(f"heads {numbers.value}", _function(int(numbers is Scheme.FLOAT16)))
 
 
 def heads_arguments(
@@ -68,12 +71,14 @@ def heads_arguments(
     rotations: Numbers,
     where: tuple[Numbers, Numbers],
     offsets: tuple[int, int],
+    count: Numbers,
 ) -> Numbers:
     """Return its arguments.
 
     ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None,
     ``rotations`` [tokens, 2, dim] as `angles_kernel` writes them, ``where`` positions and addresses
-    of page lists, ``offsets`` the bytes from the address of a page to a layer's keys and values.
+    of page lists, ``offsets`` the bytes from the address of a page to a layer's keys and values;
+    ``count``, int64 [1], the tokens of the run.
     """
     query_norm, key_norm = (0 if norm is None else norm.ctypes.data for norm in norms)
     positions, tables = where
@@ -92,36 +97,39 @@ def heads_arguments(
             tables.ctypes.data,
             *offsets,
             shape.head_bytes,
+            count.ctypes.data,
         ],
         np.int64,
     )
 
 
-def _function(write: Any) -> KernelFunction:
+def _function(half: int) -> KernelFunction:
     def heads(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             rows, stride, queries, keys, dim, query_norm, key_norm, eps,
-            rotations, positions, tables, key_offset, value_offset, head_bytes,
-        ) = words(arguments, 14)  # fmt: skip
-        every = queries + 2 * keys
+            rotations, positions, tables, key_offset, value_offset, head_bytes, count,
+        ) = words(arguments, 15)  # fmt: skip
+        tokens, together = words(count, 1)[0], (queries + 2 * keys) * PAGE
         for item in range(first, last):
-            token, head = item // every, item % every
-            row = floats_at(rows + token * stride + head * dim * 4, dim)
+            begin = item // together * PAGE
+            high = min(tokens - begin, PAGE)
+            token, head = begin + item % together % high, item % together // high
+            row = rows + token * stride + head * dim * 4
             if head < queries + keys:
-                norm = query_norm if head < queries else key_norm
+                numbers, norm = floats_at(row, dim), query_norm if head < queries else key_norm
                 if norm != 0:
-                    normalise(row, floats_at(norm, dim), row, floats_at(eps, 1)[0])
-                _rotate(row, floats_at(rotations + token * dim * 8, 2 * dim), dim)
+                    normalise(numbers, floats_at(norm, dim), numbers, floats_at(eps, 1)[0])
+                _rotate(row, rotations + token * dim * 8, dim)
             if head >= queries:
                 position = longs_at(positions, token + 1)[token]
                 table = longs_at(longs_at(tables, token + 1)[token], position // PAGE + 1)
                 page, slot = table[position // PAGE], position % PAGE
                 if head < queries + keys:
                     place = page + key_offset + (head - queries) * head_bytes
-                    write(row, place, slot, PAGE)
+                    _write_key(half, floats_at(row, dim), place, slot)
                 else:
                     place = page + value_offset + (head - queries - keys) * head_bytes
-                    write(row, place, slot * PAGE, 1)
+                    write_value(half, row, place, slot, dim // LANES)
 
     return heads
 
@@ -130,30 +138,62 @@ def _function(write: Any) -> KernelFunction:
 def _rotate(row: Any, rotation: Any, dim: Any) -> None:  # pragma: no cover - compiled
     """Rotate the halves of one head: cosines then sines, each [dim]."""
     half = dim // 2
-    for k in range(half):
-        low, high = row[k], row[half + k]
-        row[k] = low * rotation[k] - high * rotation[dim + k]
-        row[half + k] = high * rotation[half + k] + low * rotation[dim + half + k]
+    vectors = half // LANES
+    rotate_lanes(row, rotation, half * 4, vectors)
+    numbers, turns = floats_at(row, dim), floats_at(rotation, 2 * dim)
+    for k in range(vectors * LANES, half):
+        low, high = numbers[k], numbers[half + k]
+        numbers[k] = low * turns[k] - high * turns[dim + k]
+        numbers[half + k] = high * turns[half + k] + low * turns[dim + half + k]
+
+
+@intrinsic
+def rotate_lanes(_context: Any, row: Any, rotation: Any, half: Any, vectors: Any) -> Any:
+    """Do the same for so many vectors; a half of a head has ``half`` bytes."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (numbers, turns, step, count) = Lanes(builder), values
+        with lanes.count(count) as vector:
+            low, high = (lanes.at(lanes.at(numbers, vector, VECTOR_BYTES), step, k) for k in (0, 1))
+            start = lanes.at(turns, vector, VECTOR_BYTES)
+            cosine, other_cosine, sine, other_sine = (
+                lanes.floats(lanes.at(start, step, k)) for k in range(4)
+            )
+            a, b = lanes.floats(low), lanes.floats(high)
+            first = lanes.less_by(lanes.multiply(a, cosine), lanes.multiply(b, sine))
+            second = lanes.add(lanes.multiply(b, other_cosine), lanes.multiply(a, other_sine))
+            lanes.store(first, low)
+            lanes.store(second, high)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), emit
 
 
 @register_jitable
-def _write_floats(
-    row: Any, place: Any, slot: Any, step: Any
-) -> None:  # pragma: no cover - compiled
-    page = floats_at(place, len(row) * PAGE)
-    for k in range(len(row)):
-        page[_slot(k, slot, step)] = row[k]
+def _write_key(half: Any, key: Any, place: Any, slot: Any) -> None:  # pragma: no cover - compiled
+    """Write a key into its column of [dim][16]."""
+    floats, halves = floats_at(place, len(key) * PAGE), halves_at(place, len(key) * PAGE)
+    for k in range(len(key)):
+        if half:
+            halves[k * PAGE + slot] = float16_bits(key[k])
+        else:
+            floats[k * PAGE + slot] = key[k]
 
 
-@register_jitable
-def _write_halves(
-    row: Any, place: Any, slot: Any, step: Any
-) -> None:  # pragma: no cover - compiled
-    page = halves_at(place, len(row) * PAGE)
-    for k in range(len(row)):
-        page[_slot(k, slot, step)] = float16_bits(row[k])
+@intrinsic(prefer_literal=True)
+def write_value(_context: Any, half: Any, row: Any, place: Any, slot: Any, vectors: Any) -> Any:
+    """Write a value into its rows of [dim / 16][16][16]; ``half`` is a constant."""
+    if not isinstance(half, types.IntegerLiteral):
+        raise RequireLiteralValue("the numbers of pages are a constant")
+    is_half = bool(half.literal_value)
+    size = VECTOR_BYTES // 2 if is_half else VECTOR_BYTES
 
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (_, numbers, start, row, count) = Lanes(builder), values
+        store = lanes.store_halves if is_half else lanes.store
+        with lanes.count(count) as vector:
+            to = lanes.at(lanes.at(start, row, size), vector, PAGE * size)
+            store(lanes.floats(lanes.at(numbers, vector, VECTOR_BYTES)), to)
+        return context.get_dummy_value()
 
-@register_jitable
-def _slot(k: Any, slot: Any, step: Any) -> Any:  # pragma: no cover - compiled
-    return k // PAGE * PAGE * PAGE + slot + k % PAGE * step
+    return types.void(half, *[types.int64] * 4), emit

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 from numba import types
+from numba.core.caching import FunctionCache
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 
 from expertctl.engine.kernels.compiled import compiled
 
@@ -33,6 +35,34 @@ class Kernel:
 
 
 def compile_kernel(name: str, function: KernelFunction) -> Kernel:
-    """Compile a function, or load what an earlier process compiled."""
-    code = compiled(name, lambda cache: numba.cfunc(_SIGNATURE, cache=cache)(function))
+    """Compile a function, or load what an earlier process compiled.
+
+    The name is that of this code alone: two kernels that differ have different names.
+    """
+    code = compiled(name, lambda cache: _code(name, function, cache=cache))
     return Kernel(name, code.address, code)
+
+
+def _code(name: str, function: KernelFunction, *, cache: bool) -> Any:
+    """Do what `numba.cfunc` does, but find kept code by the name of the kernel."""
+    code: Any = CFunc(function, normalize_signature(_SIGNATURE), locals={}, options={})
+    if cache:
+        code._cache = _KeptByName(function, name)
+    code.compile()
+    return code
+
+
+class _KeptByName(FunctionCache):
+    """Kept code of one kernel.
+
+    numba looks for a function by a hash of all that it closes over; functions and intrinsics among
+    that have a random number in each process, so a kernel made of others would never be found. The
+    folder stands for all sources already (`compiled`).
+    """
+
+    def __init__(self, function: KernelFunction, name: str) -> None:
+        super().__init__(function)
+        self._name_of_kernel = name
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple[Any, ...]:
+        return sig, codegen.magic_tuple(), self._name_of_kernel

@@ -7,20 +7,23 @@ narrower. It lives only while an intrinsic is compiled.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from llvmlite import ir
 from numba.core import cgutils
 
+from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.engine.kernels.exponential import emit_exponential
+from expertctl.engine.kernels.halves import emit_narrowed, emit_widened
 
 LANES = 16
 VECTOR_BYTES = 64
 
 INT = ir.IntType(64)
-_I8, _I32, _FLOAT, _HALF = ir.IntType(8), ir.IntType(32), ir.FloatType(), ir.HalfType()
+_I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
-_HALVES, _BYTES = ir.VectorType(_HALF, LANES), ir.VectorType(_I8, VECTOR_BYTES)
+_HALVES, _BYTES = ir.VectorType(_I16, LANES), ir.VectorType(_I8, VECTOR_BYTES)
+_FEW_BYTES = ir.VectorType(_I8, LANES)
 
 
 class _BFloat(ir.Type):
@@ -37,6 +40,7 @@ class _BFloat(ir.Type):
 
 
 _BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+Choice = TypeVar("Choice")
 Value: TypeAlias = Any
 """A value of LLVM's intermediate representation, known when the kernel runs."""
 
@@ -67,7 +71,7 @@ class Lanes:
 
     def halves(self, address: Value) -> Value:
         """Load sixteen float16, widened."""
-        return self._b.fpext(self._load(address, _HALVES), _FLOATS)
+        return emit_widened(self._b, self._load(address, _HALVES), native=host_cpu().half)
 
     def store(self, floats: Value, address: Value) -> None:
         """Store sixteen float32."""
@@ -87,6 +91,16 @@ class Lanes:
         hints = (ir.Constant(_I32, number) for number in (0, 3, 1))
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
+    def store_halves(self, floats: Value, address: Value) -> None:
+        """Store sixteen float32 as float16; what is too large becomes infinite."""
+        halves = emit_narrowed(self._b, floats, native=host_cpu().half)
+        self._b.store(halves, self._b.inttoptr(address, _HALVES.as_pointer()), align=2)
+
+    def store_bytes(self, ints: Value, address: Value) -> None:
+        """Store sixteen int32 as bytes."""
+        few = self._b.trunc(ints, _FEW_BYTES)
+        self._b.store(few, self._b.inttoptr(address, _FEW_BYTES.as_pointer()), align=1)
+
     def every_float(self, address: Value) -> Value:
         """Load one float32 into every lane."""
         return self._splat(self._load(address, _FLOAT), _FLOATS)
@@ -103,6 +117,10 @@ class Lanes:
         """Return sixteen int32 zeros."""
         return ir.Constant(_INTS, [0] * LANES)
 
+    def plus(self, a: Value, b: Value) -> Value:
+        """Add sixteen int32."""
+        return self._b.add(a, b)
+
     def times(self, ints: Value, factor: int) -> Value:
         """Multiply sixteen int32 by a constant."""
         return self._b.mul(ints, ir.Constant(_INTS, [factor] * LANES))
@@ -111,6 +129,10 @@ class Lanes:
         """Keep the bits of a 32-bit mask."""
         signed = mask - (1 << 32) if mask >> 31 else mask
         return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
+
+    def exclusive(self, a: Value, b: Value) -> Value:
+        """Return the bits that only one of int32 has."""
+        return self._b.xor(a, b)
 
     def down(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
         """Shift right; with the sign where asked."""
@@ -129,6 +151,29 @@ class Lanes:
         """Convert sixteen int32 to float32."""
         return self._b.sitofp(ints, _FLOATS)
 
+    def nearest(self, floats: Value) -> Value:
+        """Return the nearest int32, ties to even; what has none may become anything."""
+        whole = self._call("llvm.rint.v16f32", _FLOATS, floats)
+        return self._b.fptosi(whole, _INTS)
+
+    def larger(self, a: Value, b: Value) -> Value:
+        """Return the larger of int32."""
+        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
+
+    def clipped(self, ints: Value, low: int, high: int) -> Value:
+        """Return int32 within two constants."""
+        least, most = (ir.Constant(_INTS, [end] * LANES) for end in (low, high))
+        small = self._b.icmp_signed("<", ints, most)
+        return self.larger(self._b.select(small, ints, most), least)
+
+    def across_larger(self, ints: Value) -> Value:
+        """Return the largest of sixteen int32."""
+        return self._call("llvm.vector.reduce.smax.v16i32", _I32, ints)
+
+    def across_total(self, ints: Value) -> Value:
+        """Return the sum of sixteen int32."""
+        return self._call("llvm.vector.reduce.add.v16i32", _I32, ints)
+
     def add(self, a: Value, b: Value) -> Value:
         """Add float32."""
         return self._b.fadd(a, b)
@@ -144,6 +189,10 @@ class Lanes:
     def less_by(self, a: Value, b: Value) -> Value:
         """Subtract float32."""
         return self._b.fsub(a, b)
+
+    def divide(self, a: Value, b: Value) -> Value:
+        """Divide float32."""
+        return self._b.fdiv(a, b)
 
     def exponential(self, a: Value) -> Value:
         """Return e^a of sixteen float32; see `exponential`."""
@@ -185,6 +234,14 @@ class Lanes:
         zero = ir.Constant(_FLOAT, 0.0)
         return self._call("llvm.vector.reduce.fadd.v16f32", _FLOAT, zero, floats)
 
+    def across_halves(self, floats: Value) -> Value:
+        """Return the sum of sixteen float32: half onto half, so in four steps, always alike."""
+        undefined = ir.Constant(_FLOATS, ir.Undefined)
+        for size in (8, 4, 2, 1):
+            moved = ir.Constant(_INTS, [(lane + size) % LANES for lane in range(LANES)])
+            floats = self._b.fadd(floats, self._b.shuffle_vector(floats, undefined, moved))
+        return self.first(floats)
+
     def bf16_dot(self, floats: Value, a: Value, b: Value) -> Value:
         """Add to each lane two products of bfloat16 pairs."""
         pairs = (self._b.bitcast(a, _BFLOATS), self._b.bitcast(b, _BFLOATS))
@@ -202,6 +259,15 @@ class Lanes:
     def least(self, a: Value, b: Value) -> Value:
         """Return the smaller of two int64."""
         return self._b.select(self._b.icmp_signed("<", a, b), a, b)
+
+    def most(self, a: Value, b: Value) -> Value:
+        """Return the larger of two int64."""
+        return self._b.select(self._b.icmp_signed(">", a, b), a, b)
+
+    def within(self, begin: Value, end: Value, low: Value, high: Value) -> Value:
+        """Return a flag: whether all int64 in [begin, end) are in [low, high]."""
+        above = self._b.icmp_signed(">=", begin, low)
+        return self._b.and_(above, self._b.icmp_signed("<=", end, self.sum(high, self.constant(1))))
 
     def sum(self, a: Value, b: Value) -> Value:
         """Add int64."""
@@ -240,6 +306,26 @@ class Lanes:
         """Emit a loop; its body gets the index, from 0."""
         with cgutils.for_range(self._b, times) as loop:
             yield loop.index
+
+    def stretches(self, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple[Value, int]]:
+        """Emit what the caller emits in turn, for each size as often as it fits in what is left.
+
+        Yields where the stretch begins, and its size; the last size is 1.
+        """
+        done = self.constant(0)
+        for size in sizes:
+            times = self.quotient(self.subtract(count, done), self.constant(size))
+            with self.count(times) as turn:
+                yield self.sum(done, self.product(turn, self.constant(size))), size
+            done = self.sum(done, self.product(times, self.constant(size)))
+
+    def either(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
+        """Emit what the caller emits in turn: with ``yes`` where the flag is set, then for else."""
+        with self._b.if_else(flag) as (then, otherwise):
+            with then:
+                yield yes
+            with otherwise:
+                yield no
 
     def _load(self, address: Value, kind: ir.Type) -> Value:
         return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=1)

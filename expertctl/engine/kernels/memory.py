@@ -10,6 +10,8 @@ from numba.core import cgutils
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.engine.kernels.halves import emit_narrowed, emit_widened
 from expertctl.engine.kernels.lanes import VECTOR_BYTES
 
 _INT = ir.IntType(64)
@@ -86,7 +88,7 @@ def float16_bits(_context: Any, number: Any) -> Any:
     """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
+        return emit_narrowed(builder, values[0], native=host_cpu().half)
 
     return types.uint16(types.float32), emit
 
@@ -96,6 +98,6 @@ def float16_value(_context: Any, bits: Any) -> Any:
     """Return the float32 that the bits of a float16 stand for."""
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+        return emit_widened(builder, values[0], native=host_cpu().half)
 
     return types.float32(types.uint16), emit

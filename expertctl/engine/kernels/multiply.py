@@ -22,7 +22,7 @@ BLOCKS_AN_ITEM = 4
 @cache
 def multiply_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
     """Return the kernel for matrices of one scheme; ``plain`` keeps to what every processor has."""
-    function = _function(code_of(scheme), int(plain), scheme.layout.vector_bytes)
+    function = multiply_function(scheme, plain=plain)
     return compile_kernel(f"multiply {scheme.value}{' plainly' * plain}", function)
 
 
@@ -65,7 +65,10 @@ def multiply_arguments(
     )
 
 
-def _function(code: int, plain: int, vector_bytes: int) -> KernelFunction:
+def multiply_function(scheme: Scheme, *, plain: bool = False) -> KernelFunction:
+    """Return what is compiled, for kernels that do more with the same items."""
+    code, simple, vector_bytes = code_of(scheme), int(plain), scheme.layout.vector_bytes
+
     def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             weights, scales, rows, row_scales, row_sums, out,
@@ -77,7 +80,7 @@ def _function(code: int, plain: int, vector_bytes: int) -> KernelFunction:
             block, end = item * BLOCKS_AN_ITEM, min((item + 1) * BLOCKS_AN_ITEM, blocks)
             if end - block == BLOCKS_AN_ITEM:
                 strip(
-                    code, plain, BLOCKS_AN_ITEM,
+                    code, simple, BLOCKS_AN_ITEM,
                     weights + block * high, high, scales + block * high_scales, high_scales,
                     rows, rows_stride, row_scales, row_sums, wide,
                     out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
@@ -85,7 +88,7 @@ def _function(code: int, plain: int, vector_bytes: int) -> KernelFunction:
                 continue
             for rest in range(block, end):
                 strip(
-                    code, plain, 1,
+                    code, simple, 1,
                     weights + rest * high, high, scales + rest * high_scales, high_scales,
                     rows, rows_stride, row_scales, row_sums, wide,
                     out + rest * VECTOR_BYTES, out_stride, vectors, tokens, adds,

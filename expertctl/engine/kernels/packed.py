@@ -1,11 +1,12 @@
 """A matrix whose rows lie in blocks of sixteen, in one of the schemes.
 
-Float schemes round to the nearest; integers are symmetric, with one float32 scale per row and
-group of 128 columns, chosen so that a group's largest is the largest step. A group with a NaN or an
-infinity in it stands for NaN as a whole; one whose largest is below 2^-100 stands for zeros.
+Float schemes round to the nearest; integers have one float32 scale per row and group of 128
+columns: in int8 a group's largest is 127 steps, in int4 the scale is the one that fits best
+(`nibbles`). A group with a NaN or an infinity in it stands for NaN as a whole; one whose largest is
+below 2^-100 stands for zeros.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,10 +16,13 @@ import numpy as np
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import aligned, halves_at, words, words_at
+from expertctl.engine.kernels.nibbles import nibbles_kernel
 from expertctl.engine.kernels.rows import prepare_arguments, prepare_kernel, room_for_rows
 from expertctl.engine.kernels.scheme import GROUP, Scheme
 
-_LARGEST = {Scheme.INT8: 127, Scheme.INT4: 7}
+Shape = int | tuple[int, ...]
+Take = Callable[[Shape, Any], "np.ndarray[Any, Any]"]
+"""What gives memory of a shape and dtype that begins where a vector does, such as `aligned`."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
 _AT_ONCE = 1 << 17
 """Numbers that are packed in one go, so that what lies between fits a core's cache."""
@@ -54,27 +58,38 @@ class PackedMatrix:
         return PackedMatrix(self.scheme, rows, self.columns, data, self.scales[begin:end])
 
 
+def empty_matrix(scheme: Scheme, rows: int, columns: int, *, take: Take = aligned) -> PackedMatrix:
+    """Return room for a matrix, which it or some of its rows are packed into."""
+    high, layout = -(-rows // LANES), scheme.layout
+    data = take(high * layout.vectors(columns) * layout.vector_bytes, np.uint8)
+    scales = take((high, layout.groups(columns), LANES), np.float32)
+    return PackedMatrix(scheme, rows, columns, data, scales)
+
+
 def pack(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
     """Pack ``[rows, columns]`` of float32, float16 or bfloat16, which is given as uint16.
 
     Beside the result it takes a few megabytes.
     """
-    rows, columns = numbers.shape
-    high, layout = -(-rows // LANES), scheme.layout
-    matrix = PackedMatrix(
-        scheme,
-        rows,
-        columns,
-        aligned(high * layout.vectors(columns) * layout.vector_bytes, np.uint8),
-        aligned((high, layout.groups(columns), LANES), np.float32),
-    )
+    matrix = empty_matrix(scheme, *numbers.shape)
+    pack_into(matrix, numbers)
+    return matrix
+
+
+def pack_into(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
+    """Pack numbers into room that is there: that of a matrix, or a part of one."""
+    assert numbers.shape == (matrix.rows, matrix.columns)
     for first, some in _portions(numbers):
         part = matrix.part(first, len(some))
-        if layout.is_grouped:
-            _pack_steps(_widened(some), part)
+        if matrix.scheme.layout.is_grouped:
+            _pack_steps(widened(some), part)
         else:
-            _pack_floats(_stored(some, scheme), part)
-    return matrix
+            _pack_floats(_stored(some, matrix.scheme), part)
+
+
+def portion_rows(columns: int) -> int:
+    """Return how many rows of so many columns are packed in one go, whole blocks."""
+    return max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
 
 
 def _portions(
@@ -82,7 +97,7 @@ def _portions(
 ) -> "Iterator[tuple[int, np.ndarray[Any, Any]]]":
     """Return parts of whole blocks with their first row; the last is filled with zeros."""
     rows, columns = numbers.shape
-    height = max(1, _AT_ONCE // max(1, columns) // LANES) * LANES
+    height = portion_rows(columns)
     for first in range(0, rows, height):
         some = numbers[first : first + height]
         missing = -len(some) % LANES
@@ -92,14 +107,15 @@ def _portions(
 def _stored(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> "np.ndarray[Any, Any]":
     """Return rows as a float scheme keeps them; float16 ends at 65504."""
     if scheme is Scheme.BFLOAT16:
-        return numbers if numbers.dtype == np.uint16 else to_bfloat16(_widened(numbers))
+        return numbers if numbers.dtype == np.uint16 else to_bfloat16(widened(numbers))
     if numbers.dtype == _STORED[scheme]:
         return numbers
     with np.errstate(over="ignore", invalid="ignore"):
-        return _widened(numbers).astype(_STORED[scheme], copy=False)
+        return widened(numbers).astype(_STORED[scheme], copy=False)
 
 
-def _widened(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def widened(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Return float32 of what can be packed."""
     if numbers.dtype == np.uint16:
         return from_bfloat16(numbers)
     return numbers.astype(np.float32, copy=False)
@@ -115,9 +131,9 @@ def _pack_floats(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
 def _pack_steps(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
     rows = np.ascontiguousarray(numbers)
     steps = room_for_rows(part.scheme, len(rows), part.columns)
-    most = _LARGEST[part.scheme]
-    arguments = prepare_arguments(rows, part.columns, steps, largest_step=most)
-    prepare_kernel(part.scheme)(0, len(rows), arguments.ctypes.data)
+    arguments = prepare_arguments(rows, part.columns, steps)
+    kernel = nibbles_kernel() if part.scheme is Scheme.INT4 else prepare_kernel(part.scheme)
+    kernel(0, len(rows), arguments.ctypes.data)
     part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
     _interleave(_interleaving(part.scheme), steps.data, part, turned=_SIGNS)
 
@@ -190,17 +206,24 @@ def _interleave_nibbles(
 
 
 def unpack(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
-    """Return what a packed matrix stands for, float32 [rows, columns]."""
+    """Return what a packed matrix stands for, float32 [rows, columns]; a few megabytes besides."""
+    numbers = np.empty((matrix.rows, matrix.columns), np.float32)
+    height = portion_rows(matrix.columns)
+    for first in range(0, matrix.rows, height):
+        some = numbers[first : first + height]
+        some[...] = _unpacked(matrix.part(first, len(some)))
+    return numbers
+
+
+def _unpacked(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
     layout = matrix.scheme.layout
     vectors, high = layout.vectors(matrix.columns), matrix.blocks
     apart = matrix.data.view(_STORED.get(matrix.scheme, np.uint8)).reshape(high, vectors, LANES, -1)
     if matrix.scheme is Scheme.INT4:
         apart = np.concatenate((apart & 15, apart >> 4), axis=3)
     flat = apart.transpose(0, 2, 1, 3).reshape(high * LANES, -1)[: matrix.rows, : matrix.columns]
-    if matrix.scheme is Scheme.BFLOAT16:
-        return from_bfloat16(flat)
     if not layout.is_grouped:
-        return flat.astype(np.float32)
+        return widened(flat)
     scales = matrix.scales.transpose(0, 2, 1).reshape(high * LANES, -1)[: matrix.rows]
     each = np.repeat(scales, GROUP, axis=1)[:, : matrix.columns]
     return (flat.astype(np.float32) - layout.zero) * each

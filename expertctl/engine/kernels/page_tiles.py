@@ -22,6 +22,8 @@ CHUNK_BYTES = CHUNK * 4
 """Bytes of the scores of one query: [pages][16] float32."""
 NOTHING = -1e30
 """The largest score of a query that has seen no key."""
+_UNSEEN = -1.0
+"""The weight of a token that a query does not see; those that it sees have none below zero."""
 
 _QUERIES, _BLOCKS = (6, 4, 2, 1), (4, 1)
 """Sizes of tiles; the largest sums stay in registers."""
@@ -62,8 +64,8 @@ def weigh_scores(
 ) -> Any:
     """Turn the scores of a chunk into weights; return what the weights before are worth now.
 
-    Only keys from ``low`` to ``high`` of the chunk count. ``largest`` is the address of the
-    largest score so far, ``totals`` of sixteen sums of weights.
+    Only keys from ``low`` to ``high`` of the chunk count, the others are marked. ``largest`` is the
+    address of the largest score so far, ``totals`` of sixteen sums of weights.
     """
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -110,9 +112,8 @@ def _weigh(
     total = lanes.multiply(lanes.floats(sums), correction)
     for place, mask, score in zip(places, seen, found, strict=True):
         weight = lanes.exponential(lanes.less_by(score, top))
-        weight = lanes.where(mask, weight, lanes.every(0))
-        lanes.store(weight, place)
-        total = lanes.add(total, weight)
+        lanes.store(lanes.where(mask, weight, lanes.every(_UNSEEN)), place)
+        total = lanes.add(total, lanes.where(mask, weight, lanes.every(0)))
     lanes.store(total, sums)
     lanes.store_first(top, largest)
     return lanes.first(correction)
@@ -147,6 +148,7 @@ class _Sums:
 
     def __init__(self, lanes: Lanes, high: int, wide: int) -> None:
         self._lanes = lanes
+        self.queries = wide
         self._places = [
             [lanes.variable(lanes.no_floats()) for _ in range(high)] for _ in range(wide)
         ]
@@ -160,6 +162,14 @@ class _Sums:
         lanes = self._lanes
         for vector, place in zip(vectors, self._places[query], strict=True):
             lanes.write(lanes.fma(vector, factor, lanes.read(place)), place)
+
+    def add_seen(self, query: int, vectors: list[Value], factor: Value) -> None:
+        """Add where the factor does not say that the query must not see the vectors."""
+        lanes = self._lanes
+        unseen = lanes.less(factor, lanes.no_floats())
+        for vector, place in zip(vectors, self._places[query], strict=True):
+            before = lanes.read(place)
+            lanes.write(lanes.where(unseen, before, lanes.fma(vector, factor, before)), place)
 
     def store(self, target: Callable[[int, int], Value]) -> None:
         for query, column in enumerate(self._places):
@@ -227,15 +237,23 @@ class _Adding:
     """``out`` [queries][blocks][16] = corrections * out + weights * the values of pages.
 
     ``pages`` is the address of addresses, to which ``offset`` is added, ``weights``
-    [queries][4][16] begin at the first of these pages, ``corrections`` are float32 [queries]. Only
-    ``tokens`` values are read: what stands behind them may be NaN.
+    [queries][4][16] begin at the first of these pages, ``corrections`` are float32 [queries]. The
+    first query sees the values from ``low`` to ``high``, counted from the first of these pages,
+    each further one those that are ``ahead`` behind. What a query does not see may be anything, NaN
+    too: a page that all queries of a tile see whole is only multiplied and added, of any other the
+    marked weights are left out. At and behind ``tokens`` nothing is read. Behind the addresses of a
+    chunk stand those of the next, whose keys, ``before`` bytes from its values, are brought near.
     """
 
     lanes: Lanes
     is_half: bool
     pages: Value
     tokens: Value
+    low: Value
+    high: Value
+    ahead: Value
     offset: Value
+    before: Value
     weights: Value
     corrections: Value
     out: Value
@@ -252,7 +270,6 @@ class _Adding:
     def _tile(self, block: Value, high: int, first: Value, size: int) -> None:
         lanes = self.lanes
         out = lanes.at(lanes.at(self.out, block, VECTOR_BYTES), first, self.stride)
-        weights = lanes.at(self.weights, first, CHUNK_BYTES)
         corrections = lanes.at(self.corrections, first, 4)
 
         def place(query: int, number: int) -> Value:
@@ -265,20 +282,54 @@ class _Adding:
 
         sums = _Sums(lanes, high, size)
         sums.begin(corrected)
-        first_vector = lanes.product(block, lanes.constant(LANES))
-        pages, sixteen = _Pages(lanes, self.is_half), lanes.constant(LANES)
-        with lanes.count(lanes.parts(self.tokens, sixteen)) as page:
-            left = lanes.subtract(self.tokens, lanes.product(page, sixteen))
-            start = lanes.sum(lanes.word(lanes.at(self.pages, page, 8)), self.offset)
-            start = pages.at(start, first_vector)
-            weight = lanes.at(weights, page, VECTOR_BYTES)
-            with lanes.count(lanes.least(left, sixteen)) as slot:
-                self._add(pages.at(start, slot), high, lanes.at(weight, slot, 4), sums, size)
+        self._values(lanes.product(block, lanes.constant(LANES)), first, sums, high)
         sums.store(place)
 
-    def _add(self, start: Value, high: int, weight: Value, sums: _Sums, queries: int) -> None:
+    def _values(self, vector: Value, first: Value, sums: _Sums, high: int) -> None:
+        """Add the values of all pages that a query of the tile sees."""
+        lanes, pages, sixteen = (
+            self.lanes,
+            _Pages(self.lanes, self.is_half),
+            self.lanes.constant(LANES),
+        )
+        last = lanes.sum(first, lanes.constant(sums.queries - 1))
+        seen_by_all = lanes.at(self.low, last, self.ahead), lanes.at(self.high, first, self.ahead)
+        end = lanes.sum(lanes.at(self.high, last, self.ahead), lanes.constant(1))
+        end = lanes.most(lanes.least(end, self.tokens), lanes.constant(0))
+        weights = lanes.at(self.weights, first, CHUNK_BYTES)
+        with lanes.count(lanes.parts(end, sixteen)) as page:
+            begin = lanes.product(page, sixteen)
+            count = lanes.least(lanes.subtract(end, begin), sixteen)
+            at = lanes.at(self.pages, page, 8)
+            start = pages.at(lanes.sum(lanes.word(at), self.offset), vector)
+            following = lanes.word(lanes.sum(at, lanes.constant(TOGETHER * 8)))
+            keys = lanes.sum(lanes.sum(following, self.offset), self.before)
+            keys = pages.at(keys, vector)
+            weight = lanes.at(weights, page, VECTOR_BYTES)
+            whole = lanes.within(begin, lanes.sum(begin, count), *seen_by_all)
+            for add in lanes.either(whole, sums.add, sums.add_seen):
+                with lanes.count(count) as slot:
+                    place = lanes.at(weight, slot, 4)
+                    self._value(pages.at(start, slot), high, place, sums, add)
+                    self._fetch(pages.at(keys, slot), high, sums)
+
+    def _value(
+        self,
+        start: Value,
+        high: int,
+        weight: Value,
+        sums: _Sums,
+        add: Callable[[int, list[Value], Value], None],
+    ) -> None:
+        """Add the values of one token."""
         lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
         values = [pages.load(start, lanes.constant(number * LANES)) for number in range(high)]
-        for query in range(queries):
+        for query in range(sums.queries):
             place = lanes.sum(weight, lanes.constant(query * CHUNK_BYTES))
-            sums.add(query, values, lanes.every_float(place))
+            add(query, values, lanes.every_float(place))
+
+    def _fetch(self, start: Value, high: int, sums: _Sums) -> None:
+        """Bring keys near, where few queries wait for memory."""
+        lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
+        for number in range(high if sums.queries < _QUERIES[0] else 0):
+            lanes.fetch(pages.at(start, lanes.constant(number * LANES)))

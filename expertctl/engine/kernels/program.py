@@ -24,6 +24,8 @@ class Program:
     table: Numbers
     names: tuple[str, ...]
     """What each operation is called, for telemetry."""
+    places: tuple[str, ...]
+    """What each operation is a part of."""
     _kept: tuple[object, ...]
     """What the addresses in the table point into."""
 
@@ -35,17 +37,33 @@ class ProgramBuilder:
         """Begin with nothing."""
         self._rows: list[tuple[int, int, int, int]] = []
         self._names: list[str] = []
+        self._places: list[str] = []
         self._kept: list[object] = []
+        self._place = ""
+
+    def begin(self, place: str) -> None:
+        """Say what the operations that follow are a part of."""
+        self._place = place
 
     def add(
-        self, kernel: Kernel, arguments: Numbers, items: Numbers | int, *, portion: int = 1
+        self,
+        kernel: Kernel,
+        arguments: Numbers,
+        items: Numbers | int,
+        *,
+        portion: int = 1,
+        part: str = "",
     ) -> None:
-        """Add an operation; ``items`` may be an int64 [1] that is read at each run."""
+        """Add an operation; ``items`` may be an int64 [1] that is read at each run.
+
+        ``part`` says what it is in the place where it stands.
+        """
         counted = np.array([items], np.int64) if isinstance(items, int) else items
         self._rows.append(
             (kernel.address, arguments.ctypes.data, counted.ctypes.data, max(portion, 1))
         )
         self._names.append(kernel.name)
+        self._places.append(f"{self._place}.{part}" if part else self._place)
         self.keep(kernel, arguments, counted)
 
     def keep(self, *objects: object) -> None:
@@ -53,6 +71,8 @@ class ProgramBuilder:
         self._kept.extend(objects)
 
     def build(self) -> Program:
-        """Return the program."""
+        """Return the program, and begin another with nothing."""
         table = np.array(self._rows, np.int64).reshape(len(self._rows), 4)
-        return Program(table, tuple(self._names), tuple(self._kept))
+        built = Program(table, tuple(self._names), tuple(self._places), tuple(self._kept))
+        self._rows, self._names, self._places, self._kept = [], [], [], []
+        return built

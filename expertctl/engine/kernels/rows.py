@@ -11,8 +11,11 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes
 from expertctl.engine.kernels.memory import (
     aligned,
     bytes_at,
@@ -105,42 +108,81 @@ def _quantising() -> Kernel:
 
 
 def _round(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
-    rows, stride, columns, out, wide, _, _, _, _ = words(arguments, 9)
+    rows, stride, columns, out, wide, scales, sums, _, _ = words(arguments, 9)
     for token in range(first, last):
+        round_row(rows + token * stride * 4, columns, out + token * wide * 2, scales, sums)
+
+
+@numba.njit
+def round_row(
+    row: Any, columns: Any, out: Any, _scales: Any, _sums: Any
+) -> None:  # pragma: no cover - compiled
+    """Round one row to bfloat16, in compiled code; all are addresses."""
+    bits, rounded = ints_at(row, columns), halves_at(out, columns)
+    for k in range(columns):
         # The bits of float32: to the nearest bfloat16, ties to even.
-        bits = ints_at(rows + token * stride * 4, columns)
-        rounded = halves_at(out + token * wide * 2, columns)
-        for k in range(columns):
-            number = np.uint32(bits[k])
-            if (number & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-                rounded[k] = np.uint16((number >> np.uint32(16)) | np.uint32(0x40))
-            else:
-                tie = (number >> np.uint32(16)) & np.uint32(1)
-                rounded[k] = np.uint16((number + np.uint32(0x7FFF) + tie) >> np.uint32(16))
+        number = np.uint32(bits[k])
+        if (number & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+            rounded[k] = np.uint16((number >> np.uint32(16)) | np.uint32(0x40))
+        else:
+            tie = (number >> np.uint32(16)) & np.uint32(1)
+            rounded[k] = np.uint16((number + np.uint32(0x7FFF) + tie) >> np.uint32(16))
 
 
 def _quantise(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
     rows, stride, columns, out, wide, scales, sums, groups, most = words(arguments, 9)
     for token in range(first, last):
-        place = rows + token * stride * 4
-        row, bits = floats_at(place, columns), ints_at(place, columns)
-        steps = bytes_at(out + token * wide, columns)
-        for group in range(groups):
-            begin = group * GROUP
-            end = min(begin + GROUP, columns)
-            scale, factor = _scale(_largest(bits, begin, end), np.float32(most))
-            floats_at(scales, 1 << 40)[token * groups + group] = scale
-            total = _to_steps(row, steps, begin, end, factor)
-            ints_at(sums, 1 << 40)[token * groups + group] = total
+        group = token * groups * 4
+        _quantise_row(
+            rows + token * stride * 4, columns, out + token * wide,
+            scales + group, sums + group, np.float32(most),
+        )  # fmt: skip
 
 
 @numba.njit
-def _largest(bits: Any, begin: int, end: int) -> Any:  # pragma: no cover - compiled
+def quantise_row(
+    row: Any, columns: Any, out: Any, scales: Any, sums: Any
+) -> None:  # pragma: no cover - compiled
+    """Quantise one row to int8 by groups, in compiled code; all are addresses."""
+    _quantise_row(row, columns, out, scales, sums, np.float32(LARGEST_STEP))
+
+
+@numba.njit
+def _quantise_row(
+    place: Any, columns: Any, out: Any, scales: Any, sums: Any, most: Any
+) -> None:  # pragma: no cover - compiled
+    groups = (columns + GROUP - 1) // GROUP
+    for group in range(groups):
+        begin = group * GROUP
+        row, count = place + begin * 4, min(GROUP, columns - begin)
+        scale, factor = _scale(_largest(row, count), most)
+        floats_at(scales, groups)[group] = scale
+        ints_at(sums, groups)[group] = _to_steps(row, out + begin, count, factor)
+
+
+@numba.njit
+def _largest(row: Any, count: Any) -> Any:  # pragma: no cover - compiled
     """Return the bits of the largest magnitude; infinity is above numbers, NaN above that."""
-    largest = np.int32(0)
-    for k in range(begin, end):
+    largest = largest_lanes(row, count // LANES)
+    bits = ints_at(row, count)
+    for k in range(count // LANES * LANES, count):
         largest = max(largest, bits[k] & np.int32(_MAGNITUDE))
     return largest
+
+
+@intrinsic
+def largest_lanes(_context: Any, row: Any, vectors: Any) -> Any:
+    """Do the same for so many vectors at an address."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (place, count) = Lanes(builder), values
+        largest = lanes.variable(lanes.no_ints())
+        with lanes.count(count) as vector:
+            bits = lanes.masked(lanes.ints(lanes.at(place, vector, VECTOR_BYTES)), _MAGNITUDE)
+            lanes.write(lanes.larger(lanes.read(largest), bits), largest)
+        return lanes.across_larger(lanes.read(largest))
+
+    return types.int32(types.int64, types.int64), emit
 
 
 @numba.njit
@@ -155,13 +197,33 @@ def _scale(largest: Any, most: Any) -> Any:  # pragma: no cover - compiled
 
 
 @numba.njit
-def _to_steps(
-    row: Any, steps: Any, begin: int, end: int, factor: Any
-) -> Any:  # pragma: no cover - compiled
-    total = np.int32(0)
-    for k in range(begin, end):
-        # Without a factor the product may be no number, and that has no integer.
-        step = np.int32(np.rint(row[k] * factor)) if factor > 0 else np.int32(0)
-        steps[k] = step
+def _to_steps(row: Any, steps: Any, count: Any, factor: Any) -> Any:  # pragma: no cover - compiled
+    """Write the steps of a group at an address; return their sum."""
+    numbers, stored, total = floats_at(row, count), bytes_at(steps, count), np.int32(0)
+    if not factor > 0:  # the products may be no numbers, and those have no integers
+        for k in range(count):
+            stored[k] = 0
+        return total
+    total += steps_lanes(row, steps, count // LANES, factor)
+    for k in range(count // LANES * LANES, count):
+        step = np.int32(np.rint(numbers[k] * factor))
+        stored[k] = step
         total += step
     return total
+
+
+@intrinsic
+def steps_lanes(_context: Any, row: Any, steps: Any, vectors: Any, factor: Any) -> Any:
+    """Do the same for so many vectors, where there is a factor."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (place, out, count, number) = Lanes(builder), values
+        total, every = lanes.variable(lanes.no_ints()), lanes.splat(number)
+        with lanes.count(count) as vector:
+            floats = lanes.floats(lanes.at(place, vector, VECTOR_BYTES))
+            found = lanes.nearest(lanes.multiply(floats, every))
+            lanes.store_bytes(found, lanes.at(out, vector, LANES))
+            lanes.write(lanes.plus(lanes.read(total), found), total)
+        return lanes.across_total(lanes.read(total))
+
+    return types.int32(*[types.int64] * 3, types.float32), emit

@@ -60,3 +60,6 @@ _LAYOUTS = {
     Scheme.INT8: Layout(columns=4, vector_bytes=64, row_bytes=1, zero=128, tokens=6),
     Scheme.INT4: Layout(columns=8, vector_bytes=64, row_bytes=1, zero=8, tokens=4),
 }
+
+FLOATING = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
+"""Schemes that meet float32 rows as they are."""

@@ -7,6 +7,9 @@ crew's own memory, which stays: `SHARED_WORDS` int64 and room for the operations
 next operation begins when all items of the last one are done, not when all workers have said so:
 a worker that the system holds up is waited for only while it has items in hand. So it may look at
 any moment of a later run: the length that is written there names its run, as the ticket does.
+
+Whoever claims takes half of its fair share of what is left, so each reads long stretches of memory
+and claims are few, while the last ones are small enough that all end together.
 """
 
 import time
@@ -35,12 +38,13 @@ from expertctl.engine.kernels.waiting import CLOSED, begin_post, receive, send
 Numbers = np.ndarray[Any, Any]
 
 _LINE = 64
-_TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK = (k * _LINE for k in range(7))
+_TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK, _SHARE = (k * _LINE for k in range(8))
 """Where in the shared memory; each number that all workers write has a cache line of its own.
 
-The length is what the ticket comes to, without items: the run, and how many operations it has.
+The length is what the ticket comes to, without items: the run, and how many operations it has. The
+share is of what is left of an operation: a claim takes one in so many items.
 """
-SHARED_WORDS = 7 * _LINE // 8
+SHARED_WORDS = 8 * _LINE // 8
 TABLE_BYTES, ROW_BYTES = 32, 64
 _KERNEL, _ARGUMENTS, _ITEMS, _PORTION, _PLACE = (k * 8 for k in range(5))
 _RUN_SHIFT, _OPERATION_SHIFT = 38, 24
@@ -128,6 +132,7 @@ def _run_shared(
     if length < 0 or length > MOST_OPERATIONS:
         return False
     _begin_clock(shared, times)
+    write_now(shared + _SHARE, 2 * (others + 1))
     write_now(shared + _LENGTH, run << _LENGTH_SHIFT | length)
     write_now(shared + _TICKET, run << _RUN_SHIFT)
     if length > 0:
@@ -166,7 +171,7 @@ def _write_rows(table: int, operations: int, room: int) -> int:  # pragma: no co
     return length
 
 
-@numba.njit
+@numba.njit(error_model="numpy")  # nothing is divided by 0, and nothing raised
 def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
     """Claim and do items until the run is over."""
     spins = 0
@@ -177,7 +182,8 @@ def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
         operation = (ticket >> _OPERATION_SHIFT) & MOST_OPERATIONS
         row = read_now(shared + _ROOM) + operation * ROW_BYTES
         first, items = ticket & MOST_ITEMS, read_now(row + _ITEMS)
-        last = min(first + read_now(row + _PORTION), items)
+        portion = max(read_now(row + _PORTION), (items - first) // read_now(shared + _SHARE))
+        last = min(first + portion, items)
         if first >= items:
             spins = _wait(spins)
         elif replace_now(shared + _TICKET, ticket, ticket - first + last):

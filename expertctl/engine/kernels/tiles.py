@@ -2,7 +2,8 @@
 
 A sum of one row and one token has one accumulator and runs over the columns from first to last,
 whatever the tile: its bits do not depend on who else is in the batch. Integers are summed exactly
-within a group of columns, then scaled; so the instruction and its substitute agree bit by bit.
+within a group of columns, then scaled; so the instruction and its substitute agree bit by bit, and
+a token on its own, which waits for memory, has several accumulators within a group.
 """
 
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from numba.extending import intrinsic
 
 from expertctl.engine.kernels.cpu import Cpu, host_cpu
 from expertctl.engine.kernels.lanes import VECTOR_BYTES, Lanes, Value
-from expertctl.engine.kernels.scheme import GROUP, Layout, Scheme
+from expertctl.engine.kernels.scheme import FLOATING, GROUP, Layout, Scheme
 
 _SCHEMES = tuple(Scheme)
-_FLOATING = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
 _HIGH_HALF, _LOW_NIBBLES = 0xFFFF0000, 0x0F0F0F0F
+_SPREAD = 4
+"""Accumulators of a token on its own within a group, so that no sum waits for the one before."""
 
 
 def code_of(scheme: Scheme) -> int:
@@ -53,6 +55,15 @@ class Operands:
     adds: Value
     """Not 0: add to what is in ``out``."""
 
+    def from_block(self, lanes: Lanes, block: Value) -> "Operands":
+        """Return the same from a later block on."""
+        return replace(
+            self,
+            weights=lanes.at(self.weights, block, self.weights_stride),
+            scales=lanes.at(self.scales, block, self.scales_stride),
+            out=lanes.at(self.out, block, VECTOR_BYTES),
+        )
+
     def from_token(self, lanes: Lanes, token: Value) -> "Operands":
         """Return the same from a later token on."""
         return replace(
@@ -81,19 +92,27 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> 
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = [builder.extract_value(values[3], place) for place in range(OPERANDS)]
-        lanes, all_tokens = Lanes(builder), Operands(*found)
-        done = lanes.constant(0)
-        for tokens in (scheme.layout.tokens, 2, 1):
+        lanes, operands = Lanes(builder), Operands(*found)
+        for first, tokens in lanes.stretches(operands.tokens, (scheme.layout.tokens, 2, 1)):
             shape = _Shape(scheme, high, tokens, cpu)
-            times = lanes.quotient(lanes.subtract(all_tokens.tokens, done), lanes.constant(tokens))
-            with lanes.count(times) as turn:
-                first = lanes.sum(done, lanes.product(turn, lanes.constant(tokens)))
-                _Tile(lanes, shape, all_tokens.from_token(lanes, first)).emit()
-            done = lanes.sum(done, lanes.product(times, lanes.constant(tokens)))
+            _emit_tokens(lanes, shape, operands.from_token(lanes, first))
         return context.get_dummy_value()
 
     rest = types.StarArgTuple.from_types((types.int64,) * OPERANDS)
     return types.void(*constants, rest), emit
+
+
+def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
+    """Emit the tile of some tokens, or one block after the other where integers meet one token.
+
+    For memory gives more to who reads it in its order than to who reads in four places.
+    """
+    if shape.tokens > 1 or not shape.scheme.layout.is_grouped:
+        _Tile(lanes, shape, operands).emit()
+        return
+    with lanes.count(lanes.constant(shape.blocks)) as block:
+        one = replace(shape, blocks=1, spread=_SPREAD)
+        _Tile(lanes, one, operands.from_block(lanes, block)).emit()
 
 
 def _cpu(plain: bool) -> Cpu:
@@ -106,6 +125,8 @@ class _Shape:
     blocks: int
     tokens: int
     cpu: Cpu
+    spread: int = 1
+    """Accumulators of one block and token within a group."""
 
 
 class _Tile:
@@ -115,6 +136,7 @@ class _Tile:
         self._lanes, self._shape, self._at = lanes, shape, operands
         self._layout: Layout = shape.scheme.layout
         self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
+        self._parts = self._layout.columns // 4
 
     def emit(self) -> None:
         lanes = self._lanes
@@ -132,7 +154,7 @@ class _Tile:
 
     def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
         lanes, add = self._lanes, self._product()
-        load = lanes.every_float if self._shape.scheme in _FLOATING else lanes.every_int
+        load = lanes.every_float if self._shape.scheme in FLOATING else lanes.every_int
         rows = [load(self._row(vector, token)) for token in self._tokens]
         for block in self._blocks:
             weights = self._weights(vector, block)
@@ -141,7 +163,7 @@ class _Tile:
                 lanes.write(add(lanes.read(place), weights, rows[token]), place)
 
     def _product(self) -> Callable[[Value, Value, Value], Value]:
-        if self._shape.scheme in _FLOATING:
+        if self._shape.scheme in FLOATING:
             return lambda total, weights, row: self._lanes.fma(weights, row, total)
         return self._lanes.bf16_dot if self._shape.cpu.bf16_dot else self._widened
 
@@ -156,22 +178,30 @@ class _Tile:
         return total
 
     def _by_group(self, sums: list[list[Value]]) -> None:
-        lanes = self._lanes
+        lanes, shape = self._lanes, self._shape
         per_group = lanes.constant(GROUP // self._layout.columns)
-        totals = self._variables(lambda _: self._start(lanes.constant(0), 0))
+        none = self._start(lanes.constant(0), 0)
+        totals = [self._variables(lambda _: none) for _ in range(shape.spread)]
+        at_once = (shape.spread // self._parts, 1) if shape.spread > 1 else (1,)
         with lanes.count(lanes.parts(self._at.vectors, per_group)) as group:
             first = lanes.product(group, per_group)
             self._begin(group, totals)
             left = lanes.subtract(self._at.vectors, first)
-            with lanes.count(lanes.least(per_group, left)) as vector:
-                self._add_bytes(lanes.sum(first, vector), totals)
-            self._add_group(group, totals, sums)
+            for begin, count in lanes.stretches(lanes.least(per_group, left), at_once):
+                for number in range(count):
+                    vector = lanes.sum(lanes.sum(first, begin), lanes.constant(number))
+                    self._add_bytes(vector, totals[number * self._parts :])
+            self._gather(totals)
+            self._add_group(group, totals[0], sums)
 
-    def _begin(self, group: Value, totals: list[list[Value]]) -> None:
+    def _begin(self, group: Value, totals: list[list[list[Value]]]) -> None:
+        lanes = self._lanes
         starts = [self._start(group, token) for token in self._tokens]
-        for block in self._blocks:
-            for token in self._tokens:
-                self._lanes.write(starts[token], totals[block][token])
+        none = lanes.no_ints() if self._shape.cpu.byte_dot else lanes.no_floats()
+        for number, some in enumerate(totals):
+            for column in some:
+                for token in self._tokens:
+                    lanes.write(none if number else starts[token], column[token])
 
     def _start(self, group: Value, token: int) -> Value:
         """Begin below 0 by what the zero of the weights is going to add."""
@@ -179,18 +209,28 @@ class _Tile:
         start = self._lanes.times(self._lanes.every_int(place), -self._layout.zero)
         return start if self._shape.cpu.byte_dot else self._lanes.to_floats(start)
 
-    def _add_bytes(self, vector: Value, totals: list[list[Value]]) -> None:
+    def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
+        """Add one vector of each block, its parts in turn to the totals."""
         lanes = self._lanes
         add = lanes.byte_dot if self._shape.cpu.byte_dot else self._by_bytes
         stored = [self._weights(vector, block) for block in self._blocks]
-        for part in range(self._layout.columns // 4):
+        for part in range(self._parts):
             places = [self._row(vector, token) for token in self._tokens]
             rows = [lanes.every_int(lanes.sum(p, lanes.constant(4 * part))) for p in places]
             for block in self._blocks:
                 weights = self._part(stored[block], part)
                 for token in self._tokens:
-                    place = totals[block][token]
+                    place = totals[part % len(totals)][block][token]
                     lanes.write(add(lanes.read(place), weights, rows[token]), place)
+
+    def _gather(self, totals: list[list[list[Value]]]) -> None:
+        """Add the other totals to the first, exactly."""
+        lanes = self._lanes
+        add = lanes.plus if self._shape.cpu.byte_dot else lanes.add
+        for some in totals[1:]:
+            for column, other in zip(totals[0], some, strict=True):
+                for place, more in zip(column, other, strict=True):
+                    lanes.write(add(lanes.read(place), lanes.read(more)), place)
 
     def _part(self, stored: Value, part: int) -> Value:
         """Return four columns as bytes: int4 keeps four in the low nibbles, four in the high."""

@@ -65,8 +65,9 @@ class Text:
         """Write the keys and values of some tokens, not rotated."""
         rotations = no_rotation(len(rows), self.shape.dim)
         where = self.where(start, len(rows))
+        count = np.array([len(rows)], np.int64)
         arguments = heads_arguments(
-            rows, self.shape, (None, None), EPS, rotations, where, self.offsets
+            rows, self.shape, (None, None), EPS, rotations, where, self.offsets, count
         )
         items = len(rows) * (self.shape.queries + 2 * self.shape.keys)
         heads_kernel(self.shape.numbers)(0, items, arguments.ctypes.data)

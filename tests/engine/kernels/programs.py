@@ -60,6 +60,18 @@ def _who_did(first: int, last: int, arguments: int) -> None:  # pragma: no cover
 
 
 @cache
+def claim_kernel() -> Kernel:
+    """Return the kernel that writes, for each item, how many were claimed together with it."""
+    return compile_kernel("claim", _claimed)
+
+
+def _claimed(first: int, last: int, arguments: int) -> None:  # pragma: no cover (compiled)
+    (out,) = words(arguments, 1)
+    for item in range(first, last):
+        longs_at(out, last)[item] = last - first
+
+
+@cache
 def count_kernel() -> Kernel:
     """Return the kernel that adds one to each item."""
     return compile_kernel("count", _count)
@@ -83,10 +95,10 @@ def mixing(mixes: Sequence[Mix], memory: Numbers) -> Program:
     return builder.build()
 
 
-def on_one_array(kernel: Kernel, out: Numbers, *, operations: int = 1) -> Program:
+def on_one_array(kernel: Kernel, out: Numbers, *, operations: int = 1, portion: int = 1) -> Program:
     """Return the program that does each item of an int64 array, again and again."""
     builder = ProgramBuilder()
     for _ in range(operations):
-        builder.add(kernel, np.array([out.ctypes.data], np.int64), len(out))
+        builder.add(kernel, np.array([out.ctypes.data], np.int64), len(out), portion=portion)
     builder.keep(out)
     return builder.build()

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 from expertctl.engine.kernels.attend import TOKENS_AN_ITEM
 from expertctl.engine.kernels.heads import PAGE, HeadsShape
 from expertctl.engine.kernels.scheme import Scheme
-from tests.engine.kernels.paged import Text, plain_attention, random_rows, step_of
+from tests.engine.kernels.paged import Numbers, Text, plain_attention, random_rows, step_of
 
 TOLERANCE = 2e-6
 SMALL = HeadsShape(4, 2, 32)
 HALVES = HeadsShape(4, 2, 32, Scheme.FLOAT16)
 
 
-def prompt(
-    shape: HeadsShape, tokens: int, window: int | None = None
-) -> tuple[Text, "np.ndarray[tuple[int, int], np.dtype[np.float32]]"]:
+def prompt(shape: HeadsShape, tokens: int, window: int | None = None) -> tuple[Text, Numbers]:
     text, rows = Text(shape, tokens, window), random_rows(tokens, shape)
     text.write(rows)
     return text, rows
@@ -31,6 +29,16 @@ def test_heads_of_every_width_attend_as_the_formula_says(dim: int, numbers: Sche
     expected = plain_attention(rows, shape, None)
     assert np.abs(text.read(rows) - expected).max() < TOLERANCE
     assert np.abs(text.step(rows[-1:], 69) - expected[-1]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_float16_pages_cost_half_a_thousandth(dim: int) -> None:
+    """Against keys and values as they came, not as they were rounded."""
+    text, rows = prompt(HeadsShape(4, 2, dim, Scheme.FLOAT16), 300)
+    exact = plain_attention(rows, HeadsShape(4, 2, dim), None)
+    error = text.read(rows) - exact
+    assert np.linalg.norm(error) < 5e-4 * np.linalg.norm(exact)
+    assert np.abs(error).max() < 5e-4 * np.abs(rows).max()
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 17, 32])
@@ -124,13 +132,44 @@ def test_a_nan_reaches_those_who_see_it_only() -> None:
     rows = random_rows(40, SMALL)
     rows[17, -1] = np.nan
     text = Text(SMALL, 40)
-    text.write(rows[:17].copy())
-    before = text.read(rows[:17])
-    text.write(rows[17:].copy(), 17)
-    assert np.isfinite(before).all()
-    last = text.read(rows[17:], 17).reshape(23, SMALL.queries, SMALL.dim)
-    assert np.isnan(last[:, -1, -1]).all()
-    assert np.isfinite(last[:, 0]).all()
+    text.write(rows)
+    read = text.read(rows).reshape(40, SMALL.queries, SMALL.dim)
+    assert np.isfinite(read[:17]).all()
+    assert np.isnan(read[17:, -1, -1]).all()
+    assert np.isfinite(read[:, 0]).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tokens=st.integers(1, 150),
+    window=st.none() | st.integers(1, 160),
+    shape=st.sampled_from([SMALL, HALVES, HeadsShape(3, 1, 80), HeadsShape(7, 1, 16)]),
+    number=st.sampled_from([np.nan, np.inf, -np.inf, 3e38, -0.0]),
+    data=st.data(),
+)
+def test_what_a_token_does_not_see_changes_none_of_its_bits(
+    tokens: int, window: int | None, shape: HeadsShape, number: float, data: st.DataObject
+) -> None:
+    text, rows = prompt(shape, tokens, window)
+    expected = text.read(rows)
+    at = data.draw(st.integers(0, tokens - 1))
+    begin = shape.queries * shape.dim
+    middle, end = begin + shape.keys * shape.dim, rows.shape[1]
+    part = data.draw(st.sampled_from([(begin, middle), (middle, end), (begin, end)]))
+    rows[at, slice(*part)] = number
+    text.write(rows[at : at + 1].copy(), at)
+    behind = tokens if window is None else min(at + window, tokens)
+    unseen = [*range(at), *range(behind, tokens)]
+    np.testing.assert_array_equal(bits(text.read(rows)[unseen]), bits(expected[unseen]))
+    for token in unseen[:: max(len(unseen) // 5, 1)]:
+        step = text.step(rows[token : token + 1], token)
+        np.testing.assert_array_equal(bits(step[0]), bits(expected[token]))
+    if np.isnan(number):
+        assert np.isnan(text.read(rows)[at:behind]).any(axis=1).all()
+
+
+def bits(floats: Numbers) -> Numbers:
+    return np.ascontiguousarray(floats).view(np.uint32)
 
 
 def test_a_key_of_nan_makes_the_whole_head_nan() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,55 @@ def test_another_numba_keeps_its_code_apart(place: Home, monkeypatch: pytest.Mon
     before = compiled_cache(place, tell=tell_nobody)
     monkeypatch.setattr(numba, "__version__", "0.0")
     assert compiled_cache(place) not in (None, before)
+
+
+def old_folder(home: Home, name: str, *, days: float) -> Path:
+    """A folder of another version, last used so many days ago."""
+    folder = home.kernels / name
+    folder.mkdir(parents=True, mode=0o700)
+    for path in (folder / "triple.kept", folder):
+        path.touch()
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    return folder
+
+
+def test_code_of_other_versions_goes_when_nobody_has_used_it_for_a_month(place: Home) -> None:
+    place.kernels.mkdir(parents=True, mode=0o700)
+    gone, kept = (old_folder(place, c * 32, days=d) for c, d in (("a", 31), ("b", 29)))
+    (gone.with_suffix(".lock")).touch(0o600)
+    folder = compiled_cache(place)
+    assert folder is not None
+    assert sorted(place.kernels.iterdir()) == sorted([kept, folder])
+
+
+def test_what_is_used_or_is_nothing_of_ours_stays(place: Home, tmp_path: Path) -> None:
+    place.kernels.mkdir(parents=True, mode=0o700)
+    names = ["a" * 32, "b" * 32, "c" * 31, "D" * 32, "notes"]
+    used, open_to_others, *others = (old_folder(place, name, days=99) for name in names)
+    open_to_others.chmod(0o770)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (place.kernels / ("e" * 32)).symlink_to(outside)
+    with FileLock(used.with_suffix(".lock"), mode=0o600):
+        compiled_cache(place)
+    for folder in (used, open_to_others, *others):
+        assert (folder / "triple.kept").exists()
+    assert outside.is_dir()
+    compiled_cache(place)
+    assert not used.exists()
+
+
+def test_loading_kept_code_counts_as_using_it(
+    place: Home, new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compiled_cache(place)
+    assert folder is not None
+    compiled("triple", compile_triple)
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - 99 * 86_400,) * 2)
+    new_process()
+    compiled_cache(place)
+    assert compiled("triple", compile_triple).cache_hits == 1
+    monkeypatch.setattr(module, "_identity", lambda: "f" * 32)
+    compiled_cache(place)
+    assert folder.exists()

@@ -60,9 +60,13 @@ def test_ten_thousand_runs_do_what_a_plain_executor_does(
 
 
 def test_a_program_without_operations_is_over_at_once(crew: Crew) -> None:
-    for workers in (1, 4):
+    counts = np.zeros(5, np.int64)
+    for runs, workers in enumerate((1, 4), start=1):
         crew.run(ProgramBuilder().build(), workers=workers)
         crew.run(on_one_array(count_kernel(), np.zeros(0, np.int64)), workers=workers)
+        crew.check_integrity()
+        crew.run(on_one_array(count_kernel(), counts), workers=workers)
+        assert counts.tolist() == [runs] * 5
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -147,6 +151,30 @@ def test_callers_in_many_threads_take_turns(crew: Crew) -> None:
     assert all(set(out.tolist()) == {1200} for out in arrays)
 
 
+def test_callers_who_meet_at_a_crew_that_never_worked_share_one_team() -> None:
+    before = len(crew_threads())
+    crew, meeting = Crew(3), threading.Barrier(2)
+    arrays = [np.zeros(30, np.int64) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def meet() -> Sharing:
+            meeting.wait()  # neither has a team yet
+            return sharing()
+
+        patch.setattr(module, "sharing", meet)
+        work = [on_one_array(count_kernel(), out, operations=20) for out in arrays]
+        callers = [threading.Thread(target=crew.run, args=(each,)) for each in work]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert [set(out.tolist()) for out in arrays] == [{20}] * 2
+    assert len(crew_threads()) == before + 2
+    crew.check_integrity()
+    crew.close()
+    assert len(crew_threads()) == before
+
+
 def test_many_crews_do_not_know_of_each_other() -> None:
     crews = [Crew(3) for _ in range(12)]
     arrays = [np.zeros(20, np.int64) for _ in crews]
@@ -203,13 +231,14 @@ def test_who_found_a_crew_open_that_is_closed_in_between_is_refused() -> None:
     crew, out = Crew(3), np.zeros(9, np.int64)
     crew.run(on_one_array(count_kernel(), out), workers=2)
     with pytest.MonkeyPatch.context() as patch:
+        find_team = Crew._team
 
-        def close_first(_team: object) -> bool:
-            patch.undo()
+        def close_then(crew: Crew) -> module._Team:
+            team = find_team(crew)
             crew.close()
-            return True
+            return team
 
-        patch.setattr(module._Team, "is_here", close_first)
+        patch.setattr(Crew, "_team", close_then)
         with pytest.raises(ValueError, match="closed"):
             crew.run(on_one_array(count_kernel(), out))
     assert len(crew_threads()) == before

@@ -34,7 +34,7 @@ def stored(text: Text, position: int) -> tuple[Numbers, Numbers]:
 @pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 def test_heads_are_normed_rotated_and_written(dim: int, numbers: Scheme, has_norms: bool) -> None:
-    shape, start, tokens = HeadsShape(4, 2, dim, numbers), 13, 9
+    shape, start, tokens = HeadsShape(4, 2, dim, numbers), 13, 25
     rows, text = random_rows(tokens, shape), Text(shape, start + tokens)
     norms = tuple(random_rows(1, shape, seed=seed)[0, :dim].copy() for seed in (1, 2))
     table = rotation_table(RopeConfig(10_000.0, dim, None), start + tokens, device="cpu")
@@ -46,7 +46,8 @@ def test_heads_are_normed_rotated_and_written(dim: int, numbers: Scheme, has_nor
         part[...] = rotate(part, *table[:, start:])
     where = text.where(start, tokens)
     given = (norms[0], norms[1]) if has_norms else (None, None)
-    arguments = heads_arguments(rows, shape, given, EPS, rotations, where, text.offsets)
+    count = np.array([tokens], np.int64)
+    arguments = heads_arguments(rows, shape, given, EPS, rotations, where, text.offsets, count)
     heads_kernel(numbers)(0, tokens * 8, arguments.ctypes.data)
     queries = rows.reshape(tokens, -1, dim)[:, :4].transpose(1, 0, 2)
     assert np.abs(queries - expected[:4].numpy()).max() < 3e-6

@@ -75,9 +75,10 @@ def test_sums_of_the_largest_integers_do_not_overflow(scheme: Scheme, plain: boo
     matrix = pack(signs, scheme)
     tokens = np.concatenate((signs[:3], np.ones_like(signs[:1])))
     expected = tokens.astype(np.float64) @ signs.T.astype(np.float64)
-    np.testing.assert_allclose(
-        multiply(matrix, tokens, plain=plain), expected, rtol=1e-5, atol=1e-4
-    )
+    together = multiply(matrix, tokens, plain=plain)
+    np.testing.assert_allclose(together, expected, rtol=1e-5, atol=1e-4)
+    alone = np.concatenate([multiply(matrix, each[None], plain=plain) for each in tokens])
+    np.testing.assert_array_equal(alone, together, strict=True)
 
 
 @EVERY

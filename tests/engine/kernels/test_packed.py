@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.kernels.lanes import LANES
+from expertctl.engine.kernels.nibbles import STRETCHES
 from expertctl.engine.kernels.packed import PackedMatrix, from_bfloat16, pack, to_bfloat16, unpack
 from expertctl.engine.kernels.scheme import GROUP, Scheme
 from tests.engine.kernels.products import INTEGERS, Array, random_numbers
@@ -19,6 +20,7 @@ TORCH = {
     Scheme.BFLOAT16: torch.bfloat16,
 }
 STEPS = {Scheme.INT8: 127, Scheme.INT4: 7}
+"""Integers that either scheme holds."""
 EVERY = pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
 FLOATING = pytest.mark.parametrize("scheme", TORCH, ids=lambda scheme: scheme.value)
 shapes = st.tuples(st.integers(1, 100), st.integers(1, 300))
@@ -45,19 +47,66 @@ def test_floats_come_back_as_torch_rounds_them(
 
 
 @settings(max_examples=60, deadline=None)
-@given(shape=shapes, scheme=st.sampled_from(INTEGERS), seed=st.integers(0, 99))
-def test_integers_come_back_within_half_a_step_of_their_group(
-    shape: tuple[int, int], scheme: Scheme, seed: int
+@given(shape=shapes, seed=st.integers(0, 99))
+def test_int8_comes_back_within_half_a_step_of_its_group(shape: tuple[int, int], seed: int) -> None:
+    numbers = random_numbers(seed, *shape)
+    matrix = pack(numbers, Scheme.INT8)
+    error = np.abs(unpack(matrix) - numbers)
+    for group in range(Scheme.INT8.layout.groups(shape[1])):
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        step = steps(matrix)[:, group]
+        np.testing.assert_allclose(step, np.abs(numbers[:, part]).max(axis=1) / 127, rtol=1e-6)
+        assert (error[:, part] <= 0.50001 * step[:, None]).all()
+
+
+def int4_by_the_formula(numbers: Array) -> Array:
+    """The least sum of squared errors of each row of one group, over all stretches."""
+    wide = numbers.astype(np.float64)
+    place = np.abs(wide).argmax(axis=1)[:, None]
+    largest = np.take_along_axis(wide, place, axis=1)
+    errors = []
+    for stretch in STRETCHES:
+        found = np.clip(np.rint(wide / largest * -stretch), -8, 7)
+        scale = (wide * found).sum(axis=1) / (found * found).sum(axis=1)
+        errors.append(((wide - found * scale[:, None]) ** 2).sum(axis=1))
+    return np.min(errors, axis=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shape=shapes, seed=st.integers(0, 99), tails=st.booleans())
+def test_int4_has_the_least_error_that_any_stretch_gives(
+    shape: tuple[int, int], seed: int, tails: bool
 ) -> None:
     numbers = random_numbers(seed, *shape)
-    matrix = pack(numbers, scheme)
-    error = np.abs(unpack(matrix) - numbers)
-    for group in range(scheme.layout.groups(shape[1])):
-        part = slice(group * GROUP, (group + 1) * GROUP)
-        largest = np.abs(numbers[:, part]).max(axis=1)
-        step = steps(matrix)[:, group]
-        np.testing.assert_allclose(step, largest / STEPS[scheme], rtol=1e-6)
-        assert (error[:, part] <= 0.50001 * step[:, None]).all()
+    numbers = numbers**3 if tails else numbers
+    error = (unpack(pack(numbers, Scheme.INT4)).astype(np.float64) - numbers) ** 2
+    for begin in range(0, shape[1], GROUP):
+        part = slice(begin, begin + GROUP)
+        least = int4_by_the_formula(numbers[:, part])
+        slack = 1e-9 * (numbers[:, part].astype(np.float64) ** 2).sum(axis=1)
+        np.testing.assert_array_less(error[:, part].sum(axis=1), 1.001 * least + slack)
+
+
+def test_int4_is_a_sixth_nearer_than_with_the_largest_at_seven() -> None:
+    numbers = np.random.default_rng(0).standard_normal((512, 1024)).astype(np.float32)
+    groups = numbers.reshape(512, -1, GROUP)
+    step = np.abs(groups).max(axis=2, keepdims=True) / 7
+    plain = np.sqrt(np.mean((np.rint(groups / step) * step - groups) ** 2))
+    ours = np.sqrt(np.mean((unpack(pack(numbers, Scheme.INT4)) - numbers) ** 2))
+    assert ours < plain * 5 / 6
+
+
+@pytest.mark.parametrize("power", [-90, -40, 40, 120])
+def test_int4_knows_small_and_large_numbers(power: int) -> None:
+    numbers, size = random_numbers(12, 20, 300), np.float32(2.0**power)
+    expected = unpack(pack(numbers, Scheme.INT4)) * size
+    np.testing.assert_array_equal(unpack(pack(numbers * size, Scheme.INT4)), expected)
+
+
+def test_every_step_of_int4_is_used() -> None:
+    numbers = np.resize(np.arange(-8, 8), (3, 2 * GROUP)).astype(np.float32)
+    for sign in (1, -1):
+        np.testing.assert_allclose(unpack(pack(sign * numbers, Scheme.INT4)), sign * numbers)
 
 
 @EVERY
@@ -71,8 +120,10 @@ def test_what_a_scheme_can_hold_comes_back_exactly(scheme: Scheme) -> None:
 def test_a_packed_matrix_is_packed_to_itself(scheme: Scheme) -> None:
     once = pack(random_numbers(1, 50, 200), scheme)
     twice = pack(unpack(once), scheme)
-    np.testing.assert_array_equal(once.data, twice.data)
-    np.testing.assert_allclose(once.scales, twice.scales, rtol=2e-7)
+    if scheme is not Scheme.INT4:  # where the largest is there with either sign, all signs may turn
+        np.testing.assert_array_equal(once.data, twice.data)
+    np.testing.assert_allclose(np.abs(once.scales), np.abs(twice.scales), rtol=3e-7)
+    np.testing.assert_allclose(unpack(once), unpack(twice), rtol=3e-7)
 
 
 @EVERY
@@ -174,9 +225,9 @@ def test_a_group_of_zeros_is_zeros(scheme: Scheme) -> None:
 
 
 def test_the_layout_of_int4_is_the_one_that_is_written_down() -> None:
-    row = np.array([[7, -7, 1, 2, 3, 4, -1, -2]], np.float32)
+    row = np.array([[7, -8, 1, 2, 3, 4, -1, -2]], np.float32)
     first = pack(row, Scheme.INT4).data.reshape(LANES, 4)[0]
-    low, high = (7, -7, 1, 2), (3, 4, -1, -2)
+    low, high = (7, -8, 1, 2), (3, 4, -1, -2)
     assert first.tolist() == [(a + 8) | (b + 8) << 4 for a, b in zip(low, high, strict=True)]
 
 
