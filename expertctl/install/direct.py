@@ -12,8 +12,10 @@ from expertctl.install.candidate import Candidate
 from expertctl.install.disagreement import Need
 from expertctl.install.sources import Sources
 from expertctl.package.layout import Layout, content_digest, read_manifest
+from expertctl.package.verify import ANOTHER
 from expertctl.reference import Reference
 from expertctl.registry.address import RegistryAddress
+from expertctl.registry.download import ALTERED
 from expertctl.registry.oci_client import OciClient
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES, parse_manifest
 
@@ -69,7 +71,8 @@ def _candidate(
     manifest = parse_manifest(_small(client, wanted, file, what), what=f"{what} {MANIFEST_PATH}")
     content = content_digest(layout.files)
     if manifest.package != wanted.package or not wanted.allows(manifest.semver, digest, content):
-        raise TrustError(f"asked for {wanted}, but the package is {manifest.ref}")
+        message = f"asked for {wanted}, but the package is {manifest.ref}"
+        raise TrustError(message, hint=ANOTHER)
     return Candidate(
         package=manifest.package,
         version=manifest.semver,
@@ -90,11 +93,12 @@ def _small(client: OciClient, wanted: Reference, file: FileDigest, what: str) ->
     data = bytearray()
     with client.blob(str(wanted.package), file.digest) as answer:
         if answer.status != 200:
-            raise RegistryError(f"{what}: {file.path} was answered with {answer.status}")
+            message = f"{what}: {file.path} was answered with {answer.status}"
+            raise RegistryError(message, hint=ALTERED)
         for chunk in answer.chunks:
             data += chunk
             if len(data) > file.size:
                 break
     if len(data) != file.size or Digest.of(data) != file.digest:
-        raise DigestError(f"{what}: {file.path} does not have its digest")
+        raise DigestError(f"{what}: {file.path} does not have its digest", hint=ALTERED)
     return bytes(data)

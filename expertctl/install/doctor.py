@@ -13,13 +13,15 @@ from expertctl.install.requirements import missing_requirements
 from expertctl.package.layout import content_digest, layout_of
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.index import DEEP_FOLDER
-from expertctl.routing.suspicion import flags
+from expertctl.routing.suspicion import RULES, flags
 from expertctl.routing.vector_files import JOURNAL_FILE, vector_damage
 from expertctl.schema.manifest import MANIFEST_PATH
+from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.flags import Flag, suspicion_of
 from expertctl.store.paths import Scan, StorePaths
+from expertctl.store.quantised_copies import copies_of
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.store import Store
 from expertctl.store.suspicions import Suspicions
@@ -288,6 +290,12 @@ def _suspicion_findings(
     for problem in suspicions.problems():
         yield Finding(str(suspicions.path), problem, "`expertctl reindex` makes it again")
     known = suspicions.verdicts([expert.content_digest for expert in now.experts])
+    if older := sum(verdict.rules != RULES for verdict in known.values()):
+        problem = (
+            f"it judges {older} of {len(now.experts)} packages by the rules of another version"
+        )
+        hint = "`expertctl reindex` judges them again"
+        yield Finding(str(suspicions.path), problem, hint, broken=False)
     for expert in now.experts:
         verdict = known.get(expert.content_digest)
         found = verdict.flags if verdict else _flags_now(expert, store, suspicions)
@@ -303,6 +311,13 @@ def _flags_now(expert: StoredExpert, store: Store, suspicions: Suspicions) -> tu
         return ()
 
 
+def _copy_findings(bases: BaseStore, base: StoredBase) -> Iterator[Finding]:
+    copies = copies_of(bases, base)
+    for path, problem in copies.problems().items() if copies else ():
+        hint = "the next run that needs it makes it again; `expertctl gc` removes outdated ones"
+        yield Finding(str(path), f"the quantised copy is not used: {problem}", hint, broken=False)
+
+
 def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterator[Finding]:
     try:
         known = bases.bases()
@@ -314,6 +329,7 @@ def _base_findings(bases: BaseStore, experts: Iterable[StoredExpert]) -> Iterato
             bases.check(base)
         except ExpertError as error:
             yield Finding(base.name, error.message, error.hint)
+        yield from _copy_findings(bases, base)
     for expert in experts:
         if not any(fits(expert.base, base) for base in known):
             problem = f"its base {expert.base.name} is not added"

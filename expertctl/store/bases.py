@@ -8,7 +8,7 @@ keeps what was read need look at that only.
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +41,8 @@ from expertctl.store.disk import disk_errors
 from expertctl.store.lock import claim, exclusive, is_held
 from expertctl.store.store import near_names
 
+QUANTISED = "quantised"
+"""The folder of what a base is like quantised, beside its record."""
 _RECORD = "base.json"
 _TEMPORARY = ".new-"
 _MAX_NAME = 200
@@ -175,6 +177,72 @@ class BaseStore:
         """
         refuse_changes(base.name, rehashed(base.path, base.files, progress=progress))
 
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Lend a folder to write something in; what is left there, or by a killed process, goes.
+
+        Raises:
+            StoreError: when the store cannot be written.
+        """
+        with ExitStack() as stack:
+            with self._changing():
+                own = stack.enter_context(claim(self.folder, prefix=_TEMPORARY))
+            yield own
+
+    def copies_of(self, base: StoredBase) -> Path:
+        """Where the quantised copies of a base are; see `QuantisedCopies`."""
+        return self._home(base.name) / QUANTISED
+
+    def keep(self, base: StoredBase, staged: Path, place: Path) -> None:
+        """Move a file that is on the disk among the copies of a base; older ones like it go.
+
+        Raises:
+            ConflictError: when the base was removed or replaced meanwhile.
+            StoreError: when the store cannot be written.
+        """
+        with self._changing():
+            record = self._home(base.name) / _RECORD
+            if not record.exists() or read_base_record(record).identity != base.identity:
+                raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
+            make_folders(place.parent, mode=0o700)
+            kind = place.name.partition("-")[0]
+            for old in place.parent.glob(f"{kind}-*"):
+                if old != place or not old.is_file():
+                    remove_tree(old) if old.is_dir() else old.unlink()
+            staged.replace(place)
+            sync_folder(place.parent)
+
+    def discard(self, copies: Iterable[Path]) -> None:
+        """Remove files, or folders, that lie among the copies of bases.
+
+        Raises:
+            StoreError: when the store cannot be written.
+        """
+        with self._changing():
+            for path in copies:
+                assert path.parent.parent.parent == self.folder, path
+                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def collect(self) -> tuple[Path, ...]:
+        """Remove what `garbage` tells.
+
+        Raises:
+            StoreError: when the store cannot be written.
+        """
+        if not self.folder.is_dir():
+            return ()
+        with disk_errors(self.folder), exclusive(self.folder / "lock"):
+            found = self.garbage()
+            for folder in found:
+                remove_tree(folder)
+            return found
+
+    def garbage(self) -> tuple[Path, ...]:
+        """Return the folders that killed processes left; changes nothing."""
+        staged = [path for path in self.folder.glob(f"{_TEMPORARY}*") if not is_held(path)]
+        removed = [path for path in self.folder.glob("[!.]*") if path.is_dir() and _is_left(path)]
+        return tuple(sorted([*staged, *removed]))
+
     def check_integrity(self) -> None:
         """Raise unless every record can be read and every base is what was added."""
         for base in self.bases():
@@ -255,6 +323,14 @@ class BaseStore:
 
     def _home(self, name: str) -> Path:
         return self.folder / quote(name, safe="")
+
+
+def _is_left(home: Path) -> bool:
+    """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
+    try:
+        return {path.name for path in home.iterdir()} <= {COPY, QUANTISED}
+    except FileNotFoundError:  # removed meanwhile
+        return False
 
 
 def _check_base(directory: Path) -> None:

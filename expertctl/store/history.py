@@ -16,7 +16,7 @@ from expertctl.digest import Digest
 from expertctl.errors import DiskFullError, NotFoundError, StoreError, UsageError
 from expertctl.store.file_mark import WhileUnchanged
 from expertctl.store.index_database import IndexDatabase, advance, immediately
-from expertctl.store.job import FAILED, Job, JobTimes, UsedExpert, Verdict
+from expertctl.store.job import FAILED, Job, JobFigures, JobTimes, UsedExpert, Verdict
 from expertctl.store.pair_gain import PairGain
 from expertctl.store.success import Evidence, KeptEvidence, SuccessRates, evidence_of
 
@@ -41,6 +41,13 @@ _JOB_COLUMNS = (
     "generated_tokens, blamed, route_ms, load_ms, ttft_ms, decode_ms, total_ms"
 )
 _INSERT_JOB = f"INSERT INTO jobs ({_JOB_COLUMNS}) VALUES ({', '.join('?' * 16)})"  # noqa: S608  # constants
+_FIGURES = tuple(JobFigures.__dataclass_fields__)
+_INSERT_FIGURES = (
+    f"INSERT INTO job_figures (number, {', '.join(_FIGURES)}) "  # noqa: S608  # constants
+    f"VALUES (?{', ?' * len(_FIGURES)})"
+)
+_PARTS = ("jobs", "job_experts", "job_figures")
+"""The tables that have rows of a run."""
 _SUMS = "good, bad, well_formed, malformed, at"
 _GET_OUTCOME = f"SELECT {_SUMS} FROM outcomes WHERE content_digest = ? AND task = ?"  # noqa: S608  # constants
 _ALL_OUTCOMES = f"SELECT content_digest, task, {_SUMS} FROM outcomes"  # noqa: S608  # constants
@@ -150,7 +157,7 @@ class History:
         def clear(db: Database) -> None:
             db.execute("PRAGMA secure_delete = ON")
             counts.append(db.execute("SELECT count(*) FROM jobs").fetchone()[0])
-            for table in ("jobs", "job_experts", "outcomes", "usage"):
+            for table in (*_PARTS, "outcomes", "usage"):
                 db.execute(f"DELETE FROM {table}")  # noqa: S608  # a constant
             advance(db)
 
@@ -195,7 +202,10 @@ def _insert(db: Database, job: Job) -> None:
         if job.finish_reason != FAILED:
             db.execute(_COUNT_USE, [digest, job.at])
     _weigh(db, job, at=job.at, join=Evidence.plus)
-    for table in ("jobs", "job_experts"):
+    if job.figures is not None:
+        figures = [getattr(job.figures, name) for name in _FIGURES]
+        db.execute(_INSERT_FIGURES, [number, *figures])
+    for table in _PARTS:
         db.execute(f"DELETE FROM {table} WHERE number <= ?", [number - KEPT_JOBS])  # noqa: S608  # a constant
     if job.outcome == "bad" or job.finish_reason == FAILED:
         advance(db)
@@ -242,7 +252,8 @@ def _found(db: Database, name: str) -> tuple[int, Job]:
         raise _unknown(name)
     if len(rows) > 1 and rows[0]["job_id"] != name:
         raise _ambiguous(name, [str(row["job_id"]) for row in rows])
-    return int(rows[0]["number"]), _job(rows[0], _experts(db, [rows[0]])[rows[0]["number"]])
+    number = int(rows[0]["number"])
+    return number, _job(rows[0], _experts(db, rows)[number], _figures(db, rows).get(number))
 
 
 def _span(name: str) -> tuple[str, str]:
@@ -268,8 +279,8 @@ def _ambiguous(name: str, ids: Sequence[str]) -> UsageError:
 
 def _jobs(db: Database) -> Iterator[Job]:
     rows = _rows(db, "ORDER BY number DESC")
-    experts = _experts(db, rows)
-    return (_job(row, experts[row["number"]]) for row in rows)
+    experts, figures = _experts(db, rows), _figures(db, rows)
+    return (_job(row, experts[row["number"]], figures.get(row["number"])) for row in rows)
 
 
 def _rows(db: Database, clause: str, *values: object) -> list[dict[str, Any]]:
@@ -288,6 +299,16 @@ def _experts(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple
         if number in found:
             found[number].append(UsedExpert(ref, Digest.parse(digest)))
     return {number: tuple(each) for number, each in found.items()}
+
+
+def _figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, JobFigures]:
+    """Return the figures of runs that have some; a file of an older version has none."""
+    if "job_figures" not in db.table_names():
+        return {}
+    numbers = [row["number"] for row in rows]
+    query = f"SELECT number, {', '.join(_FIGURES)} FROM job_figures WHERE number BETWEEN ? AND ?"  # noqa: S608  # constants
+    found = db.query(query, [min(numbers, default=0), max(numbers, default=0)])
+    return {row.pop("number"): JobFigures(**row) for row in found}
 
 
 def _values(job: Job) -> list[object]:
@@ -312,7 +333,9 @@ def _values(job: Job) -> list[object]:
     ]
 
 
-def _job(row: Mapping[str, Any], experts: tuple[UsedExpert, ...]) -> Job:
+def _job(
+    row: Mapping[str, Any], experts: tuple[UsedExpert, ...], figures: JobFigures | None
+) -> Job:
     times = JobTimes(**{name: row[f"{name}_ms"] for name in JobTimes.__dataclass_fields__})
     plain = ("job_id", "at", "task", "base", "finish_reason", "validation", "verdict", "judged_at")
     return Job(
@@ -320,4 +343,5 @@ def _job(row: Mapping[str, Any], experts: tuple[UsedExpert, ...]) -> Job:
         blamed=bool(row["blamed"]),
         experts=experts,
         times=times,
+        figures=figures,
     )

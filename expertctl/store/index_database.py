@@ -41,6 +41,10 @@ TABLES = {
     "job_experts": """
         number INTEGER, place INTEGER, content_digest TEXT, ref TEXT,
         PRIMARY KEY (number, place)""",
+    "job_figures": """
+        number INTEGER PRIMARY KEY, prefill_ms REAL, prefill_tokens INTEGER,
+        kv_reused_tokens INTEGER, decode_steps INTEGER, threads INTEGER, ssd_bytes INTEGER,
+        ram_bytes INTEGER""",
     "outcomes": """
         content_digest TEXT, task TEXT, good REAL, bad REAL, well_formed REAL, malformed REAL,
         at REAL, PRIMARY KEY (content_digest, task)""",
@@ -52,7 +56,7 @@ TABLES = {
 """Table → its columns. What a table holds is known to its owner: `Catalogue`, `History`."""
 _LONG_LOG = 1 << 20
 """A log of so many bytes is folded into the file, as readers beside keep SQLite from doing that."""
-_LAYOUT = 1
+_LAYOUT = 2
 """The ``user_version`` of a file that has all of them."""
 
 

@@ -43,6 +43,22 @@ class JobTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobFigures:
+    """What a run read and how fast it was; sizes are bytes."""
+
+    prefill_ms: float
+    prefill_tokens: int
+    """Tokens that were read, virtual ones too; those that were kept from before are not."""
+    kv_reused_tokens: int
+    decode_steps: int
+    threads: int
+    ssd_bytes: int
+    """What came from files into memory."""
+    ram_bytes: int
+    """What was made of it for the device to compute with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One run; it is named by its ``job_id``, or the beginning of it."""
 
@@ -59,8 +75,24 @@ class Job:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     times: JobTimes = JobTimes()
+    figures: JobFigures | None = None
+    """None for a run that failed, or that was before they were kept."""
     blamed: bool = False
     """Whether it ended with an error that the experts are to blame for."""
+
+    @property
+    def prefill_tokens_per_s(self) -> float | None:
+        """How fast the prompt was read, where that is known."""
+        if self.figures is None:
+            return None
+        return _per_second(self.figures.prefill_tokens, self.figures.prefill_ms)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """How fast the answer was written, where that is known; not known of a single token."""
+        if self.figures is None or self.times.decode is None:
+            return None
+        return _per_second(self.figures.decode_steps, self.times.decode)
 
     @property
     def evidence(self) -> Evidence:
@@ -83,3 +115,7 @@ class Job:
         if not found:
             return None
         return "good" if found.good or found.well_formed else "bad"
+
+
+def _per_second(count: int, ms: float) -> float | None:
+    return count / ms * 1e3 if count and ms > 0 else None

@@ -5,6 +5,7 @@ nothing to repair.
 """
 
 import errno
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,15 +43,18 @@ def claim(folder: Path, *, prefix: str = "") -> Iterator[Path]:
     """Make a folder in ``folder`` that is held until the end, then removed.
 
     Create it while the store's lock is held: until its own lock is taken it looks abandoned. Who
-    only looks whether it is held, holds it for that moment, so there is a wait.
+    only looks whether it is held, holds it for that moment, so there is a wait. A process that was
+    forked meanwhile has a copy of this, and removes nothing.
     """
+    maker = os.getpid()
     own = folder / f"{prefix}{secrets.token_hex(8)}"
     own.mkdir(mode=0o700, parents=True)
     try:
         with exclusive(own / _LOCK_NAME):
             yield own
     finally:
-        remove_tree(own)
+        if os.getpid() == maker:
+            remove_tree(own)
 
 
 def is_held(folder: Path) -> bool:

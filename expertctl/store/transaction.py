@@ -49,6 +49,8 @@ class Freed:
     blobs: tuple[Digest, ...] = ()
     folders: tuple[Path, ...] = ()
     size: int = 0
+    copies: tuple[Path, ...] = ()
+    """Quantised copies of bases that no run reads any more."""
 
 
 @contextmanager

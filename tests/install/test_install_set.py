@@ -169,7 +169,9 @@ def test_a_strange_base_needs_leave(house: House, make: Make, shop: Shop, tmp_pa
     path = make(shop.package("acme/strange", base_dir=other, base=read_base(other)))
     refuses(house, BaseMismatchError, "the weights differ", path)
     (done,) = import_set(house, path, allow_base_mismatch=True)
+    assert (done.outcome, done.expert.ref) == ("installed", "acme/strange@1.0.0")
     assert done.expert.mismatched
+    assert any("the weights differ" in warning for warning in done.warnings)
 
 
 def test_a_conflict_refuses_all(house: House, make: Make, shop: Shop) -> None:

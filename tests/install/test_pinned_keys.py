@@ -56,6 +56,7 @@ def revoked_experts(buyer: Buyer) -> dict[str, list[str]]:
         trust=house.trust,
         catalogue=house.catalogue,
         index=house.index,
+        home=house.home,
     )
     diagnosis = examine(
         house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue

@@ -1,11 +1,14 @@
 """A package that is made to mislead the router is told at install, and wherever it is shown."""
 
+from dataclasses import replace
+
 import pytest
 
 from expertctl.cli.info_view import info_document, info_text
 from expertctl.install.doctor import Finding, examine
 from expertctl.install.reindex import reindex
 from expertctl.reference import Reference
+from expertctl.routing.suspicion import RULES
 from expertctl.store.flags import read_flagged
 from expertctl.store.suspicions import Suspicions
 from tests.cli.commands import Commands, expertctl
@@ -133,6 +136,33 @@ def test_a_damaged_record_is_told_and_made_again(
     reindex(house.store, catalogue=house.catalogue, index=house.index)
     (flagged,) = read_flagged(house.home.flagged)
     assert flagged == house.store.find(Reference.parse("evil/helper")).content_digest
+
+
+def test_what_other_rules_judged_is_told_until_reindex_judges_it_again(
+    house: House, shop: Shop, sold: list[object]
+) -> None:
+    house.bases.add(shop.base_dir)
+    house.install(*sold, allow_unsigned=True, index=house.index)  # type: ignore[arg-type]  # paths
+    told = f"it judges 1 of 2 packages by the rules of another version: {house.home.suspicions}"
+    assert told not in _told(house)
+    suspicions = Suspicions(house.home.suspicions)
+    digest = house.store.find(Reference.parse("acme/sql")).content_digest
+    suspicions.add([replace(suspicions.verdicts([digest])[digest], rules=RULES - 1)])
+    assert _told(house)[told] == "`expertctl reindex` judges them again"
+    reindex(house.store, catalogue=house.catalogue, index=house.index)
+    assert told not in _told(house)
+
+
+def _told(house: House) -> dict[str, str]:
+    diagnosis = examine(
+        house.store,
+        bases=house.bases,
+        trust=house.trust,
+        catalogue=house.catalogue,
+        suspicions=Suspicions(house.home.suspicions),
+    )
+    assert diagnosis.healthy
+    return {f"{f.problem}: {f.subject}": f.hint for f in diagnosis.findings}
 
 
 def test_a_copy_is_forgiven_by_reindex_when_the_original_is_gone(

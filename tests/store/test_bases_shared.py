@@ -52,8 +52,12 @@ def test_copying_again_leaves_a_sound_copy_to_its_readers(
 
 def test_copying_again_mends_a_damaged_copy(bases: BaseStore, directory: Path) -> None:
     base = bases.add_copy(directory)
-    (base.path / "model.safetensors").write_bytes(b"cut short")
-    bases.add_copy(directory)
+    weights = base.path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(b"cut short")
+    again = bases.add_copy(directory)
+    assert (again.path, again.identity) == (base.path, base.identity)
+    assert weights.read_bytes() == whole == (directory / "model.safetensors").read_bytes()
     bases.check_integrity()
 
 

@@ -4,6 +4,7 @@ import multiprocessing
 import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from expertctl.errors import NotFoundError, UsageError
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.history import KEPT_JOBS, History
 from expertctl.store.index_database import IndexDatabase
-from expertctl.store.job import Job, JobTimes, UsedExpert, Verdict
+from expertctl.store.job import Job, JobFigures, JobTimes, UsedExpert, Verdict
 from tests.store.jobs import DAY, NOW, X, Y, a_gain, a_job
 
 
@@ -47,6 +48,17 @@ def rate(history: History, expert: UsedExpert = X, task: str | None = None) -> f
     return history.success_rates().of(expert.content_digest, task=task)
 
 
+FIGURES = JobFigures(
+    prefill_ms=12.5,
+    prefill_tokens=10,
+    kv_reused_tokens=2,
+    decode_steps=9,
+    threads=2,
+    ssd_bytes=8_000_000,
+    ram_bytes=4_000_000,
+)
+
+
 def judge(history: History, verdict: Verdict, *, number: int, clock: Clock) -> Job:
     return history.judge(job(number, clock=clock).job_id, verdict)
 
@@ -61,10 +73,38 @@ def test_a_run_is_read_back_as_it_was(history: History, clock: Clock) -> None:
         prompt_tokens=12,
         generated_tokens=30,
         times=JobTimes(route=1.5, load=2.5, ttft=3.5, decode=4.5, total=5.5),
+        figures=FIGURES,
     )
     assert history.record(whole)
     assert history.record(job(2, clock=clock))
     assert history.jobs() == [job(2, clock=clock), whole]
+
+
+def test_how_fast_a_run_was_follows_from_its_figures(history: History, clock: Clock) -> None:
+    history.record(job(1, clock=clock, times=JobTimes(decode=4.5), figures=FIGURES))
+    [read] = history.jobs()
+    assert read.prefill_tokens_per_s == pytest.approx(10 / 0.0125)
+    assert read.decode_tokens_per_s == pytest.approx(9 / 0.0045)
+    one = replace(read, figures=replace(FIGURES, decode_steps=0, prefill_ms=0.0))
+    assert (one.prefill_tokens_per_s, one.decode_tokens_per_s) == (None, None)
+    unknown = replace(read, figures=None)
+    assert (unknown.prefill_tokens_per_s, unknown.decode_tokens_per_s) == (None, None)
+
+
+def test_runs_of_a_version_without_figures_are_read_and_stay(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "index.db"
+    History(IndexDatabase(path), clock=clock).record(job(1, clock=clock))
+    with sqlite3.connect(path) as older:
+        older.execute("DROP TABLE job_figures")
+        older.execute("PRAGMA user_version = 1")
+    older.close()
+    catalogue = Catalogue(path)
+    assert [each.figures for each in catalogue.history.jobs()] == [None]
+    catalogue.history.record(job(2, clock=clock, figures=FIGURES))
+    assert [each.figures for each in catalogue.history.jobs()] == [FIGURES, None]
+    assert catalogue.history.judge("last", "good").figures == FIGURES
+    assert catalogue.notes == []
+    assert catalogue.problems() == []
 
 
 def test_an_absent_history_is_empty_and_stays_absent(tmp_path: Path) -> None:

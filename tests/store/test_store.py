@@ -189,13 +189,15 @@ def test_other_content_for_a_version_is_refused(house: House, shop: Shop) -> Non
 
 def test_adding_again_repairs_what_was_damaged(house: House, shop: Shop) -> None:
     (expert,) = put(house, shop.package())
+    before = house.files()
     weights = house.store.blob_path(expert.file("adapter_model.safetensors").digest)
     weights.chmod(0o644)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
     house.store.blob_path(expert.file("expert.json").digest).unlink()
-    put(house, shop.package())
+    assert put(house, shop.package()) == [expert]
+    assert house.files() == before
     house.check()
 
 

@@ -1,0 +1,378 @@
+"""A quantised copy is found again as it was written, for the same base, or not at all."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.digest import Digest
+from expertctl.errors import BaseMismatchError
+from expertctl.install.collect import collect, garbage
+from expertctl.install.doctor import Finding, examine
+from expertctl.store import quantised_copies
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_copies import QuantisedCopies, copies_of
+from tests.factories import write_base
+from tests.store.faults import Fault, run
+from tests.store.shop import House, house
+
+__all__ = ["house"]
+
+DATA = bytes(range(256)) * 4
+PIECE = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture
+def bases(house: House) -> BaseStore:
+    return house.bases
+
+
+@pytest.fixture
+def base(bases: BaseStore, directory: Path) -> StoredBase:
+    return bases.add(directory)
+
+
+@pytest.fixture
+def copies(bases: BaseStore, base: StoredBase) -> QuantisedCopies:
+    return QuantisedCopies(bases, base)
+
+
+def read(copies: QuantisedCopies, scheme: str = "int8", size: int = len(DATA)) -> bytes | None:
+    memory = bytearray(size)
+    return bytes(memory) if copies.read(scheme, memoryview(memory)) else None
+
+
+def write(copies: QuantisedCopies, data: bytes = DATA, scheme: str = "int8") -> None:
+    assert copies.weights is not None
+    copies.write(scheme, memoryview(data), weights=copies.weights)
+
+
+@pytest.mark.parametrize("size", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
+def test_what_was_written_is_read_into_the_memory_that_it_is_for(
+    copies: QuantisedCopies, size: int
+) -> None:
+    data = (bytes(range(251)) * (size // 251 + 1))[:size]
+    assert read(copies, size=size) is None
+    write(copies, data)
+    counted: list[int] = []
+    memory = memoryview(bytearray(size))
+    assert copies.read("int8", memory, progress=counted.append)
+    assert memory == data
+    assert sum(counted) == size
+    assert copies.take_notes() == ()
+    assert copies.problems() == {}
+
+
+def test_what_was_made_of_other_weights_is_refused_and_not_kept(copies: QuantisedCopies) -> None:
+    with pytest.raises(BaseMismatchError, match=r"tiny is not what was added: its weights are"):
+        copies.write("int8", memoryview(DATA), weights=Digest.of(b"another"))
+    assert not copies.path("int8").exists()
+
+
+def test_a_copy_belongs_to_its_scheme(copies: QuantisedCopies) -> None:
+    write(copies)
+    assert read(copies, "int4") is None
+    assert copies.take_notes() == ()
+    copies.path("int8").rename(copies.path("int4"))
+    assert read(copies, "int4") is None
+    assert "damaged, or not of this base" in copies.take_notes()[0]
+
+
+def test_a_copy_of_another_base_under_this_name_is_refused(
+    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    write(copies)
+    another = Digest.of(b"another")
+    for identity in (
+        replace(base.identity, arch=another),
+        replace(base.identity, weights=another),
+    ):
+        assert read(QuantisedCopies(bases, replace(base, identity=identity))) is None
+    assert read(copies) == DATA
+
+
+@settings(max_examples=80, deadline=None)
+@given(position=st.integers(0, 32 + len(DATA) - 1), change=st.integers(1, 255))
+def test_a_changed_byte_anywhere_is_never_believed_and_told_once(
+    position: int, change: int, directory: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    bases = BaseStore(tmp_path_factory.mktemp("home") / "bases")
+    copies = QuantisedCopies(bases, bases.add(directory))
+    write(copies)
+    path = copies.path("int8")
+    content = bytearray(path.read_bytes())
+    content[position] ^= change
+    path.write_bytes(content)
+    assert read(copies) is None
+    assert len(copies.take_notes()) == 1
+    assert copies.take_notes() == ()
+    write(copies)
+    assert read(copies) == DATA
+
+
+@pytest.mark.parametrize("cut", [0, 1, 31, 32, 33, 31 + len(DATA), 33 + len(DATA)])
+def test_a_file_of_another_size_is_never_believed(copies: QuantisedCopies, cut: int) -> None:
+    write(copies)
+    path = copies.path("int8")
+    path.write_bytes((path.read_bytes() + b"more")[:cut])
+    assert read(copies) is None
+    assert copies.take_notes()
+    assert list(copies.problems()) == [path]
+    assert read(copies, size=len(DATA) - 1) is None
+
+
+def a_link(path: Path) -> None:
+    path.rename(path.with_name("aside"))
+    path.symlink_to(path.with_name("aside"))
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    (path / "within").mkdir(parents=True)
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def writable_by_others(path: Path) -> None:
+    path.chmod(0o622)
+
+
+def of_somebody_else(path: Path) -> None:
+    os.chown(path, 12345, -1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_link,
+        a_folder,
+        a_pipe,
+        writable_by_others,
+        pytest.param(
+            of_somebody_else, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+        ),
+    ],
+)
+def test_a_file_that_may_not_be_ours_is_refused_and_replaced(
+    copies: QuantisedCopies, change: Callable[[Path], None]
+) -> None:
+    write(copies)
+    path = copies.path("int8")
+    change(path)
+    assert read(copies) is None
+    assert "is not used" in copies.take_notes()[0]
+    write(copies, DATA[::-1])
+    assert read(copies) == DATA[::-1]
+    assert path.lstat().st_mode & 0o777 == 0o600
+    assert not path.is_symlink()
+    aside = path.with_name("aside")
+    assert not aside.exists() or aside.read_bytes()[32:] == DATA, "what it pointed to is changed"
+
+
+def test_copies_lie_beside_the_record_and_go_with_it(
+    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    write(copies)
+    folder = bases.folder / "tiny"
+    assert [path.name for path in folder.iterdir()] == ["base.json", "quantised"]
+    assert (folder / "quantised").stat().st_mode & 0o777 == 0o700
+    assert copies.path("int8").stat().st_mode & 0o777 == 0o600
+    bases.remove(base)
+    assert not folder.exists()
+
+
+def test_nothing_is_kept_of_a_base_that_was_removed_meanwhile(
+    bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    bases.remove(base)
+    write(copies)
+    assert "removed or replaced meanwhile" in copies.take_notes()[0]
+    assert [path.name for path in bases.folder.iterdir()] == ["lock"]
+
+
+def test_a_new_version_takes_the_place_of_an_older_one(
+    copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(copies)
+    write(copies, scheme="int4")
+    old = copies.path("int8")
+    monkeypatch.setattr(quantised_copies, "VERSION", quantised_copies.VERSION + 1)
+    assert read(copies) is None
+    assert copies.take_notes() == ()
+    write(copies)
+    assert not old.exists()
+    assert read(copies) == DATA
+
+
+def test_weights_that_nobody_hashed_have_no_copies(bases: BaseStore, base: StoredBase) -> None:
+    unknown = replace(base, identity=replace(base.identity, weights=None))
+    assert copies_of(bases, unknown) is None
+    assert isinstance(copies_of(bases, base), QuantisedCopies)
+
+
+def test_many_write_and_read_at_once(copies: QuantisedCopies) -> None:
+    write(copies)
+    seen: list[bytes | None] = []
+
+    def work() -> None:
+        for _ in range(10):
+            write(copies)
+            seen.append(read(copies))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [DATA] * 40
+    assert copies.take_notes() == ()
+
+
+@pytest.mark.parametrize("fault", ["kill", "torn", "full", "error"])
+def test_whatever_fails_at_any_step_leaves_a_whole_copy_or_none(
+    fault: Fault, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, tmp_path: Path
+) -> None:
+    write(copies, DATA[::-1])
+    template = tmp_path / "template"
+    shutil.copytree(bases.folder, template)
+    whole = run(lambda: write(copies))
+    assert not whole.errors, whole.trace
+    assert len(whole.steps) > 8
+    for step in range(1, len(whole.steps) + 1):
+        shutil.rmtree(bases.folder)
+        shutil.copytree(template, bases.folder)
+        ended = run(lambda: write(copies), at=step, fault=fault)
+        assert not ended.errors, f"{whole.steps[step - 1]}: {ended.trace}"
+        assert read(copies) in (DATA, DATA[::-1]), whole.steps[step - 1]
+        assert copies.take_notes() == ()
+        write(copies)
+        assert read(copies) == DATA
+        bases.check_integrity()
+        copies.check_integrity()
+        left = {path.name for path in bases.folder.iterdir()}
+        assert left == {"tiny", "lock"}, whole.steps[step - 1]
+
+
+def test_what_cannot_be_kept_is_noted(
+    bases: BaseStore, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
+    write(copies)
+    (note,) = copies.take_notes()
+    assert note.startswith(f"{copies.path('int8')} cannot be written")
+    assert "No space left" in note
+    assert note.endswith("made again next time")
+
+
+def test_the_doctor_tells_of_copies_that_are_not_used(
+    house: House, copies: QuantisedCopies
+) -> None:
+    write(copies)
+    write(copies, scheme="int4")
+
+    def findings() -> tuple[Finding, ...]:
+        found = examine(
+            house.store, bases=house.bases, trust=house.trust, catalogue=house.catalogue
+        )
+        assert found.healthy, "a run makes it again"
+        return tuple(f for f in found.findings if "quantised" in f.problem)
+
+    assert findings() == ()
+    path = copies.path("int8")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    copies.path("int4").rename(path.with_name("int4-0"))
+    assert [(Path(f.subject).name, f.problem.partition(": ")[2]) for f in findings()] == [
+        ("int4-0", "another version of expertctl made it"),
+        (path.name, "it is damaged"),
+    ]
+
+
+def test_garbage_of_bases_is_told_and_collected(
+    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    write(copies)
+    old = copies.path("int4").with_name("int4-0")
+    old.write_bytes(b"12345")
+    staged = bases.folder / ".new-0123456789abcdef"
+    staged.mkdir()
+    (staged / "int8-1").write_bytes(b"1234567")
+    removed = bases.folder / "gone"
+    (removed / "quantised").mkdir(parents=True)
+    (removed / "quantised" / "int8-1").write_bytes(b"123")
+    (bases.folder / "mine").mkdir()
+    (bases.folder / "mine" / "notes").write_text("not ours")
+    found = garbage(house.store, bases)
+    assert (found.folders, found.copies, found.size) == ((staged, removed), (old,), 15)
+    assert staged.exists()
+    assert collect(house.store, bases) == found
+    assert garbage(house.store, bases).size == 0
+    assert read(copies) == DATA
+    names = {path.name for path in bases.folder.iterdir()}
+    assert names == {"tiny", "lock", "mine"}
+
+
+def test_folders_and_links_among_the_copies_go_and_what_is_linked_to_stays(
+    house: House, bases: BaseStore, copies: QuantisedCopies, tmp_path: Path
+) -> None:
+    write(copies)
+    place, mine = copies.path("int8").parent, tmp_path / "mine"
+    (place / "lost+found").mkdir()
+    (place / "int4-0").mkdir()
+    (place / "int4-0" / "part").write_bytes(b"123")
+    mine.mkdir()
+    (mine / "notes").write_text("not ours")
+    (place / "linked").symlink_to(mine)
+    odd = (place / "int4-0", place / "linked", place / "lost+found")
+    assert garbage(house.store, bases).copies == odd
+    assert collect(house.store, bases).copies == odd
+    assert [path.name for path in place.iterdir()] == [copies.path("int8").name]
+    assert (mine / "notes").read_text() == "not ours"
+    assert read(copies) == DATA
+
+
+def test_what_others_remove_meanwhile_stops_no_collector(
+    house: House, copies: QuantisedCopies, tmp_path: Path
+) -> None:
+    write(copies)
+    place, failed = copies.path("int8").parent, []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(25):
+                folder = tmp_path / f"int8-0{number}{turn}"
+                folder.mkdir()
+                (folder / "part").write_bytes(b"123")
+                folder.rename(place / folder.name)  # whole: another one may remove it at once
+                garbage(house.store, house.bases)
+                collect(house.store, house.bases)
+        except Exception as error:  # noqa: BLE001  # of a thread, for the test to see
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [path.name for path in place.iterdir()] == [copies.path("int8").name]
+    assert read(copies) == DATA
+
+
+def test_garbage_without_any_base_is_none(house: House) -> None:
+    assert garbage(house.store, house.bases).size == 0
+    assert collect(house.store, house.bases).folders == ()
