@@ -108,6 +108,12 @@ def read_base(
     return BaseFacts(identity, headers.shapes, headers.foreign)
 
 
+def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]) -> Digest:
+    """Return what names the weights of a base: of each tensor name, dtype and sha256 in hex."""
+    rows: list[list[Any]] = [[n, tensors[n].info.dtype, digests[n]] for n in sorted(digests)]
+    return Digest.of(canonical(rows))
+
+
 def _arch(headers: BaseHeaders) -> Digest:
     shapes = [[name, list(tensor.info.shape)] for name, tensor in headers.tensors.items()]
     return Digest.of(canonical({"config": headers.config, "tensors": shapes}))
@@ -122,8 +128,7 @@ def _weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:
         for task in as_completed(tasks):
             digests[tasks[task]] = task.result()
             progress(tensors[tasks[task]].size)
-    rows: list[list[Any]] = [[n, t.info.dtype, digests[n]] for n, t in tensors.items()]
-    return Digest.of(canonical(rows))
+    return weights_digest(tensors, digests)
 
 
 def _hash_tensor(tensor: StoredTensor) -> str:

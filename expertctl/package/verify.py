@@ -16,6 +16,8 @@ from expertctl.trust.keys import PublicKey
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
+ANOTHER = "another package was put under this name: tell whoever you have it from"
+
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPackage:
@@ -120,4 +122,5 @@ def check_expected(contents: PackageContents, expected: Reference) -> None:
     same = manifest.package == expected.package
     digests = contents.package_digest, contents.content_digest
     if not (same and expected.allows(manifest.semver, *digests)):
-        raise TrustError(f"asked for {expected}, but the package is {manifest.ref}")
+        message = f"asked for {expected}, but the package is {manifest.ref}"
+        raise TrustError(message, hint=ANOTHER)

@@ -223,4 +223,6 @@ def _refused(
         hint = f"log in with `expertctl login {address.host}`"
     else:
         hint = f"if {origin} belongs to it: `expertctl login {address.host} --realm {origin}`"
-    return UnauthenticatedError(f"{address.host}: {error.message}", hint=hint)
+    own = origin == address.url  # then the message names the registry already
+    message = error.message if own else f"{address.host}: {error.message}"
+    return UnauthenticatedError(message, hint=hint)

@@ -38,6 +38,7 @@ from expertctl.registry.refusal import shown
 WORKERS = 4
 KEPT_BYTES = 1 << 20
 MAX_ETAG = 1024
+ALTERED = "the registry, or a proxy between, does not send what was published"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -190,7 +191,7 @@ def _complete(job: _Job, partial: Partial, progress: Progress) -> None:
         if partial.digest == job.file.digest:
             return
         if not resumed:
-            raise DigestError(f"{job.what} does not have its digest", hint=_ALTERED)
+            raise DigestError(f"{job.what} does not have its digest", hint=ALTERED)
     except DigestError:
         partial.discard()
         raise
@@ -235,7 +236,7 @@ def _append(job: _Job, partial: Partial, progress: Progress) -> None:
             if job.stop.is_set():
                 raise _StoppedError
             if partial.size + len(chunk) > size:
-                raise DigestError(f"{job.what} is longer than its {size} bytes", hint=_ALTERED)
+                raise DigestError(f"{job.what} is longer than its {size} bytes", hint=ALTERED)
             partial.append(chunk)
             progress(len(chunk))
 
@@ -267,17 +268,14 @@ def _check_start(job: _Job, answer: OpenAnswer, start: int) -> None:
             or match[3] not in {str(size), "*"}
         ):
             message = f"{job.what}: bytes {start}-{size - 1} of {size} were asked for"
-            raise RegistryError(f"{message}, {shown(text, 80)!r} came", hint=_ALTERED)
+            raise RegistryError(f"{message}, {shown(text, 80)!r} came", hint=ALTERED)
     length = answer.headers.get("content-length")
     if length is not None and length != str(size - start):
         message = f"{job.what}: {size - start} bytes were asked for, {shown(length, 20)} shall come"
-        raise DigestError(message, hint=_ALTERED)
+        raise DigestError(message, hint=ALTERED)
 
 
 def _strong_etag(answer: OpenAnswer) -> str | None:
     etag = answer.headers.get("etag", "")
     strong = etag.startswith('"') and etag.endswith('"') and etag.isascii() and etag.isprintable()
     return etag if strong and len(etag) <= MAX_ETAG else None
-
-
-_ALTERED = "the registry, or a proxy between, does not send what was published"

@@ -154,4 +154,5 @@ _FACTS = {
 _HINTS = {
     401: "log in with `expertctl login {host}`",
     403: "ask an owner of the namespace; `expertctl login {host}` changes who asks",
+    404: "if it should be there, tell whoever runs {host}",
 }

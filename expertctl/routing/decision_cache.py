@@ -2,11 +2,15 @@
 
 Prompts are the same when they differ in nothing but case and white space; digits, words and the
 ends of lines count. So does what is read from spelling alone: whether a prompt has code.
+
+A plan is not given again after `KEPT_SECONDS`: success rates fade with time, without any change.
 """
 
 import re
 import secrets
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from expertctl.routing.features import features_of
@@ -15,6 +19,8 @@ from expertctl.routing.request import RouteRequest
 
 REMEMBERED = 2_000
 """How many plans are kept, those that were asked for last: some 30 MB."""
+KEPT_SECONDS = 3_600.0
+"""In an hour a success rate fades by a thousandth."""
 KEPT = 16
 """How many candidates of a plan are kept: what the head compared, and a few more."""
 
@@ -41,10 +47,11 @@ class Question:
 class DecisionCache:
     """Plans by question, of one state of what is installed and learnt."""
 
-    def __init__(self, most: int = REMEMBERED) -> None:
+    def __init__(self, most: int = REMEMBERED, *, clock: Callable[[], float] = time.time) -> None:
         """Begin with nothing."""
         self.most = most
-        self._plans: OrderedDict[Question, Planned] = OrderedDict()
+        self._clock = clock
+        self._plans: OrderedDict[Question, tuple[float, Planned]] = OrderedDict()
         self._revision: object = ""
 
     def __len__(self) -> int:
@@ -52,20 +59,22 @@ class DecisionCache:
         return len(self._plans)
 
     def find(self, question: Question, *, revision: object) -> Planned | None:
-        """Return what was planned, unless something has changed since; all is forgotten then."""
+        """Return what was planned of late, unless something has changed; all is forgotten then."""
         if revision != self._revision:
             self._plans.clear()
             self._revision = revision
-        if question in self._plans:
-            self._plans.move_to_end(question)
-        return self._plans.get(question)
+        at, planned = self._plans.get(question, (0.0, None))
+        if planned is None or not 0 <= self._clock() - at < KEPT_SECONDS:
+            self._plans.pop(question, None)
+            return None
+        self._plans.move_to_end(question)
+        return planned
 
     def keep(self, question: Question, planned: Planned) -> None:
         """Remember a plan for as long as the revision that was last asked for holds."""
         candidates = planned.result.candidates[:KEPT]
-        self._plans[question] = replace(
-            planned, result=replace(planned.result, candidates=candidates)
-        )
+        kept = replace(planned, result=replace(planned.result, candidates=candidates))
+        self._plans[question] = (self._clock(), kept)
         self._plans.move_to_end(question)
         if len(self._plans) > self.most:
             self._plans.popitem(last=False)
@@ -73,7 +82,7 @@ class DecisionCache:
     def check_integrity(self) -> None:
         """Check that no more is kept than is promised."""
         assert len(self._plans) <= self.most
-        assert all(len(p.result.candidates) <= KEPT for p in self._plans.values())
+        assert all(len(p.result.candidates) <= KEPT for _, p in self._plans.values())
 
 
 def normalised(prompt: str) -> str:

@@ -1,20 +1,30 @@
 """What the numbers of a base depend on, and whether a saved plan still means the same."""
 
+import math
 from importlib.metadata import PackageNotFoundError, version
 
 from expertctl.digest import Digest
-from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.errors import ExpertError, IncompatibleError, NotFoundError
+from expertctl.package.base_tensors import base_tensors
 from expertctl.package.foreign_config import read_base_config
-from expertctl.package.model_config import read_config
+from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
-from expertctl.routing.request import EngineName
+from expertctl.routing.request import AdapterDtype, Dtype, EngineName
 from expertctl.store.base_record import StoredBase
 
+SMALL_BASE = 64 << 20
+"""Of a base of fewer bytes many tokens are there before numba, which kernels need, is imported."""
+_FLOAT_BYTES = 4
 _COMPAT = ("transformers", "peft")
 
 
 def numeric_settings(
-    base: StoredBase, *, dtype: str, adapter_dtype: str, engine: EngineName = "native"
+    base: StoredBase,
+    *,
+    dtype: Dtype | None,
+    adapter_dtype: AdapterDtype,
+    engine: EngineName = "native",
+    deterministic: bool = False,
 ) -> NumericSettings:
     """Return the numeric settings of a base run in one dtype by one engine.
 
@@ -29,10 +39,27 @@ def numeric_settings(
         weights=base.identity.weights,
         tokenizer=base.identity.tokenizer,
         rope={} if base.foreign else read_config(base.path).rope.to_json(),
-        dtype=dtype,
+        dtype=dtype_of(base, dtype, engine=engine),
         adapter_dtype=adapter_dtype,
-        engine=NUMERIC_VERSION if engine == "native" else compat_version(),
+        engine=_native_version(deterministic) if engine == "native" else compat_version(),
     )
+
+
+def dtype_of(base: StoredBase, asked: Dtype | None, *, engine: EngineName = "native") -> Dtype:
+    """Return what the weights of a base are held in: what is asked for, else float32 or bf16.
+
+    That is bf16 where a base that is not small is stored so. A small one is exact and fast in
+    float32, and bfloat16 would round one that is stored in float16.
+
+    Raises:
+        InvalidPackageError: when its configuration is malformed.
+    """
+    if asked is not None or engine == "transformers":
+        return asked or "float32"
+    config = read_config(base.path)
+    if _FLOAT_BYTES * sum(map(math.prod, config.tensor_shapes().values())) < SMALL_BASE:
+        return "float32"
+    return "bf16" if _matrix_dtypes(base, config) == {"BF16"} else "float32"
 
 
 def context_of(base: StoredBase, *, engine: EngineName) -> int:
@@ -59,6 +86,19 @@ def compat_version() -> str:
             f"--engine transformers needs {error.name}, which is not installed",
             hint="pip install 'expertctl[compat]'",
         ) from error
+
+
+def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
+    """Return the dtypes of the matrices of a base; none where opening it will say what is wrong."""
+    try:
+        tensors = base_tensors(base.path, config).values()
+    except ExpertError:
+        return set()
+    return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
+
+
+def _native_version(deterministic: bool) -> int | str:
+    return f"{NUMERIC_VERSION}, deterministic" if deterministic else NUMERIC_VERSION
 
 
 def _check_engine(base: StoredBase, engine: EngineName) -> None:

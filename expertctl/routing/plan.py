@@ -11,7 +11,7 @@ from typing import Self
 from expertctl.digest import Digest
 from expertctl.schema.strict_json import JsonObject, JsonValue, canonical
 
-NUMERIC_VERSION = 2
+NUMERIC_VERSION = 4
 """Raised whenever the engine's numbers change, so that nothing computed before is reused."""
 
 
@@ -105,7 +105,8 @@ class NumericSettings:
     """What the numbers depend on besides the experts.
 
     ``rope`` is `expertctl.package.rope_config.RopeConfig` as JSON; ``dtype`` is the base's, or its
-    quantisation; ``engine`` is `NUMERIC_VERSION`, or the names and versions of other libraries.
+    quantisation; ``engine`` is `NUMERIC_VERSION`, with what else decides which of our decoders
+    runs, or the names and versions of other libraries.
     """
 
     arch: Digest

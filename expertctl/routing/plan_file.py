@@ -20,6 +20,7 @@ from expertctl.schema.validation import problems_of
 
 MAX_PLAN_BYTES = 16 << 20
 _MAX_THREADS = 1 << 16
+_SAVE_ONE = "save one with `expertctl route --json PROMPT > plan.json`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,12 @@ def read_plan(path: Path) -> SavedPlan:
     try:
         with open_regular(path) as stream:
             data = stream.read(MAX_PLAN_BYTES + 1)
+    except NotFoundError as error:
+        error.hint = _SAVE_ONE
+        raise
     except OSError as error:
-        hint = "`expertctl route --json` prints one"
-        raise NotFoundError(f"plan {path}: {error.strerror or error}", hint=hint) from error
+        message = f"plan {path}: {error.strerror or error}"
+        raise NotFoundError(message, hint=_SAVE_ONE) from error
     return parse_plan(data, what=str(path))
 
 
@@ -78,8 +82,7 @@ def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
     """
     document = load_object(data, what=what, max_bytes=MAX_PLAN_BYTES)
     if "plan" not in document:
-        hint = "save one with `expertctl route --json PROMPT > plan.json`"
-        raise InvalidPackageError(what, ["there is no 'plan' in it"], hint=hint)
+        raise InvalidPackageError(what, ["there is no 'plan' in it"], hint=_SAVE_ONE)
     read: JsonObject = {"plan": document["plan"]}
     problems = problems_of(read, "route")
     threads = document.get("threads")

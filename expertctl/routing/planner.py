@@ -18,7 +18,7 @@ from expertctl.routing.presets import completed
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.routing.roster import Roster
 from expertctl.routing.router import RoutingResult, roster_of, route
-from expertctl.settings import Settings
+from expertctl.settings import Home, Settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
@@ -74,6 +74,7 @@ class Planner:
     trust: TrustStore
     catalogue: Catalogue
     index: RoutingIndex
+    home: Home
     tell: Tell = tell_nobody
     """Gets what a person should know while they wait."""
 
@@ -90,7 +91,8 @@ class Planner:
             bases=BaseStore(home.bases),
             trust=TrustStore(home.trust),
             catalogue=Catalogue(home.index),
-            index=RoutingIndex(home.root, open_encoder(settings.encoder, home=settings.home)),
+            index=RoutingIndex(home.root, open_encoder(settings.encoder, home=home)),
+            home=home,
             tell=tell,
         )
 

@@ -83,10 +83,13 @@ def check_limit(name: str, value: float | None) -> None:
         UsageError: with the range.
     """
     low, high = LIMITS[name]
-    if value is None or (low <= value <= high and not (name == "top_p" and value == 0)):
+    above = name == "top_p"
+    if value is None or (low < value <= high if above else low <= value <= high):
         return
+    bounds = f"{low:.16g} to {high:.16g}"
+    said = f"must be above {low:.16g}, up to {high:.16g}" if above else f"is outside {bounds}"
     raise UsageError(
-        f"{name} {value} is outside {low:.16g} to {high:.16g}",
+        f"{name} {value} {said}",
         hint="give a value between these, or leave it out",
     )
 

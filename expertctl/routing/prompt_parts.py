@@ -57,7 +57,11 @@ _OPENERS = frozenset(
     undo unmute update use verify walk want whats write
     """.split()  # noqa: SIM905  # reads better as text
 )
-"""Words that a question or a request begins with."""
+"""Words that a question or a request begins with.
+
+The list is kept by hand: 144 of its 245 words open utterances of CLINC150's training split, the
+rest are what language models are asked for (sort, rephrase, pluralize).
+"""
 _OPENING = re.compile(
     r"\W*(?:\w{1,12}:\s+)?"
     r"(?:(?:hi|hey|hello|ok|okay|so|and|then|now|please|kindly|also|just)\b\W*)*(\w+)",

@@ -15,6 +15,13 @@ from expertctl.routing.presets import (
     check_wishes,
 )
 
+Dtype = Literal["float32", "bf16", "int8", "int4"]
+"""What base weights are held in."""
+QUANTISED = frozenset[Dtype]({"int8", "int4"})
+"""Those with a scale for each group of weights."""
+AdapterDtype = Literal["published", "fp16", "int8"]
+"""What the weights of experts are held in."""
+
 EngineName = Literal["native", "transformers"]
 """Our own decoder, or the slow way round it for what it does not run."""
 
@@ -41,8 +48,10 @@ class RouteRequest:
     base_alone: bool = False
     seed: int | None = None
     wishes: SamplingWishes = NO_WISHES
-    dtype: str = "float32"
-    adapter_dtype: str = "published"
+    dtype: Dtype | None = None
+    """What base weights are held in; None: as they are stored."""
+    adapter_dtype: AdapterDtype = "published"
+    deterministic: bool = False
     memory_budget: int | None = None
     allow_base_mismatch: bool = False
     engine: EngineName = "native"
@@ -63,6 +72,7 @@ def check_request(request: RouteRequest) -> None:
             f"a memory budget of {request.memory_budget} bytes is too small",
             hint="write 4GB, say, or leave it out",
         )
+    _check_engine(request)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -73,6 +83,21 @@ def check_request(request: RouteRequest) -> None:
         raise UsageError(
             f"{len(request.force)} experts are forced, at most {request.max_experts} are allowed",
             hint="raise the limit, which goes up to 10, or name fewer",
+        )
+
+
+def _check_engine(request: RouteRequest) -> None:
+    """Refuse what only the kernels of our own engine can do of another one."""
+    asked = {
+        f"--dtype {request.dtype}": request.dtype in QUANTISED,
+        f"--adapter-dtype {request.adapter_dtype}": request.adapter_dtype != "published",
+        "--deterministic": request.deterministic,
+    }
+    refused = [option for option, given in asked.items() if given]
+    if refused and request.engine == "transformers":
+        raise UsageError(
+            f"--engine transformers does not know {', '.join(refused)}",
+            hint=f"leave out --engine transformers, or {' and '.join(refused)}",
         )
 
 

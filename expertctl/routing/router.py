@@ -341,6 +341,7 @@ def plan_of(
         dtype=request.dtype,
         adapter_dtype=request.adapter_dtype,
         engine=request.engine,
+        deterministic=request.deterministic,
     )
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

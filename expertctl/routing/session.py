@@ -2,12 +2,12 @@
 
 Installed experts are read again when one came or went or trust changed, by any process; who of them
 may answer is worked out once for each base and each way of asking, until vectors or what was learnt
-from runs change too. So is what was planned for a prompt, which is remembered where the caller
-wants that.
+from runs change too. So is what was planned for a prompt, which is remembered for a while where the
+caller wants that.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from expertctl.routing.candidate import Installed
 from expertctl.routing.decision_cache import DecisionCache, Question, as_asked
@@ -27,7 +27,7 @@ _Key = tuple[object, ...]
 class PlanningSession:
     """Plans prompts one after the other."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, *, clock: Callable[[], float] = time.time) -> None:
         """Remember whose; nothing is read yet."""
         self.planner = planner
         flagged = planner.index.folder / FLAGGED_FILE
@@ -36,7 +36,7 @@ class PlanningSession:
         self._kept: tuple[_Key, Inventory] | None = None
         self._rosters: dict[_Key, Roster] = {}
         self._revision: _Key = ()
-        self._cache = DecisionCache()
+        self._cache = DecisionCache(clock=clock)
 
     @property
     def inventory(self) -> Inventory:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
 from expertctl.digest import Digest
 from expertctl.routing.copied_texts import marks_of
 from expertctl.routing.index import RoutingIndex
@@ -116,7 +114,7 @@ class Vetting:
         table, position = self.index.table, self.index.positions([digest])
         if not len(position):
             return ()
-        rows = np.array(table.rows[table.rows_of(position)])
+        rows = table.rows[table.rows_of(position)]
         return tuple(
             resemblance(
                 table,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.digest import Digest
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package.evaluation_data import Metric, Sample, is_right, read_data
 from expertctl.schema import json_lines
@@ -176,11 +177,31 @@ def test_json_is_compared_by_value(value: object) -> None:
     assert not is_right(spaced, json.dumps([value]), metric="json")
 
 
-@given(st.binary(max_size=200))
+PIECES = [b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "[2]"}']
+PIECES += [
+    b"\n",
+    b"\r",
+    b"\r\n",
+    b"\x0b",
+    b"\x1c",
+    b"\xc2\x85",
+    b"\xe2\x80\xa8",
+    b" ",
+    b'"',
+    b"\xff",
+]
+
+
+@given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join))
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = written(tmp_path_factory.getbasetemp(), data)
     for metric in get_args(Metric):
         with suppress(InvalidPackageError):
-            assert read_data(path, metric=metric).samples
+            found = read_data(path, metric=metric)
+            said = [json.loads(line) for line in data.splitlines() if line.strip()]
+            assert [(s.prompt, s.answer) for s in found.samples] == [
+                (line["prompt"], line["answer"]) for line in said
+            ]
+            assert found.digest == Digest.of(data)

@@ -167,7 +167,9 @@ def test_a_configuration_that_would_do_more_than_compute_is_refused(
 
 
 def test_a_null_is_what_a_default_looks_like() -> None:
-    assert parse_foreign(gpt2_config(auto_map=None, quantization_config=None)).values
+    nulls: dict[str, Any] = {"auto_map": None, "quantization_config": None}
+    spelled, plain = parse_foreign(gpt2_config(**nulls)), parse_foreign(gpt2_config())
+    assert spelled == replace(plain, values={**plain.values, **nulls})
 
 
 @pytest.mark.parametrize("change", [{"architectures": None}, {"model_type": 3}], ids=str)

@@ -70,10 +70,16 @@ def test_what_we_accept_after_a_flipped_byte_the_library_accepts_too(at: int, by
     data = bytearray(save({"a.b": np.zeros(3, np.float32), "a.c": np.zeros((2, 2), np.float16)}))
     data[at % len(data)] ^= by
     try:
-        parse(bytes(data))
+        found = parse(bytes(data))
     except InvalidPackageError:
         return
-    assert deserialize(bytes(data))
+    theirs = {name: fields for name, fields in deserialize(bytes(data))}
+    assert {name: list(tensor.shape) for name, tensor in found.tensors.items()} == {
+        name: fields["shape"] for name, fields in theirs.items()
+    }
+    for name, tensor in found.tensors.items():
+        begin, end = found.data_offset + tensor.begin, found.data_offset + tensor.end
+        assert (tensor.dtype, data[begin:end]) == (theirs[name]["dtype"], theirs[name]["data"])
 
 
 DEEP = b'{"a":' * 40 + b"1" + b"}" * 40

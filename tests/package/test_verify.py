@@ -46,7 +46,9 @@ def test_a_package_of_a_trusted_key_is_verified(
 def test_the_package_that_was_asked_for_is_verified(
     text: str, package: Path, trust: TrustStore
 ) -> None:
-    assert verify_file(package, trust, expected=Reference.parse(text)).signer
+    assert verify_file(package, trust, expected=Reference.parse(text)) == verify_file(
+        package, trust
+    )
 
 
 @pytest.mark.parametrize("text", ["acme/other", "other/sql", "acme/sql@2.0.0", "acme/sql@<1"])

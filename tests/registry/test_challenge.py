@@ -143,10 +143,16 @@ def test_another_realm_that_refuses_is_named_with_the_way_to_allow_it() -> None:
     header = 'Bearer realm="https://auth.example/token"'
     with pytest.raises(UnauthenticatedError) as caught:
         logins(realm, ME).answer(HOME, "", header, refused=None)
+    assert caught.value.message == "r.example: auth.example: it wants to know who asks"
     assert "--realm https://auth.example" in caught.value.hint
+
+
+def test_a_registry_that_refuses_at_its_own_realm_is_named_once() -> None:
+    realm = Realm(UnauthenticatedError("r.example: the token is wrong"))
     own = 'Bearer realm="https://r.example/t"'
     with pytest.raises(UnauthenticatedError) as caught:
         logins(realm, ME).answer(HOME, "", own, refused=None)
+    assert caught.value.message == "r.example: the token is wrong"
     assert caught.value.hint == "log in with `expertctl login r.example`"
 
 

@@ -94,7 +94,7 @@ def test_a_package_that_vanishes_does_not_lower_the_floor(world: World) -> None:
     world.says(4)
     world.fetch()
     world.answer = reply(404)
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="has no package acme/sql"):
         world.fetch()
     world.says(3)
     with pytest.raises(TrustError, match="an older state is shown"):

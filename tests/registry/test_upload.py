@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -505,11 +506,11 @@ def test_a_killed_process_leaves_an_upload_that_another_finishes(
     serve: Serve, tmp_path: Path
 ) -> None:
     shelf = Shelf()
-    stalled: list[int] = []
+    stalled = threading.Event()
 
     def lie(request: Request) -> Reply | None:
-        if request.headers.get("content-range", "").startswith("1000-") and not stalled:
-            stalled.append(1)
+        if request.headers.get("content-range", "").startswith("1000-") and not stalled.is_set():
+            stalled.set()
             return [Stall()]
         return None
 
@@ -524,6 +525,7 @@ def test_a_killed_process_leaves_an_upload_that_another_finishes(
     sent = 0
     while sent < 2000:
         sent += int(process.stdout.readline())
+    assert stalled.wait(60), "what was sent has to arrive before the sender dies"
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -8,14 +8,22 @@ import pytest
 
 from expertctl.errors import NotFoundError
 from expertctl.reference import Reference
-from expertctl.routing.decision_cache import KEPT, DecisionCache, Question, normalised
+from expertctl.routing.decision_cache import (
+    KEPT,
+    KEPT_SECONDS,
+    DecisionCache,
+    Question,
+    normalised,
+)
 from expertctl.routing.encoder import Encoder
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced, RouteRequest, parse_target
 from expertctl.routing.session import PlanningSession
 from expertctl.settings import Home, Settings
+from expertctl.store.history import History
+from expertctl.store.job import UsedExpert
 from tests.factories import write_base
-from tests.store.jobs import a_job
+from tests.store.jobs import DAY, NOW, a_job
 from tests.store.shop import House, Shop, fast, house, shop
 
 __all__ = ["fast", "house", "shop"]
@@ -156,6 +164,27 @@ def test_all_is_forgotten_when_a_run_failed(session: PlanningSession) -> None:
     session.planner.catalogue.history.record(a_job(1, validation="failed"))
     assert not is_remembered(session.recall(request))
     assert is_remembered(session.recall(request))
+
+
+def test_what_fades_with_time_is_seen_within_an_hour(planner: Planner) -> None:
+    now = NOW
+    planner.catalogue.history = History(planner.catalogue.database, clock=lambda: now)
+    session = PlanningSession(planner, clock=lambda: now)
+    request = RouteRequest(prompt=SORT, seed=1)
+    (expert,) = session.recall(request).experts
+    used = UsedExpert(expert.ref, expert.digest)
+    for number in range(8):
+        planner.catalogue.history.record(a_job(number, used, validation="failed"))
+    before = session.recall(request)
+    now += KEPT_SECONDS - 1
+    assert is_remembered(session.recall(request))
+    now = NOW + 90 * DAY
+    again = session.recall(request)
+    assert not is_remembered(again)
+    assert again.result.candidates == session.plan(request).result.candidates
+    assert again.result.candidates[0].success > before.result.candidates[0].success + 0.1
+    now -= DAY
+    assert not is_remembered(session.recall(request))  # the clock was set back
 
 
 def test_all_is_forgotten_when_a_base_is_added(

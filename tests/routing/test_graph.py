@@ -176,9 +176,14 @@ def test_what_is_dead_is_not_built_in() -> None:
 
 @needs_hnswlib
 def test_one_entry_is_enough_for_a_graph() -> None:
-    graph = build_graph(table_of({Digest.of(b"one"): clusters(1).rows[:1]}))
+    table = table_of({Digest.of(b"one"): clusters(1).rows[:1]})
+    graph = build_graph(table)
     assert graph is not None
-    assert graph.nearest(clusters(1).rows[0], 1) is not None
+    query = clusters(2).rows[-1]
+    found = graph.nearest(query, 1)
+    assert found is not None
+    assert found.rows.tolist() == [0]
+    assert found.cosines == pytest.approx(table.rows @ query, abs=1e-6)
 
 
 @needs_hnswlib

@@ -125,11 +125,30 @@ def test_installed_experts_and_none_are_fine(tmp_path: Path) -> None:
     check_installed(data, {SORTING})
 
 
-@given(st.binary(max_size=200))
+PIECES = [b'{"prompt": "a", "expert": null}', b'{"prompt": "b", "expert": "acme/sql"}']
+PIECES += [
+    b"\n",
+    b"\r",
+    b"\r\n",
+    b"\x0b",
+    b"\x1c",
+    b"\xc2\x85",
+    b"\xe2\x80\xa8",
+    b" ",
+    b'"',
+    b"\xff",
+]
+
+
+@given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join))
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     path.write_bytes(data)
     with suppress(InvalidPackageError):
-        assert read_labelled(path).prompts
+        found = read_labelled(path)
+        said = [json.loads(line) for line in data.splitlines() if line.strip()]
+        assert [(p.prompt, p.expert and str(p.expert)) for p in found.prompts] == [
+            (line["prompt"], line["expert"]) for line in said
+        ]

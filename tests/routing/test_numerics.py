@@ -1,14 +1,18 @@
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
 from expertctl.digest import Digest
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.routing import numerics
-from expertctl.routing.numerics import check_identity, numeric_settings
+from expertctl.routing.numerics import check_identity, dtype_of, numeric_settings
 from expertctl.routing.plan import Plan, SamplingParams, plan_identity
+from expertctl.routing.request import Dtype
 from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+from tests.factories import write_base
 
 
 def test_numeric_settings_are_read_from_the_base(base: StoredBase) -> None:
@@ -67,3 +71,34 @@ def test_without_the_libraries_the_extra_is_named(
     with pytest.raises(NotFoundError, match="transformers, which is not installed") as caught:
         numeric_settings(base, dtype="float32", adapter_dtype="published", engine="transformers")
     assert caught.value.hint == "pip install 'expertctl[compat]'"
+
+
+@pytest.mark.parametrize(
+    ("stored", "vocab", "asked", "held"),
+    [
+        ("bfloat16", 1 << 18, None, "bf16"),
+        ("bfloat16", 1 << 18, "float32", "float32"),
+        ("bfloat16", 1 << 17, None, "float32"),
+        ("bfloat16", 1 << 17, "bf16", "bf16"),
+        ("float16", 1 << 18, None, "float32"),
+        ("float32", 1 << 18, None, "float32"),
+        ("float32", 1 << 18, "int4", "int4"),
+    ],
+)
+def test_a_base_that_is_not_small_is_held_as_it_is_stored_where_nothing_is_asked(
+    stored: str, vocab: int, asked: Dtype | None, held: str, tmp_path: Path
+) -> None:
+    """A vocabulary of 2¹⁸ and a width of 64 are 64 MiB in float32."""
+    sizes = {"hidden": 64, "layers": 1, "intermediate": 16}
+    directory = write_base(tmp_path / "base", dtype=stored, vocab=vocab, **sizes)
+    base = BaseStore(tmp_path / "bases").add(directory)
+    assert dtype_of(base, asked) == held
+    assert dtype_of(base, None, engine="transformers") == "float32"
+
+
+def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:
+    plain, fixed = (
+        numeric_settings(base, dtype="bf16", adapter_dtype="published", deterministic=d)
+        for d in (False, True)
+    )
+    assert plan_identity(plain) != plan_identity(fixed)

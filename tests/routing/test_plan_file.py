@@ -190,4 +190,5 @@ def test_no_value_makes_the_reader_fail_otherwise(key: str, value: object) -> No
     hostile = document()
     hostile["plan"][key] = value
     with suppress(InvalidPackageError):
-        assert parse_plan(json.dumps(hostile).encode()).plan.base
+        read = parse_plan(json.dumps(hostile).encode()).plan.to_json()
+        assert read[key] == hostile["plan"][key]

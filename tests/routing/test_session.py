@@ -152,11 +152,18 @@ def test_an_expert_from_a_file_is_planned_with_and_not_remembered(
         session.recall(request)
 
 
-def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(planner: Planner) -> None:
+def test_whoever_leaves_out_others_every_time_does_not_fill_the_memory(
+    planner: Planner, made: list[str]
+) -> None:
     session = PlanningSession(planner)
     for n in range(ROSTERS + 4):
         session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{n}"),)))
         session.check_integrity()
+    assert made == ["tiny-base"] * (ROSTERS + 4)
+    session.plan(RouteRequest(prompt=SORT, exclude=(parse_target(f"acme/e{ROSTERS + 3}"),)))
+    assert len(made) == ROSTERS + 4
+    session.plan(RouteRequest(prompt=SORT, exclude=(parse_target("acme/e0"),)))
+    assert len(made) == ROSTERS + 5
 
 
 def test_what_is_flagged_while_a_roster_is_made_counts_for_the_next_prompt(

@@ -9,6 +9,7 @@ from expertctl.digest import Digest
 from expertctl.routing.encoder import find_minilm
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.minilm import open_minilm
+from expertctl.routing.suspicion import RULES
 from expertctl.routing.vetting import BATCH, suspicions_of, vet, vet_again
 from expertctl.schema.manifest import Manifest
 from expertctl.store.suspicions import Verdict
@@ -95,7 +96,7 @@ def test_other_rules_judge_again(index: RoutingIndex) -> None:
     old = Verdict(content_digest(SQL.ref), SQL.name, (), 0, frozenset())
     suspicions_of(index).add([old])
     codes(index, SQL)
-    assert suspicions_of(index).verdicts(experts(SQL))[content_digest(SQL.ref)].rules > 0
+    assert suspicions_of(index).verdicts(experts(SQL))[content_digest(SQL.ref)].rules == RULES
 
 
 def test_a_copy_is_forgiven_when_the_original_is_gone_for_good(index: RoutingIndex) -> None:
