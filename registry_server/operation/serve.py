@@ -5,6 +5,7 @@ is killed they end with it; when it is told to end, requests that run are finish
 `DRAIN_SECONDS` at most.
 """
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -28,6 +29,7 @@ from starlette.applications import Starlette
 from expertctl.errors import RegistryError, UsageError
 from registry_server.operation.connections import MAX_CONNECTIONS, allow_files
 from registry_server.operation.data_lock import serving
+from registry_server.operation.ending import heed_first_signal, heed_signals, ignore_signals
 from registry_server.operation.listening import Listening, demand_secure, held_address, is_answering
 from registry_server.operation.log import LOGGING, configure_log
 from registry_server.settings import ServerSettings
@@ -88,7 +90,9 @@ def serve(
         allow_files()
         server = _server(settings, address, workers)
         _check_data(settings)
+        server.on_startup(partial(heed_signals, server))
         server.on_startup(partial(_report_soon, address, report))
+        server.on_shutdown(ignore_signals)
         load = partial(_load_worker, replace(settings, port=address.port), os.getpid())
         _run(server, load)
 
@@ -121,7 +125,7 @@ def _run(server: MPServer, load: Callable[[], Starlette]) -> None:
     try:
         server.serve(target_loader=load, wrap_loader=False)
     except SystemExit as error:
-        if error.code:
+        if error.code and not server.interrupt_signal:
             message = "a worker of the server ended by itself"
             raise RegistryError(message, hint="the lines above say why") from error
 
@@ -150,6 +154,7 @@ def _check_data(settings: ServerSettings) -> None:
 def _load_worker(settings: ServerSettings, parent: int) -> Starlette:
     """Make the application in a worker process, which is to end with its parent."""
     _die_with(parent)
+    heed_first_signal(asyncio.get_event_loop())
     configure_log()
     return _create_app(settings)
 

@@ -142,7 +142,7 @@ def _demand_key(bundle: Bundle, offer: Offer, keys: Sequence[NamespaceKey]) -> N
     if known is None:
         raise TrustError(
             f"{offer.ref} is signed by {bundle.key_id}, which is not a key of {namespace}",
-            hint=f"an owner adds it with `expertctl registry keys add {namespace} KEY.pem`",
+            hint=f"an owner adds it with `expertctl registry keys add KEY --namespace {namespace}`",
         )
     if known.revoked is not None:
         raise RevokedError(

@@ -56,7 +56,12 @@ def test_a_folder_with_a_percent_sign_is_no_matter(tmp_path: Path) -> None:
     folder = tmp_path / "50%(here)s"
     folder.mkdir()
     Database.open(folder / "registry.db").close()
-    assert (folder / "registry.db").stat().st_size > 0
+    database = Database.open(folder / "registry.db")
+    with database.read() as connection:
+        assert differences(connection) == []
+    database.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["registry.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["50%(here)s"]
 
 
 def test_what_namespaces_used_before_it_was_counted_is_counted(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def new_registry(folder: Path, **settings: object) -> NewRegistry:
 
 
 @contextmanager
-def running(data: Path, *words: str) -> Iterator[Running]:
-    """Serve a registry as a person does, and end that whatever happens."""
+def starting(data: Path, *words: str) -> Iterator[Running]:
+    """Start to serve a registry as a person does, and end that whatever happens."""
     program = "from expertctl.cli.app import main; main()"
     command = [sys.executable, "-c", program, "registry", "serve", str(data)]
     log = data.parent / f"{data.name}.log"
@@ -64,10 +64,19 @@ def running(data: Path, *words: str) -> Iterator[Running]:
         )
     assert process.stdout
     try:
-        line = process.stdout.readline()
-        assert line, log.read_text()
-        yield Running(process, json.loads(line)["port"], log)
+        yield Running(process, 0, log)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+@contextmanager
+def running(data: Path, *words: str) -> Iterator[Running]:
+    """Serve a registry, once it says where."""
+    with starting(data, *words) as server:
+        assert server.process.stdout
+        line = server.process.stdout.readline()
+        assert line, server.log.read_text()
+        server.port = json.loads(line)["port"]
+        yield server

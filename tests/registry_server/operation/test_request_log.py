@@ -135,9 +135,12 @@ def test_no_client_makes_new_time_series(served: Served) -> None:
     assert "nowhere" not in text
 
 
-def test_what_is_no_request_passes(served: Served) -> None:
-    with served.client():
-        pass  # startup and shutdown are events of the same application
+def test_what_is_no_request_passes_and_is_not_logged(
+    served: Served, lines: pytest.LogCaptureFixture
+) -> None:
+    with served.client() as client:
+        client.get("/healthz")  # startup and shutdown are events of the same application
+    assert [line["path"] for line in fields_of(lines)] == ["/healthz"]
 
 
 def test_the_id_of_a_request_is_ours(served: Served) -> None:

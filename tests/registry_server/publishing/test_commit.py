@@ -203,7 +203,8 @@ def test_a_key_that_is_not_of_the_namespace_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(TrustError, match="not a key of acme") as caught:
         push(registry, owner, template.parcel(key=bob))
-    assert "registry keys add acme" in caught.value.hint
+    hint = "an owner adds it with `expertctl registry keys add KEY --namespace acme`"
+    assert caught.value.hint == hint
     assert bob.public.key_id in caught.value.message
 
 
@@ -333,8 +334,11 @@ def test_the_same_name_in_another_namespace_is_no_look_alike(
 ) -> None:
     served.namespace("corp", kind="expert", owner="olga")
     add_key(registry, owner, namespace="corp", public_key=alice.public.pem(), statement=None)
-    push(registry, owner, template.parcel(key=alice))
-    assert push(registry, owner, template.parcel("corp/sql", key=alice)).created
+    both = [template.parcel(key=alice), template.parcel("corp/sql", key=alice)]
+    assert [push(registry, owner, parcel).created for parcel in both] == [True, True]
+    with registry.database.read() as connection:
+        tagged = connection.execute(select(TAGS.c.digest).order_by(TAGS.c.repository_id)).scalars()
+        assert list(tagged) == [str(parcel.package_digest) for parcel in both]
 
 
 def test_a_key_of_one_namespace_does_not_sign_for_another(
@@ -377,6 +381,7 @@ def test_a_publisher_may_publish(
     add_key(registry, owner, namespace="team", public_key=alice.public.pem(), statement=None)
     parcel = template.parcel("team/sql", key=alice)
     assert push(registry, served.identity(secret), parcel).created
+    assert tag_of(registry, parcel) == str(parcel.package_digest)
 
 
 def test_a_namespace_of_plain_oci_takes_no_packages(

@@ -1,0 +1,72 @@
+"""How a server is told to end: by signals, any number of them, at any moment.
+
+granian sets a `threading.Event` in its signal handlers. A signal that comes while the main thread
+is inside that event, waiting or setting it for the signal before, waits there for itself for ever;
+and of two signals that come together other threads may take both, which wakes nobody. Here whatever
+thread takes a signal writes it into a pipe, without Python, and one thread passes on what it reads.
+
+In a worker granian breaks off what runs at the second signal, which comes whenever a terminal tells
+all processes. Here a worker heeds the first alone.
+"""
+
+import asyncio
+import operator
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from granian.server import MPServer
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGAIN_SECONDS = 0.5
+_PIECE = 4096
+
+
+def heed_signals(server: MPServer) -> None:
+    """End ``server`` at SIGINT and SIGTERM, renew its workers at SIGHUP; a hook of its start."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+    for number in _SIGNALS:
+        signal.signal(number, operator.is_)  # nothing, and in C: no signal comes inside of it
+    threading.Thread(target=_pass_on, args=(told, server), daemon=True).start()
+
+
+def ignore_signals() -> None:
+    """Let no late signal change how the process ends; a hook of the server's end."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def heed_first_signal(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the handlers that a worker will add to its loop be called once, all of them together."""
+    signal.set_wakeup_fd(-1)
+    add = loop.add_signal_handler
+    told: list[int] = []
+
+    def add_once(number: int, handler: Callable[..., object], *values: object) -> None:
+        def heed() -> None:
+            told.append(number)
+            if len(told) == 1:
+                handler(*values)
+
+        add(number, heed)
+
+    loop.add_signal_handler = add_once  # type: ignore[method-assign,assignment]  # not our class
+
+
+def _pass_on(told: int, server: MPServer) -> None:
+    """Tell the server what it was told, and to end until it did.
+
+    Once is not enough: a reload that begins just then forgets it, and a worker that was only forked
+    has the handlers of its parent, which do nothing there.
+    """
+    while set(os.read(told, _PIECE)) == {signal.SIGHUP}:
+        server.signal_handler_reload()  # type: ignore[no-untyped-call]  # granian's
+    while True:
+        server.signal_handler_interrupt()  # type: ignore[no-untyped-call]  # granian's
+        time.sleep(_AGAIN_SECONDS)
+        for worker in tuple(server.wrks):
+            worker.terminate()  # type: ignore[no-untyped-call]  # granian's

@@ -1,0 +1,129 @@
+"""How a server ends when signals come together, early, late, or to all of its processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import psutil
+import pytest
+
+from registry_server.operation.new_registry import NewRegistry
+from registry_server.registry import open_registry
+from registry_server.storage.blob_digest import BlobDigest
+from tests.registry_server.oci.pushing import digest_of, noise
+from tests.registry_server.operation.running import Running, new_registry, running, starting
+from tests.registry_server.operation.test_serve import await_refusal
+from tests.registry_server.served import serve
+
+ROUNDS = 4
+STORM_SECONDS = 0.05
+SOON = 8.0
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> NewRegistry:
+    made = new_registry(tmp_path_factory.mktemp("ending") / "registry")
+    served = serve(made.settings)
+    served.namespace("acme", owner="admin")
+    served.close()
+    return made
+
+
+def storm(tell: Callable[[signal.Signals], object]) -> None:
+    """Send both signals in turns, as fast as that goes, from before the end until after it."""
+    ended = time.monotonic() + STORM_SECONDS
+    while time.monotonic() < ended:
+        for number in BOTH:
+            tell(number)
+
+
+def family(server: Running) -> list[psutil.Process]:
+    """The server and its workers."""
+    parent = psutil.Process(server.process.pid)
+    return [parent, *parent.children()]
+
+
+def tell_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    """Tell every process that is still there, as a terminal does."""
+    for process in processes:
+        try:
+            os.kill(process.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def ends_well(server: Running, processes: list[psutil.Process]) -> None:
+    """The process ends soon, with 0 and without complaint, and takes its workers along."""
+    assert server.process.wait(SOON) == 0
+    assert [x for x in processes if x.is_running()] == []
+    said = server.log.read_text()
+    assert "Traceback" not in said
+    assert "error" not in said.lower()
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_signals_that_come_together_end_it(number: int, made: NewRegistry) -> None:
+    with running(made.settings.data, "--workers", "2") as server:
+        processes = family(server)
+        assert len(processes) == 3
+        storm(server.process.send_signal)
+        ends_well(server, processes)
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_one_of_each_ends_it(number: int, made: NewRegistry) -> None:
+    with running(made.settings.data) as server:
+        processes = family(server)
+        for each in BOTH:
+            server.process.send_signal(each)
+        ends_well(server, processes)
+
+
+def test_a_terminal_that_tells_the_workers_too_ends_it(made: NewRegistry) -> None:
+    for _ in range(ROUNDS):
+        with running(made.settings.data, "--workers", "2") as server:
+            processes = family(server)
+            tell_all(processes, signal.SIGINT)
+            ends_well(server, processes)
+
+
+def test_a_signal_while_its_workers_start_ends_it(made: NewRegistry) -> None:
+    """A worker that was only forked has the handlers of its parent, so it may lose the first."""
+    for _ in range(ROUNDS):
+        with starting(made.settings.data, "--workers", "2") as server:
+            while len(processes := family(server)) == 1:
+                continue
+            server.process.send_signal(signal.SIGTERM)
+            ends_well(server, processes)
+
+
+def test_an_upload_that_runs_is_finished_whatever_is_told(made: NewRegistry) -> None:
+    blob = noise(300_000)
+    digest = digest_of(blob)
+    head = (
+        f"POST /v2/acme/x/blobs/uploads/?digest={digest} HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {made.token}\r\nContent-Length: {len(blob)}\r\n\r\n"
+    )
+    with running(made.settings.data, "--workers", "2") as server, server.socket() as connection:
+        processes = family(server)
+        connection.sendall(head.encode() + blob[:200_000])
+        storm(lambda number: tell_all(processes, number))
+        await_refusal(server)
+        connection.sendall(blob[200_000:])
+        assert connection.recv(1000).startswith(b"HTTP/1.1 201")
+        ends_well(server, processes)
+    with closing(open_registry(made.settings)) as registry:
+        assert registry.storage.path(BlobDigest.parse(digest)).read_bytes() == blob
+
+
+def test_a_reload_renews_the_workers_and_an_end_meanwhile_is_not_lost(made: NewRegistry) -> None:
+    with running(made.settings.data) as server:
+        (parent, old) = family(server)
+        server.process.send_signal(signal.SIGHUP)
+        while not (new := [x for x in parent.children() if x != old]):
+            continue
+        storm(server.process.send_signal)
+        ends_well(server, [old, *new])
