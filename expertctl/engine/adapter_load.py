@@ -144,6 +144,11 @@ def _changed(owner: str, expected: FileDigest, size: int) -> DigestError:
 
 
 def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> Digest:
+    """Read ahead of hashing; a thread is not worth it for what is one chunk."""
+    if len(target) <= CHUNK:
+        _fill(stream, target)
+        progress(len(target))
+        return Digest.of(target)
     hasher = hashlib.sha256()
     chunks = [target[begin : begin + CHUNK] for begin in range(0, len(target), CHUNK)]
     with ThreadPoolExecutor(1, thread_name_prefix="read-ahead") as reader:

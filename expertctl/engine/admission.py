@@ -35,8 +35,8 @@ def pause() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Other:
-    """The seat of another run that is alive."""
+class Taken:
+    """The seat of a run that is alive."""
 
     number: int
     size: int
@@ -122,7 +122,7 @@ class Admission:
             _write(own, size, waits=False)
             return ""
 
-    def _others(self, own: Path | None = None) -> list[_Other]:
+    def _others(self, own: Path | None = None) -> list[Taken]:
         """Read the seats of the living; what dead ones left is removed."""
         others = []
         for folder in claimed_folders(self._folder):
@@ -135,6 +135,16 @@ class Admission:
         return others
 
 
+def seats(folder: Path) -> list[Taken]:
+    """Return the seats of the living runs of a home, the oldest first; changes nothing."""
+    found = []
+    for own in claimed_folders(folder):
+        if _NAME.fullmatch(own.name) and is_held(own):
+            with suppress(OSError, StoreError):  # being made, removed, or damaged: none to count
+                found.append(_read(own))
+    return [seat for seat in found if seat is not None]
+
+
 def _looking(folder: Path) -> AbstractContextManager[None]:
     return exclusive(folder / "lock")
 
@@ -143,7 +153,7 @@ def _write(folder: Path, size: int, *, waits: bool) -> None:
     (folder / "seat").write_text(f"{size} {'waits' if waits else 'in'}", encoding="ascii")
 
 
-def _read(folder: Path) -> _Other | None:
+def _read(folder: Path) -> Taken | None:
     """Read a seat; None when its run has just ended and is removing it."""
     try:
         text = (folder / "seat").read_text(encoding="ascii", errors="replace")
@@ -153,14 +163,14 @@ def _read(folder: Path) -> _Other | None:
     if match is None:
         hint = f"remove {folder} when no run needs it"
         raise StoreError(f"{folder}: this is not the seat of a run", hint=hint)
-    return _Other(_number(folder), int(match["size"]), match["state"] == "waits")
+    return Taken(_number(folder), int(match["size"]), match["state"] == "waits")
 
 
 def _number(folder: Path) -> int:
     return int(folder.name.partition("-")[0])
 
 
-def _waiting(size: int, limit: int, inside: Sequence[_Other], ahead: Sequence[_Other]) -> str:
+def _waiting(size: int, limit: int, inside: Sequence[Taken], ahead: Sequence[Taken]) -> str:
     taken = mebibytes(sum(other.size for other in inside))
     turn = f"; {len(ahead)} wait longer" if ahead else ""
     return (

@@ -4,7 +4,7 @@ Files may be mapped into memory, they are never written to, and nothing here or 
 changes a tensor. Matrices get the dtype of the run; norms and biases are always float32.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from expertctl.digest import Progress, no_progress
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.base_tensors import StoredTensor, base_tensors
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
+
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +61,32 @@ def load_base(
         found = dict(_read(stored))
         if config.tied:
             _drop_tied_head(directory, found)
-        warnings = _warnings(found, dtype)
         for name in wanted:
             found[name] = _converted(found[name], dtype, torch.device(device))
             progress(found[name].nbytes)
-    return BaseWeights({n: found[n] for n in wanted}, dtype, torch.device(device), warnings)
+    tensors = {name: found[name] for name in wanted}
+    warnings = rounding_warnings([stored[name] for name in wanted], _name_of(dtype))
+    return BaseWeights(tensors, dtype, torch.device(device), warnings)
+
+
+def rounding_warnings(stored: Iterable[StoredTensor], wanted: str) -> tuple[str, ...]:
+    """Say what matrices lose that are held in a float type; float32 holds everything."""
+    types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
+    rounded = types - {wanted} if wanted != "float32" else set()
+    return tuple(f"base weights stored as {n} are rounded to {wanted}" for n in sorted(rounded))
+
+
+def other_head(directory: Path) -> IncompatibleError:
+    """Return the error for a tied head that is stored too, as another matrix."""
+    return IncompatibleError(
+        f"{directory}: config.json ties the head to the embedding, but {HEAD} differs from it",
+        hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
+    )
+
+
+def unreadable(path: Path, error: Exception) -> InvalidPackageError:
+    """Return the error for a file that cannot be read to its end."""
+    return InvalidPackageError(str(path), [f"not a readable safetensors file: {error}"])
 
 
 def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
@@ -73,9 +96,7 @@ def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
                 for name in (name for name, tensor in tensors.items() if tensor.path == path):
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise InvalidPackageError(
-                str(path), [f"not a readable safetensors file: {error}"]
-            ) from error
+            raise unreadable(path, error) from error
 
 
 def _open(path: Path) -> Any:
@@ -86,22 +107,7 @@ def _drop_tied_head(directory: Path, found: dict[str, Tensor]) -> None:
     """Some files hold a tied head as well; it counts once and must be the same matrix."""
     head = found.pop(HEAD, None)
     if head is not None and not torch.equal(head, found[EMBEDDING]):
-        raise IncompatibleError(
-            f"{directory}: config.json ties the head to the embedding, but {HEAD} differs from it",
-            hint="set tie_word_embeddings to false if the head is meant to be its own matrix",
-        )
-
-
-def _warnings(found: dict[str, Tensor], dtype: torch.dtype) -> tuple[str, ...]:
-    rounded = {_name_of(t.dtype) for t in found.values() if t.ndim == 2 and _loses(t.dtype, dtype)}
-    return tuple(
-        f"base weights stored as {name} are rounded to {_name_of(dtype)}"
-        for name in sorted(rounded)
-    )
-
-
-def _loses(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    return wanted not in (stored, torch.float32)
+        raise other_head(directory)
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

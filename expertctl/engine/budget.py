@@ -12,11 +12,11 @@ from expertctl.errors import BudgetError
 
 Purpose = Literal["base", "experts", "kv", "buffers"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
-_WAYS_OUT: dict[Purpose, str] = {
-    "base": "raise --memory-budget, or choose a smaller base",
-    "experts": "raise --memory-budget, or use fewer experts with --max-experts",
+WAYS_OUT: dict[Purpose, str] = {
+    "base": "raise --memory-budget, hold a large base in --dtype int8, or choose a smaller one",
+    "experts": "use fewer experts with --max-experts, or raise --memory-budget",
     "kv": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
-    "buffers": "shorten the prompt, or raise --memory-budget",
+    "buffers": "lower --max-tokens, shorten the prompt, or raise --memory-budget",
 }
 
 
@@ -86,7 +86,7 @@ class Budget:
         return BudgetError(
             f"{what}: {mebibytes(size)} needed, but only {mebibytes(self.free)} of the budget of "
             f"{mebibytes(self.limit)} are free (held: {held})",
-            hint=_WAYS_OUT[purpose],
+            hint=WAYS_OUT[purpose],
         )
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ entered into the budget before anything is loaded, and given back when the text 
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from expertctl.engine.compat_base import CompatBase, load_model
 from expertctl.engine.context import FittedPrompt
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.experts import ExpertSource
-from expertctl.engine.generate import Cancelled, Generated, Writer, continued
+from expertctl.engine.generate import Cancelled, Generated, Reading, Writer, generate
 from expertctl.engine.tiers import Tier, Tiers
+from expertctl.engine.trace import Trace, TracedReading
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.routing.plan import Plan
 from expertctl.routing.planner import Planned
@@ -126,13 +127,24 @@ class CompatReady:
         return (SLOW, ESTIMATE, *self.base.warnings)
 
     def generate(
-        self, prompt: FittedPrompt, plan: Plan, cancelled: Cancelled
+        self,
+        prompt: FittedPrompt,
+        plan: Plan,
+        cancelled: Cancelled,
+        *,
+        trace: Trace | None = None,
     ) -> Generator[str, None, Generated]:
-        """Yield pieces of text as they become certain; return the whole at the end."""
+        """Yield pieces of text as they become certain; return the whole at the end.
+
+        A trace gets no layers: what transformers computes in is its own.
+        """
         writer = Writer(
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens
         )
-        return (yield from continued(self.reading, prompt.ids, writer, cancelled))
+        reading: Reading = self.reading
+        if trace is not None:
+            reading = TracedReading(reading, lambda _: nullcontext(), trace)
+        return (yield from generate(reading, prompt.ids, writer, cancelled))
 
 
 @contextmanager

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from expertctl.engine.loaded_base import dtype_of
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.torch_backend import torch_dtype
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.adapter import shortened
 from expertctl.package.base_tensors import StoredTensor, foreign_tensors
@@ -113,7 +113,7 @@ def open_compat(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: boo
     config = _config(foreign, what)
     sizes = _sizes(config, what)
     tokenizer = Tokenizer.open(stored.path)
-    return CompatBase(stored, config, sizes, tensors, tokenizer, dtype_of(dtype))
+    return CompatBase(stored, config, sizes, tensors, tokenizer, torch_dtype(dtype))
 
 
 def load_model(base: CompatBase) -> Any:

@@ -1,8 +1,9 @@
 """`Conversation`: the turns with one engine, and who answers the next one.
 
 Each message is routed anew unless experts are named; where routing finds nobody for it, the experts
-of the turn before stay. What was computed for the turns so far is kept by the engine as long as the
-plan stays the same. An answer that was stopped is part of the conversation as far as it went.
+of the turn before stay. What was computed for the turns so far is kept by the engine, as far as
+there is room, and serves turns with the same plan. An answer that was stopped is part of the
+conversation as far as it went.
 """
 
 import uuid
@@ -29,7 +30,10 @@ class Turn:
     message: UserMessage
     result: RunResult
     replanned: bool
-    """Whether another plan answered than in the turn before, so that nothing could be reused."""
+    """Whether another plan answered than in the turn before, so what that one read was of no use.
+
+    What is kept of earlier turns with this plan may still have been: see ``kv_reused_tokens``.
+    """
 
     @property
     def plan(self) -> Plan:

@@ -6,7 +6,8 @@ float32, [tokens, features]; base weights are only read.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from expertctl.engine.attention import View, attend, view_of
 from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
 from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import LinearDelta, linear
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.package.model_config import EMBEDDING, ModelConfig
@@ -98,6 +100,16 @@ class Decoder:
         self._head = _Linear("lm_head", weights.head(), None)
         self._layers = [_layer_of(config, weights, n) for n in range(config.layers)]
         self._rotations = torch.empty(2, 0, config.head_dim, device=weights.device)
+        self._times: LayerTimes | None = None
+
+    @contextmanager
+    def timed(self, times: LayerTimes) -> Iterator[None]:
+        """Add to ``times`` how long each part of what is read meanwhile takes."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = None
 
     @torch.inference_mode()
     def prefill(
@@ -193,8 +205,10 @@ class Decoder:
         tokens = len(x)
         step = self._step(cache.length, tokens)
         for number, layer in enumerate(self._layers):
-            x = x + self._attention(x, layer, number, step, cache, deltas)
-            x = x + self._mlp(x, layer, deltas)
+            with self._spent(f"layers.{number}.attention"):
+                x = x + self._attention(x, layer, number, step, cache, deltas)
+            with self._spent(f"layers.{number}.mlp"):
+                x = x + self._mlp(x, layer, deltas)
         cache.advance(tokens)
         return x
 
@@ -225,7 +239,17 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, deltas: Deltas) -> Tensor:
         """Score the token that follows the last one: [tokens, hidden] -> [vocab]."""
-        return self._head(self._normed(hidden[-1:], self._norm), deltas)[0]
+        with self._spent("head"):
+            return self._head(self._normed(hidden[-1:], self._norm), deltas)[0]
+
+    def _spent(self, place: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._times is None else self._measured(self._times, place)
+
+    @contextmanager
+    def _measured(self, times: LayerTimes, place: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        times.add(place, self._ms_since(started) / 1e3)
 
     def _step(self, start: int, tokens: int) -> _Step:
         end = start + tokens

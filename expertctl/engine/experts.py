@@ -18,6 +18,7 @@ from expertctl.engine.adapter_load import (
     adapter_bytes,
     load_adapter,
 )
+from expertctl.engine.budget import WAYS_OUT
 from expertctl.engine.compose import (
     BASE_ALONE,
     CompiledPlan,
@@ -31,6 +32,7 @@ from expertctl.engine.fit import check_fit
 from expertctl.engine.gains import GainSource, gains_scratch, has_dora
 from expertctl.engine.memory import allocate
 from expertctl.engine.tiers import Key, Tier, Tiers, Wanted
+from expertctl.errors import BudgetError
 from expertctl.package.read import PackageContents, read_package
 from expertctl.package.verify import VerifiedPackage, accept_unsigned, verify_contents
 from expertctl.schema.manifest import Manifest
@@ -193,11 +195,8 @@ def compiled(
         return
     key = (Tier.DEVICE, identity)
     with ExitStack() as pins:
-        if tiers.holds(key):
-            plan = cast(CompiledPlan, pins.enter_context(tiers.resident(key)))
-        else:
-            plan = _compile(tiers, chain, key, target, pins)
-        yield plan
+        found = cast(CompiledPlan | None, pins.enter_context(tiers.resident(key)))
+        yield found or _compile(tiers, chain, key, target, pins)
 
 
 def _compile(
@@ -217,9 +216,20 @@ def _compile(
         composition = compose(links, target.form)
         wanted = _wanted_plan(key, links, [source.wanted.key for source, _ in chain], composition)
         scratch = composition.scratch_bytes
-        with tiers.holding(Tier.DEVICE, "buffers", scratch, what=wanted.what):
+        with _scratch(tiers, scratch, what=wanted.what):
             [plan] = pins.enter_context(tiers.pin([wanted]))
     return plan
+
+
+@contextmanager
+def _scratch(tiers: Tiers, size: int, *, what: str) -> Iterator[None]:
+    """Hold what compiling takes besides: experts cause it, so no shorter prompt is the way out."""
+    try:
+        with tiers.holding(Tier.DEVICE, "buffers", size, what=what):
+            yield
+    except BudgetError as error:
+        error.hint = WAYS_OUT["experts"]
+        raise
 
 
 def _gains(
@@ -235,8 +245,11 @@ def _gains(
         return {}
     check_fit(adapter, target.form.shapes, width=target.form.width)
     wanted = target.gains.wanted(adapter, source.content_digest)
-    scratch = 0 if tiers.holds(wanted.key) else gains_scratch(adapter)
-    with tiers.holding(Tier.DEVICE, "buffers", scratch, what=wanted.what):
+    there = cast(Gains | None, pins.enter_context(tiers.resident(wanted.key)))
+    if there is not None:
+        return there
+    scratch = gains_scratch(adapter, target.form)
+    with _scratch(tiers, scratch, what=wanted.what):
         [found] = pins.enter_context(tiers.pin([wanted]))
     return found
 

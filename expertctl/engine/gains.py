@@ -12,7 +12,7 @@ from torch import Tensor
 
 from expertctl.digest import Digest
 from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.compose import Gains
+from expertctl.engine.compose import Form, Gains
 from expertctl.engine.dora import DoraTensors, gains, scratch_bytes
 from expertctl.engine.tiers import Tier, Wanted
 from expertctl.routing.plan import NUMERIC_VERSION
@@ -21,6 +21,11 @@ from expertctl.store.derived import Derived
 _FLOAT_BYTES = 4
 _COPIES = 2
 """Their bytes on the way to the disk or from there."""
+_UNPACKING = 16
+"""Bytes for each number that is being unpacked, at most, besides the number itself."""
+_UNPACKED_AT_ONCE = 1 << 17
+_BLOCK = 16
+"""Rows that are unpacked together, however wide they are; as `kernels.packed` does it."""
 _Place = tuple[str, DoraTensors]
 
 
@@ -76,10 +81,20 @@ def outlined_gains(adapter: LoadedAdapter) -> Gains:
     return _by_module(adapter, torch.empty(sum(sizes)).split_with_sizes(sizes))
 
 
-def gains_scratch(adapter: LoadedAdapter) -> int:
+def gains_scratch(adapter: LoadedAdapter, form: Form | None = None) -> int:
     """Return what bringing the gains of one expert into memory needs besides them, at most."""
-    computing = max((scratch_bytes(dora) for _, dora in _places(adapter)), default=0)
-    return computing + _COPIES * gains_bytes(adapter)
+    each = (_while_computing(module, dora, form) for module, dora in _places(adapter))
+    return max(each, default=0) + _COPIES * gains_bytes(adapter)
+
+
+def _while_computing(module: str, dora: DoraTensors, form: Form | None) -> int:
+    """Return what one layer takes; packed weights are unpacked before they are looked at."""
+    merging = scratch_bytes(dora)
+    if form is None or form.packing is None or module not in form.shapes:
+        return merging
+    out, inputs = form.shapes[module]
+    at_once = min(max(_UNPACKED_AT_ONCE, _BLOCK * inputs), (out + _BLOCK) * inputs)
+    return _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
 
 
 def _places(adapter: LoadedAdapter) -> Iterator[_Place]:

@@ -8,18 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.decoder import Decoder, DecodeResult, Deltas, PrefillResult
-from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.decoder import DecodeResult, PrefillResult
+from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.sampling import Draws, sample
 from expertctl.engine.stop import StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
 from expertctl.routing.plan import SamplingParams
 
+CacheIn = TypeVar("CacheIn", contravariant=True)
+DeltasIn = TypeVar("DeltasIn", contravariant=True)
+Cache = TypeVar("Cache", bound=KVRoom)
+PlanDeltas = TypeVar("PlanDeltas")
 FinishReason = Literal["stop", "length", "cancelled"]
 Cancelled = Callable[[], bool]
 """Asked between two steps whether the answer is still wanted."""
@@ -34,14 +38,6 @@ class _CancelledError(Exception):
     """The prompt need not be read any further."""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A base that can be run, and its tokenizer."""
-
-    decoder: Decoder
-    tokenizer: Tokenizer
-
-
 class Reading(Protocol):
     """A model in the middle of one text; it holds its plan and what it has read so far."""
 
@@ -52,13 +48,31 @@ class Reading(Protocol):
         """Read one more token."""
 
 
-@dataclass(frozen=True, slots=True)
-class NativeReading:
-    """Our own decoder in the middle of one text."""
+class TextDecoder(Protocol[CacheIn, DeltasIn]):
+    """What our decoders have in common; each has caches and compiled plans of its own."""
 
-    decoder: Decoder
-    cache: KVCache
-    deltas: Deltas
+    def prefill(
+        self,
+        ids: Sequence[int],
+        cache: CacheIn,
+        deltas: DeltasIn,
+        *,
+        soft_prompt: Tensor | None = None,
+        progress: Progress = no_progress,
+    ) -> PrefillResult:
+        """Read a prompt behind what is in the cache."""
+
+    def decode(self, token: int, cache: CacheIn, deltas: DeltasIn) -> DecodeResult:
+        """Read one more token."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeReading(Generic[Cache, PlanDeltas]):
+    """A decoder of ours in the middle of one text."""
+
+    decoder: TextDecoder[Cache, PlanDeltas]
+    cache: Cache
+    deltas: PlanDeltas
     soft_prompt: Tensor | None = None
     progress: Progress = no_progress
 
@@ -81,6 +95,8 @@ class Generated:
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason
+    prefill_tokens: int
+    """Tokens of the prompt that were read, virtual ones too."""
     prefill_ms: float
     first_token_ms: float
     """From the start of prefill to the first token."""
@@ -92,33 +108,19 @@ class Generated:
         """Steps of decoding in a second; 0 when there was none."""
         return self.decode_steps / self.decode_ms * 1e3 if self.decode_ms else 0.0
 
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens of the prompt that were read in a second; 0 when there was none."""
+        return self.prefill_tokens / self.prefill_ms * 1e3 if self.prefill_ms else 0.0
+
 
 def generate(
-    model: Model,
-    ids: Sequence[int],
-    *,
-    cache: KVCache,
-    deltas: Deltas,
-    params: SamplingParams,
-    seed: int,
-    max_tokens: int,
-    soft_prompt: Tensor | None = None,
-    cancelled: Cancelled = never,
+    reading: Reading, ids: Sequence[int], writer: "Writer", cancelled: Cancelled = never
 ) -> Generator[str, None, Generated]:
     """Yield pieces of text as they become certain; return the whole at the end.
 
-    ``ids`` are what is still to be read: ``cache`` may hold what stands before them, which then
-    begins with the ``soft_prompt``.
+    ``ids`` are what is still to be read; a prompt is given up within where `stopping` ends it.
     """
-    reading = NativeReading(model.decoder, cache, deltas, soft_prompt, _stopping(cancelled))
-    writer = Writer(model.tokenizer, params, seed=seed, max_tokens=max_tokens)
-    return (yield from continued(reading, ids, writer, cancelled))
-
-
-def continued(
-    reading: Reading, ids: Sequence[int], writer: "Writer", cancelled: Cancelled = never
-) -> Generator[str, None, Generated]:
-    """Read a prompt and write what follows, with whatever model."""
     started = time.perf_counter()
     try:
         prefilled = reading.prefill(ids)
@@ -141,6 +143,7 @@ def continued(
         text="".join(writer.pieces),
         tokens=tuple(writer.tokens),
         finish_reason=writer.finish_reason,
+        prefill_tokens=prefilled.tokens,
         prefill_ms=prefilled.ms,
         first_token_ms=first_ms,
         decode_ms=decode_ms,
@@ -148,7 +151,9 @@ def continued(
     )
 
 
-def _stopping(cancelled: Cancelled) -> Progress:
+def stopping(cancelled: Cancelled) -> Progress:
+    """Return what ends the reading of a prompt that is not wanted any more."""
+
     def check(_: int) -> None:
         if cancelled():
             raise _CancelledError
@@ -162,6 +167,7 @@ def _unread(ms: float) -> Generated:
         text="",
         tokens=(),
         finish_reason="cancelled",
+        prefill_tokens=0,
         prefill_ms=ms,
         first_token_ms=ms,
         decode_ms=0.0,

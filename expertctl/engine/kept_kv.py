@@ -3,7 +3,8 @@
 One generation is kept. It serves a request of the same cache key and the same plan identity, as far
 as the tokens agree; at least one token is always read, for its scores. While it is in use it is
 taken out, and put back only when that generation completed: one that failed, was stopped or was
-given up leaves nothing. Another plan under the same key is a miss, which ends the entry.
+given up leaves nothing, nor does one whose key is forgotten meanwhile. Another plan under the same
+key is a miss, which ends the entry.
 
 A cache is lent with exactly the room that is asked for. The bytes of what is kept count as ``kv``;
 they are given up before a request is refused, or an expert evicted, for want of memory. Soft
@@ -18,10 +19,9 @@ from typing import cast
 
 from expertctl.digest import Digest
 from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.tiers import Tier, Tiers
-from expertctl.package.model_config import ModelConfig
 
-_FLOAT_BYTES = 4
 _PLACE = (Tier.DEVICE, Digest.of(b"the keys and values of the last generation"))
 
 
@@ -35,39 +35,12 @@ class KeptKV:
     cache: KVCache
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVWanted:
-    """What a generation needs: the prompt's tokens, virtual ones before them, room for more."""
+@dataclass(slots=True, eq=False)
+class _Text:
+    """One that runs."""
 
     cache_key: str | None
-    identity: Digest
-    config: ModelConfig
-    ids: Sequence[int]
-    virtual: int
-    capacity: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of keys and values."""
-        return self.config.kv_bytes(self.capacity, itemsize=_FLOAT_BYTES)
-
-    @property
-    def what(self) -> str:
-        """How an error calls it."""
-        return f"the KV cache of {self.capacity} tokens"
-
-
-class KVLoan:
-    """A cache for one generation; its first ``reused`` tokens of the prompt are read already."""
-
-    def __init__(self, cache: KVCache, *, reused: int = 0) -> None:
-        """Begin a generation that has not completed."""
-        self.cache, self.reused = cache, reused
-        self.completed: tuple[int, ...] | None = None
-
-    def complete(self, ids: Sequence[int]) -> None:
-        """Say that the generation came to its end; ``ids`` are prompt and answer."""
-        self.completed = tuple(ids)
+    is_forgotten: bool = False
 
 
 class KVSlot:
@@ -76,19 +49,22 @@ class KVSlot:
     def __init__(self, tiers: Tiers) -> None:
         """Begin with none; its memory is that of the device tier."""
         self._tiers = tiers
+        self._running: list[_Text] = []
 
     @contextmanager
-    def borrow(self, wanted: KVWanted) -> Iterator[KVLoan]:
+    def borrow(self, wanted: KVWanted) -> Iterator[KVLoan[KVCache]]:
         """Lend a cache: what is kept, as far as it agrees, or an empty one.
 
         Raises:
             BudgetError: when an empty one cannot fit.
         """
-        loan = self._reused(wanted) or KVLoan(self._empty(wanted))
+        loan, text = self._reused(wanted) or KVLoan(self._empty(wanted)), _Text(wanted.cache_key)
+        self._running.append(text)
         try:
             yield loan
         finally:
-            self._end(loan, wanted)
+            self._running.remove(text)
+            self._end(loan, wanted, is_forgotten=text.is_forgotten)
 
     def holds(self, cache_key: str | None, identity: Digest) -> bool:
         """Tell whether something is kept for this key and plan."""
@@ -96,10 +72,19 @@ class KVSlot:
         return kept is not None and (kept.cache_key, kept.identity) == (cache_key, identity)
 
     def forget(self, cache_key: str) -> None:
-        """Drop what is kept for a key, if anything is."""
+        """Drop what is kept for a key; texts of it that run now leave nothing."""
+        for text in self._running:
+            text.is_forgotten |= text.cache_key == cache_key
+        self._drop(cache_key)
+
+    def _drop(self, cache_key: str) -> None:
         kept = self._peek()
         if kept is not None and kept.cache_key == cache_key:
             self._tiers.forget(_PLACE)
+
+    def clear(self) -> None:
+        """Drop what is kept."""
+        self._tiers.forget(_PLACE)
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +102,7 @@ class KVSlot:
     def _peek(self) -> KeptKV | None:
         return cast(KeptKV | None, self._tiers.kept(_PLACE))
 
-    def _reused(self, wanted: KVWanted) -> KVLoan | None:
+    def _reused(self, wanted: KVWanted) -> KVLoan[KVCache] | None:
         """Take out what is kept, if some of it can be used."""
         kept = self._take(wanted)
         if kept is None:
@@ -137,10 +122,10 @@ class KVSlot:
         if self.holds(wanted.cache_key, wanted.identity):
             return cast(KeptKV, self._tiers.take(_PLACE))
         if wanted.cache_key is not None:
-            self.forget(wanted.cache_key)
+            self._drop(wanted.cache_key)
         return None
 
-    def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan | None:
+    def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan[KVCache] | None:
         """Copy the rows that agree into a cache of the size asked for, if both fit for a moment."""
         if not self._tiers.has_room(Tier.DEVICE, wanted.nbytes):
             return None  # reading the text again beats evicting the experts that it needs
@@ -156,10 +141,10 @@ class KVSlot:
             self._release(wanted.nbytes)
             raise
 
-    def _end(self, loan: KVLoan, wanted: KVWanted) -> None:
+    def _end(self, loan: KVLoan[KVCache], wanted: KVWanted, *, is_forgotten: bool) -> None:
         cache = loan.cache
         del loan.cache
-        if loan.completed is None or wanted.cache_key is None:
+        if loan.completed is None or wanted.cache_key is None or is_forgotten:
             size = cache.nbytes
             del cache
             self._release(size)

@@ -8,11 +8,11 @@ does not fit is an error, old rows are never pushed out.
 import torch
 from torch import Tensor
 
-from expertctl.errors import BudgetError
+from expertctl.engine.kv_room import KVRoom
 from expertctl.package.model_config import ModelConfig
 
 
-class KVCache:
+class KVCache(KVRoom):
     """Room for ``capacity`` tokens; `length` of them are filled."""
 
     def __init__(
@@ -25,8 +25,7 @@ class KVCache:
     ) -> None:
         """Reserve the memory, once."""
         shape = (config.layers, config.kv_heads, capacity, config.head_dim)
-        self.capacity = capacity
-        self.length = 0
+        super().__init__(capacity)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
 
@@ -34,19 +33,6 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of both tensors, filled or not."""
         return self._keys.nbytes + self._values.nbytes
-
-    def require(self, tokens: int) -> None:
-        """Check that so many more tokens fit.
-
-        Raises:
-            BudgetError: when they do not.
-        """
-        if self.length + tokens > self.capacity:
-            raise BudgetError(
-                f"{tokens} more tokens do not fit into the KV cache: "
-                f"{self.length} of {self.capacity} are used",
-                hint="shorten the prompt or ask for fewer tokens",
-            )
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the step's rows ``[kv_heads, tokens, head_dim]`` behind the filled ones.
@@ -58,19 +44,6 @@ class KVCache:
         self._keys[layer, :, self.length : end].copy_(keys)
         self._values[layer, :, self.length : end].copy_(values)
         return self._keys[layer, :, :end], self._values[layer, :, :end]
-
-    def advance(self, tokens: int) -> None:
-        """Count the rows that every layer has written."""
-        self.length += tokens
-
-    def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens only."""
-        assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
-        self.length = length
-
-    def reset(self) -> None:
-        """Make room for another generation."""
-        self.rewind(0)
 
     def copy_from(self, other: "KVCache") -> None:
         """Become what another cache of the same base holds; that one stays as it is.

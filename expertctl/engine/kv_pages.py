@@ -1,34 +1,57 @@
 """Keys and values of a text in pages of sixteen tokens, as the kernels read them.
 
-A page is one block of memory, ``[layers][keys, values][kv_heads][head_dim * 16]`` float32, and a
-text has a list of the addresses of its pages. Memory is not cleared; what stands at and beyond
-``length`` is never read.
+A page is one block of memory, ``[layers][keys, values][kv_heads][head_dim * 16]`` float32 or
+float16, and a text has a list of the addresses of its pages. What stands at and beyond ``length``
+is never read. Texts that begin in the same way may share their first pages, whole ones only; those
+are not written any more, so a text cannot go back into them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from expertctl.engine.kernels.heads import PAGE
-from expertctl.engine.kernels.lanes import VECTOR_BYTES
-from expertctl.errors import BudgetError
+from expertctl.engine.kernels.lanes import LANES
+from expertctl.engine.kernels.memory import aligned
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_room import KVRoom
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
-_FLOAT_BYTES = 4
 
 
-class KVPages:
+def page_count(tokens: int) -> int:
+    """Return how many pages so many tokens need."""
+    return -(-tokens // PAGE)
+
+
+def pages_bytes(config: ModelConfig, tokens: int, numbers: Scheme) -> int:
+    """Return what the pages of so many tokens take."""
+    itemsize = numbers.layout.vector_bytes // LANES
+    return page_count(tokens) * config.kv_bytes(PAGE, itemsize=itemsize)
+
+
+class KVPages(KVRoom):
     """Room for ``capacity`` tokens; `length` of them are filled. One generation owns it."""
 
-    def __init__(self, config: ModelConfig, capacity: int) -> None:
-        """Reserve the memory, once."""
-        self.capacity = capacity
-        self.length = 0
-        page = config.kv_bytes(PAGE, itemsize=_FLOAT_BYTES)
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity: int,
+        *,
+        numbers: Scheme = Scheme.FLOAT32,
+        shared: Sequence[Numbers] = (),
+    ) -> None:
+        """Reserve the memory, once, for all but the pages that are ``shared`` and full."""
+        super().__init__(capacity)
+        self.numbers = numbers
+        self.length = self._shared_tokens = len(shared) * PAGE
         self._shape = (config.layers, 2, config.kv_heads, config.head_dim * PAGE)
-        self._pages = [_page(page) for _ in range(-(-capacity // PAGE))]
-        self._table = np.array([part.ctypes.data for part in self._pages], np.int64)
+        size = pages_bytes(config, PAGE, numbers)
+        own = [aligned(size, np.uint8) for _ in range(page_count(capacity) - len(shared))]
+        self._pages = [*shared, *own]
+        self._table = np.array([page.ctypes.data for page in self._pages], np.int64)
 
     @property
     def table(self) -> int:
@@ -37,66 +60,39 @@ class KVPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, filled or not."""
-        return sum(page.nbytes for page in self._pages)
-
-    def require(self, tokens: int) -> None:
-        """Check that so many more tokens fit.
-
-        Raises:
-            BudgetError: when they do not.
-        """
-        if self.length + tokens > self.capacity:
-            raise BudgetError(
-                f"{tokens} more tokens do not fit into the KV cache: "
-                f"{self.length} of {self.capacity} are used",
-                hint="shorten the prompt or ask for fewer tokens",
-            )
-
-    def advance(self, tokens: int) -> None:
-        """Count what every layer has written."""
-        self.length += tokens
+        """Bytes of its own pages, filled or not."""
+        return sum(page.nbytes for page in self._pages[self._shared_tokens // PAGE :])
 
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens only."""
-        assert 0 <= length <= self.length, f"cannot rewind from {self.length} to {length}"
-        self.length = length
+        """Keep the first ``length`` tokens only; not fewer than it shares."""
+        assert length >= self._shared_tokens, "what several texts share is not written"
+        super().rewind(length)
 
-    def reset(self) -> None:
-        """Make room for another generation."""
-        self.rewind(0)
+    def copy_rows(self, page: Numbers, tokens: int) -> None:
+        """Copy the first rows of a page; the filled ones end where a page does."""
+        self.require(tokens)
+        assert self.length % PAGE == 0
+        self._pages[self.length // PAGE][...] = page
+        self.advance(tokens)
 
-    def copy_from(self, other: "KVPages") -> None:
-        """Become what other pages of the same base hold; those stay as they are.
-
-        Raises:
-            BudgetError: when it does not fit.
-        """
-        self.reset()
-        self.require(other.length)
-        for own, others in zip(self._pages, other._pages[: _pages(other.length)], strict=False):
-            own[...] = others
-        self.advance(other.length)
+    def hand_over(self) -> list[Numbers]:
+        """Return its pages, and have none any more."""
+        pages, self._pages = self._pages, []
+        self._table = np.zeros(0, np.int64)
+        self.capacity = self.length = self._shared_tokens = 0
+        return pages
 
     def check_integrity(self) -> None:
         """Assert what always holds: a possible length, numbers in every filled row."""
-        assert 0 <= self.length <= self.capacity <= len(self._pages) * PAGE
+        assert self._shared_tokens <= self.length <= self.capacity <= len(self._pages) * PAGE
         assert [page.ctypes.data for page in self._pages] == self._table.tolist()
-        for number in range(_pages(self.length)):
-            filled = min(self.length - number * PAGE, PAGE)
-            numbers = self._pages[number].view(np.float32).reshape(self._shape)
-            keys = numbers[:, 0].reshape(*self._shape[:1], self._shape[2], -1, PAGE)
-            values = numbers[:, 1].reshape(*self._shape[:1], self._shape[2], -1, PAGE, PAGE)
-            assert np.isfinite(keys[..., :filled]).all()
-            assert np.isfinite(values[..., :filled, :]).all()
+        for number in range(page_count(self.length)):
+            self._check(self._pages[number], min(self.length - number * PAGE, PAGE))
 
-
-def _page(size: int) -> Numbers:
-    """Return memory that begins where a vector does."""
-    raw = np.empty(size + VECTOR_BYTES, np.uint8)
-    start = -raw.ctypes.data % VECTOR_BYTES
-    return raw[start : start + size]
-
-
-def _pages(tokens: int) -> int:
-    return -(-tokens // PAGE)
+    def _check(self, page: Numbers, filled: int) -> None:
+        kind = np.float16 if self.numbers is Scheme.FLOAT16 else np.float32
+        numbers = page.view(kind).reshape(self._shape)
+        keys = numbers[:, 0].reshape(*self._shape[:1], self._shape[2], -1, PAGE)
+        values = numbers[:, 1].reshape(*self._shape[:1], self._shape[2], -1, PAGE, PAGE)
+        assert np.isfinite(keys[..., :filled]).all()
+        assert np.isfinite(values[..., :filled, :]).all()

@@ -1,27 +1,39 @@
 """A base on its way into memory: its configuration and tokenizer first, its weights when needed.
 
 What a prompt costs is known before the weights are read, so what cannot fit is refused at once.
+Here alone is decided what runs a base (`backend_of`).
 """
 
 from dataclasses import dataclass
 
-import torch
-
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.base_weights import load_base
-from expertctl.engine.decoder import Decoder, pass_bytes
-from expertctl.engine.generate import Model
-from expertctl.engine.sampling import sample_bytes
+from expertctl.engine.backend import Backend, Model, Surroundings
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.tokenizer import Tokenizer
-from expertctl.errors import UsageError
+from expertctl.engine.torch_backend import TorchBackend
+from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
+from expertctl.routing.numerics import SMALL_BASE
+from expertctl.routing.request import QUANTISED, AdapterDtype, Dtype
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-"""What the matrices of a base may be held in."""
-_FLOAT_BYTES = 4
+TORCH_BELOW = SMALL_BASE
+"""A base of fewer bytes is run by torch, if torch can do what is wished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a run wants its base and experts held, and whether it wants the same bits always."""
+
+    dtype: Dtype = "float32"
+    adapter_dtype: AdapterDtype = "published"
+    deterministic: bool = False
+
+    @property
+    def needs_kernels(self) -> bool:
+        """Whether torch cannot do that."""
+        return self.dtype in QUANTISED or self.adapter_dtype != "published" or self.deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +41,19 @@ class OpenBase:
     """A base whose files are those that were added; no weights are in memory."""
 
     stored: StoredBase
-    config: ModelConfig
     tokenizer: Tokenizer
-    dtype: torch.dtype
+    backend: Backend
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> ModelConfig:
+        """What its configuration says."""
+        return self.backend.config
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory: norms and biases stay float32."""
-        total = 0
-        for shape in self.config.tensor_shapes().values():
-            elements = torch.Size(shape).numel()
-            total += elements * (self.dtype.itemsize if len(shape) == 2 else _FLOAT_BYTES)
-        return total
+        """What its weights take in memory."""
+        return self.backend.weight_bytes
 
     @property
     def context(self) -> int:
@@ -49,53 +62,82 @@ class OpenBase:
 
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
-        return self.config.kv_bytes(tokens, itemsize=_FLOAT_BYTES)
+        return self.backend.kv_bytes(tokens)
 
-    def buffer_bytes(self, tokens: int) -> int:
-        """What a pass over so many tokens needs besides weights and cache."""
-        return pass_bytes(self.config, tokens) + sample_bytes(self.config.vocab_size)
+    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
+        """What reading the weights, and then a pass over so many tokens, needs besides."""
+        return max(self.backend.buffer_bytes(tokens, width=width), self.backend.loading_bytes)
 
     def is_same(self, other: "OpenBase") -> bool:
-        """Tell whether the weights of another base are these, in the same dtype."""
-        return (self.stored.path, self.stored.identity, self.dtype) == (
-            other.stored.path,
-            other.stored.identity,
-            other.dtype,
-        )
+        """Tell whether the weights of another base are these, held in the same way."""
+        return self._held == other._held
+
+    @property
+    def _held(self) -> tuple[object, ...]:
+        return self.stored.path, self.stored.identity, self.backend.name, self.backend.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedBase:
-    """A base in memory."""
-
-    model: Model
-    nbytes: int
-    warnings: tuple[str, ...]
-
-
-def open_base(bases: BaseStore, stored: StoredBase, *, dtype: str, rehash: bool) -> OpenBase:
+def open_base(
+    bases: BaseStore,
+    stored: StoredBase,
+    wish: Wish,
+    *,
+    rehash: bool,
+    torch_below: int = TORCH_BELOW,
+) -> OpenBase:
     """Check the files of a base, by every byte with ``rehash``, and read the small ones.
 
     Raises:
         BaseMismatchError: when they are not those that were added.
-        IncompatibleError: when the decoder does not support such a model.
+        IncompatibleError: when no decoder of ours supports such a model in such a dtype.
     """
     if rehash:
         bases.rehash(stored)
     else:
         bases.check(stored)
-    config = read_config(stored.path)
-    return OpenBase(stored, config, Tokenizer.open(stored.path), dtype_of(dtype))
+    backend, warnings = backend_of(read_config(stored.path), wish, torch_below=torch_below)
+    return OpenBase(stored, Tokenizer.open(stored.path), backend, warnings)
+
+
+def backend_of(
+    config: ModelConfig, wish: Wish, *, torch_below: int = TORCH_BELOW
+) -> tuple[Backend, tuple[str, ...]]:
+    """Return what runs a base, and what a person should know of that.
+
+    Torch runs small bases, kernels all others, and whatever torch cannot do. Where they do not
+    support the sizes of a large base, torch runs it, and a warning says so.
+
+    Raises:
+        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
+    """
+    if wish.needs_kernels:
+        return _packed(config, wish), ()
+    plain = TorchBackend(config, wish.dtype)
+    if plain.weight_bytes < torch_below:
+        return plain, ()
+    try:
+        return _packed(config, wish), ()
+    except IncompatibleError as error:
+        return plain, (f"torch runs the base, which takes longer: {error.message}",)
+
+
+def _packed(config: ModelConfig, wish: Wish) -> Backend:
+    """Return the kernels; only now numba is imported, which takes a third of a second."""
+    from expertctl.engine.packed_backend import PackedBackend
+
+    return PackedBackend.of(config, wish.dtype, wish.adapter_dtype)
 
 
 class BaseSlot:
     """The owner of the one base in memory; another one takes its place."""
 
-    def __init__(self, tiers: Tiers, *, device: torch.device) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         """Begin without a base."""
-        self._tiers, self._device = tiers, device
+        self._tiers = tiers
         self._base: OpenBase | None = None
-        self._loaded: LoadedBase | None = None
+        self._model: Model | None = None
+        self.read_bytes = 0
+        """How much of files was read for bases so far."""
 
     def reserve(self, base: OpenBase) -> None:
         """Make room for a base, unless it is there.
@@ -110,46 +152,34 @@ class BaseSlot:
         self._tiers.reserve(Tier.DEVICE, "base", base.weight_bytes, what=what)
         self._base = base
 
-    def load(self, *, progress: Progress = no_progress) -> LoadedBase:
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the weights of what room was made for are there."""
+        return self._model is not None
+
+    def load(self, around: Surroundings, *, progress: Progress = no_progress) -> Model:
         """Return the base that room was made for, reading its weights if they are absent.
 
         Raises:
             InvalidPackageError: when its tensors are not those of its configuration.
         """
         assert self._base is not None, "reserve comes first"
-        if self._loaded is None:
-            self._loaded = _load(self._base, self._device, progress)
-        return self._loaded
+        if self._model is None:
+            self._model = self._base.backend.load(around, progress=progress)
+            self.read_bytes += self._model.read_bytes
+        return self._model
 
     def drop(self) -> None:
         """Let go of the base."""
+        if self._model is not None:
+            self._model.close()
         if self._base is not None:
-            size, self._base, self._loaded = self._base.weight_bytes, None, None
+            size, self._base, self._model = self._base.weight_bytes, None, None
             self._tiers.release(Tier.DEVICE, "base", size)
 
     def check_integrity(self) -> None:
         """Assert that between runs a loaded base takes exactly what was reserved for it."""
-        assert self._loaded is None or self._base is not None
-        if self._loaded is not None and self._base is not None:
-            assert self._loaded.nbytes == self._base.weight_bytes
-            assert self._loaded.model.decoder.is_at_rest
-
-
-def _load(base: OpenBase, device: torch.device, progress: Progress) -> LoadedBase:
-    weights = load_base(
-        base.stored.path, base.config, dtype=base.dtype, device=device, progress=progress
-    )
-    model = Model(Decoder(base.config, weights), base.tokenizer)
-    return LoadedBase(model, weights.nbytes, weights.warnings)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that the matrices of a base are held in.
-
-    Raises:
-        UsageError: for a name that is not one of `DTYPES`.
-    """
-    if name not in DTYPES:
-        message = f"dtype {name[:40]!r} is not one of {', '.join(DTYPES)}"
-        raise UsageError(message, hint="--dtype float32 is the default")
-    return DTYPES[name]
+        assert self._model is None or self._base is not None
+        if self._model is not None and self._base is not None:
+            assert self._model.nbytes == self._base.weight_bytes
+            assert self._model.is_at_rest

@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 HUGE = 2 << 20
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+MACHINE_SHARE = 0.8
+"""How much of the machine's memory is the budget when nobody set one."""
+_CGROUPS = Path("/sys/fs/cgroup")
+_OLD_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+_NO_LIMIT = 1 << 60
+"""From here on a number of version 1 of control groups means that there is no limit."""
 
 
 def allocate(size: int) -> memoryview:
@@ -26,8 +30,33 @@ def allocate(size: int) -> memoryview:
 
 def available() -> int:
     """Return how many bytes this process may use: the machine's, or its container's, if fewer."""
-    limits = [_physical(), *(_limit(path) for path in _CGROUP_LIMITS)]
-    return min(limit for limit in limits if limit)
+    return min(limit for limit in (machine(), container()) if limit)
+
+
+def usual_budget() -> int:
+    """Return the budget of an engine that nobody gave one."""
+    return int(available() * MACHINE_SHARE)
+
+
+def machine() -> int:
+    """Return the bytes of the machine's memory."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 8 << 30  # no portable way without another library; `--memory-budget` says it exactly
+
+
+def container() -> int | None:
+    """Return the least limit of the control groups that this process is in; None without one."""
+    names = _read(_OWN_CGROUP).partition("0::")[2].partition("\n")[0].strip("/").split("/")
+    groups = [_CGROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+    limits = [_limit(path) for path in (*(group / "memory.max" for group in groups), _OLD_LIMIT)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def unused() -> int | None:
+    """Return how many bytes the machine could give at once, where the system tells."""
+    found = _read(_MEMINFO).partition("MemAvailable:")[2].split()
+    return int(found[0]) * 1024 if found else None
 
 
 def _anonymous(size: int) -> mmap.mmap:
@@ -36,12 +65,13 @@ def _anonymous(size: int) -> mmap.mmap:
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _physical() -> int:
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 8 << 30  # no portable way without another library; `--memory-budget` says it exactly
-
-
 def _limit(path: Path) -> int | None:
-    text = path.read_text(encoding="ascii").strip() if path.is_file() else "max"
-    return int(text) if text.isdigit() else None
+    text = _read(path).strip()
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:  # no such system
+        return ""

@@ -55,28 +55,38 @@ def local_outline(path: Path, *, trust: TrustStore) -> LocalExpert:
     return LocalExpert(package, source, files)
 
 
-def compiling_bytes(chain: Sequence[tuple[ExpertSource, float]], form: Form) -> int:
-    """Return what `compiled` takes at most for a chain of outlines besides the experts' own bytes.
+@dataclass(frozen=True, slots=True)
+class Foretold:
+    """What a plan will take besides its experts' own bytes, at most, and how wide it will be."""
+
+    nbytes: int = 0
+    width: int = 0
+
+
+def foretell(chain: Sequence[tuple[ExpertSource, float]], form: Form) -> Foretold:
+    """Return what `compiled` will take for a chain of outlines.
 
     Raises:
         InvalidPackageError: when the beginning of a file is malformed.
         IncompatibleError: when an expert does not fit the base.
     """
+    if not chain:
+        return Foretold()
     adapters = [(source.load(), weight) for source, weight in chain]
     used = [adapter for adapter, weight in adapters if weight != 0.0]
     links = [Weighted(adapter, weight, outlined_gains(adapter)) for adapter, weight in adapters]
     composition = compose(links, form)
     gains = [gains_bytes(adapter) for adapter in used]
     multiplying = composition.nbytes + composition.scratch_bytes + sum(gains)
-    return max(multiplying, _while_computing(used))
+    return Foretold(max(multiplying, _while_computing(used, form)), composition.width)
 
 
-def _while_computing(adapters: Sequence[LoadedAdapter]) -> int:
+def _while_computing(adapters: Sequence[LoadedAdapter], form: Form) -> int:
     """Return the most that the gains take while one of them is being computed."""
     most = done = 0
     for adapter in adapters:
         done += gains_bytes(adapter)
-        most = max(most, done + gains_scratch(adapter))
+        most = max(most, done + gains_scratch(adapter, form))
     return most
 
 

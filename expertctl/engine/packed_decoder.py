@@ -1,12 +1,15 @@
 """The decoder of CPUs: the calls of `decoder.Decoder`, run as programs of compiled kernels.
 
-A plan of experts has a program that reads stretches of a prompt and one that reads a token; both
-are made when the plan is first used and kept until another comes. A token allocates no row. One
-thread at a time may use it: inputs and scores of a program are its own, not the caller's.
+Programs and the room they compute in are made when they are first needed; plans are no part of
+them, so several may take turns or meet in one batch, and nothing is made anew for it. Any number of
+threads may call it: one call, or one stretch of a prompt, runs at a time, and scores are copied out
+before the next begins.
 """
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,49 +18,71 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.decoder import (
-    NO_DELTAS,
-    PREFILL_CHUNK,
-    DecodeResult,
-    Deltas,
-    PrefillResult,
-)
+from expertctl.engine.batch_counts import Stretch
+from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
-from expertctl.engine.decoder_program import DecoderProgram, prompt_program, step_program
+from expertctl.engine.decoder_program import (
+    DecoderProgram,
+    Variant,
+    decoder_program,
+    program_bytes,
+    variant,
+)
+from expertctl.engine.decoder_room import DecoderRoom, factor_bytes, plan_bytes, room_bytes
 from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.program import Program
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.linear import LinearDelta
+from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase
-from expertctl.engine.packed_delta import PackedDelta, pack_delta
+from expertctl.engine.packed_delta import PackedDeltas
+from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
+PROGRAMS = 4
+"""How many programs are kept, those used last: prompts and steps with two kinds of plans."""
+_ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Plan:
-    """The programs of one plan; ``deltas`` are those that it was made from."""
+class StepRow:
+    """One more token of one text, with the plan of that text."""
 
-    deltas: Mapping[str, LinearDelta]
-    prompt: DecoderProgram
-    step: DecoderProgram
+    token: int
+    cache: KVPages
+    deltas: PackedDeltas | None = None
 
 
 class PackedDecoder:
     """A packed base that can be run by a crew; its weights are only read."""
 
-    def __init__(self, base: PackedBase, crew: Crew, *, chunk: int = PREFILL_CHUNK) -> None:
-        """Run a base; a prompt is read ``chunk`` tokens at a time."""
+    def __init__(
+        self,
+        base: PackedBase,
+        crew: Crew,
+        *,
+        chunk: int = PREFILL_CHUNK,
+        pace: Pace | None = None,
+    ) -> None:
+        """Run a base; a prompt is read ``chunk`` tokens at a time.
+
+        ``pace`` says how many of the crew work; without one it is all of them.
+        """
         self.config = base.config
         self.device = torch.device("cpu")
         self.modules = frozenset(base.config.linear_shapes())
-        self._base, self._crew, self._chunk = base, crew, chunk
-        self._plan: _Plan | None = None
+        self._base, self._crew, self._chunk, self._pace = base, crew, chunk, pace
+        self._lock = threading.Lock()
+        self._room: DecoderRoom | None = None
+        self._programs: dict[Variant, DecoderProgram] = {}
+        self._times: LayerTimes | None = None
 
     def prefill(
         self,
         ids: Sequence[int] | Tensor,
         cache: KVPages,
-        deltas: Deltas = NO_DELTAS,
+        deltas: PackedDeltas | None = None,
         *,
         soft_prompt: Tensor | None = None,
         progress: Progress = no_progress,
@@ -65,107 +90,282 @@ class PackedDecoder:
         """Read a prompt; ``progress`` counts its tokens and may raise.
 
         The rows of ``soft_prompt``, float32 [virtual tokens, hidden], stand before the first token
-        of a cache and count like tokens. The scores are those of the next call too: copy them.
+        of a cache and count like tokens. Other texts may be read between two stretches.
 
         Raises:
             UsageError: for a prompt without tokens.
             BudgetError: when the cache is too small; nothing was read then.
-            IncompatibleError: for a token, a delta or a soft prompt that does not fit this base.
+            IncompatibleError: for a token, a plan or a soft prompt that does not fit this base.
         """
         begin, started = cache.length, time.perf_counter()
-        program, before, tokens = self._checked(ids, cache, deltas, soft_prompt)
+        before, tokens = self._checked(ids, cache, deltas, soft_prompt)
         read = len(before) + len(tokens)
         cache.require(read)
+        logits = torch.empty(self.config.vocab_size)
         try:
             for start in range(0, read, self._chunk):
                 end = min(start + self._chunk, read)
-                self._read(program, before, tokens, start, end, cache)
+                with self._lock:
+                    part = _Part(before, tokens, start, end)
+                    self._read(part, cache, deltas, logits if end == read else None)
                 progress(end - start)
         except BaseException:
             cache.rewind(begin)
             raise
-        program.scored[0] = program.hidden[end - start - 1]
-        self._crew.run(program.score)
-        return PrefillResult(self._logits(program), read, _ms_since(started))
+        return PrefillResult(logits, read, _ms_since(started))
 
-    def decode(self, token: int, cache: KVPages, deltas: Deltas = NO_DELTAS) -> DecodeResult:
-        """Read one more token; the scores are those of the next call too.
+    def decode(
+        self,
+        token: int,
+        cache: KVPages,
+        deltas: PackedDeltas | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> DecodeResult:
+        """Read one more token; with ``out``, float32 [vocab], scores are written there.
 
         Raises:
             BudgetError: when the cache is full.
-            IncompatibleError: for a token or a delta that this base does not have.
+            IncompatibleError: for a token or a plan that this base does not have.
         """
         position, started = cache.length, time.perf_counter()
-        tokens = checked_tokens([token], self.config.vocab_size)
-        program = self._programs(deltas).step
-        cache.require(1)
-        program.tokens[0], program.positions[0] = int(tokens[0]), position
-        program.tables[0] = cache.table
-        program.set_count(1)
-        for part in (program.embed, program.layers, program.score):
-            self._crew.run(part)
-        cache.advance(1)
-        return DecodeResult(self._logits(program), position, _ms_since(started))
+        rows = None if out is None else out[None]
+        logits = self.step([StepRow(token, cache, deltas)], out=rows)[0]
+        return DecodeResult(logits, position, _ms_since(started))
+
+    def step(self, rows: Sequence[StepRow], *, out: Tensor | None = None) -> Tensor:
+        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+
+        They are written to ``out`` where it is given. What a row gets is the same, bit by bit, as
+        if it were alone.
+
+        Raises:
+            BudgetError: when a cache is full; nothing was read then.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        for plan in {id(row.deltas): row.deltas for row in rows}.values():
+            self._check_plan(plan)
+        tokens = checked_tokens([row.token for row in rows], self.config.vocab_size).numpy()
+        assert len({id(row.cache) for row in rows}) == len(rows), "each text has its own cache"
+        shape = (len(rows), self.config.vocab_size)
+        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
+        for row in rows:
+            row.cache.require(1)
+        logits = torch.empty(shape) if out is None else out
+        with self._lock:
+            self._step(rows, tokens, logits.numpy())
+        return logits
+
+    @contextmanager
+    def timed(self, times: LayerTimes) -> Iterator[None]:
+        """Add to ``times`` how long each part of what is read meanwhile takes, whoever reads it."""
+        self._times = times
+        try:
+            yield
+        finally:
+            self._times = None
+
+    def prepare(self, cache: KVPages, deltas: PackedDeltas | None = None, *, tokens: int) -> None:
+        """Make beforehand what a prompt of so many tokens, and then single tokens, are read with.
+
+        Whatever of it is not compiled yet is compiled here.
+        """
+        with self._lock:
+            room = self._prepared_room(tokens=min(tokens, self._chunk), rows=1)
+            for together in (True, False):
+                self._program(room, [cache], [deltas], together=together)
 
     def rest(self) -> None:
-        """Let go of what the passes of a plan share."""
-        self._plan = None
+        """Let go of all but the weights."""
+        with self._lock:
+            self._room, self._programs = None, {}
 
     @property
     def is_at_rest(self) -> bool:
         """Whether it holds nothing but its weights."""
-        return self._plan is None
+        return self._room is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it holds beside its weights."""
+        if self._room is None:
+            return 0
+        programs = (
+            _program_bytes(self.config, len(v.adapters), scales=v.scales) for v in self._programs
+        )
+        return self._room.nbytes + sum(programs)
 
     def _checked(
         self,
         ids: Sequence[int] | Tensor,
         cache: KVPages,
-        deltas: Deltas,
+        deltas: PackedDeltas | None,
         soft_prompt: Tensor | None,
-    ) -> tuple[DecoderProgram, Numbers, Numbers]:
+    ) -> tuple[Numbers, Numbers]:
+        """Return the rows before the first token, [virtual tokens, hidden], and the tokens."""
+        self._check_plan(deltas)
         tokens = checked_tokens(ids, self.config.vocab_size).numpy()
-        program = self._programs(deltas).prompt
         if soft_prompt is None:
-            return program, np.empty((0, self.config.hidden_size), np.float32), tokens
+            return np.empty((0, self.config.hidden_size), np.float32), tokens
         check_soft_prompt(soft_prompt, self.config.hidden_size, length=cache.length)
-        return program, soft_prompt.float().numpy(), tokens
+        return soft_prompt.float().numpy(), tokens
+
+    def _check_plan(self, deltas: PackedDeltas | None) -> None:
+        if deltas is not None:
+            check_modules(deltas.modules, self.modules)
 
     def _read(
         self,
-        program: DecoderProgram,
-        before: Numbers,
-        tokens: Numbers,
-        start: int,
-        end: int,
+        part: "_Part",
         cache: KVPages,
+        deltas: PackedDeltas | None,
+        logits: Tensor | None,
     ) -> None:
-        """Read rows ``start`` to ``end`` of [soft prompt, tokens]."""
-        count, virtual = end - start, max(min(len(before), end) - start, 0)
-        program.tokens[:count] = 0
-        program.tokens[virtual:count] = tokens[
-            max(start - len(before), 0) : max(end - len(before), 0)
-        ]
-        program.positions[:count] = np.arange(cache.length, cache.length + count)
-        program.tables[:count] = cache.table
-        program.set_count(count)
-        self._crew.run(program.embed)
-        program.hidden[:virtual, : before.shape[1]] = before[start : start + virtual]
-        self._crew.run(program.layers)
+        """Read one stretch of a prompt; score its last token where that is wanted."""
+        count = part.end - part.start
+        room = self._prepared_room(tokens=count, rows=1)
+        program = self._program(room, [cache], [deltas], together=True)
+        virtual = part.fill(room.tokens)
+        room.positions[:count] = np.arange(cache.length, cache.length + count)
+        room.tables[:count] = cache.table
+        program.set(count, _stretches([deltas] * count))
+        with self._workers(("prompt", count)) as workers:
+            self._run(program.embed, workers)
+            room.hidden[: len(virtual), : virtual.shape[1]] = virtual
+            self._run(program.layers, workers)
         cache.advance(count)
+        if logits is not None:
+            room.hidden[0] = room.hidden[count - 1]
+            program.set(1, _stretches([deltas]))
+            self._run(program.score, workers)
+            logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
 
-    def _programs(self, deltas: Deltas) -> _Plan:
-        if self._plan is None or self._plan.deltas is not deltas:
-            check_modules(deltas.keys(), self.modules)
-            packed: dict[str, PackedDelta] = {n: pack_delta(d) for n, d in deltas.items()}
-            self._plan = _Plan(
-                deltas,
-                prompt_program(self._base, packed, self._chunk),
-                step_program(self._base, packed, 1),
-            )
-        return self._plan
+    def _step(self, rows: Sequence[StepRow], tokens: Numbers, logits: Numbers) -> None:
+        """Read tokens with rows of one plan beside each other."""
+        room = self._prepared_room(tokens=len(rows), rows=len(rows))
+        order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
+        mine = [rows[number] for number in order]
+        plans = [row.deltas for row in mine]
+        program = self._program(room, [row.cache for row in mine], plans, together=False)
+        for place, (number, row) in enumerate(zip(order, mine, strict=True)):
+            room.tokens[place], room.positions[place] = tokens[number], row.cache.length
+            room.tables[place] = row.cache.table
+        program.set(len(rows), _stretches(plans))
+        with self._workers(("step", len(rows))) as workers:
+            for part in (program.embed, program.layers, program.score):
+                self._run(part, workers)
+        for place, number in enumerate(order):
+            logits[number] = room.logits[place, : self.config.vocab_size]
+        for row in mine:
+            row.cache.advance(1)
 
-    def _logits(self, program: DecoderProgram) -> Tensor:
-        return torch.from_numpy(program.logits[0, : self.config.vocab_size])
+    def _run(self, program: Program, workers: int | None) -> None:
+        if self._times is None:
+            self._crew.run(program, workers=workers)
+            return
+        spent = self._crew.timed(program, workers=workers)
+        self._times.add_all(program.places, program.names, spent)
+
+    def _workers(self, kind: Hashable) -> AbstractContextManager[int | None]:
+        return nullcontext() if self._pace is None else self._pace.step(kind)
+
+    def _prepared_room(self, *, tokens: int, rows: int) -> DecoderRoom:
+        """Return a room that is large enough; what was is let go of before."""
+        held = (0, 0) if self._room is None else self._room.size
+        wanted = _room_size(tokens=tokens, rows=rows, chunk=self._chunk)
+        size = (max(held[0], wanted[0]), max(held[1], wanted[1]))
+        if self._room is None or size != held:
+            self._room, self._programs = None, {}
+            self._room = DecoderRoom(self.config, self._base.scheme, tokens=size[0], rows=size[1])
+        return self._room
+
+    def _program(
+        self,
+        room: DecoderRoom,
+        caches: Sequence[KVPages],
+        plans: Sequence[PackedDeltas | None],
+        *,
+        together: bool,
+    ) -> DecoderProgram:
+        numbers = caches[0].numbers
+        assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
+        there = [plan for plan in plans if plan is not None]
+        wanted = variant(together=together, numbers=numbers, plans=there)
+        program = self._programs.pop(wanted, None)
+        if program is None:
+            while len(self._programs) >= PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+            program = decoder_program(self._base, room, wanted)
+        self._programs[wanted] = program
+        return program
+
+
+def buffer_bytes(
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    tokens: int = PREFILL_CHUNK,
+    chunk: int = PREFILL_CHUNK,
+    rows: int = 1,
+    width: int = 0,
+    adapters: Collection[Scheme] | None = None,
+) -> int:
+    """Return the bytes that a decoder holds beside its weights at most, known before they are read.
+
+    Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
+    are read in one step. Plans are up to ``width`` wide, those of one batch in ``adapters``; in one
+    scheme, whichever it is, if that is not said. Plans of factors alone have no width.
+    """
+    room = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
+    own = room_bytes(config, scheme, tokens=room[0], rows=room[1])
+    each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in _ADAPTERS}
+    if adapters is None:
+        adapters = [max(each, key=lambda s: each[s])] if width else []
+    plans = factor_bytes(tokens=room[0]) + sum(each[s] for s in set(adapters))
+    programs = PROGRAMS * _program_bytes(config, len(set(adapters)), scales=True)
+    return own + plans + programs
+
+
+def _program_bytes(config: ModelConfig, schemes: int, *, scales: bool) -> int:
+    return program_bytes(config.layers, schemes=schemes, scales=scales)
+
+
+def _room_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
+    """Return powers of two, so that rooms seldom grow; no more tokens than a chunk has."""
+    scored = 1 << (rows - 1).bit_length()
+    wanted = 1 << (tokens - 1).bit_length()
+    return max(wanted if tokens > chunk else min(wanted, chunk), scored), scored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Rows ``start`` to ``end`` of [soft prompt, tokens]."""
+
+    before: Numbers
+    tokens: Numbers
+    start: int
+    end: int
+
+    def fill(self, tokens: Numbers) -> Numbers:
+        """Write its tokens, 0 where a row of the soft prompt stands; return those rows."""
+        virtual, count = len(self.before), self.end - self.start
+        first = max(min(virtual, self.end) - self.start, 0)
+        tokens[:first] = 0
+        tokens[first:count] = self.tokens[max(self.start - virtual, 0) : max(self.end - virtual, 0)]
+        return self.before[self.start : self.start + first]
+
+
+def _stretches(plans: Sequence[PackedDeltas | None]) -> list[Stretch]:
+    """Return where rows have a plan; those of one plan stand together."""
+    found: list[Stretch] = []
+    begin = 0
+    for place, plan in enumerate(plans):
+        if place + 1 < len(plans) and plans[place + 1] is plan:
+            continue
+        if plan is not None:
+            found.append(Stretch(plan, begin, place + 1 - begin))
+        begin = place + 1
+    return found
 
 
 def _ms_since(started: float) -> float:

@@ -1,55 +1,98 @@
-"""What a plan changes in one linear layer, as the kernels read it; see `linear.LinearDelta`."""
+"""A compiled plan as the kernels read it, and how a plan is to be packed.
 
-from collections.abc import Mapping
+What is computed is that of `linear.LinearDelta`: ``y = d * (W (u * x)) + B (A x) + e * b``. All of
+a plan's matrices have one scheme and are reached through one table of addresses, so a decoder
+copies nothing and a batch may hold rows of several plans.
+"""
+
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
-from expertctl.engine.kernels.packed import PackedMatrix, pack
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.linear import LinearDelta
 
 Numbers = np.ndarray[Any, Any]
+AdapterDtype = Literal["published", "fp16", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What a plan meets, and what its matrices are to be stored in.
+
+    ``published``: float32 beside a float32 base, where everything is exact; else as the experts
+    were published, float32 where they were published in several types.
+    """
+
+    base: Scheme
+    adapters: AdapterDtype = "published"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Linear layers with one input, by their full names; ``first`` is the place of the first."""
+
+    modules: tuple[str, ...]
+    first: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedDelta:
-    """``y = d * (W (u * x)) + B (A x) + e * b``; a part that is None is neutral."""
+class Work:
+    """How many items of each kind a plan has at each site, int64 [sites]."""
 
-    a: PackedMatrix | None = None
-    b: PackedMatrix | None = None
-    input_scale: Numbers | None = None
-    output_scale: Numbers | None = None
-    bias_scale: Numbers | None = None
+    reduce_steps: Numbers
+    reduce_prompts: Numbers
+    expand: Numbers
+    scales: Numbers
+    """Not 0 where it has factors of the input, the output or the bias."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedDeltas:
+    """What a plan changes, packed; made by `packed_plan`.
+
+    ``table`` int64 [modules, words] is what kernels read. ``width`` columns lie between the A and
+    the B of a site, at most.
+    """
+
+    scheme: Scheme
+    modules: frozenset[str]
+    table: Numbers
+    work: Work
+    width: int
+    nbytes: int
+    _kept: tuple[object, ...]
+    """What the addresses in the table point into."""
+
+    def __len__(self) -> int:
+        """Return how many layers it changes."""
+        return len(self.modules)
 
     @property
-    def has_vectors(self) -> bool:
-        """Whether it multiplies what goes into the layer, comes out, or its bias."""
-        vectors = (self.input_scale, self.output_scale, self.bias_scale)
-        return any(vector is not None for vector in vectors)
+    def address(self) -> int:
+        """Where kernels find its table."""
+        return self.table.ctypes.data
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it has factors of inputs, outputs or biases anywhere."""
+        return bool(self.work.scales.any())
 
 
-NO_DELTA = PackedDelta()
-PackedDeltas = Mapping[str, PackedDelta]
-"""By module name."""
+def sites(layers: int) -> tuple[Site, ...]:
+    """Return the sites of a base in the order in which they are computed; the head comes last."""
+    found = [_site(f"model.layers.{layer}.", *each) for layer in range(layers) for each in _SITES]
+    placed, first = [], 0
+    for modules in (*found, ("lm_head",)):
+        placed.append(Site(modules, first))
+        first += len(modules)
+    return tuple(placed)
 
 
-def pack_delta(delta: LinearDelta) -> PackedDelta:
-    """Pack the blocks of a compiled plan."""
-    return PackedDelta(
-        a=_matrix(delta.a),
-        b=_matrix(delta.b),
-        input_scale=_vector(delta.input_scale),
-        output_scale=_vector(delta.output_scale),
-        bias_scale=_vector(delta.bias_scale),
-    )
+ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
+_SITES = (ATTENTION_INPUTS, ("self_attn.o_proj",), MLP_INPUTS, ("mlp.down_proj",))
 
 
-def _matrix(block: Tensor | None) -> PackedMatrix | None:
-    return None if block is None else pack(block.float().numpy(), Scheme.FLOAT32)
-
-
-def _vector(vector: Tensor | None) -> Numbers | None:
-    return None if vector is None else np.ascontiguousarray(vector.float().numpy())
+def _site(at: str, *modules: str) -> tuple[str, ...]:
+    return tuple(f"{at}{module}" for module in modules)

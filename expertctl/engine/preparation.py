@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from expertctl.engine.budget import Budget, Purpose
 from expertctl.engine.chat_template import Prompt, encode_chat
 from expertctl.engine.compat import plan_one
@@ -18,17 +16,21 @@ from expertctl.engine.compose import Form
 from expertctl.engine.context import FittedPrompt, fit_context
 from expertctl.engine.expert_template import TemplateChoice, choose_template
 from expertctl.engine.experts import ExpertSource, LocalExpert
-from expertctl.engine.loaded_base import OpenBase, open_base
+from expertctl.engine.kernels.scheme import GROUP
+from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
 from expertctl.engine.message import Message
-from expertctl.engine.outline import compiling_bytes, stored_outline
+from expertctl.engine.outline import Foretold, foretell, stored_outline
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
+from expertctl.engine.run_result import Numerics
 from expertctl.errors import BudgetError, InvalidPackageError, UsageError
 from expertctl.routing.candidate import Installed
 from expertctl.routing.fewer import Dropped, without_least
 from expertctl.routing.follow_up import plan_follow_up
+from expertctl.routing.numerics import dtype_of
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.routing.session import PlanningSession
+from expertctl.store.base_record import StoredBase
 from expertctl.store.transaction import expert_of
 
 Files = Mapping[Path, LocalExpert]
@@ -43,20 +45,27 @@ class Prepared:
     base: OpenBase | CompatBase
     template: TemplateChoice
     prompt: FittedPrompt
+    wish: Wish
     dropped: tuple[Dropped, ...] = ()
 
     @property
-    def buffer_bytes(self) -> int:
-        """What a pass needs besides weights and cache."""
+    def numerics(self) -> Numerics:
+        """What computes it, and in what."""
+        wish = self.wish
+        backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
+        return Numerics(backend, wish.dtype, wish.adapter_dtype, wish.deterministic)
+
+    def buffer_bytes(self, *, width: int = 0) -> int:
+        """What a pass needs besides weights and cache, with a compiled plan so wide."""
+        if isinstance(self.base, OpenBase):
+            return self.base.buffer_bytes(self.prompt.capacity, width=width)
         return self.base.buffer_bytes(self.prompt.capacity)
 
     @property
     def form(self) -> Form:
         """What its plan is compiled for by our own engine."""
         assert isinstance(self.base, OpenBase), "transformers compiles no plan"
-        config = self.base.config
-        cpu = torch.device("cpu")
-        return Form(config.linear_shapes(), config.hidden_size, torch.float32, cpu)
+        return self.base.backend.form
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +122,35 @@ def _planned(
     return session.recall(routed, base=request.base, files=offered)
 
 
-def prepare(planner: Planner, request: RunRequest, planned: Planned, files: Files) -> Prepared:
+def prepare(
+    planner: Planner,
+    request: RunRequest,
+    planned: Planned,
+    files: Files,
+    *,
+    torch_below: int = TORCH_BELOW,
+) -> Prepared:
     """Open the base of a plan and fit the conversation into its context.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    return _prepared(planner, request, planned, files, _opened(planner, request, planned))
+    base = _opened(planner, request, planned, torch_below)
+    return _prepared(planner, request, planned, files, base)
 
 
 def prepare_fewer(
-    planner: Planner, request: RunRequest, planned: Planned, files: Files, *, limit: int
+    planner: Planner,
+    request: RunRequest,
+    planned: Planned,
+    files: Files,
+    *,
+    limit: int,
+    torch_below: int = TORCH_BELOW,
 ) -> Prepared:
     """Prepare a plan without the experts that do not fit; raises as `prepare` does."""
-    base = _opened(planner, request, planned)
+    base = _opened(planner, request, planned, torch_below)
     dropped: tuple[Dropped, ...] = ()
     while True:
         prepared = replace(_prepared(planner, request, planned, files, base), dropped=dropped)
@@ -143,13 +166,13 @@ def prepare_fewer(
         dropped += gone
 
 
-def certain_needs(prepared: Prepared) -> list[Need]:
-    """Return what a run takes for certain, whatever its experts are."""
+def certain_needs(prepared: Prepared, *, width: int = 0) -> list[Need]:
+    """Return what a run takes for certain; of its experts only how wide their plan is counts."""
     base, tokens = prepared.base, prepared.prompt.capacity
     return [
         Need("base", base.weight_bytes, f"the base {base.stored.name}"),
         Need("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
-        Need("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens"),
+        Need("buffers", prepared.buffer_bytes(width=width), f"the buffers of {tokens} tokens"),
     ]
 
 
@@ -162,14 +185,14 @@ def needs(planner: Planner, prepared: Prepared, files: Files) -> list[Need]:
     experts, outlines = prepared.planned.result.plan.experts, _outlines(planner, prepared, files)
     chain = [(o, expert.weight) for o, expert in zip(outlines, experts, strict=True)]
     try:
-        compiling = compiling_bytes(chain, prepared.form)
+        plan = foretell(chain, prepared.form)
     except (InvalidPackageError, OSError):
-        compiling = 0  # a file is damaged or gone: loading it, by its digest, says so
+        plan = Foretold()  # a file is damaged or gone: loading it, by its digest, says so
     names = ", ".join(expert.ref for expert in experts)
     return [
-        *certain_needs(prepared),
+        *certain_needs(prepared, width=plan.width),
         *(Need("experts", source.nbytes, source.manifest.ref) for source in outlines),
-        Need("experts", compiling, f"the plan of {names}"),
+        Need("experts", plan.nbytes, f"the plan of {names}"),
     ]
 
 
@@ -185,11 +208,20 @@ def check_fits(wanted: Iterable[Need], limit: int) -> int:
     return ledger.used
 
 
-def _opened(planner: Planner, request: RunRequest, planned: Planned) -> OpenBase | CompatBase:
-    """Check the files of the base, every byte of them when that was asked for."""
+def _wish(request: RunRequest, base: StoredBase) -> Wish:
     route = request.route
-    open_one = open_base if route.engine == "native" else open_compat
-    return open_one(planner.bases, planned.base, dtype=route.dtype, rehash=request.verify_base)
+    dtype = dtype_of(base, route.dtype, engine=route.engine)
+    return Wish(dtype, route.adapter_dtype, route.deterministic)
+
+
+def _opened(
+    planner: Planner, request: RunRequest, planned: Planned, torch_below: int
+) -> OpenBase | CompatBase:
+    """Check the files of the base, every byte of them when that was asked for."""
+    bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
+    if request.route.engine == "transformers":
+        return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
+    return open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
 
 
 def _prepared(
@@ -201,7 +233,17 @@ def _prepared(
 ) -> Prepared:
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
-    return Prepared(planned, base, template, prompt)
+    wish = _wish(request, planned.base)
+    return Prepared(_with_rounding_told(planned, wish), base, template, prompt, wish)
+
+
+def _with_rounding_told(planned: Planned, wish: Wish) -> Planned:
+    """Return a plan with a warning where its experts are held in less than was published."""
+    if wish.adapter_dtype == "published" or not planned.experts:
+        return planned
+    groups = f", in groups of {GROUP}" if wish.adapter_dtype == "int8" else ""
+    told = (*planned.warnings, f"experts are held as {wish.adapter_dtype}{groups}")
+    return replace(planned, result=replace(planned.result, warnings=told))
 
 
 def _outlines(planner: Planner, prepared: Prepared, files: Files) -> list[ExpertSource]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from expertctl.engine.answer_form import Checked, checked, wanted_form
 from expertctl.engine.generate import Generated
+from expertctl.engine.run_result import BytesRead
 from expertctl.errors import (
     DigestError,
     ExpertError,
@@ -19,7 +20,7 @@ from expertctl.errors import (
 )
 from expertctl.routing.planner import Planned
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.job import FAILED, Job, JobTimes, UsedExpert, Validation
+from expertctl.store.job import FAILED, Job, JobFigures, JobTimes, UsedExpert, Validation
 
 _OF_EXPERTS = (DigestError, IncompatibleError, InvalidPackageError)
 """Errors that may be the fault of an expert: of the one that the message names."""
@@ -54,6 +55,7 @@ def record(
     form: Checked,
     prompt_tokens: int,
     timings_ms: Mapping[str, float],
+    figures: JobFigures | None = None,
 ) -> tuple[str, ...]:
     """Remember a run; return what could not be written, as notes."""
     known = len(catalogue.notes)
@@ -69,9 +71,25 @@ def record(
             prompt_tokens=prompt_tokens,
             generated_tokens=len(generated.tokens),
             times=_times(timings_ms),
+            figures=figures,
         )
     )
     return tuple(catalogue.notes[known:])
+
+
+def figures_of(
+    generated: Generated, *, kv_reused_tokens: int, threads: int, bytes_read: BytesRead
+) -> JobFigures:
+    """Return what is remembered of how a run went."""
+    return JobFigures(
+        prefill_ms=generated.prefill_ms,
+        prefill_tokens=generated.prefill_tokens,
+        kv_reused_tokens=kv_reused_tokens,
+        decode_steps=generated.decode_steps,
+        threads=threads,
+        ssd_bytes=bytes_read.ssd,
+        ram_bytes=bytes_read.ram,
+    )
 
 
 def _failed(planned: Planned, error: ExpertError) -> Job:

@@ -52,6 +52,8 @@ class RunRequest:
     before: Plan | None = None
     cache_key: str | None = None
     on_budget: OnBudget = "refuse"
+    trace: bool = False
+    """Whether the time of each layer and the allocations of tokens are wanted, too."""
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -1,10 +1,13 @@
 """What a run came to: the document of ``run --json`` (``schemas/run.schema.json``)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Literal
 
+from expertctl.engine.backend import BackendName
 from expertctl.engine.budget import Purpose
 from expertctl.engine.generate import Generated
+from expertctl.engine.trace import Trace
 from expertctl.routing.fewer import Dropped
 from expertctl.routing.planner import Planned
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -27,6 +30,36 @@ class MemoryUse:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What computed, and in what: all on which the last bits of the numbers depend."""
+
+    backend: BackendName | Literal["transformers"]
+    dtype: str
+    adapter_dtype: str
+    deterministic: bool
+
+    def to_json(self) -> JsonObject:
+        """Return the ``numerics`` object."""
+        return dict(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class BytesRead:
+    """What a run moved up: from files into memory, and from there to what is computed with."""
+
+    ssd: int = 0
+    ram: int = 0
+
+    def since(self, before: "BytesRead") -> "BytesRead":
+        """Return what was added to what was known before."""
+        return BytesRead(self.ssd - before.ssd, self.ram - before.ram)
+
+    def to_json(self) -> JsonObject:
+        """Return the ``bytes_read`` object."""
+        return {"ssd": self.ssd, "ram": self.ram}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One finished run."""
@@ -42,8 +75,12 @@ class RunResult:
     memory: MemoryUse
     experts_loaded: int
     kv_reused_tokens: int
+    numerics: Numerics
     threads: int
     warnings: tuple[str, ...]
+    bytes_read: BytesRead = BytesRead()
+    trace: Trace | None = None
+    """Time by layer and allocations by token, where they were asked for."""
 
     def to_json(self) -> JsonObject:
         """Return the document."""
@@ -63,6 +100,7 @@ class RunResult:
                 "ids": list[JsonValue](self.generated.tokens),
             },
             "timings_ms": {name: round(ms, 3) for name, ms in self.timings_ms.items()},
+            "prefill_tokens_per_s": round(self.generated.prefill_tokens_per_s, 2),
             "decode_tokens_per_s": round(self.generated.tokens_per_s, 2),
             "memory": self.memory.to_json(),
             "cache": {
@@ -70,8 +108,11 @@ class RunResult:
                 "experts_loaded": self.experts_loaded,
                 "kv_reused_tokens": self.kv_reused_tokens,
             },
+            "numerics": self.numerics.to_json(),
+            "bytes_read": self.bytes_read.to_json(),
             "threads": self.threads,
             "seed": plan.seed,
             "notes": notes,
             "warnings": warnings,
+            **({} if self.trace is None else {"trace": self.trace.to_json()}),
         }

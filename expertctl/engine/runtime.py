@@ -4,28 +4,22 @@ Route, load what is absent, compile, prefill, decode. Every step is timed, whate
 know becomes a warning, and the result is the document of ``run --json``.
 """
 
+import threading
 import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from expertctl.digest import Digest, Progress, no_progress
+from expertctl.digest import Progress, no_progress
 from expertctl.engine.admission import Admission, Seat, pause
-from expertctl.engine.budget import PURPOSES, Budget, Purpose
-from expertctl.engine.compat import CompatReady, compat_reading
-from expertctl.engine.compat_base import CompatBase
-from expertctl.engine.compose import CompiledPlan
-from expertctl.engine.context import FittedPrompt
-from expertctl.engine.experts import ExpertSource, Target, compiled, local_expert, stored_source
-from expertctl.engine.gains import GainSource
-from expertctl.engine.generate import Cancelled, Generated, generate, never
-from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
-from expertctl.engine.loaded_base import BaseSlot, LoadedBase, OpenBase
-from expertctl.engine.memory import available
+from expertctl.engine.budget import PURPOSES, Budget
+from expertctl.engine.compat import CompatReady
+from expertctl.engine.experts import local_expert
+from expertctl.engine.generate import Cancelled, Generated, never
+from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.memory import usual_budget
 from expertctl.engine.outline import local_outline
 from expertctl.engine.preparation import (
     Files,
@@ -38,63 +32,26 @@ from expertctl.engine.preparation import (
     prepare,
     prepare_fewer,
 )
-from expertctl.engine.recording import check_answer, failures_of, record
+from expertctl.engine.presence import Presence
+from expertctl.engine.recording import check_answer, failures_of, figures_of, record
 from expertctl.engine.request import RunRequest
-from expertctl.engine.run_result import MemoryUse, RunResult
+from expertctl.engine.residents import Ready, Residents
+from expertctl.engine.run_result import BytesRead, MemoryUse, RunResult
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
-from expertctl.errors import DigestError
-from expertctl.routing.plan import Plan
+from expertctl.engine.trace import Trace
+from expertctl.errors import DigestError, UsageError
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.session import PlanningSession
-from expertctl.store.derived import Derived
 from expertctl.telling import Tell, tell_nobody
-
-CPU = torch.device("cpu")
-MACHINE_SHARE = 0.8
-"""How much of the machine's memory is the budget when nobody set one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """All that a generation needs, in memory."""
-
-    base: LoadedBase
-    kv: KVLoan
-    plan: CompiledPlan
-
-    @property
-    def reused(self) -> int:
-        """How many tokens of the prompt were read before."""
-        return self.kv.reused
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What a person should know of the base."""
-        return self.base.warnings
-
-    def generate(
-        self, prompt: FittedPrompt, plan: Plan, cancelled: Cancelled
-    ) -> Generator[str, None, Generated]:
-        """Yield pieces of text as they become certain; return the whole at the end."""
-        generated = yield from generate(
-            self.base.model,
-            prompt.ids[self.kv.reused :],
-            cache=self.kv.cache,
-            deltas=self.plan.deltas,
-            soft_prompt=self.plan.soft_prompt,
-            params=plan.params,
-            seed=plan.seed,
-            max_tokens=prompt.max_tokens,
-            cancelled=cancelled,
-        )
-        if generated.finish_reason != "cancelled":
-            self.kv.complete((*prompt.ids, *generated.tokens))
-        return generated
 
 
 class Engine:
-    """The one owner of what is in memory: one base, the tiers of experts, the last turn's KV."""
+    """The one owner of what is in memory: one base, the tiers of experts, what texts left.
+
+    To stop an answer, say so by ``cancelled``. An exception that a signal raises within a run may
+    hit the few microseconds in which bytes are entered or struck out; make another engine then.
+    """
 
     def __init__(
         self,
@@ -103,17 +60,19 @@ class Engine:
         budget: int | None = None,
         progress: Progress = no_progress,
         tell: Tell = tell_nobody,
+        torch_below: int = TORCH_BELOW,
     ) -> None:
         """Begin with nothing loaded.
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
-        ends the run. ``tell`` gets what a person should know while a run is queued.
+        ends the run. ``tell`` gets what a person should know while they wait. Bases of fewer bytes
+        than ``torch_below`` are run by torch.
         """
-        self.budget = Budget(int(available() * MACHINE_SHARE) if budget is None else budget)
-        self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self._base = BaseSlot(self.tiers, device=CPU)
-        self._kv = KVSlot(self.tiers)
-        self._derived = Derived(planner.store.paths.derived)
+        self.budget = Budget(usual_budget() if budget is None else budget)
+        self._residents = Residents(planner, self.budget, progress=progress, tell=tell)
+        self._torch_below = torch_below
+        self._busy = threading.Lock()
+        self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
         self._session = PlanningSession(planner)
@@ -128,31 +87,50 @@ class Engine:
         Raises:
             ExpertError: whatever is wrong with the request, the experts, the base or the budget.
         """
+        with self.lend(request) as lent:
+            plan, prompt = lent.prepared.planned.result.plan, lent.prepared.prompt
+            trace = Trace() if request.trace else None
+            generated = yield from lent.ready.generate(prompt, plan, cancelled, trace=trace)
+            memory = self._memory()
+        return self._result(request, lent, generated, memory, trace)
+
+    @contextmanager
+    def lend(self, request: RunRequest) -> Iterator["Lent"]:
+        """Borrow all that the answer to a request needs: all of `run` but the generation.
+
+        Raises:
+            UsageError: while another answer is not at its end.
+            ExpertError: whatever is wrong with the request, the experts, the base or the budget.
+        """
         clock = _Clock()
-        self.tiers.begin_request()
-        loads = self.tiers.traffic[Tier.RAM].loads
         with ExitStack() as stack:
+            stack.enter_context(self._alone())
+            stack.enter_context(self._presence.answering())
+            self.tiers.begin_request()
+            loads, moved = self.tiers.traffic[Tier.RAM].loads, self._residents.moved
             files = self._files(request, stack)
             planned = plan_request(self._session, request, files)
             clock.lap("route")
             stack.enter_context(failures_of(planned, self._planner.catalogue))
             prepared = self._prepared(request, planned, files)
-            planned = prepared.planned
             seat = stack.enter_context(self._seat(request, prepared, files))
             if seat.queued:
                 clock.lap("queue")
-            files = self._in_memory(request, planned, files, stack)
+            files = self._in_memory(request, prepared.planned, files, stack)
             count = choose_threads(prepared.base.weight_bytes)
-            stack.enter_context(threads(count))
-            ready = self._ready(prepared, files, request.cache_key, stack)
+            packed = prepared.numerics.backend == "packed"
+            stack.enter_context(threads(1 if packed else count))  # kernels have their own
+            borrowed = self._residents.ready(
+                prepared, files, cache_key=request.cache_key, threads=count
+            )
+            ready = stack.enter_context(borrowed)
             seat.resize(self.budget.used)
+            self._tell_what_is_held(prepared)
             clock.lap("load")
-            plan = planned.result.plan
-            generated = yield from ready.generate(prepared.prompt, plan, cancelled)
-            memory = self._memory()
-        loads = self.tiers.traffic[Tier.RAM].loads - loads
-        made = _Made(prepared, generated, ready, clock.timings(generated), memory, loads, count)
-        return self._result(request, made)
+            loads = self.tiers.traffic[Tier.RAM].loads - loads
+            moved = self._residents.moved.since(moved)
+            moved = replace(moved, ssd=moved.ssd + _read_of(files))
+            yield Lent(prepared, ready, loads, moved, count, clock)
 
     def plan(self, request: RunRequest) -> Planned:
         """Return the plan that a request would have; nothing but its files is read.
@@ -164,15 +142,39 @@ class Engine:
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request of this key."""
-        self._kv.forget(cache_key)
+        self._residents.forget(cache_key)
+
+    def close(self) -> None:
+        """Let go of everything in memory; the engine can be used again.
+
+        Raises:
+            UsageError: while an answer is not at its end; nothing is let go of then.
+        """
+        with self._alone():
+            self._residents.close()
+            self._presence.close()
+
+    @property
+    def tiers(self) -> Tiers:
+        """Which experts and plans are in memory."""
+        return self._residents.tiers
 
     def check_integrity(self) -> None:
         """Assert what holds between runs."""
-        self.tiers.check_integrity()
-        self._base.check_integrity()
-        self._kv.check_integrity()
-        assert self.budget.held("kv") == self._kv.nbytes
-        assert self.budget.held("buffers") == 0
+        self._residents.check_integrity()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Refuse to begin an answer before another one is at its end, in whatever thread."""
+        if not self._busy.acquire(blocking=False):
+            raise UsageError(
+                "this engine is in the middle of another answer",
+                hint="take the answer to its end or close it, or have one engine for each thread",
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _files(self, request: RunRequest, stack: ExitStack) -> Files:
         """Read the files that a request names, or outlines where loading may have to wait."""
@@ -194,10 +196,11 @@ class Engine:
         }
 
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
+        planner, below = self._planner, self._torch_below
         if request.on_budget == "fewer":
             limit = self.budget.limit
-            return prepare_fewer(self._planner, request, planned, files, limit=limit)
-        return prepare(self._planner, request, planned, files)
+            return prepare_fewer(planner, request, planned, files, limit=limit, torch_below=below)
+        return prepare(planner, request, planned, files, torch_below=below)
 
     def _seat(
         self, request: RunRequest, prepared: Prepared, files: Files
@@ -228,61 +231,17 @@ class Engine:
                 raise DigestError(f"{path} changed while it was read", hint="run it again")
         return now
 
-    def _ready(
-        self, prepared: Prepared, files: Files, cache_key: str | None, stack: ExitStack
-    ) -> _Ready | CompatReady:
-        """Bring everything into memory; what is certain to be needed is reserved first."""
-        tokens, base = prepared.prompt.capacity, prepared.base
-        if isinstance(base, CompatBase):
-            return self._through_transformers(base, prepared, files, stack)
-        self._base.reserve(base)
-        kv = stack.enter_context(self._kv.borrow(_kv_wanted(base, prepared, cache_key)))
-        self._hold("buffers", prepared.buffer_bytes, f"the buffers of {tokens} tokens", stack)
-        loaded = self._base.load(progress=self._progress)
-        stack.callback(loaded.model.decoder.rest)  # before the bytes of the buffers are given back
-        target = _target(prepared, loaded, self._derived)
-        return _Ready(loaded, kv, self._compiled(target, prepared.planned, files, stack))
-
-    def _hold(self, purpose: Purpose, size: int, what: str, stack: ExitStack) -> None:
-        stack.enter_context(self.tiers.holding(Tier.DEVICE, purpose, size, what=what))
-
-    def _compiled(
-        self, target: Target, planned: Planned, files: Files, stack: ExitStack
-    ) -> CompiledPlan:
-        identity = planned.result.plan.identity
-        with self._chain(planned, files) as chain:
-            return stack.enter_context(
-                compiled(self.tiers, chain, identity=identity, target=target)
-            )
-
-    def _through_transformers(
-        self, base: CompatBase, prepared: Prepared, files: Files, stack: ExitStack
-    ) -> CompatReady:
-        """Let go of the base of our own engine, then bring this one and its expert, if any."""
-        self._base.drop()
-        tokens = prepared.prompt.capacity
-        with self._chain(prepared.planned, files) as chain:
-            expert = chain[0] if chain else None
-            borrowed = compat_reading(base, expert, tokens=tokens, tiers=self.tiers)
-            return CompatReady(base, stack.enter_context(borrowed))
-
-    @contextmanager
-    def _chain(self, planned: Planned, files: Files) -> Iterator[list[tuple[ExpertSource, float]]]:
-        """Offer the experts of a plan with their weights; what is installed stays meanwhile."""
-        plan, store = planned.result.plan, self._planner.store
-        from_files = {file.source.content_digest: file.source for file in files.values()}
-        sources = [
-            from_files.get(expert.digest)
-            or stored_source(store, expert.stored, expert.manifest, progress=self._progress)
-            for expert in planned.experts
-        ]
-        with store.lease(e.stored for e in planned.experts if e.digest not in from_files):
-            yield [(s, e.weight) for s, e in zip(sources, plan.experts, strict=True)]
-
-    def _result(self, request: RunRequest, made: "_Made") -> RunResult:
+    def _result(
+        self,
+        request: RunRequest,
+        lent: "Lent",
+        generated: Generated,
+        memory: MemoryUse,
+        trace: Trace | None,
+    ) -> RunResult:
         """Remember a run and return what it came to, with all that a person should know."""
-        prepared, generated, count = made.prepared, made.generated, made.threads
-        planned, prompt_tokens = prepared.planned, len(prepared.prompt.ids)
+        prepared, ready = lent.prepared, lent.ready
+        planned, timings_ms = prepared.planned, lent.clock.timings(generated)
         form, job_id = check_answer(generated, planned, request.route.prompt), uuid.uuid4().hex
         unsaved = record(
             self._planner.catalogue,
@@ -290,28 +249,42 @@ class Engine:
             generated,
             job_id=job_id,
             form=form,
-            prompt_tokens=prompt_tokens,
-            timings_ms=made.timings_ms,
+            prompt_tokens=len(prepared.prompt.ids),
+            timings_ms=timings_ms,
+            figures=figures_of(
+                generated,
+                kv_reused_tokens=ready.reused,
+                threads=lent.threads,
+                bytes_read=lent.moved,
+            ),
         )
         told = (*planned.warnings, *(one.warning for one in prepared.dropped))
-        told = (*told, *_alone(planned, request), *_threads_differ(request, count))
+        told = (*told, *_alone(planned, request), *_threads_differ(request, lent))
         told = (*told, *request.message.warnings, *prepared.template.warnings, *form.warnings)
-        unsaved = (*unsaved, *self._derived.take_notes())
-        told = (*told, *made.ready.warnings, *_of_the_context(prepared, generated), *unsaved)
+        unsaved = (*unsaved, *self._residents.take_notes())
+        told = (*told, *ready.warnings, *_of_the_context(prepared, generated), *unsaved)
         return RunResult(
             job_id=job_id,
             planned=planned,
             dropped=prepared.dropped,
             generated=generated,
             validation_passed=form.passed,
-            prompt_tokens=prompt_tokens,
-            timings_ms=made.timings_ms,
-            memory=made.memory,
-            experts_loaded=made.loads,
-            kv_reused_tokens=made.ready.reused,
-            threads=count,
+            prompt_tokens=len(prepared.prompt.ids),
+            timings_ms=timings_ms,
+            memory=memory,
+            experts_loaded=lent.loads,
+            kv_reused_tokens=ready.reused,
+            numerics=prepared.numerics,
+            threads=lent.threads,
             warnings=told,
+            bytes_read=lent.moved,
+            trace=trace,
         )
+
+    def _tell_what_is_held(self, prepared: Prepared) -> None:
+        """Let `doctor --memory` know."""
+        refs = (expert.ref for expert in prepared.planned.result.plan.experts)
+        self._presence.holds(base=prepared.base.stored.name, experts=tuple(refs))
 
     def _memory(self) -> MemoryUse:
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
@@ -319,16 +292,16 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """What a run was made from, and what it took."""
+class Lent:
+    """What one answer is made with, for as long as it is lent."""
 
     prepared: Prepared
-    generated: Generated
-    ready: _Ready | CompatReady
-    timings_ms: Mapping[str, float]
-    memory: MemoryUse
+    ready: Ready | CompatReady
     loads: int
+    """How many experts were read for it."""
+    moved: BytesRead
     threads: int
+    clock: "_Clock"
 
 
 class _Clock:
@@ -354,30 +327,18 @@ class _Clock:
         }
 
 
-def _target(prepared: Prepared, loaded: LoadedBase, derived: Derived) -> Target:
-    base = prepared.base
-    identity = base.stored.identity
-    content = Digest.of(f"{identity.arch} {identity.weights} {base.dtype}".encode())
-    return Target(prepared.form, GainSource(content, loaded.model.decoder.matrix, derived))
+def _read_of(files: Files) -> int:
+    """Return how many bytes of packages were read that are used from their files."""
+    experts = files.values()
+    return sum(file.size for expert in experts for file in expert.files.digests.values())
 
 
-def _kv_wanted(base: OpenBase, prepared: Prepared, cache_key: str | None) -> KVWanted:
-    prompt = prepared.prompt
-    return KVWanted(
-        cache_key=cache_key,
-        identity=prepared.planned.result.plan.identity,
-        config=base.config,
-        ids=prompt.ids,
-        virtual=prompt.virtual,
-        capacity=prompt.capacity,
-    )
-
-
-def _threads_differ(request: RunRequest, count: int) -> tuple[str, ...]:
+def _threads_differ(request: RunRequest, lent: Lent) -> tuple[str, ...]:
+    """Say that torch's numbers depend on how many threads it has; those of kernels do not."""
     saved = request.saved.threads if request.saved else None
-    if saved is None or saved == count:
+    if saved in {None, lent.threads} or lent.prepared.numerics.backend == "packed":
         return ()
-    told = f"the plan was saved by a run with {saved} threads, this one has {count}"
+    told = f"the plan was saved by a run with {saved} threads, this one has {lent.threads}"
     return (f"{told}: the last bits of the numbers may differ",)
 
 

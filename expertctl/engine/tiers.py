@@ -3,23 +3,29 @@
 SSD → RAM → device. RAM holds an expert's verified bytes, the device tier what is computed with: the
 compiled plan. Without an accelerator both tiers lie in the same memory and share one `Budget`.
 
-Rules: what does not fit is made room for *before* it is loaded; the entry of the lowest priority,
-``count * 0.25 ** (age / 128)`` with the age in requests, goes first; what is pinned stays, and so
-does what a resident plan uses in place. Borrowing is by ``with``, so nothing is left pinned.
+Rules: what does not fit is made room for *before* it is loaded; what is pinned stays, and so does
+what a resident plan uses in place; who of the rest goes first says `eviction`. Borrowing is by
+``with``, so nothing is left pinned.
+
+Any thread may ask. Every decision is made under one lock, on entries that are in the ledger
+already; bytes are read, multiplied and packed outside of it. What is on its way is brought once:
+whoever else wants it waits for that, and brings it itself only where that fails, so an error comes
+to a request from its own reading. Nobody waits for what another request needs, so nobody waits
+for ever.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
 from expertctl.digest import Digest
-from expertctl.engine.budget import PURPOSES, Budget, Purpose
+from expertctl.engine.budget import Budget, Purpose
+from expertctl.engine.eviction import ABSENT, Entry, Occupancy, Spare, Ticket
 
-DECAY = 0.25
-PERIOD = 128
 Resident = TypeVar("Resident")
 
 
@@ -50,47 +56,60 @@ class Wanted(Generic[Resident]):
 
 
 @dataclass(slots=True)
-class _Entry:
-    value: object
-    nbytes: int
-    last_used: int
-    uses: tuple[Key, ...]
-    purpose: Purpose = "experts"
-    count: int = 0
-    pins: int = 0
-
-
-@dataclass(slots=True)
 class Traffic:
-    """How often something was there already, and how often it had to be brought."""
+    """How often something was there already, and how often it had to be brought for its use."""
 
     hits: int = 0
     loads: int = 0
     evictions: int = 0
+    waits: int = 0
+    """How often a request waited for what was on its way."""
+    nbytes: int = 0
+    """Bytes that were brought, whoever needed them in the end."""
 
 
 class Tiers:
-    """The one owner of what is resident; used by one thread, which may load with several."""
+    """The one owner of what is resident."""
 
     def __init__(self, *, ram: Budget, device: Budget, workers: int = 2) -> None:
         """Start empty; give the same budget twice where both are one memory."""
         self._budgets = {Tier.RAM: ram, Tier.DEVICE: device}
         self._workers = workers
-        self._entries: dict[Key, _Entry] = {}
-        self._request = 0
+        self._memory = Occupancy[Key](evicted=self._evicted)
+        self._tickets = 0
+        self._changed = threading.Condition()
         self.traffic = {tier: Traffic() for tier in Tier}
 
     def begin_request(self) -> None:
         """Let everything grow older by one request."""
-        self._request += 1
+        with self._changed:
+            self._memory.now += 1
 
     def holds(self, key: Key) -> bool:
-        """Tell whether an entry is resident."""
-        return key in self._entries
+        """Tell whether an entry is resident; where there are other threads, it was."""
+        return self._memory.landed(key) is not None
 
     def has_room(self, tier: Tier, size: int) -> bool:
-        """Tell whether so many bytes fit without evicting anything."""
-        return size <= self._budgets[tier].free
+        """Tell whether so many bytes fit without evicting an entry."""
+        budget = self._budgets[tier]
+        with self._changed:
+            return size <= budget.free + self._memory.spare(budget)
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """Held for every decision; may be taken again by the thread that holds it."""
+        return self._changed
+
+    def spare_from(
+        self, tier: Tier, *, nbytes: Callable[[], int], give_up: Callable[[int], None]
+    ) -> None:
+        """Know of an owner that keeps rows of keys and values until room is needed.
+
+        ``nbytes`` is what it can spare; ``give_up`` releases at least so many of them. Both are
+        called by any thread, with the `lock` held: by that, its owner guards its own state too.
+        """
+        with self._changed:
+            self._memory.spares.append(Spare(self._budgets[tier], nbytes, give_up))
 
     @contextmanager
     def pin(self, wanted: Sequence[Wanted[Resident]]) -> Iterator[list[Resident]]:
@@ -99,23 +118,54 @@ class Tiers:
         Raises:
             BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
         """
-        keys = [item.key for item in wanted]
-        self._hold(wanted)
+        keys, held = [item.key for item in wanted], self._hold(wanted)
         del wanted  # what loads an entry may refer to others, which must be free to go meanwhile
         try:
-            yield [self._entries[key].value for key in keys]  # type: ignore[misc]  # a key always names the same kind
+            yield [held[key].value for key in keys]  # type: ignore[misc]  # a key always names the same kind
         finally:
-            self._unpin(keys)
+            self._unpin(held.values())
 
     @contextmanager
-    def resident(self, key: Key) -> Iterator[object]:
-        """Borrow an entry that is there."""
-        self._pin([key])
-        self.traffic[key[0]].hits += 1
+    def resident(self, key: Key) -> Iterator[object | None]:
+        """Borrow an entry if it is there."""
+        with self._changed:
+            entry = self._memory.landed(key)
+            found = [] if entry is None else [entry]
+            self._pin(found)
+            self.traffic[key[0]].hits += sum(entry.traffic for entry in found)
         try:
-            yield self._entries[key].value
+            yield found[0].value if found else None
         finally:
-            self._unpin([key])
+            self._unpin(found)
+
+    @contextmanager
+    def expecting(self, keys: Iterable[Key]) -> Iterator[Ticket]:
+        """Announce what will be needed; it goes after all else that may, the soonest needed last.
+
+        What was fetched for it and is needed by nobody in the end goes with it.
+        """
+        with self._changed:
+            self._tickets += 1
+            ticket = self._tickets
+            self._memory.expected[ticket] = frozenset(keys)
+        try:
+            yield ticket
+        finally:
+            with self._changed:
+                for key in self._memory.expected.pop(ticket):
+                    self._memory.drop_unneeded(key)
+                self._changed.notify_all()
+
+    def fetch(self, item: Wanted[Resident], ticket: Ticket) -> None:
+        """Bring what is expected, once there is room that nobody needs sooner.
+
+        Returns when it is there, on its way, or expected no more. Where it fails, whoever needs it
+        brings it again, and is told.
+        """
+        entry = self._begin_fetch(item, ticket)
+        if entry is not None:
+            with suppress(Exception):
+                self._fill(entry, item)
 
     @contextmanager
     def holding(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> Iterator[None]:
@@ -137,135 +187,198 @@ class Tiers:
             BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
         """
         budget = self._budgets[tier]
-        self._make_room(budget, purpose, size, what=what)
-        budget.reserve(purpose, size, what=what)
+        with self._changed:
+            self._make_room(budget, purpose, size, what=what)
+            budget.reserve(purpose, size, what=what)
 
     def release(self, tier: Tier, purpose: Purpose, size: int) -> None:
         """Strike out bytes that `reserve` entered."""
-        self._budgets[tier].release(purpose, size)
+        with self._changed:
+            self._budgets[tier].release(purpose, size)
+            self._changed.notify_all()
 
     def keep(self, key: Key, value: object, nbytes: int, *, purpose: Purpose) -> None:
-        """Take over something and the bytes held for it; it goes before all other entries."""
-        self.forget(key)
-        self._entries[key] = _Entry(value, nbytes, self._request, (), purpose=purpose)
+        """Take over something and the bytes held for it, until room is needed."""
+        with self._changed:
+            self.forget(key)
+            budget, now = self._budgets[key[0]], self._memory.now
+            self._memory.entries[key] = Entry(
+                budget, nbytes, now, purpose=purpose, value=value, landed=True
+            )
+            self._changed.notify_all()
 
     def kept(self, key: Key) -> object | None:
         """Look at what was kept, if it is still there."""
-        entry = self._entries.get(key)
+        entry = self._memory.landed(key)
         return None if entry is None else entry.value
 
     def take(self, key: Key) -> object | None:
         """Hand over what was kept, if it is still there; its bytes stay held, for the caller."""
-        entry = self._entries.pop(key, None)
-        return None if entry is None else entry.value
+        with self._changed:
+            entry = self._memory.entries.pop(key, None)
+            return None if entry is None else entry.value
 
     def forget(self, key: Key) -> None:
         """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
-        for user in [k for k, entry in self._entries.items() if key in entry.uses]:
-            self._evict(user)
-        if key in self._entries:
-            self._evict(key)
+        with self._changed:
+            while key in self._memory.entries and not self.holds(key):
+                self._changed.wait()
+            self._memory.drop_users(key)
+            if key in self._memory.entries:
+                self._memory.evict(key)
 
     def clear(self) -> None:
-        """Drop everything that is not pinned."""
-        while victims := self._victims(set(self._budgets.values())):
-            self._evict(victims[0])
+        """Drop everything that is not pinned, nor on its way."""
+        with self._changed:
+            self._memory.clear()
 
     def check_integrity(self) -> None:
         """Assert what must always hold."""
-        for budget in set(self._budgets.values()):
-            budget.check_integrity()
-            entries = [e for k, e in self._entries.items() if self._budgets[k[0]] is budget]
-            for purpose in PURPOSES:
-                resident = sum(entry.nbytes for entry in entries if entry.purpose == purpose)
-                assert resident <= budget.held(purpose)
-        for entry in self._entries.values():
-            assert entry.pins >= 0
-            assert all(key in self._entries for key in entry.uses)
+        with self._changed:
+            self._memory.check_integrity()
+            for budget in self._budgets.values():
+                budget.check_integrity()
 
-    def _hold(self, wanted: Sequence[Wanted[Resident]]) -> None:
-        """Pin what is there, load the rest and pin that too; all or nothing."""
-        present = {item.key: item for item in wanted if item.key in self._entries}
-        absent = {item.key: item for item in wanted if item.key not in self._entries}
-        self._pin(present)
+    def _hold(self, wanted: Sequence[Wanted[Resident]]) -> dict[Key, Entry[Key]]:
+        """Pin what is there, bring the rest and pin that too; all or nothing.
+
+        What another brought in vain is wanted again.
+        """
+        missing = {item.key: item for item in wanted}
+        held: dict[Key, Entry[Key]] = {}
         try:
-            self._load(list(absent.values()))
+            while missing:
+                self._attempt(list(missing.values()), held)
+                missing = {key: item for key, item in missing.items() if key not in held}
         except BaseException:
-            self._unpin(present)
+            self._unpin(held.values())
             raise
-        self._pin(absent)
-        for item in present.values():
-            self.traffic[item.key[0]].hits += item.traffic
-        for item in absent.values():
-            self.traffic[item.key[0]].loads += item.traffic
+        return held
 
-    def _pin(self, keys: Iterable[Key]) -> None:
-        for key in dict.fromkeys(keys):
-            entry = self._entries[key]
+    def _attempt(self, wanted: Sequence[Wanted[Resident]], held: dict[Key, Entry[Key]]) -> None:
+        """Add to ``held``, pinned, what is there, what others bring, and what is brought here."""
+        own: dict[Key, Entry[Key]] = {}
+        try:
+            with self._changed:
+                entries = self._memory.entries
+                there = {i.key: entries[i.key] for i in wanted if i.key in entries}
+                fresh = {key for key, entry in there.items() if not entry.count}
+                self._pin(there.values())
+                held.update(there)
+                self._enter([item for item in wanted if item.key not in there], own)
+                held.update(own)
+            self._bring([item for item in wanted if item.key in own], own)
+        finally:
+            for key, entry in own.items():  # one fails, others are not begun: nobody waits for them
+                self._settle(entry, key)
+        with self._changed:
+            self._await(there, held)
+            for item in wanted:
+                if item.traffic and item.key in held:
+                    brought = item.key in own or item.key in fresh
+                    self.traffic[item.key[0]].loads += brought
+                    self.traffic[item.key[0]].hits += not brought
+
+    def _pin(self, entries: Iterable[Entry[Key]]) -> None:
+        for entry in entries:
             entry.pins += 1
             entry.count += 1
-            entry.last_used = self._request
+            entry.last_used = self._memory.now
 
-    def _unpin(self, keys: Iterable[Key]) -> None:
-        for key in dict.fromkeys(keys):
-            self._entries[key].pins -= 1
+    def _unpin(self, entries: Iterable[Entry[Key]]) -> None:
+        with self._changed:
+            for entry in entries:
+                entry.pins -= 1
+            self._changed.notify_all()
 
-    def _load(self, absent: Sequence[Wanted[Resident]]) -> None:
-        """Enter the cost of all, then bring them; what fails is struck out again."""
+    def _enter(self, absent: Sequence[Wanted[Resident]], own: dict[Key, Entry[Key]]) -> None:
+        """Enter the cost of all, and into ``own`` that they are on their way, pinned."""
         if not absent:
             return
         budget, what = self._budgets[absent[0].key[0]], ", ".join(item.what for item in absent)
-        total = sum(item.nbytes for item in absent)
-        self._make_room(budget, "experts", total, what=what)
-        with ExitStack() as undo:
-            budget.reserve("experts", total, what=what)
-            undo.callback(budget.release, "experts", total)
-            values = self._bring(absent)
-            undo.pop_all()
-        for item, value in zip(absent, values, strict=True):
-            self._entries[item.key] = _Entry(value, item.nbytes, self._request, item.uses)
+        self._make_room(budget, "experts", sum(item.nbytes for item in absent), what=what)
+        for item in absent:
+            # while room was waited for, another may have begun to bring one
+            if item.key not in self._memory.entries:
+                own[item.key] = self._new_entry(item)
+                self._announce(item, own[item.key], what)
+        self._pin(own.values())
 
-    def _bring(self, absent: Sequence[Wanted[Resident]]) -> list[Resident]:
-        if len(absent) < 2:
-            return [item.load() for item in absent]
+    def _new_entry(self, item: Wanted[Resident]) -> Entry[Key]:
+        budget = self._budgets[item.key[0]]
+        return Entry(budget, item.nbytes, self._memory.now, item.uses, traffic=item.traffic)
+
+    def _announce(self, item: Wanted[Resident], entry: Entry[Key], what: str) -> Entry[Key]:
+        """Say that somebody brings it; whoever does settles it, whatever happens."""
+        entry.budget.reserve("experts", item.nbytes, what=what)
+        self._memory.entries[item.key] = entry
+        return entry
+
+    def _bring(self, items: Sequence[Wanted[Resident]], own: Mapping[Key, Entry[Key]]) -> None:
+        """Load what was entered."""
+
+        def bring(item: Wanted[Resident]) -> None:
+            self._fill(own[item.key], item)
+
         with ThreadPoolExecutor(self._workers, thread_name_prefix="load") as pool:
-            return list(pool.map(lambda item: item.load(), absent))
+            each = pool.map if len(items) > 1 else map
+            list(each(bring, items))
+
+    def _fill(self, entry: Entry[Key], item: Wanted[Resident]) -> None:
+        try:
+            entry.value = item.load()  # from here on no frame refers to it
+        finally:
+            self._settle(entry, item.key)
+
+    def _settle(self, entry: Entry[Key], key: Key) -> None:
+        """Let what came be used; strike out what did not, let go of what nobody needs any more."""
+        with self._changed:
+            if entry.landed or self._memory.entries.get(key) is not entry:
+                return
+            if entry.value is ABSENT:
+                del self._memory.entries[key]
+                entry.budget.release(entry.purpose, entry.nbytes)
+            else:
+                entry.landed = True
+                self.traffic[key[0]].nbytes += entry.nbytes
+                self._memory.drop_unneeded(key)
+            self._changed.notify_all()
+
+    def _await(self, there: Mapping[Key, Entry[Key]], held: dict[Key, Entry[Key]]) -> None:
+        """Wait for what others bring; what they could not bring is taken from ``held``."""
+        for key, entry in there.items():
+            self.traffic[key[0]].waits += self._arrives(key, entry)
+            while self._arrives(key, entry):
+                self._changed.wait()
+            if not entry.landed:
+                del held[key]
+
+    def _arrives(self, key: Key, entry: Entry[Key]) -> bool:
+        return not entry.landed and self._memory.entries.get(key) is entry
+
+    def _begin_fetch(self, item: Wanted[Resident], ticket: Ticket) -> Entry[Key] | None:
+        with self._changed:
+            while ticket in self._memory.expected and item.key not in self._memory.entries:
+                if self._has_spare_room(item, ticket):
+                    return self._announce(item, self._new_entry(item), item.what)
+                self._changed.wait()
+            return None
+
+    def _has_spare_room(self, item: Wanted[Resident], ticket: Ticket) -> bool:
+        """Make room for what is expected without what is needed before it, if that is possible."""
+        budget, sooner = self._budgets[item.key[0]], self._memory.sooner(ticket)
+        if item.nbytes > self._memory.room(budget, spared=sooner):
+            return False
+        self._memory.make_room(budget, item.nbytes, spared=sooner)
+        return True
 
     def _make_room(self, budget: Budget, purpose: Purpose, size: int, *, what: str) -> None:
-        if size > budget.free + self._evictable(budget):
-            raise budget.refusal(purpose, size, what=what)
-        while size > budget.free:
-            self._evict(self._victims({budget})[0])
+        """Make so many bytes free, once what nobody needs yet has landed."""
+        while size > (room := self._memory.room(budget)):
+            if size > room + self._memory.coming(budget):
+                raise budget.refusal(purpose, size, what=what)
+            self._changed.wait()
+        self._memory.make_room(budget, size)
 
-    def _evictable(self, budget: Budget) -> int:
-        """Bytes that could be freed: all but what is pinned and what pinned plans use."""
-        kept = {key for key, entry in self._entries.items() if entry.pins}
-        kept |= {used for key in kept for used in self._entries[key].uses}
-        return sum(
-            entry.nbytes
-            for key, entry in self._entries.items()
-            if key not in kept and self._budgets[key[0]] is budget
-        )
-
-    def _victims(self, budgets: set[Budget]) -> list[Key]:
-        """What may go now, the lowest priority first."""
-        used = {key for entry in self._entries.values() for key in entry.uses}
-        free = [
-            key
-            for key, entry in self._entries.items()
-            if not entry.pins and key not in used and self._budgets[key[0]] in budgets
-        ]
-        return sorted(free, key=self._priority)
-
-    def _priority(self, key: Key) -> tuple[bool, float, int]:
-        entry = self._entries[key]
-        age = self._request - entry.last_used
-        return (entry.purpose == "experts", entry.count * DECAY ** (age / PERIOD), entry.last_used)
-
-    def _evict(self, key: Key) -> None:
-        assert not self._entries[key].pins, "what is pinned stays"
-        entry = self._entries.pop(key)
-        purpose, size = entry.purpose, entry.nbytes
-        del entry  # what is freed is gone before its bytes are struck out
-        self._budgets[key[0]].release(purpose, size)
+    def _evicted(self, key: Key) -> None:
         self.traffic[key[0]].evictions += 1

@@ -57,6 +57,11 @@ def test_every_refusal_names_a_way_out(purpose: str) -> None:
     assert "held: nothing" in error.message
 
 
+def test_room_for_the_answer_is_the_way_out_of_buffers() -> None:
+    hint = Budget(0).refusal("buffers", 1, what="the buffers of 349 tokens").hint
+    assert hint == "lower --max-tokens, shorten the prompt, or raise --memory-budget"
+
+
 def test_wrong_book_keeping_is_noticed() -> None:
     budget = Budget(10)
     with pytest.raises(ValueError, match="cannot be reserved"):

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import LinearDelta
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import read_config
@@ -25,6 +26,7 @@ from tests.engine.conftest import (
     build_oracle,
     run_decoder,
 )
+from tests.engine.shapes import LLAMA3, TORCH
 from tests.factories import write_base
 
 VECTORS = json.loads(
@@ -33,62 +35,8 @@ VECTORS = json.loads(
 KV = VECTORS["kv_equivalence"]
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True}),
-    ("llama", {"attention_bias": True, "mlp_bias": True}),
-    ("llama", {"num_key_value_heads": 4}),
-    ("llama", {"num_key_value_heads": 1}),
-    ("llama", {"head_dim": 16, "rms_norm_eps": 1e-3}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}),
-    ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 10000.0}}),
-    ("mistral", {}),
-    ("mistral", {"sliding_window": 4}),
-    ("mistral", {"sliding_window": 1}),
-    ("mistral", {"sliding_window": 16, "tie_word_embeddings": True}),
-    ("qwen2", {}),
-    ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {**YARN, "rope_theta": 1e6}}),
-    (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
-    ("qwen3", {}),
-    ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
-    ("qwen3", {"head_dim": 12, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    ("qwen3", {"rope_parameters": {**YARN, "rope_theta": 1e4, "truncate": False}}),
-    (
-        "qwen3",
-        {
-            "rope_parameters": {
-                **YARN,
-                "rope_theta": 1e4,
-                "mscale": 0.7,
-                "mscale_all_dim": 1.2,
-                "beta_fast": 8.0,
-                "beta_slow": 2.0,
-            }
-        },
-    ),
-]
 
-
-@pytest.mark.parametrize(("arch", "config"), MODELS, ids=str)
+@pytest.mark.parametrize(("arch", "config"), TORCH, ids=str)
 def test_logits_equal_those_of_transformers(
     oracle: MakeOracle, arch: str, config: dict[str, Any]
 ) -> None:
@@ -97,7 +45,7 @@ def test_logits_equal_those_of_transformers(
     assert_same_logits(ours, model.logits(IDS)[8:])
 
 
-@pytest.mark.parametrize(("arch", "config"), MODELS, ids=str)
+@pytest.mark.parametrize(("arch", "config"), TORCH, ids=str)
 def test_prefill_in_chunks_equals_prefill_in_one_go(
     oracle: MakeOracle, arch: str, config: dict[str, Any]
 ) -> None:
@@ -188,6 +136,24 @@ def test_results_say_what_was_done(shared_oracle: Oracle) -> None:
     assert prefill.ms > 0
     assert decode.ms > 0
     assert prefill.logits.dtype == decode.logits.dtype == torch.float32
+
+
+def test_the_time_of_each_part_is_told_where_it_is_asked_for(shared_oracle: Oracle) -> None:
+    decoder = shared_oracle.decoder()
+    plain, looked_at = (KVCache(decoder.config, 8) for _ in range(2))
+    unseen = decoder.prefill([3, 5, 7], plain), decoder.decode(4, plain)
+    times = LayerTimes()
+    with decoder.timed(times):
+        seen = decoder.prefill([3, 5, 7], looked_at), decoder.decode(4, looked_at)
+    wall = (seen[0].ms + seen[1].ms) / 1e3
+    parts = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
+    assert list(times.places) == [*parts, "head"]
+    assert all(spent > 0 for spent in times.places.values())
+    assert times.seconds < wall
+    assert [a.logits.tolist() for a in seen] == [b.logits.tolist() for b in unseen]
+    before = times.seconds
+    decoder.decode(6, looked_at)
+    assert times.seconds == before
 
 
 def test_a_text_that_does_not_fit_is_refused_and_changes_nothing(shared_oracle: Oracle) -> None:

@@ -1,6 +1,8 @@
 """From packages to compiled plans: verified wherever the bytes come from, and paid for once."""
 
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -88,6 +90,41 @@ def test_a_plan_is_compiled_once_and_found_again(
         assert again is plan
     assert (tiers.traffic[Tier.RAM].loads, tiers.traffic[Tier.DEVICE].loads) == (1, 1)
     assert tiers.traffic[Tier.DEVICE].hits == 1
+
+
+def test_a_plan_that_goes_before_it_is_borrowed_is_compiled_again(
+    tiers: Tiers, target: Target, source: Source
+) -> None:
+    """The other thread has asked for it, and waits for the lock, while this one lets it go."""
+    one, found = source(alpha=4, rank=4), list[CompiledPlan]()
+
+    def answer() -> None:
+        with compiled(tiers, [(one, 1.0)], identity=PLAN, target=target) as plan:
+            found.append(plan)
+
+    answer()
+    other = threading.Thread(target=answer, daemon=True)
+    with tiers.lock:
+        other.start()
+        while not is_within(other, "resident"):
+            pass
+        tiers.clear()
+    other.join(60)
+    [plan, again] = found
+    assert again is not None
+    assert again is not plan
+    assert again.deltas.keys() == plan.deltas.keys()
+    tiers.check_integrity()
+
+
+def is_within(thread: threading.Thread, function: str) -> bool:
+    """Tell whether a thread is in a function, or in what that calls."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return function in names
 
 
 def test_an_expert_used_in_place_stays_as_long_as_its_plan(
@@ -222,6 +259,19 @@ def test_a_signed_file_is_used_only_when_its_key_is_trusted(
     with pytest.raises(RevokedError), local_expert(path, trust=trust, tiers=tiers):
         pass
     assert budget.used == 0
+
+
+def test_no_room_to_compile_a_plan_is_the_fault_of_its_experts(
+    target: Target, source: Source
+) -> None:
+    ram, device = Budget(1 << 20), Budget(0)
+    tiers, chain = Tiers(ram=ram, device=device), [(source("a"), 1.0), (source("b", seed=2), 1.0)]
+    with pytest.raises(BudgetError, match=r"the plan of acme/") as caught:  # noqa: SIM117 - one thing raises
+        with compiled(tiers, chain, identity=PLAN, target=target):
+            pass
+    assert caught.value.hint == "use fewer experts with --max-experts, or raise --memory-budget"
+    assert device.used == 0
+    tiers.check_integrity()
 
 
 def test_a_file_too_large_for_the_budget_is_refused(

@@ -1,5 +1,6 @@
 """Gains of DoRA are computed once for a package on a base, paid for, and checked when read."""
 
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,21 @@ from expertctl.engine.decoder import Decoder
 from expertctl.engine.dora import DoraTensors, plain_gains
 from expertctl.engine.experts import ExpertSource, Target, compiled
 from expertctl.engine.gains import GainSource, gains_bytes, gains_scratch, has_dora
-from expertctl.engine.tiers import Tiers
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.packed_backend import SCHEMES, PackedBackend
+from expertctl.engine.packed_base import pack_base
+from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import read_config
+from expertctl.routing.request import Dtype
 from expertctl.store.derived import Derived
 from tests.engine.adapter_files import load, source_of
 from tests.factories import write_base, write_dora, write_ia3, write_lora, write_soft_prompt
 
 PLAN, BASE, PACKAGE = (Digest.of(text) for text in (b"plan", b"base", b"package"))
+DTYPES: dict[Scheme, Dtype] = {scheme: dtype for dtype, scheme in SCHEMES.items()}
+OBJECTS = 8 << 10
+"""What Python objects take that only refer to numbers."""
 MODULES = 14
 """Seven projections of two layers."""
 
@@ -127,6 +135,15 @@ def test_gains_are_resident_and_paid_for_after_first_use(
     assert gains_bytes(adapter) == 4 * sum(outputs)
 
 
+def test_gains_that_are_there_are_no_traffic_of_experts(
+    tiers: Tiers, target: Target, dora: ExpertSource
+) -> None:
+    use(tiers, target, (dora, 1.0))
+    use(tiers, target, (dora, 0.5))
+    traffic = tiers.traffic[Tier.RAM]
+    assert (traffic.loads, traffic.hits) == (1, 1)
+
+
 def test_scratch_memory_is_part_of_the_budget(target: Target, dora: ExpertSource) -> None:
     adapter = dora.load()
     enough = dora.nbytes + gains_bytes(adapter) + gains_scratch(adapter)
@@ -134,6 +151,29 @@ def test_scratch_memory_is_part_of_the_budget(target: Target, dora: ExpertSource
     with pytest.raises(BudgetError, match="the gains of acme/dora"):
         use(Tiers(ram=small, device=small), target, (dora, 1.0))
     assert small.held("buffers") == 0
+
+
+@pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
+@pytest.mark.parametrize("sizes", [(64, 96), (512, 1536)])
+def test_what_is_unpacked_of_a_packed_base_is_counted(
+    scheme: Scheme, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    hidden, wide = sizes
+    directory = write_base(tmp_path / "b", hidden=hidden, intermediate=wide, head_dim=16)
+    config = read_config(directory)
+    packed = pack_base(config, load_base(directory, config), scheme)
+    adapter = load(write_dora(tmp_path / "d", directory, rank=2, targets=["down_proj"]))
+    form = PackedBackend.of(config, DTYPES[scheme]).form
+    counted = gains_scratch(adapter, form) - 2 * gains_bytes(adapter)
+    [first, *_] = adapter.modules
+    packed.matrix(first)  # compiles, imports
+    tracemalloc.start()
+    packed.matrix(first)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert hidden * wide * 4 <= most <= counted + OBJECTS
+    merged = gains_scratch(adapter) - 2 * gains_bytes(adapter)
+    assert counted >= merged + hidden * wide * 4, "both are there when rows are merged"
 
 
 def test_the_next_process_reads_what_this_one_computed(

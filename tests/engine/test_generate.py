@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import transformers
 
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
-from expertctl.engine.generate import Generated, Model, generate
+from expertctl.engine.generate import Generated, NativeReading, Writer, generate
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.package.model_config import read_config
@@ -38,6 +39,20 @@ def set_end(directory: Path, ids: list[int]) -> None:
     path.write_text(json.dumps({**config, "eos_token": None}))
 
 
+@dataclass(frozen=True)
+class Model:
+    decoder: Decoder
+    tokenizer: Tokenizer
+
+    def stream(
+        self, *, params: SamplingParams, seed: int, max_tokens: int
+    ) -> Generator[str, None, Generated]:
+        ids = self.tokenizer.encode(PROMPT)
+        cache = KVCache(self.decoder.config, len(ids) + max_tokens)
+        writer = Writer(self.tokenizer, params, seed=seed, max_tokens=max_tokens)
+        return generate(NativeReading(self.decoder, cache, {}), ids, writer)
+
+
 def open_model(directory: Path) -> Model:
     config = read_config(directory)
     return Model(Decoder(config, load_base(directory, config)), Tokenizer.open(directory))
@@ -51,12 +66,7 @@ def model(base: Path) -> Model:
 def run(
     model: Model, *, params: SamplingParams = GREEDY, seed: int = 0, max_tokens: int = 24
 ) -> tuple[list[str], Generated]:
-    ids = model.tokenizer.encode(PROMPT)
-    cache = KVCache(model.decoder.config, len(ids) + max_tokens)
-    stream = generate(
-        model, ids, cache=cache, deltas={}, params=params, seed=seed, max_tokens=max_tokens
-    )
-    return drain(stream)
+    return drain(model.stream(params=params, seed=seed, max_tokens=max_tokens))
 
 
 def drain(stream: Generator[str, None, Generated]) -> tuple[list[str], Generated]:
@@ -157,16 +167,7 @@ def test_the_time_of_the_reader_is_not_counted(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(sys.modules[generate.__module__], "time", clock)
-    ids = model.tokenizer.encode(PROMPT)
-    stream = generate(
-        model,
-        ids,
-        cache=KVCache(model.decoder.config, 64),
-        deltas={},
-        params=GREEDY,
-        seed=0,
-        max_tokens=5,
-    )
+    stream = model.stream(params=GREEDY, seed=0, max_tokens=5)
     next(stream)
     clock.now += 1000.0
     assert drain(stream)[1].decode_ms < 1000.0

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from expertctl.digest import Digest
 from expertctl.engine.budget import Budget
 from expertctl.engine.decoder import Decoder
-from expertctl.engine.kept_kv import KVLoan, KVSlot, KVWanted
+from expertctl.engine.kept_kv import KVSlot
 from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.tiers import Tier, Tiers, Wanted
 from expertctl.errors import BudgetError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
@@ -298,7 +299,7 @@ class Chats(RuleBasedStateMachine):
         self.slot.check_integrity()
 
     @staticmethod
-    def rows(loan: KVLoan) -> list[float]:
+    def rows(loan: KVLoan[KVCache]) -> list[float]:
         """What stands in the filled rows of the last layer."""
         empty = torch.empty(2, 0, 4)
         keys, values = loan.cache.write(1, empty, empty)

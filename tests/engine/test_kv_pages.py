@@ -1,12 +1,14 @@
-"""Pages of keys and values: room, rewinding, copies, and what the check of integrity sees."""
+"""Pages of keys and values: room, rewinding, sharing, and what the check of integrity sees."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
 
 from expertctl.engine.kernels.heads import PAGE
-from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.errors import BudgetError
 from expertctl.package.model_config import ModelConfig
 from expertctl.package.rope_config import RopeConfig
@@ -31,13 +33,22 @@ CONFIG = ModelConfig(
     tied=True,
 )
 PAGE_BYTES = 2 * 3 * 2 * 32 * 16 * 4  # keys and values, layers, KV heads, dim, tokens, float32
+KINDS = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16}
+BOTH = pytest.mark.parametrize("numbers", list(KINDS))
 
 
-def filled(capacity: int, length: int, *, number: float = 1.0) -> KVPages:
+def rows_of(cache: KVPages, place: int) -> "np.ndarray[Any, Any]":
+    """One page as [layers, keys or values, KV heads, numbers]."""
+    return cache._pages[place].view(KINDS[cache.numbers]).reshape(3, 2, 2, -1)
+
+
+def filled(
+    capacity: int, length: int, *, number: float = 1.0, numbers: Scheme = Scheme.FLOAT32
+) -> KVPages:
     """Pages of which every row up to ``length`` is a number, and every other is not one."""
-    cache = KVPages(CONFIG, capacity)
-    for place, page in enumerate(cache._pages):
-        rows = page.view(np.float32).reshape(3, 2, 2, -1)
+    cache = KVPages(CONFIG, capacity, numbers=numbers)
+    for place in range(len(cache._pages)):
+        rows = rows_of(cache, place)
         rows[...] = np.nan
         there = max(min(length - place * PAGE, PAGE), 0)
         rows[:, 0].reshape(3, 2, 32, PAGE)[..., :there] = number
@@ -47,9 +58,11 @@ def filled(capacity: int, length: int, *, number: float = 1.0) -> KVPages:
 
 
 @pytest.mark.parametrize(("capacity", "pages"), [(1, 1), (16, 1), (17, 2), (40, 3)])
-def test_memory_is_that_of_whole_pages(capacity: int, pages: int) -> None:
-    cache = KVPages(CONFIG, capacity)
-    assert cache.nbytes == pages * PAGE_BYTES
+@BOTH
+def test_memory_is_that_of_whole_pages(capacity: int, pages: int, numbers: Scheme) -> None:
+    cache = KVPages(CONFIG, capacity, numbers=numbers)
+    size = pages * PAGE_BYTES // (2 if numbers is Scheme.FLOAT16 else 1)
+    assert cache.nbytes == pages_bytes(CONFIG, capacity, numbers) == size
     assert all(page.ctypes.data % 64 == 0 for page in cache._pages)
     cache.check_integrity()
 
@@ -71,10 +84,11 @@ def test_rewinding_keeps_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
-def test_integrity_is_lost_with_one_number_of_a_filled_row(length: int) -> None:
-    cache = filled(40, length)
+@BOTH
+def test_integrity_is_lost_with_one_number_of_a_filled_row(length: int, numbers: Scheme) -> None:
+    cache = filled(40, length, numbers=numbers)
     cache.check_integrity()
-    page = cache._pages[(length - 1) // PAGE].view(np.float32).reshape(3, 2, 2, -1)
+    page = rows_of(cache, (length - 1) // PAGE)
     slot = (length - 1) % PAGE
     page[2, 0].reshape(2, 32, PAGE)[1, 31, slot] = np.inf
     with pytest.raises(AssertionError):
@@ -85,21 +99,49 @@ def test_integrity_is_lost_with_one_number_of_a_filled_row(length: int) -> None:
         cache.check_integrity()
 
 
-def test_a_copy_is_its_own_and_may_have_another_size() -> None:
-    first = filled(40, 18, number=3.0)
-    second = filled(25, 9, number=5.0)
-    second.copy_from(first)
-    assert second.length == 18
+@BOTH
+def test_pages_that_are_shared_come_first_and_cost_nothing(numbers: Scheme) -> None:
+    first = filled(40, 33, number=3.0, numbers=numbers)
+    second = KVPages(CONFIG, 50, numbers=numbers, shared=first._pages[:2])
+    assert (second.length, second.capacity) == (32, 50)
+    assert second.nbytes == 2 * first.nbytes // 3
     second.check_integrity()
-    for page, other in zip(first._pages[:2], second._pages, strict=True):
-        assert page.tobytes() == other.tobytes()
-    first._pages[0][...] = 0
-    assert second._pages[0].any()
+    addresses = (ctypes.c_int64 * 4).from_address(second.table)
+    assert list(addresses[:2]) == [page.ctypes.data for page in first._pages[:2]]
+    assert addresses[2] != first._pages[2].ctypes.data
 
 
-def test_a_copy_that_does_not_fit_is_refused() -> None:
+def test_a_text_does_not_go_back_into_what_it_shares() -> None:
+    first = filled(40, 33)
+    second = KVPages(CONFIG, 50, shared=first._pages[:2])
+    second.advance(5)
+    second.rewind(32)
+    for length in (31, 0):
+        with pytest.raises(AssertionError):
+            second.rewind(length)
+    assert second.length == 32
+
+
+def test_rows_of_a_page_are_copied_behind_those_that_are_shared() -> None:
+    first = filled(40, 33, number=3.0)
+    second = KVPages(CONFIG, 50, shared=first._pages[:1])
+    second.copy_rows(first._pages[1], 9)
+    assert second.length == 25
+    second.check_integrity()
+    first._pages[1][...] = 0
+    assert (rows_of(second, 1) == 3).all()
     with pytest.raises(BudgetError):
-        KVPages(CONFIG, 17).copy_from(filled(40, 18))
+        KVPages(CONFIG, 20, shared=first._pages[:1]).copy_rows(first._pages[1], 5)
+
+
+def test_who_has_handed_over_its_pages_writes_no_more() -> None:
+    cache = filled(40, 18)
+    pages = cache.hand_over()
+    assert [page.nbytes for page in pages] == [PAGE_BYTES] * 3
+    assert (cache.nbytes, cache.length, cache.capacity) == (0, 0, 0)
+    cache.check_integrity()
+    with pytest.raises(BudgetError):
+        cache.require(1)
 
 
 def test_a_page_is_found_by_its_address() -> None:

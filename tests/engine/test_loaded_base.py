@@ -1,18 +1,35 @@
 """The base in memory: exactly as large as was reserved, there once, gone when another comes."""
 
 from pathlib import Path
+from typing import Any, cast, get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from expertctl.engine.backend import Model, Surroundings
 from expertctl.engine.budget import Budget
-from expertctl.engine.loaded_base import BaseSlot, OpenBase, open_base
+from expertctl.engine.loaded_base import (
+    TORCH_BELOW,
+    BaseSlot,
+    OpenBase,
+    Wish,
+    backend_of,
+    open_base,
+)
 from expertctl.engine.tiers import Tiers
-from expertctl.errors import BaseMismatchError, BudgetError, InvalidPackageError, UsageError
+from expertctl.engine.torch_backend import TorchBackend
+from expertctl.errors import (
+    BaseMismatchError,
+    BudgetError,
+    IncompatibleError,
+    InvalidPackageError,
+)
+from expertctl.package.model_config import read_config
+from expertctl.routing.request import Dtype
+from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -20,27 +37,71 @@ def bases(tmp_path: Path) -> BaseStore:
     return BaseStore(tmp_path / "bases")
 
 
-def added(bases: BaseStore, directory: Path, *, dtype: str = "float32") -> OpenBase:
-    return open_base(bases, bases.add(directory), dtype=dtype, rehash=False)
+def added(
+    bases: BaseStore, directory: Path, *, dtype: Dtype = "float32", torch_below: int = TORCH_BELOW
+) -> OpenBase:
+    stored = bases.add(directory)
+    return open_base(bases, stored, Wish(dtype), rehash=False, torch_below=torch_below)
+
+
+def loaded(place: BaseSlot, base: OpenBase) -> Model:
+    home = Home(base.stored.path.parent / "home")
+    return place.load(Surroundings(directory=base.stored.path, home=home))
 
 
 def slot(limit: int) -> tuple[Budget, BaseSlot]:
     budget = Budget(limit)
-    return budget, BaseSlot(Tiers(ram=budget, device=budget), device=CPU)
+    return budget, BaseSlot(Tiers(ram=budget, device=budget))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+SIZES: dict[str, Any] = {"head_dim": 16, "intermediate": 48}
+"""Sizes that fill the blocks of kernels; those of `write_base` otherwise do not."""
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype))
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie", [True, False])
 def test_a_base_takes_what_was_announced(
-    arch: str, dtype: str, tie: bool, tmp_path: Path, bases: BaseStore
+    arch: str, dtype: Dtype, tie: bool, tmp_path: Path, bases: BaseStore
 ) -> None:
-    base = added(bases, write_base(tmp_path / "b", arch=arch, tie=tie), dtype=dtype)
-    budget, place = slot(base.weight_bytes)
-    place.reserve(base)
-    loaded = place.load()
-    place.check_integrity()
-    assert loaded.nbytes == base.weight_bytes == budget.held("base")
+    directory = write_base(tmp_path / "b", arch=arch, tie=tie, **SIZES)
+    for torch_below in (0, 1 << 30):
+        base = added(bases, directory, dtype=dtype, torch_below=torch_below)
+        packed = torch_below == 0 or dtype in {"int8", "int4"}
+        assert base.backend.name == ("packed" if packed else "torch")
+        budget, place = slot(base.weight_bytes)
+        place.reserve(base)
+        model = loaded(place, base)
+        place.check_integrity()
+        assert model.nbytes == base.weight_bytes == budget.held("base")
+        place.drop()
+        assert budget.used == 0
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [Wish("int8"), Wish("int4"), Wish(adapter_dtype="fp16"), Wish(deterministic=True)],
+    ids=repr,
+)
+def test_kernels_run_what_torch_cannot_however_small_the_base(wish: Wish, tmp_path: Path) -> None:
+    fits = read_config(write_base(tmp_path / "fits", head_dim=16))
+    odd = read_config(write_base(tmp_path / "odd", head_dim=8))
+    backend, warnings = backend_of(fits, wish)
+    assert (backend.name, backend.dtype, warnings) == ("packed", wish.dtype, ())
+    with pytest.raises(IncompatibleError, match="head_dim is 8") as error:
+        backend_of(odd, wish)
+    assert error.value.hint
+
+
+def test_torch_runs_a_large_base_whose_sizes_are_none_for_kernels_and_says_so(
+    tmp_path: Path,
+) -> None:
+    odd = read_config(write_base(tmp_path / "b", head_dim=8))
+    size = TorchBackend(odd, "bf16").weight_bytes
+    backend, warnings = backend_of(odd, Wish("bf16"), torch_below=size)
+    assert backend == TorchBackend(odd, "bf16")
+    assert "head_dim is 8" in "".join(warnings)
+    assert backend_of(odd, Wish("bf16"), torch_below=size + 1) == (backend, ())
 
 
 def test_one_base_is_loaded_once(tmp_path: Path, bases: BaseStore) -> None:
@@ -48,11 +109,28 @@ def test_one_base_is_loaded_once(tmp_path: Path, bases: BaseStore) -> None:
     base = added(bases, directory)
     _, place = slot(1 << 20)
     place.reserve(base)
-    loaded = place.load()
+    model = loaded(place, base)
     place.reserve(added(bases, directory))
-    assert place.load() is loaded
+    assert loaded(place, base) is model
     place.reserve(added(bases, directory, dtype="bf16"))
-    assert place.load().model.decoder is not loaded.model.decoder
+    assert loaded(place, base) is not model
+
+
+@pytest.mark.parametrize("torch_below", [0, 1 << 30])
+def test_a_matrix_is_what_is_computed_with(
+    torch_below: int, tmp_path: Path, bases: BaseStore
+) -> None:
+    directory = write_base(tmp_path / "b", **SIZES)
+    written = load_file(directory / "model.safetensors")
+    for dtype, lost in (("float32", 0.0), ("bf16", 2.0**-8)):
+        base = added(bases, directory, dtype=cast(Dtype, dtype), torch_below=torch_below)
+        _, place = slot(1 << 20)
+        place.reserve(base)
+        model = loaded(place, base)
+        for module in base.config.linear_shapes():
+            name = "model.embed_tokens" if module == "lm_head" else module
+            numbers = written[f"{name}.weight"]
+            assert torch.allclose(model.matrix(module).float(), numbers, rtol=lost, atol=0)
 
 
 def test_another_base_takes_the_place_of_the_first(tmp_path: Path, bases: BaseStore) -> None:
@@ -60,10 +138,10 @@ def test_another_base_takes_the_place_of_the_first(tmp_path: Path, bases: BaseSt
     first, second = added(bases, small), added(bases, large)
     budget, place = slot(second.weight_bytes)
     place.reserve(first)
-    place.load()
+    loaded(place, first)
     place.reserve(second)
     assert budget.held("base") == second.weight_bytes
-    assert place.load().model.decoder.config.layers == 3
+    assert loaded(place, second).matrix("model.layers.2.mlp.down_proj").shape == (32, 48)
     place.drop()
     assert budget.used == 0
 
@@ -85,9 +163,9 @@ def test_a_base_that_cannot_be_read_can_be_tried_again(tmp_path: Path, bases: Ba
     data = weights.read_bytes()
     weights.write_bytes(data[:-1])
     with pytest.raises(InvalidPackageError):
-        place.load()
+        loaded(place, base)
     weights.write_bytes(data)
-    assert place.load().nbytes == base.weight_bytes
+    assert loaded(place, base).nbytes == base.weight_bytes
 
 
 def test_changed_files_are_refused(tmp_path: Path, bases: BaseStore) -> None:
@@ -97,15 +175,16 @@ def test_changed_files_are_refused(tmp_path: Path, bases: BaseStore) -> None:
     path.write_text(path.read_text() + " ")
     for rehash in (False, True):
         with pytest.raises(BaseMismatchError, match=r"tokenizer\.json"):
-            open_base(bases, stored, dtype="float32", rehash=rehash)
+            open_base(bases, stored, Wish(), rehash=rehash)
 
 
-def test_an_unknown_dtype_is_refused(tmp_path: Path, bases: BaseStore) -> None:
-    stored = bases.add(write_base(tmp_path / "b"))
-    with pytest.raises(UsageError, match="int3"):
-        open_base(bases, stored, dtype="int3", rehash=False)
-
-
-def test_the_kv_cache_is_counted_in_float32(tmp_path: Path, bases: BaseStore) -> None:
-    base = added(bases, write_base(tmp_path / "b"), dtype="bf16")
-    assert base.kv_bytes(3) == 2 * 2 * 2 * 8 * 4 * 3
+@pytest.mark.parametrize(
+    ("torch_below", "dtype", "tokens", "itemsize"),
+    [(1 << 30, "bf16", 35, 4), (0, "float32", 48, 4), (0, "bf16", 48, 2), (0, "int4", 48, 2)],
+)
+def test_keys_and_values_are_counted_as_they_are_kept_in_kernels_by_whole_pages(
+    torch_below: int, dtype: Dtype, tokens: int, itemsize: int, tmp_path: Path, bases: BaseStore
+) -> None:
+    directory = write_base(tmp_path / "b", **SIZES)
+    base = added(bases, directory, dtype=dtype, torch_below=torch_below)
+    assert base.kv_bytes(35) == 2 * 2 * 2 * 16 * itemsize * tokens

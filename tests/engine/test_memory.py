@@ -25,14 +25,48 @@ def test_two_blocks_are_not_the_same_memory() -> None:
 
 def test_the_machine_has_some_memory() -> None:
     assert 1 << 26 < memory.available() < 1 << 60
+    unused = memory.unused()
+    assert unused is None or 0 < unused < memory.machine()
 
 
-def test_a_container_with_less_memory_decides(
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The control group of this process, three below the root of them all."""
+    own = tmp_path / "groups" / "user" / "session" / "own"
+    own.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("1:name=systemd:/\n0::/user/session/own\n")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "_OLD_LIMIT", tmp_path / "groups" / "limit_in_bytes")
+    monkeypatch.setattr(memory, "_OWN_CGROUP", tmp_path / "cgroup")
+    return own
+
+
+def test_a_container_with_less_memory_decides(group: Path) -> None:
+    (group / "memory.max").write_text("max\n")
+    assert memory.container() is None
+    assert memory.available() == memory.machine()
+    (group / "memory.max").write_text("1048576\n")
+    assert memory.available() == 1048576 < memory.machine()
+    assert memory.usual_budget() == 838860
+
+
+def test_of_nested_containers_the_least_limit_decides(group: Path) -> None:
+    (group / "memory.max").write_text("3000000\n")
+    (group.parent / "memory.max").write_text("2000000\n")
+    (group.parent.parent / "memory.max").write_text("max\n")
+    assert memory.container() == 2000000
+
+
+def test_the_older_kind_of_container_counts_unless_it_has_no_limit(group: Path) -> None:
+    (group.parent.parent.parent / "limit_in_bytes").write_text("9223372036854771712\n")
+    assert memory.container() is None
+    (group.parent.parent.parent / "limit_in_bytes").write_text("1048576\n")
+    assert memory.container() == 1048576
+
+
+def test_a_system_without_control_groups_has_no_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = (tmp_path / "memory.max", tmp_path / "absent")
-    limits[0].write_text("max\n")
-    monkeypatch.setattr(memory, "_CGROUP_LIMITS", limits)
-    machine = memory.available()
-    limits[0].write_text("1048576\n")
-    assert memory.available() == 1048576 < machine
+    for name in ("_CGROUPS", "_OLD_LIMIT", "_OWN_CGROUP", "_MEMINFO"):
+        monkeypatch.setattr(memory, name, tmp_path / "absent")
+    assert (memory.container(), memory.unused()) == (None, None)

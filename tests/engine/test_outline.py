@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from expertctl.engine.budget import Budget
 from expertctl.engine.experts import compiled, local_expert
-from expertctl.engine.outline import compiling_bytes, local_outline
+from expertctl.engine.outline import foretell, local_outline
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import InvalidPackageError, RevokedError
 from expertctl.package.base_model import read_base
@@ -38,7 +38,7 @@ def test_the_cost_of_a_chain_is_known_to_the_byte(
     soft = {"soft", "all"}
     chain = [(name, 1.0 if name in soft else w) for name, w in zip(names, drawn, strict=False)]
     outlines = [(shelf.outline(name), weight) for name, weight in chain]
-    told = sum(o.nbytes for o, _ in outlines) + compiling_bytes(outlines, shelf.form)
+    told = sum(o.nbytes for o, _ in outlines) + foretell(outlines, shelf.form).nbytes
     assert told == shelf.cost([(shelf.source(name), weight) for name, weight in chain])
 
 
@@ -46,7 +46,7 @@ def test_the_cost_of_a_chain_is_known_to_the_byte(
 def test_the_cost_of_a_file_is_known_to_the_byte(shelf: Shelf, name: str) -> None:
     path, trust = shelf.packages[name], shelf.house.trust
     outline = local_outline(path, trust=trust)
-    told = outline.source.nbytes + compiling_bytes([(outline.source, 1.0)], shelf.form)
+    told = outline.source.nbytes + foretell([(outline.source, 1.0)], shelf.form).nbytes
     budget = Budget(1 << 40)
     tiers = Tiers(ram=budget, device=budget)
     with local_expert(path, trust=trust, tiers=tiers) as local:
@@ -94,7 +94,7 @@ def test_a_header_of_an_odd_length_is_read_as_often_as_it_is_asked_for(
         weights.write_bytes((end - 5).to_bytes(8, "little") + data[8:end] + b"   " + data[end:])
 
     outline = local_outline(rebuilt(shelf, tmp_path, widen), trust=shelf.house.trust).source
-    first, second = (compiling_bytes([(outline, 1.0)], shelf.form) for _ in range(2))
+    first, second = (foretell([(outline, 1.0)], shelf.form).nbytes for _ in range(2))
     assert first == second > 0
 
 
@@ -127,7 +127,7 @@ def test_a_damaged_beginning_is_refused(shelf: Shelf, size: int, tmp_path: Path)
     try:
         blob.write_bytes(b"\xff" * size + whole[size:] if size else b"")
         with pytest.raises(InvalidPackageError):
-            compiling_bytes([(shelf.outline("plain"), 1.0)], shelf.form)
+            foretell([(shelf.outline("plain"), 1.0)], shelf.form)
     finally:
         blob.write_bytes(whole)
         blob.chmod(mode)

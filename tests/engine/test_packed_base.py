@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from expertctl.engine.base_weights import BaseWeights, load_base
-from expertctl.engine.kernels.packed import unpack
+from expertctl.engine.kernels.packed import PackedMatrix, pack, unpack
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.packed_base import PackedBase, pack_base
+from expertctl.engine.memory import allocate
+from expertctl.engine.packed_base import PackedBase, empty_base, pack_base, packed_bytes
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING, HEAD, read_config
 from tests.factories import write_base
@@ -78,27 +79,58 @@ def test_bfloat16_stays_what_it_is(tmp_path: Path) -> None:
         assert np.array_equal(numbers, weights.tensors[name].float().numpy()), name
 
 
+@pytest.mark.parametrize("hidden", [48, 40])
 @pytest.mark.parametrize(
     ("scheme", "bits"),
     [(Scheme.FLOAT32, 32), (Scheme.BFLOAT16, 16), (Scheme.INT8, 8), (Scheme.INT4, 4)],
 )
-def test_bytes_are_those_of_the_numbers_and_scales(
-    scheme: Scheme, bits: int, tmp_path: Path
+def test_bytes_are_known_before_and_are_those_of_numbers_and_scales(
+    scheme: Scheme, bits: int, hidden: int, tmp_path: Path
 ) -> None:
-    """Vocabularies are filled to sixteen rows; scales are float32 per row and group of 128."""
-    weights = loaded(tmp_path / "base", tie=True)
-    base = pack_base(read_config(tmp_path / "base"), weights, scheme)
+    """Vocabularies are filled to sixteen rows, vectors to 64 bytes; scales are float32."""
+    weights = loaded(tmp_path / "base", tie=True, hidden=hidden)
+    config = read_config(tmp_path / "base")
+    base = pack_base(config, weights, scheme)
     total = 0
     for name, tensor in weights.tensors.items():
         if tensor.ndim == 1:
-            total += 4 * len(tensor)
+            total += -(-4 * len(tensor) // 64) * 64
             continue
         rows, columns = -(-tensor.shape[0] // 16) * 16, tensor.shape[1]
         total += rows * columns * bits // 8
         total += rows * -(-columns // 128) * 4 if bits <= 8 else 0
-        assert tensor.shape[0] % 16 == 0 or name == EMBEDDING
-    assert base.nbytes == total
+        assert tensor.shape[0] % 16 == 0 or name == EMBEDDING or hidden == 40
+    assert base.nbytes == packed_bytes(config, scheme) == total
     assert base.head is base.embedding
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.INT8, Scheme.INT4])
+def test_the_matrix_of_a_module_is_what_the_kernels_use_of_it(
+    scheme: Scheme, tie: bool, tmp_path: Path
+) -> None:
+    weights = loaded(tmp_path / "base", tie=tie)
+    base = pack_base(read_config(tmp_path / "base"), weights, scheme)
+    for module, shape in base.config.linear_shapes().items():
+        stored = weights.tensors.get(f"{module}.weight", weights.head())
+        used = unpack(pack(stored.numpy(), scheme))
+        assert base.matrix(module).shape == shape
+        np.testing.assert_array_equal(base.matrix(module).numpy(), used, strict=True)
+
+
+def test_all_parts_lie_in_one_block(tmp_path: Path) -> None:
+    weights = loaded(tmp_path / "base", arch="qwen2", tie=False)
+    config = read_config(tmp_path / "base")
+    memory = allocate(packed_bytes(config, Scheme.INT4))
+    base = empty_base(config, Scheme.INT4, memory)
+    block = np.frombuffer(memory, np.uint8)
+    for place in base.places().values():
+        for part in (place.data, place.scales) if isinstance(place, PackedMatrix) else (place,):
+            assert np.shares_memory(part, block)
+            part[...] = 1
+    assert base.places().keys() == weights.tensors.keys()
+    arrays = [base.embedding.data, base.head.scales, base.layers[1].gate_up.data]
+    assert all(array.ctypes.data % 64 == 0 for array in arrays)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +145,12 @@ def test_a_base_that_does_not_fill_blocks_is_refused_with_a_way_out(
     sizes: dict[str, Any], named: list[str], tmp_path: Path
 ) -> None:
     weights = loaded(tmp_path / "base", **sizes)
-    with pytest.raises(IncompatibleError, match="not a multiple of 16") as refused:
-        pack_base(read_config(tmp_path / "base"), weights, Scheme.FLOAT32)
-    assert all(name in str(refused.value) for name in named)
-    assert "--engine transformers" in refused.value.hint
+    config = read_config(tmp_path / "base")
+    for refuse in (
+        lambda: pack_base(config, weights, Scheme.FLOAT32),
+        lambda: packed_bytes(config, Scheme.INT8),
+    ):
+        with pytest.raises(IncompatibleError, match="not a multiple of 16") as refused:
+            refuse()
+        assert all(name in str(refused.value) for name in named)
+        assert "--engine transformers" in refused.value.hint

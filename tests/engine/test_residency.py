@@ -16,7 +16,8 @@ from expertctl.digest import Digest
 from expertctl.engine import memory
 from expertctl.engine.budget import Budget
 from expertctl.engine.experts import compiled, local_expert
-from expertctl.engine.kept_kv import KVSlot, KVWanted
+from expertctl.engine.kept_kv import KVSlot
+from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError
 from tests.engine.shelf import KINDS, Shelf

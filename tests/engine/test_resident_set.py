@@ -25,3 +25,15 @@ def test_the_resident_set_stays_within_the_budget(tmp_path: Path, seed: int) -> 
     assert 0.8 * LIMIT < seen["grown"] < LIMIT + NOISE
     assert seen["ledger"] <= LIMIT
     assert seen["refused"] > 0, "the plans must be too much for the budget at times"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bf16", "int4"])
+def test_a_packed_base_takes_what_the_ledger_says(tmp_path: Path, dtype: str) -> None:
+    words = ["-m", "tests.engine.packed_resident_program", str(tmp_path), dtype]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert 0.7 * seen["ledger"] < seen["grown"] < seen["ledger"] + NOISE

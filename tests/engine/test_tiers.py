@@ -119,16 +119,30 @@ def test_when_it_cannot_fit_nothing_is_evicted(tiers: Tiers) -> None:
     assert resident(tiers, "abcd") == "ab"
 
 
-def test_a_failed_load_leaves_the_ledger_as_it_was(tiers: Tiers, budget: Budget) -> None:
+def broken(name: str) -> Wanted[torch.Tensor]:
     def load() -> torch.Tensor:
-        raise DigestError("a is not what was installed")
+        raise DigestError(f"{name} is not what was installed")
 
-    both = [Wanted(key("a"), 100, "a", load), wanted("b")]
-    with pytest.raises(DigestError), tiers.pin(both):
+    return Wanted(key(name), 100, name, load)
+
+
+def test_a_failed_load_leaves_the_ledger_as_it_was(tiers: Tiers, budget: Budget) -> None:
+    with pytest.raises(DigestError, match="a is not what was installed"), tiers.pin([broken("a")]):
         pass
     assert budget.used == 0
-    assert resident(tiers, "ab") == ""
+    assert resident(tiers, "a") == ""
     tiers.check_integrity()
+
+
+def test_beside_a_failed_load_stays_at_most_what_came_and_nothing_is_pinned(
+    tiers: Tiers, budget: Budget
+) -> None:
+    with pytest.raises(DigestError), tiers.pin([broken("a"), wanted("b")]):
+        pass
+    assert budget.used == 100 * len(resident(tiers, "ab"))
+    assert resident(tiers, "a") == ""
+    use(tiers, "c", nbytes=LIMIT)
+    assert resident(tiers, "abc") == "c"
 
 
 def test_what_a_resident_plan_uses_stays_until_the_plan_goes(tiers: Tiers, budget: Budget) -> None:
@@ -177,13 +191,21 @@ def test_what_is_resident_can_be_borrowed_by_its_key(tiers: Tiers) -> None:
     assert tiers.traffic[Tier.RAM].hits == 1
 
 
-def test_a_load_that_fails_unpins_what_was_there(tiers: Tiers) -> None:
-    def load() -> torch.Tensor:
-        raise DigestError("b is not what was installed")
+def test_what_is_not_resident_cannot_be_borrowed_by_its_key(tiers: Tiers) -> None:
+    with tiers.resident(key("a")) as nothing:
+        assert nothing is None
+    assert tiers.traffic[Tier.RAM].hits == 0
 
+
+def test_bytes_that_were_brought_are_counted(tiers: Tiers) -> None:
+    use(tiers, "a", "b", nbytes=300)
+    use(tiers, "a", "c", nbytes=300)
+    assert tiers.traffic[Tier.RAM].nbytes == 900
+
+
+def test_a_load_that_fails_unpins_what_was_there(tiers: Tiers) -> None:
     use(tiers, "a", nbytes=600)
-    both = [wanted("a", 600), Wanted(key("b"), 100, "b", load)]
-    with pytest.raises(DigestError), tiers.pin(both):
+    with pytest.raises(DigestError), tiers.pin([wanted("a", 600), broken("b")]):
         pass
     use(tiers, "c", nbytes=900)
     assert resident(tiers, "abc") == "c"
@@ -215,7 +237,94 @@ def test_two_memories_have_two_budgets() -> None:
     tiers.check_integrity()
 
 
-def test_what_is_kept_holds_its_bytes_and_goes_before_everything_else(
+def kept(tiers: Tiers, name: str, nbytes: int) -> None:
+    tiers.reserve(Tier.DEVICE, "kv", nbytes, what="KV")
+    tiers.keep(key(name), name, nbytes, purpose="kv")
+
+
+def test_a_plan_in_another_memory_goes_before_what_it_uses_in_this_one() -> None:
+    tiers = Tiers(ram=Budget(500), device=Budget(200))
+    plan = Wanted(key("p", Tier.DEVICE), 100, "p", lambda: "plan", uses=(key("a"),))
+    with tiers.pin([wanted("a", 400)]), tiers.pin([plan]):
+        pass
+    use(tiers, "b", nbytes=400)
+    assert (resident(tiers, "ab"), tiers.holds(plan.key)) == ("b", False)
+
+
+def test_kept_keys_and_values_within_their_share_outlive_rare_experts(tiers: Tiers) -> None:
+    use(tiers, "a", nbytes=200)
+    use(tiers, "b", nbytes=200)
+    kept(tiers, "k", 400)
+    use(tiers, "c", nbytes=300)
+    assert (resident(tiers, "abc"), tiers.kept(key("k"))) == ("bc", "k")
+
+
+def test_kept_keys_and_values_beyond_their_share_go_first_the_oldest_before_the_others(
+    tiers: Tiers,
+) -> None:
+    use(tiers, "a", nbytes=200)
+    kept(tiers, "k", 300)
+    tiers.begin_request()
+    kept(tiers, "l", 300)
+    use(tiers, "b", nbytes=300)
+    assert [tiers.kept(key(name)) for name in "kl"] == [None, "l"]
+    assert resident(tiers, "ab") == "ab"
+
+
+def test_a_class_with_nothing_left_to_give_leaves_it_to_the_other(tiers: Tiers) -> None:
+    kept(tiers, "k", 200)
+    with tiers.pin([wanted("a", 700)]):
+        use(tiers, "b", nbytes=300)
+        assert tiers.kept(key("k")) is None
+    kept(tiers, "l", 600)
+    assert (resident(tiers, "a"), tiers.kept(key("l"))) == ("", "l")
+
+
+class Pool:
+    """Keeps rows until they are wanted back."""
+
+    def __init__(self, tiers: Tiers, nbytes: int) -> None:
+        self.tiers, self.nbytes = tiers, nbytes
+        tiers.reserve(Tier.DEVICE, "kv", nbytes, what="rows")
+        tiers.spare_from(Tier.DEVICE, nbytes=lambda: self.nbytes, give_up=self.give_up)
+
+    def give_up(self, size: int) -> None:
+        with self.tiers.lock:
+            self.nbytes -= size
+            self.tiers.release(Tier.DEVICE, "kv", size)
+
+
+def test_an_owner_of_rows_gives_up_what_is_beyond_its_share_before_an_expert_goes(
+    tiers: Tiers, budget: Budget
+) -> None:
+    use(tiers, "a", nbytes=200)
+    pool = Pool(tiers, 700)
+    assert tiers.has_room(Tier.RAM, 800)
+    use(tiers, "b", nbytes=300)
+    assert (resident(tiers, "ab"), pool.nbytes, budget.free) == ("ab", 500, 0)
+    use(tiers, "c", nbytes=300)
+    assert (resident(tiers, "abc"), pool.nbytes) == ("bc", 400)
+
+
+def test_an_owner_of_rows_gives_up_all_before_something_is_refused(tiers: Tiers) -> None:
+    pool = Pool(tiers, 300)
+    with tiers.pin([wanted("a", 600)]):
+        use(tiers, "b", nbytes=400)
+        assert (resident(tiers, "ab"), pool.nbytes) == ("ab", 0)
+        with pytest.raises(BudgetError):
+            use(tiers, "b", "c", nbytes=400)
+        assert resident(tiers, "ab") == "ab"
+
+
+def test_within_its_share_an_owner_of_rows_outlives_rare_experts(tiers: Tiers) -> None:
+    pool = Pool(tiers, 300)
+    use(tiers, "a", nbytes=350)
+    use(tiers, "b", nbytes=350)
+    use(tiers, "c", nbytes=350)
+    assert (resident(tiers, "abc"), pool.nbytes) == ("bc", 300)
+
+
+def test_what_is_kept_holds_its_bytes_and_goes_when_it_has_more_than_the_experts(
     tiers: Tiers, budget: Budget
 ) -> None:
     use(tiers, "a", nbytes=300)
@@ -250,8 +359,12 @@ def test_clear_drops_all_but_what_is_pinned(tiers: Tiers, budget: Budget) -> Non
     with tiers.pin([wanted("c", 7)]):
         tiers.clear()
         assert budget.used == 7
+        pool = Pool(tiers, 300)
+        free = Wanted(key("free"), 0, "free", lambda: "of no bytes")
+        with tiers.pin([free]):
+            pass
     tiers.clear()
-    assert budget.used == 0
+    assert (budget.used, pool.nbytes, tiers.holds(free.key)) == (0, 0, False)
 
 
 class Residency(RuleBasedStateMachine):

@@ -1,0 +1,152 @@
+"""What a base is held in and run by: torch, or packed kernels. The runtime sees only these seams.
+
+A backend knows before anything is loaded what all of it will take, to the byte. A cache, a model
+and a plan that meet were made by the same one.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.generate import Reading
+from expertctl.engine.kv_loan import KVLoan, KVWanted
+from expertctl.engine.kv_room import KVRoom
+from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.tiers import Tiers
+from expertctl.package.model_config import ModelConfig
+from expertctl.settings import Home
+from expertctl.store.quantised_copies import QuantisedCopies
+from expertctl.telling import Tell, tell_nobody
+
+BackendName = Literal["torch", "packed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a base is loaded with: its files, where something may be kept, who computes."""
+
+    directory: Path
+    home: Home
+    copies: QuantisedCopies | None = None
+    threads: int = 1
+    tell: Tell = tell_nobody
+
+
+class Model(Protocol):
+    """A base in memory that can be run; its weights are only read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of them."""
+
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
+        """Make beforehand what a prompt of so many tokens and an answer are read with."""
+
+    def reading(
+        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+    ) -> Reading:
+        """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise."""
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer, by its module name."""
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of files was read for them."""
+
+    def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
+        """Have the time of each part of what is read meanwhile added."""
+
+    def rest(self) -> None:
+        """Let go of what the passes of a generation share; it was part of their buffers."""
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it holds nothing but its weights."""
+
+    def close(self) -> None:
+        """End what it does in the background; it is not run after that."""
+
+
+class KVKeeper(Protocol):
+    """The owner of keys and values: of those that are kept, and of those that are lent."""
+
+    def borrow(self, wanted: KVWanted) -> AbstractContextManager[KVLoan[KVRoom]]:
+        """Lend room for one generation, with what of it was read before.
+
+        Raises:
+            BudgetError: when it cannot fit.
+        """
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for a key."""
+
+    def clear(self) -> None:
+        """Drop all that is kept; nothing of it may be lent."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all keys and values that it holds."""
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+
+
+class Backend(Protocol):
+    """One base in one dtype, before it is loaded."""
+
+    @property
+    def name(self) -> BackendName:
+        """Which of the two it is."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The base's configuration."""
+
+    @property
+    def dtype(self) -> str:
+        """What its matrices are held in."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """What its weights take in memory."""
+
+    @property
+    def loading_bytes(self) -> int:
+        """What reading them takes besides, at most."""
+
+    def kv_bytes(self, tokens: int) -> int:
+        """What the keys and values of so many tokens take."""
+
+    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
+        """What a pass over so many tokens needs besides weights and cache.
+
+        ``width`` is that of the compiled plan.
+        """
+
+    @property
+    def form(self) -> Form:
+        """What plans are compiled for."""
+
+    @property
+    def kv_kind(self) -> str:
+        """The same where one keeper of keys and values serves."""
+
+    def new_keeper(self, tiers: Tiers) -> KVKeeper:
+        """Return an owner of such keys and values as its models read."""
+
+    def load(self, around: Surroundings, *, progress: Progress) -> Model:
+        """Read the weights.
+
+        Raises:
+            InvalidPackageError: when its tensors are not those of its configuration.
+        """

@@ -1,0 +1,181 @@
+"""What lies in memory, and who goes when room is needed: the rules, without threads.
+
+What is pinned stays, and so does what a resident plan uses in place, and what is on its way. Of the
+rest, two classes share the memory: experts, and keys and values that were kept. Kept ones give way
+first while they are more than their share of both, else experts do; a class with nothing left to
+give leaves it to the other. Within a class what nobody expects goes first, then what is expected
+last; there the lowest priority, ``count * 0.25 ** (age / 128)`` with the age in requests. Why that
+formula, and no other, is in ``docs/adr/0016-residency.md``.
+"""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from expertctl.engine.budget import PURPOSES, Budget, Purpose
+
+DECAY = 0.25
+PERIOD = 128
+KEPT_SHARE = 0.5
+"""How much of what experts and kept keys and values hold is left to the latter."""
+ABSENT = object()
+"""The value of what has not come yet, or went."""
+Ticket = int
+"""Names one expectation; the lower, the sooner it is needed."""
+_NEVER: Ticket = 1 << 62
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class Entry(Generic[Name]):
+    """Something that holds memory; it can be used once it has ``landed``."""
+
+    budget: Budget
+    nbytes: int
+    last_used: int
+    uses: tuple[Name, ...] = ()
+    purpose: Purpose = "experts"
+    value: object = ABSENT
+    traffic: bool = True
+    landed: bool = False
+    count: int = 0
+    pins: int = 0
+
+    def priority(self, now: int) -> float:
+        """How much it is worth to keep."""
+        age = now - self.last_used
+        return float(self.count * DECAY ** (age / PERIOD))
+
+
+@dataclass(frozen=True, slots=True)
+class Spare:
+    """Rows of keys and values that their owner keeps until room is needed."""
+
+    budget: Budget
+    nbytes: Callable[[], int]
+    give_up: Callable[[int], None]
+
+
+class Occupancy(Generic[Name]):
+    """The owner of the entries; whoever has several threads guards it with a lock."""
+
+    def __init__(self, *, evicted: Callable[[Name], None]) -> None:
+        """Begin with nothing; ``evicted`` hears who went."""
+        self.entries: dict[Name, Entry[Name]] = {}
+        self.expected: dict[Ticket, frozenset[Name]] = {}
+        self.spares: list[Spare] = []
+        self.now = 0
+        self._evicted = evicted
+
+    def landed(self, name: Name) -> Entry[Name] | None:
+        """Return an entry that can be used."""
+        entry = self.entries.get(name)
+        return entry if entry is not None and entry.landed else None
+
+    def spare(self, budget: Budget) -> int:
+        """Return how many bytes can be had without evicting an entry, besides those free."""
+        return sum(spare.nbytes() for spare in self.spares if spare.budget is budget)
+
+    def room(self, budget: Budget, *, spared: Collection[Name] = ()) -> int:
+        """Return how many bytes are free or can be had at once, ``spared`` staying."""
+        able = self._able(spared)
+        return budget.free + self.spare(budget) + _sum(able.values(), budget)
+
+    def coming(self, budget: Budget) -> int:
+        """Return how many bytes can be had once what nobody needs yet has landed."""
+        return _sum((e for e in self.entries.values() if not (e.landed or e.pins)), budget)
+
+    def make_room(self, budget: Budget, size: int, *, spared: Collection[Name] = ()) -> None:
+        """Let go of one thing after the other until so many bytes are free; `room` has them."""
+        while size > (free := budget.free):
+            able, spare = self._able(spared), self.spare(budget)
+            crowded = self._kept_are_crowded(budget)
+            if spare and (crowded or not _sum(able.values(), budget)):
+                self._give_up(budget, min(spare, size - free))
+            else:
+                self.evict(self._victim(able, budget, kept_first=crowded))
+
+    def sooner(self, ticket: Ticket) -> set[Name]:
+        """Return what is expected by then."""
+        return {name for t, names in self.expected.items() if t <= ticket for name in names}
+
+    def drop_unneeded(self, name: Name) -> None:
+        """Let go of what was brought and never used, unless somebody still expects it."""
+        entry = self.landed(name)
+        if entry is None or entry.count or entry.purpose != "experts":
+            return
+        if not any(name in names for names in self.expected.values()):
+            self.evict(name)
+
+    def drop_users(self, name: Name) -> None:
+        """Let go of what uses the memory of an entry."""
+        for user in [other for other, entry in self.entries.items() if name in entry.uses]:
+            self.evict(user)
+
+    def evict(self, name: Name) -> None:
+        """Let go of an entry, and of its bytes."""
+        assert not self.entries[name].pins, "what is pinned stays"
+        entry = self.entries.pop(name)
+        entry.value = ABSENT  # what is freed is gone before its bytes are struck out
+        entry.budget.release(entry.purpose, entry.nbytes)
+        self._evicted(name)
+
+    def clear(self) -> None:
+        """Let go of all that is able to."""
+        for spare in self.spares:
+            spare.give_up(spare.nbytes())
+        while able := self._able():
+            used = {name for entry in able.values() for name in entry.uses}
+            self.evict(next(name for name in able if name not in used))
+
+    def check_integrity(self) -> None:
+        """Assert that entries are within the ledger, and that what they use is there."""
+        for entry in self.entries.values():
+            assert entry.pins >= 0
+            assert all(name in self.entries for name in entry.uses)
+            entry.budget.check_integrity()
+            for purpose in PURPOSES:
+                same = (e for e in self.entries.values() if e.purpose == purpose)
+                assert _sum(same, entry.budget) <= entry.budget.held(purpose)
+
+    def _able(self, spared: Collection[Name] = ()) -> Mapping[Name, Entry[Name]]:
+        """Return what can go, if need be one after the other."""
+        kept = {n for n, e in self.entries.items() if e.pins or not e.landed or n in spared}
+        kept |= {used for name in kept for used in self.entries[name].uses}
+        return {name: entry for name, entry in self.entries.items() if name not in kept}
+
+    def _victim(
+        self, able: Mapping[Name, Entry[Name]], budget: Budget, *, kept_first: bool
+    ) -> Name:
+        """Return who goes first in one memory; a plan elsewhere goes before what it uses here."""
+        used = {name for entry in able.values() for name in entry.uses}
+        here = {name for name, entry in self.entries.items() if entry.budget is budget}
+        tickets = sorted(self.expected, reverse=True)
+        places = {name: ticket for ticket in tickets for name in self.expected[ticket]}
+
+        def order(name: Name) -> tuple[bool, int, float, int]:
+            entry = able[name]
+            stays = (entry.purpose == "experts") == kept_first
+            place = places.get(name, _NEVER)
+            return (stays, -place, entry.priority(self.now), entry.last_used)
+
+        free = [n for n, e in able.items() if n in here or not here.isdisjoint(e.uses)]
+        return min((name for name in free if name not in used), key=order)
+
+    def _kept_are_crowded(self, budget: Budget) -> bool:
+        besides = self.spare(budget)
+        kept = (entry for entry in self.entries.values() if entry.purpose != "experts")
+        whole = _sum(self.entries.values(), budget) + besides
+        return _sum(kept, budget) + besides > KEPT_SHARE * whole
+
+    def _give_up(self, budget: Budget, size: int) -> None:
+        for spare in self.spares:
+            if spare.budget is budget and size > 0:
+                some, before = min(size, spare.nbytes()), budget.free
+                spare.give_up(some)
+                assert budget.free >= before + some, "what is spare can be had"
+                size -= some
+
+
+def _sum(entries: Iterable[Entry[Name]], budget: Budget) -> int:
+    return sum(entry.nbytes for entry in entries if entry.budget is budget)

@@ -1,0 +1,47 @@
+"""What a generation asks of whoever keeps keys and values, and what it is lent."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from expertctl.digest import Digest
+from expertctl.engine.kv_room import KVRoom
+from expertctl.package.model_config import ModelConfig
+
+_FLOAT_BYTES = 4
+Room = TypeVar("Room", bound=KVRoom, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVWanted:
+    """What a generation needs: the prompt's tokens, virtual ones before them, room for more."""
+
+    cache_key: str | None
+    identity: Digest
+    config: ModelConfig
+    ids: Sequence[int]
+    virtual: int
+    capacity: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of keys and values."""
+        return self.config.kv_bytes(self.capacity, itemsize=_FLOAT_BYTES)
+
+    @property
+    def what(self) -> str:
+        """How an error calls it."""
+        return f"the KV cache of {self.capacity} tokens"
+
+
+class KVLoan(Generic[Room]):
+    """Room for one generation; the first ``reused`` tokens of its prompt are read already."""
+
+    def __init__(self, cache: Room, *, reused: int = 0) -> None:
+        """Begin a generation that has not completed."""
+        self.cache, self.reused = cache, reused
+        self.completed: tuple[int, ...] | None = None
+
+    def complete(self, ids: Sequence[int]) -> None:
+        """Say that the generation came to its end; ``ids`` are prompt and answer."""
+        self.completed = tuple(ids)

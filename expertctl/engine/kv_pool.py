@@ -1,0 +1,217 @@
+"""`KVPool`: the owner of all pages of keys and values, of the texts that run and of those before.
+
+A text is lent the pages that it has room for. Those that begin it as an earlier text began, of the
+same cache key and the same plan, are shared and only read; where it goes on within such a page, it
+gets a copy. At least one token is always read, for its scores. A text that completed is kept for
+the next ones; one that failed, was stopped or was given up leaves nothing, and what it shared stays
+as it was. Texts without a key neither find nor leave anything.
+
+Bytes of pages count as ``kv`` and are entered before there is memory. What nobody rents is given up
+when `Tiers` asks for it, for whoever needs the memory, in whatever thread; so the lock is that of
+`Tiers`. Texts come from one thread.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from expertctl.digest import Digest
+from expertctl.engine.kernels.heads import PAGE
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_loan import KVLoan, KVWanted
+from expertctl.engine.kv_pages import KVPages, Numbers, pages_bytes
+from expertctl.engine.kv_prefix import VIRTUAL, Block, Found, Origin, PrefixTree, Tokens
+from expertctl.engine.tiers import Tier, Tiers
+from expertctl.errors import BudgetError
+
+
+@dataclass(slots=True)
+class KVTraffic:
+    """What came of keeping texts."""
+
+    found: int = 0
+    """Tokens that were found, and not read again."""
+    missed: int = 0
+    """Tokens of prompts that had to be read."""
+    copies: int = 0
+    """Pages that were copied because a text went on within them."""
+    evicted: int = 0
+    """Bytes that were given up because others needed them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Rent:
+    """What one text has: blocks that it shares, and bytes of pages of its own."""
+
+    origin: Origin | None
+    blocks: tuple[Block, ...] = ()
+    nbytes: int = 0
+    is_forgotten: bool = False
+
+
+class KVPool:
+    """The owner of all pages."""
+
+    def __init__(self, tiers: Tiers, *, numbers: Scheme = Scheme.FLOAT32) -> None:
+        """Begin with none; its memory is that of the device tier, ``numbers`` what pages hold."""
+        self.traffic = KVTraffic()
+        self._tiers, self._numbers = tiers, numbers
+        self._tree = PrefixTree()
+        self._rents: list[_Rent] = []
+        tiers.spare_from(Tier.DEVICE, nbytes=lambda: self._tree.idle_bytes, give_up=self._give_up)
+
+    @contextmanager
+    def borrow(self, wanted: KVWanted) -> Iterator[KVLoan[KVPages]]:
+        """Lend pages; the first ones hold what is kept of texts that begin in the same way.
+
+        Raises:
+            BudgetError: when they cannot fit.
+        """
+        rent = _Rent(_origin(wanted))
+        self._rents.append(rent)
+        try:
+            loan = self._lent(wanted, rent)
+        except BaseException:
+            self._end(rent, (), [])
+            raise
+        try:
+            yield loan
+        finally:
+            tokens, pages = _left(loan, wanted), loan.cache.hand_over()
+            del loan.cache
+            self._end(rent, tokens, pages)
+
+    def holds(self, cache_key: str | None, identity: Digest) -> bool:
+        """Tell whether something is kept for this key and plan."""
+        return cache_key is not None and self._tree.holds(Origin(cache_key, identity))
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for a key; texts of it that run now leave nothing."""
+        with self._tiers.lock:
+            before = self._tree.nbytes
+            for rent in self._rents:
+                rent.is_forgotten |= rent.origin is not None and rent.origin.owner == cache_key
+            self._tree.forget(cache_key)
+            freed = before - self._tree.nbytes
+        self._release(freed)
+
+    def clear(self) -> None:
+        """Drop all that is kept and not shared by a text that runs."""
+        self._let_go(self._tree.idle_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, of texts that run and of those that are kept."""
+        return self._tree.nbytes + sum(rent.nbytes for rent in self._rents)
+
+    def check_integrity(self) -> None:
+        """Assert what always holds: each block is rented by the texts that share it, no other."""
+        with self._tiers.lock:
+            self._tree.check_integrity()
+            shared = Counter(block for rent in self._rents for block in rent.blocks)
+            assert all(block.rents == count for block, count in shared.items())
+            lost = sum(block.page.nbytes for block in shared if block.is_lost)
+            assert self._tree.nbytes == lost + sum(b.page.nbytes for b in self._tree.blocks())
+            assert all(b.rents == 0 for b in self._tree.blocks() if b not in shared)
+
+    def _lent(self, wanted: KVWanted, rent: _Rent) -> KVLoan[KVPages]:
+        found = self._reserved(wanted, rent)
+        shared = [block.page for block in found.blocks]
+        pages = KVPages(wanted.config, wanted.capacity, numbers=self._numbers, shared=shared)
+        if found.part is not None:
+            pages.copy_rows(found.part.page, found.part_tokens)
+            self._share(rent, found.blocks)
+            self.traffic.copies += 1
+        reused = max(found.tokens - wanted.virtual, 0)
+        self.traffic.found += reused
+        self.traffic.missed += len(wanted.ids) - reused
+        return KVLoan(pages, reused=reused)
+
+    def _reserved(self, wanted: KVWanted, rent: _Rent) -> Found:
+        """Share what was found and enter the bytes of the rest.
+
+        A page that would be copied has to be there beside its copy. Where both do not fit, its few
+        tokens are read again.
+        """
+        found = self._found(wanted, rent)
+        try:
+            self._reserve(wanted, found, rent)
+        except BudgetError:
+            if found.part is None:
+                raise
+            found = Found(found.blocks).beyond(wanted.virtual)
+            self._share(rent, found.blocks)
+            self._reserve(wanted, found, rent)
+        return found
+
+    def _found(self, wanted: KVWanted, rent: _Rent) -> Found:
+        """Find how the text begins, and share that."""
+        if rent.origin is None:
+            return Found()
+        most = min(wanted.virtual + len(wanted.ids) - 1, wanted.capacity)
+        tokens = _tokens(wanted, wanted.ids)[:most]
+        with self._tiers.lock:
+            found = self._tree.find(rent.origin, tokens).beyond(wanted.virtual)
+            self._exchange(rent, found.all_blocks)
+        return found
+
+    def _share(self, rent: _Rent, blocks: tuple[Block, ...]) -> None:
+        with self._tiers.lock:
+            self._exchange(rent, blocks)
+
+    def _exchange(self, rent: _Rent, blocks: tuple[Block, ...]) -> None:
+        """Rent these blocks for a text, and no longer those that it had."""
+        self._tree.rent(blocks)
+        self._tree.give_back(rent.blocks)
+        rent.blocks = blocks
+
+    def _reserve(self, wanted: KVWanted, found: Found, rent: _Rent) -> None:
+        """Enter the bytes of the pages that a text does not share."""
+        tokens = wanted.capacity - len(found.blocks) * PAGE
+        size = pages_bytes(wanted.config, tokens, self._numbers)
+        self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
+        rent.nbytes = size
+
+    def _end(self, rent: _Rent, tokens: Tokens, pages: list[Numbers]) -> None:
+        """Keep the pages of ``tokens``, let go of all others."""
+        with self._tiers.lock:
+            before = self.nbytes
+            if tokens and rent.origin is not None and not rent.is_forgotten:
+                self._tree.insert(rent.origin, tokens, pages)
+            self._exchange(rent, ())
+            self._rents.remove(rent)
+            freed = before - self.nbytes
+            pages.clear()
+        self._release(freed)
+
+    def _give_up(self, size: int) -> None:
+        """Free so many bytes of what nobody rents, as far as there are."""
+        self.traffic.evicted += self._let_go(size)
+
+    def _let_go(self, size: int) -> int:
+        with self._tiers.lock:
+            freed = self._tree.evict(size)
+        self._release(freed)
+        return freed
+
+    def _release(self, size: int) -> None:
+        """Strike out bytes that are free."""
+        self._tiers.release(Tier.DEVICE, "kv", size)
+
+
+def _origin(wanted: KVWanted) -> Origin | None:
+    return None if wanted.cache_key is None else Origin(wanted.cache_key, wanted.identity)
+
+
+def _tokens(wanted: KVWanted, ids: Sequence[int]) -> Tokens:
+    """Return what the rows of a text stand for."""
+    return (VIRTUAL,) * wanted.virtual + tuple(ids)
+
+
+def _left(loan: KVLoan[KVPages], wanted: KVWanted) -> Tokens:
+    """Return what the rows that are there stand for, if the text completed."""
+    if loan.completed is None:
+        return ()
+    assert loan.completed[: len(wanted.ids)] == tuple(wanted.ids), "a text begins with its prompt"
+    return _tokens(wanted, loan.completed)[: loan.cache.length]

@@ -1,0 +1,174 @@
+"""A base that compiled kernels hold and run: what is large, in int8 or int4, or deterministic.
+
+Importing this imports numba. Compiled code is kept below the home, and a sentence is told when
+some has to be made.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.backend import BackendName, Surroundings
+from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.generate import NativeReading, Reading
+from expertctl.engine.kernels.compiled import compiled_cache
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages, pages_bytes
+from expertctl.engine.kv_pool import KVPool
+from expertctl.engine.kv_room import KVRoom
+from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.pace import Pace
+from expertctl.engine.packed_base import PackedBase, packed_bytes
+from expertctl.engine.packed_decoder import PackedDecoder, buffer_bytes
+from expertctl.engine.packed_delta import Packing
+from expertctl.engine.packed_load import load_packed_base, packing_scratch
+from expertctl.engine.sampling import sample_bytes
+from expertctl.engine.tiers import Tiers
+from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import AdapterDtype, Dtype
+
+SCHEMES: dict[Dtype, Scheme] = {
+    "float32": Scheme.FLOAT32,
+    "bf16": Scheme.BFLOAT16,
+    "int8": Scheme.INT8,
+    "int4": Scheme.INT4,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBackend:
+    """A base that `PackedDecoder` runs."""
+
+    config: ModelConfig
+    dtype: Dtype
+    adapter_dtype: AdapterDtype
+    weight_bytes: int
+
+    @property
+    def kv_numbers(self) -> Scheme:
+        """What keys and values are kept in: half the bytes beside weights that are rounded."""
+        return Scheme.FLOAT32 if self.scheme is Scheme.FLOAT32 else Scheme.FLOAT16
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, dtype: Dtype, adapter_dtype: AdapterDtype = "published"
+    ) -> "PackedBackend":
+        """Return what runs a base.
+
+        Raises:
+            IncompatibleError: when its sizes are not those that kernels support.
+        """
+        return cls(config, dtype, adapter_dtype, packed_bytes(config, SCHEMES[dtype]))
+
+    @property
+    def name(self) -> BackendName:
+        """Which of the two it is."""
+        return "packed"
+
+    @property
+    def scheme(self) -> Scheme:
+        """How its matrices are stored."""
+        return SCHEMES[self.dtype]
+
+    @property
+    def loading_bytes(self) -> int:
+        """What reading its weights takes besides, at most."""
+        return packing_scratch(self.config)
+
+    @property
+    def form(self) -> Form:
+        """What plans are compiled for."""
+        config, packing = self.config, Packing(self.scheme, self.adapter_dtype)
+        shapes, cpu = config.linear_shapes(), torch.device("cpu")
+        return Form(shapes, config.hidden_size, torch.float32, cpu, packing)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """What the keys and values of so many tokens take, by whole pages."""
+        return pages_bytes(self.config, tokens, self.kv_numbers)
+
+    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
+        """What a pass over so many tokens needs besides weights and cache."""
+        passing = buffer_bytes(self.config, self.scheme, tokens=tokens, width=width)
+        return passing + sample_bytes(self.config.vocab_size)
+
+    @property
+    def kv_kind(self) -> str:
+        """The same where one keeper serves: pages of the same numbers."""
+        return f"pages of {self.kv_numbers.value}"
+
+    def new_keeper(self, tiers: Tiers) -> KVPool:
+        """Return an owner of pages."""
+        return KVPool(tiers, numbers=self.kv_numbers)
+
+    def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "PackedModel":
+        """Read and pack the weights, or read them as they were packed before.
+
+        Raises:
+            InvalidPackageError: when its tensors are not those of its configuration.
+        """
+        compiled_cache(around.home, tell=around.tell)
+        base = load_packed_base(
+            around.directory, self.config, self.scheme, copies=around.copies, progress=progress
+        )
+        return PackedModel(base, threads=around.threads)
+
+
+class PackedModel:
+    """A base in packed memory, and those who compute with it."""
+
+    def __init__(self, base: PackedBase, *, threads: int) -> None:
+        """Use at most so many threads; no more begin before the first pass."""
+        self.base, self._crew = base, Crew(threads)
+        self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.base.nbytes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a person should know of them."""
+        return self.base.warnings
+
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
+        """Make what reads so many tokens, compiling what is not compiled yet."""
+        assert isinstance(cache, KVPages)
+        self.decoder.prepare(cache, plan.packed, tokens=tokens)
+
+    def reading(
+        self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
+    ) -> Reading:
+        """Begin or go on with a text."""
+        assert isinstance(cache, KVPages)
+        return NativeReading(self.decoder, cache, plan.packed, plan.soft_prompt, progress)
+
+    @property
+    def read_bytes(self) -> int:
+        """How much of files was read for them."""
+        return self.base.read_bytes
+
+    def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
+        """Have the time of each part of what is read meanwhile added."""
+        return self.decoder.timed(times)
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
+        return self.base.matrix(module)
+
+    def rest(self) -> None:
+        """Let go of what the passes of a plan share."""
+        self.decoder.rest()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self.decoder.is_at_rest
+
+    def close(self) -> None:
+        """End the threads."""
+        self._crew.close()

@@ -1,0 +1,62 @@
+"""A base whose files become others and back, unseen, leaves nothing wrong behind."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.runtime import Engine
+from expertctl.errors import BaseMismatchError
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import Dtype
+from expertctl.store.quantised_copies import copies_of
+from tests.engine.test_packed_runs import BUDGET, ask, home, shop
+from tests.engine.test_runtime import run
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "home", "house", "shop"]
+
+
+@contextmanager
+def tampered(path: Path) -> Iterator[None]:
+    """Change numbers of a file in place; size, time and inode stay."""
+    before, data = path.stat(), path.read_bytes()
+    half = (len(data) - 8192) // 8 * 4
+    with path.open("r+b") as stream:
+        stream.write(data[: -2 * half] + data[-half:] + data[-2 * half : -half])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    yield
+    with path.open("r+b") as stream:
+        stream.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def tokens(home: Planner, dtype: Dtype, *, verify_base: bool = False) -> tuple[int, ...]:
+    engine = Engine(home, budget=BUDGET, torch_below=0)
+    try:
+        asked = ask("base alone", route={"dtype": dtype}, verify_base=verify_base)
+        return tuple(run(engine, asked).generated.tokens)
+    finally:
+        engine.close()
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_no_copy_is_made_of_a_base_that_changed_unseen(
+    dtype: Dtype, home: Planner, house: House
+) -> None:
+    expected = tokens(home, dtype)
+    (base,) = house.bases.bases()
+    copies = copies_of(house.bases, base)
+    assert copies is not None
+    copies.path(dtype).unlink()
+    (weights,) = base.path.glob("*.safetensors")
+    with tampered(weights):
+        with pytest.raises(BaseMismatchError, match="is not what was added: its weights are"):
+            tokens(home, dtype)
+        assert not copies.path(dtype).exists()
+    assert tokens(home, dtype, verify_base=True) == expected
+    assert tokens(home, dtype) == expected
+    copies.check_integrity()

@@ -1,0 +1,45 @@
+"""What `--deterministic` promises of kernels: a token's bits, however those before were read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.packed_base import pack_base
+from expertctl.engine.packed_decoder import PackedDecoder
+from expertctl.package.model_config import read_config
+from tests.factories import write_base
+
+IDS = torch.randint(0, 250, (70,), generator=torch.Generator().manual_seed(0)).tolist()
+WAYS = [(512, 70, 1), (512, 70, 2), (512, 30, 2), (16, 70, 1), (7, 64, 2), (1, 70, 1)]
+"""Tokens of a stretch, tokens of the prompt, of which the others are read one by one, workers."""
+
+
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+@pytest.mark.parametrize(
+    "scheme", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4], ids=lambda s: s.value
+)
+def test_bits_depend_neither_on_stretches_nor_on_who_wrote_a_token_nor_on_workers(
+    scheme: Scheme, numbers: Scheme, tmp_path: Path
+) -> None:
+    directory = write_base(tmp_path / "base", hidden=64, head_dim=32, intermediate=96, tie=False)
+    config = read_config(directory)
+    base = pack_base(config, load_base(directory, config), scheme)
+    found = []
+    for chunk, prompt, workers in WAYS:
+        crew = Crew(workers)
+        decoder, cache = (
+            PackedDecoder(base, crew, chunk=chunk),
+            KVPages(config, 80, numbers=numbers),
+        )
+        scores = decoder.prefill(IDS[:prompt], cache).logits
+        for token in IDS[prompt:]:
+            scores = decoder.decode(token, cache).logits
+        crew.close()
+        found.append(scores)
+    assert float(found[0].abs().max()) > 0
+    assert all(torch.equal(scores, found[0]) for scores in found)

@@ -1,0 +1,244 @@
+"""What a text computes on pages of the pool is what it computes alone, and what transformers say.
+
+The cases are ``kv_equivalence`` of ``tests/vectors/runtime.json`` and more: texts that take turns,
+that go on from what others left, that are read in any stretches; bits are compared where the same
+rows are computed.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.digest import Digest
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.budget import Budget
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_loan import KVWanted
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.kv_pool import KVPool
+from expertctl.engine.packed_base import pack_base
+from expertctl.engine.packed_decoder import PackedDecoder
+from expertctl.engine.tiers import Tiers
+from expertctl.package.model_config import read_config
+from tests.engine.conftest import MakeOracle, Oracle, build_oracle
+from tests.engine.test_packed_decoder import assert_exact
+
+VECTORS = Path(__file__).parent.parent / "vectors" / "runtime.json"
+KV = json.loads(VECTORS.read_text(encoding="utf-8"))["kv_equivalence"]
+SIZES: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": KV["q_heads"],
+    "num_key_value_heads": KV["kv_heads"],
+    "max_position_embeddings": 256,
+}
+IDS = [(7 * n * n + 3 * n) % 61 for n in range(100)]
+KINDS = [
+    ("qwen3", {}),
+    ("llama", {"attention_bias": True}),
+    ("mistral", {"sliding_window": 4}),
+    ("mistral", {"sliding_window": 18}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 33}),
+]
+
+
+class Desk:
+    """A decoder and a pool for its texts."""
+
+    def __init__(
+        self,
+        oracle: Oracle,
+        crew: Crew,
+        *,
+        scheme: Scheme = Scheme.FLOAT32,
+        numbers: Scheme = Scheme.FLOAT32,
+        chunk: int = 512,
+    ) -> None:
+        config = read_config(oracle.directory)
+        base = pack_base(config, load_base(oracle.directory, config), scheme)
+        self.decoder = PackedDecoder(base, crew, chunk=chunk)
+        self.budget = Budget(1 << 24)
+        self.tiers = Tiers(ram=self.budget, device=self.budget)
+        self.pool = KVPool(self.tiers, numbers=numbers)
+
+    def wanted(self, ids: Sequence[int], **options: Any) -> KVWanted:
+        values: dict[str, Any] = {"cache_key": "chat", "virtual": 0, "room": 21, **options}
+        capacity = values["virtual"] + len(ids) + values.pop("room")
+        return KVWanted(
+            identity=Digest.of(b"plan"),
+            config=self.decoder.config,
+            ids=ids,
+            capacity=capacity,
+            **values,
+        )
+
+    def turn(
+        self,
+        ids: Sequence[int],
+        answer: Sequence[int] = (),
+        soft: torch.Tensor | None = None,
+        **options: Any,
+    ) -> tuple[int, torch.Tensor]:
+        """Read a prompt and an answer; return what was reused, and the scores from the prompt's
+        last token on.
+        """
+        virtual = 0 if soft is None else len(soft)
+        with self.pool.borrow(self.wanted(ids, virtual=virtual, **options)) as loan:
+            first = soft if loan.cache.length == 0 else None
+            rest = ids[loan.reused :]
+            rows = [self.decoder.prefill(rest, loan.cache, soft_prompt=first).logits]
+            rows += [self.decoder.decode(t, loan.cache).logits for t in answer]
+            loan.cache.check_integrity()
+            loan.complete((*ids, *answer))
+        self.pool.check_integrity()
+        self.tiers.check_integrity()
+        return loan.reused, torch.stack(rows)
+
+    def alone(self, ids: Sequence[int], answer: Sequence[int] = ()) -> torch.Tensor:
+        """Return the scores of a text without a key."""
+        reused, rows = self.turn(ids, answer, cache_key=None)
+        assert reused == 0
+        return rows
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew(2)
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return build_oracle(tmp_path_factory.mktemp("qwen3") / "model", **SIZES)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_prefill_and_decode_equal_one_full_forward(
+    arch: str, oracle: MakeOracle, crew: Crew
+) -> None:
+    model = oracle(arch, **SIZES)
+    desk, ids = Desk(model, crew), IDS[: KV["prefill"] + KV["decode"]]
+    prompt, answer = ids[: KV["prefill"]], ids[KV["prefill"] :]
+    full = model.logits(ids)[KV["prefill"] - 1 :]
+    for room in (len(answer), len(answer) + 1, 50):
+        _, split = desk.turn(prompt, answer, room=room, cache_key=None)
+        assert float((split - full).abs().max()) <= KV["tolerance_abs"]
+        assert split.argmax(-1).tolist() == full.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("arch", "config"), KINDS)
+def test_a_text_that_goes_on_from_another_has_the_bits_of_reading_it_all(
+    arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
+) -> None:
+    model = oracle(arch, **SIZES, **config)
+    desk = Desk(model, crew)
+    desk.turn(IDS[:50], IDS[50:53])
+    for ids in (IDS[:70], [*IDS[:40], *IDS[:9]], IDS[:33], IDS[:64]):
+        reused, rows = desk.turn(ids, [1, 2, 3])
+        assert reused in (53, 40, 32, 63)
+        assert torch.equal(rows, desk.alone(ids, [1, 2, 3]))
+        assert_exact(rows, model, [*ids, 1, 2, 3])
+
+
+@pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+def test_in_every_storage_what_is_reused_has_the_bits_of_reading_it(
+    scheme: Scheme, numbers: Scheme, qwen3: Oracle, crew: Crew
+) -> None:
+    desk = Desk(qwen3, crew, scheme=scheme, numbers=numbers, chunk=19)
+    desk.turn(IDS[:50], IDS[50:53])
+    reused, rows = desk.turn(IDS[:70], [4, 5])
+    assert reused == 53
+    assert torch.equal(rows, desk.alone(IDS[:70], [4, 5]))
+
+
+def test_two_texts_may_take_turns_on_the_same_pages(qwen3: Oracle, crew: Crew) -> None:
+    desk = Desk(qwen3, crew)
+    desk.turn(IDS[:40])
+    texts = ([*IDS[:38], *IDS[60:75]], [*IDS[:33], *IDS[20:40]], IDS[7:30])
+    with ExitStack() as stack:
+        loans = [stack.enter_context(desk.pool.borrow(desk.wanted(text))) for text in texts]
+        assert [loan.reused for loan in loans] == [38, 33, 0]
+        rows: list[list[torch.Tensor]] = []
+        for text, loan in zip(texts, loans, strict=True):
+            prompt = text[loan.reused : len(text) - 8]
+            rows.append([desk.decoder.prefill(prompt, loan.cache).logits])
+        for step in range(8):
+            for text, loan, got in zip(texts, loans, rows, strict=True):
+                token = text[len(text) - 8 + step]
+                got.append(desk.decoder.decode(token, loan.cache).logits)
+    for text, got in zip(texts, rows, strict=True):
+        assert torch.equal(torch.stack(got), desk.alone(text[:-8], text[-8:]))
+        assert_exact(torch.stack(got), qwen3, text)
+
+
+def test_pages_serve_again_after_a_reset(qwen3: Oracle, crew: Crew) -> None:
+    desk = Desk(qwen3, crew)
+    cache = KVPages(desk.decoder.config, 53)
+    for text in (IDS[:50], IDS[50:57], IDS[3:41]):
+        cache.reset()
+        rows = [desk.decoder.prefill(text[:5], cache).logits]
+        rows += [desk.decoder.decode(token, cache).logits for token in text[5:]]
+        assert_exact(torch.stack(rows), qwen3, text)
+
+
+def test_pages_that_went_back_to_the_pool_hold_nothing_of_their_last_user(
+    qwen3: Oracle, crew: Crew
+) -> None:
+    desk = Desk(qwen3, crew)
+    for text in (IDS, IDS[4:12], IDS[20:60], IDS[4:13]):
+        for key in ("chat", None, "another chat"):
+            _, rows = desk.turn(text, cache_key=key)
+            assert_exact(rows, qwen3, text)
+    desk.pool.forget("chat")
+    desk.pool.forget("another chat")
+    assert desk.budget.used == 0
+
+
+def test_a_soft_prompt_is_reused_with_what_follows_it(qwen3: Oracle, crew: Crew) -> None:
+    desk = Desk(qwen3, crew)
+    soft = torch.randn(21, 48, generator=torch.Generator().manual_seed(2)) * 0.3
+    desk.turn(IDS[:30], soft=soft)
+    reused, rows = desk.turn(IDS[:40], [1, 2], soft=soft)
+    assert reused == 30
+    assert torch.equal(rows, desk.turn(IDS[:40], [1, 2], soft=soft, cache_key=None)[1])
+    assert not torch.equal(rows, desk.alone(IDS[:40], [1, 2]))
+
+
+def test_a_prompt_that_is_given_up_leaves_nothing(qwen3: Oracle, crew: Crew) -> None:
+    desk = Desk(qwen3, crew, chunk=8)
+    desk.turn(IDS[:30])
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    def give_up() -> None:
+        with desk.pool.borrow(desk.wanted(IDS[:60])) as loan:
+            desk.decoder.prefill(IDS[30:60], loan.cache, progress=stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        give_up()
+    desk.pool.check_integrity()
+    reused, rows = desk.turn(IDS[:60])
+    assert reused == 30
+    assert torch.equal(rows, desk.alone(IDS[:60]))
+
+
+@pytest.mark.parametrize(("arch", "config"), KINDS)
+def test_float16_pages_change_scores_by_two_thousandths_at_most(
+    arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
+) -> None:
+    model = oracle(arch, **SIZES, **config)
+    exact = Desk(model, crew).alone(IDS[:70], IDS[70:90])
+    halves = Desk(model, crew, numbers=Scheme.FLOAT16).alone(IDS[:70], IDS[70:90])
+    error = float((halves - exact).norm() / exact.norm())
+    assert 0 < error < 2e-3
+    assert float((halves - exact).abs().max()) < 4e-3 * float(exact.abs().max())

@@ -1,0 +1,317 @@
+"""One step for several texts: each row has its own cache and plan, and the bits it has alone."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from expertctl.engine.allocations import allocations
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.batch_counts import Stretch
+from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder_room import DecoderRoom
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.packed_base import pack_base
+from expertctl.engine.packed_decoder import PROGRAMS, PackedDecoder, StepRow, buffer_bytes
+from expertctl.engine.packed_delta import AdapterDtype, PackedDeltas
+from expertctl.errors import BudgetError, IncompatibleError
+from expertctl.package.model_config import ModelConfig, read_config
+from tests.engine.conftest import Oracle, build_oracle
+from tests.engine.measured import fewest_allocations
+from tests.engine.plans import packed_plan, random_expert
+
+TOKENS = 6
+TEXTS = (1, 2, 5, 16, 19)
+"""How many of them are read in one step."""
+OBJECTS = 2 << 10
+"""Bytes of the Python objects of a call, for each text: its row, its place, tuples, numbers."""
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew(2)
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return build_oracle(
+        tmp_path_factory.mktemp("llama") / "model",
+        "llama",
+        head_dim=16,
+        hidden_size=48,
+        intermediate_size=80,
+        attention_bias=True,
+        mlp_bias=True,
+    )
+
+
+def decoder_of(model: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32) -> PackedDecoder:
+    config = read_config(model.directory)
+    weights = load_base(model.directory, config)
+    return PackedDecoder(pack_base(config, weights, scheme), crew, chunk=8)
+
+
+def plans_of(
+    config: ModelConfig, base: Scheme, adapters: AdapterDtype = "published"
+) -> list[PackedDeltas | None]:
+    """Base alone, and plans of every kind; several are in bfloat16 where the base is not exact."""
+    chains = [
+        [("lora", torch.bfloat16)],
+        [("lora", torch.bfloat16), ("lora", torch.bfloat16)],
+        [("ia3", torch.float32)],
+        [("lora", torch.float16)],
+        [("lora", torch.bfloat16), ("ia3", torch.float32), ("dora", torch.bfloat16)],
+        [("dora", torch.float32)],
+        [("ia3", torch.float32), ("ia3", torch.float32)],
+    ]
+    plans: list[PackedDeltas | None] = [None]
+    for number, chain in enumerate(chains):
+        experts = [
+            random_expert(config, kind, seed=10 * number + place, dtype=dtype)
+            for place, (kind, dtype) in enumerate(chain)
+        ]
+        plans.append(packed_plan(config, experts, base=base, adapters=adapters))
+    return plans
+
+
+def prompt_of(number: int) -> list[int]:
+    return [(7 * number + 3 * place) % 61 for place in range(3 + number % 11)]
+
+
+def token_of(number: int, turn: int) -> int:
+    return (5 * number + turn) % 61
+
+
+def alone(decoder: PackedDecoder, number: int, plan: PackedDeltas | None) -> Tensor:
+    """Scores of one text that is read by itself, [1 + tokens, vocab]."""
+    cache = KVPages(decoder.config, 40)
+    rows = [decoder.prefill(prompt_of(number), cache, plan).logits]
+    rows += [decoder.decode(token_of(number, t), cache, plan).logits for t in range(TOKENS)]
+    cache.check_integrity()
+    return torch.stack(rows)
+
+
+def together(decoder: PackedDecoder, plans: Sequence[PackedDeltas | None]) -> Tensor:
+    """The same of all texts in one batch, [texts, 1 + tokens, vocab]."""
+    caches = [KVPages(decoder.config, 40) for _ in plans]
+    first = [
+        decoder.prefill(prompt_of(number), cache, plan).logits
+        for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
+    ]
+    rows = [torch.stack(first)]
+    for turn in range(TOKENS):
+        step = [
+            StepRow(token_of(number, turn), cache, plan)
+            for number, (cache, plan) in enumerate(zip(caches, plans, strict=True))
+        ]
+        rows.append(decoder.step(step))
+    return torch.stack(rows, dim=1)
+
+
+@pytest.mark.parametrize(
+    ("base", "adapters"),
+    [
+        (Scheme.FLOAT32, "published"),
+        (Scheme.BFLOAT16, "published"),
+        (Scheme.INT8, "published"),
+        (Scheme.INT4, "int8"),
+        (Scheme.FLOAT32, "int8"),
+        (Scheme.BFLOAT16, "fp16"),
+    ],
+)
+def test_a_row_has_the_bits_that_it_has_alone(
+    base: Scheme, adapters: AdapterDtype, model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew, base)
+    kinds = plans_of(decoder.config, base, adapters)
+    plans = [kinds[5 * number % len(kinds)] for number in range(max(TEXTS))]
+    one = Crew(1)
+    try:
+        other = decoder_of(model, one, base)
+        wanted = torch.stack([alone(other, number, plan) for number, plan in enumerate(plans)])
+    finally:
+        one.close()
+    assert not torch.allclose(wanted[0], wanted[1], atol=0.05)
+    for texts in TEXTS:
+        batch = together(decoder, plans[:texts])
+        for number, scores in enumerate(batch):
+            assert torch.equal(scores, wanted[number]), (texts, number)
+
+
+@pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8])
+def test_a_step_allocates_nothing_whoever_is_in_it(
+    scheme: Scheme, model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew, scheme)
+    plans = plans_of(decoder.config, scheme)
+    caches = [KVPages(decoder.config, 1000) for _ in plans]
+    out = torch.empty(len(plans), decoder.config.vocab_size)
+
+    def turns(count: int) -> None:
+        for turn in range(count):
+            shift = turn % len(plans)
+            rows = [
+                StepRow(turn % 61, cache, plans[place - shift])
+                for place, cache in enumerate(caches)
+            ]
+            decoder.step(rows, out=out)
+
+    found = fewest_allocations(lambda: turns(100))
+    assert found.python_bytes < OBJECTS * len(plans) < decoder.nbytes
+    assert found.compiled_arrays == 0
+    assert found.native_bytes < 1 << 17
+
+
+def test_what_a_decoder_holds_is_what_was_announced(model: Oracle, crew: Crew) -> None:
+    for base in (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT4):
+        decoder = decoder_of(model, crew, base)
+        config = decoder.config
+        assert decoder.nbytes == 0
+        with allocations() as found:
+            decoder.prefill(prompt_of(9), KVPages(config, 40))
+        assert decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
+        assert found.python_bytes >= decoder.nbytes
+        for dtype in (torch.bfloat16, torch.float32):
+            chain = [random_expert(config, "lora", dtype=dtype), random_expert(config, "ia3")]
+            plan = packed_plan(config, chain, base=base)
+            other = decoder_of(model, crew, base)
+            other.step([StepRow(1, KVPages(config, 9), plan) for _ in range(3)])
+            announced = partial(
+                buffer_bytes, config, base, tokens=3, chunk=8, rows=3, width=plan.width
+            )
+            assert other.nbytes <= announced(adapters=[plan.scheme]) <= announced()
+
+
+@pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.INT8])
+def test_plans_of_factors_and_of_several_schemes_hold_no_more_than_was_announced(
+    base: Scheme, model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew, base)
+    config, room = decoder.config, partial(KVPages, decoder.config, 40)
+    factors = packed_plan(config, [random_expert(config, "ia3")], base=base)
+    assert factors.width == 0
+    for _ in range(2):
+        decoder.prefill(prompt_of(9), room(), factors)
+        decoder.decode(1, room(), factors)
+    assert 0 < decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
+    decoder.rest()
+    plans = [plan for plan in plans_of(config, base) if plan is not None]
+    decoder.step([StepRow(1, room(), plan) for plan in plans])
+    announced = buffer_bytes(
+        config,
+        base,
+        tokens=len(plans),
+        chunk=8,
+        rows=len(plans),
+        width=max(plan.width for plan in plans),
+        adapters={plan.scheme for plan in plans if plan.width},
+    )
+    assert decoder.nbytes <= announced
+
+
+def test_programs_are_few_and_take_no_more_than_is_said(model: Oracle, crew: Crew) -> None:
+    decoder = decoder_of(model, crew, Scheme.INT8)
+    config = decoder.config
+    plans = plans_of(config, Scheme.INT8)
+    for plan in (*plans, *plans):
+        decoder.decode(1, KVPages(config, 9), plan)
+        assert len(decoder._programs) <= PROGRAMS
+    room = DecoderRoom(config, Scheme.INT8, tokens=4, rows=4)
+    for chosen in ([], plans[1:2], plans[3:4], plans[5:6], plans[1:]):
+        kinds = variant(
+            together=False,
+            numbers=Scheme.FLOAT16,
+            plans=[plan for plan in chosen if plan is not None],
+        )
+        decoder_program(decoder._base, room, kinds)  # kernels and room are there
+        with allocations() as found:
+            held = decoder_program(decoder._base, room, kinds)
+        assert held.layers.table.nbytes < found.python_bytes
+        assert found.python_bytes <= program_bytes(
+            config.layers, schemes=len(kinds.adapters), scales=kinds.scales
+        )
+
+
+def test_scores_of_another_shape_are_refused_before_anything_is_read(
+    model: Oracle, crew: Crew
+) -> None:
+    decoder = decoder_of(model, crew)
+    caches = [KVPages(decoder.config, 9) for _ in range(2)]
+    rows = [StepRow(3, cache) for cache in caches]
+    with pytest.raises(AssertionError, match="scores are"):
+        decoder.step(rows, out=torch.empty(1, decoder.config.vocab_size))
+    assert [cache.length for cache in caches] == [0, 0]
+
+
+def test_nothing_is_read_where_one_of_the_texts_has_no_room(model: Oracle, crew: Crew) -> None:
+    decoder = decoder_of(model, crew)
+    full, free = KVPages(decoder.config, 1), KVPages(decoder.config, 9)
+    decoder.decode(4, full)
+    with pytest.raises(BudgetError):
+        decoder.step([StepRow(3, free), StepRow(3, full)])
+    with pytest.raises(IncompatibleError):
+        decoder.step([StepRow(3, free), StepRow(61, KVPages(decoder.config, 9))])
+    assert (free.length, full.length) == (0, 1)
+
+
+def test_scores_are_written_where_it_was_asked(model: Oracle, crew: Crew) -> None:
+    decoder = decoder_of(model, crew)
+    out = torch.empty(decoder.config.vocab_size)
+    cache, other = KVPages(decoder.config, 9), KVPages(decoder.config, 9)
+    fresh = decoder.decode(5, other).logits
+    given = decoder.decode(5, cache, out=out).logits
+    assert given.data_ptr() == out.data_ptr()
+    assert torch.equal(given, fresh)
+    decoder.decode(6, other)
+    assert torch.equal(given, fresh)
+
+
+def test_threads_that_call_at_once_get_what_they_get_alone(model: Oracle, crew: Crew) -> None:
+    decoder = decoder_of(model, crew)
+    plans = plans_of(decoder.config, Scheme.FLOAT32)
+    wanted = [alone(decoder, number, plan) for number, plan in enumerate(plans)]
+    found: dict[int, Tensor] = {}
+
+    def read(number: int) -> None:
+        found[number] = alone(decoder, number, plans[number])
+
+    for _ in range(3):
+        threads = [threading.Thread(target=read, args=(n,)) for n in range(len(plans))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.equal(found[n], scores) for n, scores in enumerate(wanted))
+
+
+def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, crew: Crew) -> None:
+    """Counts of one run that the next began with would let B begin before A is done."""
+    model = build_oracle(tmp_path / "qwen3", head_dim=16, hidden_size=48, intermediate_size=80)
+    config = read_config(model.directory)
+    base = pack_base(config, load_base(model.directory, config), Scheme.FLOAT32)
+    plan = packed_plan(config, [random_expert(config)])
+    room = DecoderRoom(config, Scheme.FLOAT32, tokens=4, rows=4)
+    wanted = variant(together=False, numbers=Scheme.FLOAT32, plans=[plan])
+    program, pages = decoder_program(base, room, wanted), [KVPages(config, 9) for _ in range(4)]
+    for place, cache in enumerate(pages):
+        cache.require(1)
+        room.tables[place] = cache.table
+    room.tokens[...], room.positions[...] = (3, 14, 15, 9), 0
+    program.set(4, [Stretch(plan, 1, 3)])
+
+    def scores() -> Tensor:
+        for part in (program.embed, program.layers, program.score):
+            crew.run(part)
+        return torch.from_numpy(room.logits.copy())
+
+    assert any(name.startswith("multiply float32, adapted") for name in program.layers.names)
+    first = scores()
+    assert all(torch.equal(scores(), first) for _ in range(50))

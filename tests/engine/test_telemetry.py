@@ -1,0 +1,72 @@
+"""What a run tells of itself: bytes by tier, speeds apart, and on request each layer."""
+
+from dataclasses import replace
+
+import pytest
+
+from expertctl.engine.request import FileExpert
+from expertctl.engine.runtime import Engine
+from expertctl.routing.request import Forced
+from expertctl.schema.validation import problems_of
+from tests.engine.market import Market, market
+from tests.engine.test_runtime import SQL, engine, known, request, run
+from tests.store.shop import House, fast, house
+
+__all__ = ["engine", "fast", "house", "known", "market"]
+
+
+def test_bytes_come_from_files_once(engine: Engine, house: House, market: Market) -> None:
+    [installed] = house.install(market.package())
+    first, second = run(engine, request(SQL)), run(engine, request(SQL))
+    expert = sum(file.size for file in installed.expert.files if file.path.endswith("safetensors"))
+    assert first.bytes_read.ssd >= first.memory.held["base"] + expert
+    assert first.bytes_read.ssd < 2 * (first.memory.held["base"] + expert) + 100_000
+    assert first.bytes_read.ram > 0
+    assert (second.bytes_read.ssd, second.bytes_read.ram) == (0, 0)
+
+
+def test_the_history_has_the_figures_of_a_run(engine: Engine, house: House, market: Market) -> None:
+    house.install(market.package())
+    result = run(engine, request(SQL))
+    [job] = house.catalogue.history.jobs()
+    assert job.figures is not None
+    assert job.figures.ssd_bytes == result.bytes_read.ssd
+    assert job.figures.ram_bytes == result.bytes_read.ram
+    assert job.figures.threads == result.threads
+    assert job.figures.prefill_tokens == result.prompt_tokens
+    assert job.figures.decode_steps == result.generated.decode_steps
+    assert job.decode_tokens_per_s == pytest.approx(result.generated.tokens_per_s)
+    assert job.prefill_tokens_per_s == pytest.approx(result.generated.prefill_tokens_per_s)
+
+
+@pytest.mark.parametrize("experts", [(), (SQL,)], ids=["base alone", "an expert"])
+def test_a_traced_run_says_the_same_and_tells_each_layer(
+    experts: tuple[Forced, ...], engine: Engine, house: House, market: Market
+) -> None:
+    house.install(market.package())
+    asked = request(*experts)
+    plain, traced = run(engine, asked), run(engine, replace(asked, trace=True))
+    assert plain.trace is None
+    assert "trace" not in plain.to_json()
+    assert traced.generated.tokens == plain.generated.tokens
+    assert traced.trace is not None
+    own = {f"layers.{n}.{part}" for n in range(2) for part in ("attention", "mlp")}
+    assert {*own, "head"} <= set(traced.trace.prefill.places)
+    assert {*own, "head"} <= set(traced.trace.decode.places)
+    steps = traced.generated.decode_steps
+    counted = len(traced.trace.allocations)
+    assert traced.trace.timed_steps + counted == steps
+    assert 0 <= traced.trace.timed_steps - counted <= 1
+    document = traced.to_json()
+    assert problems_of(document, "run") == []
+    assert traced.trace.decode.seconds * 1e3 < traced.timings_ms["decode"]
+
+
+def test_an_expert_that_is_used_from_its_file_counts_as_read(
+    engine: Engine, known: None, market: Market
+) -> None:
+    run(engine, request())
+    file = FileExpert(market.package())
+    result = run(engine, request(file))
+    assert result.bytes_read.ssd > 1000
+    assert result.bytes_read.ram > 0
