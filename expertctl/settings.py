@@ -126,6 +126,11 @@ class Home:
         return self.root / "kernels"
 
     @property
+    def engines(self) -> Path:
+        """One folder per engine that has something in memory."""
+        return self.root / "engines"
+
+    @property
     def static_encoder(self) -> Path:
         """The vectors of tokens that the encoder ``static`` reads."""
         return self.root / "static-encoder"

@@ -21,6 +21,7 @@ LAYERS = (
     {"install"},
     {"engine"},
     {"cli"},
+    {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 COMPAT = {"transformers", "peft"}

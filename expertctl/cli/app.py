@@ -49,7 +49,7 @@ COMMANDS: dict[str, str] = {
     "remove": "installing:remove",
     "list": "local:list_",
     "why": "why:why",
-    "gc": "local:gc",
+    "gc": "collecting:gc",
     "doctor": "doctor:doctor",
     "reindex": "installing:reindex",
     "config": "config:app",
@@ -61,6 +61,7 @@ COMMANDS: dict[str, str] = {
     "chat": "chat:chat",
     "feedback": "feedback:feedback",
     "stats": "stats:stats",
+    "bench": "bench:bench",
     "registry": "registry:app",
 }
 """Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""

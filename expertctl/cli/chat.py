@@ -31,6 +31,7 @@ from expertctl.cli.output import (
 from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
+    Deterministic,
     Device,
     Dtype,
     Exclude,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from expertctl.engine.request import RunRequest
     from expertctl.routing.planner import Planner
 
+LEAVING = ("/exit", "/quit")
 LEAVE_HINT = "press Ctrl-C again to leave, or /help"
 
 
@@ -94,8 +96,9 @@ def chat(
     device: Device = None,
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     adapter_dtype: AdapterDtype = "published",
+    deterministic: Deterministic = False,
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
     as_json: JsonFlag = False,
@@ -139,6 +142,7 @@ def chat(
             ),
             dtype=dtype,
             adapter_dtype=adapter_dtype,
+            deterministic=deterministic,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
@@ -209,7 +213,7 @@ class _Session:
         """Answer until the end of the input; return the exit code."""
         if self._interactive:
             note("/help shows what else can be said, /exit leaves")
-        while (said := self._next(read_line)) is not None and said.text.strip() != "/exit":
+        while (said := self._next(read_line)) is not None and not _leaves(said):
             if said.text.strip():
                 self._handle(said)
         if self._as_json:
@@ -294,7 +298,7 @@ class _Session:
             "/plan": self._plan,
             "/feedback": self._feedback,
             "/reset": self._reset,
-            "/exit": _want_none,  # alone it never comes here
+            **dict.fromkeys(LEAVING, _want_none),  # alone they never come here
         }
         name, *rest = words
         if name not in commands:
@@ -349,6 +353,10 @@ class _Session:
         _want_none(rest)
         self.conversation.reset()
         note("forgotten; the next message begins anew")
+
+
+def _leaves(said: Said) -> bool:
+    return said.is_command and said.text.strip() in LEAVING
 
 
 def _want_none(rest: list[str]) -> None:

@@ -18,7 +18,7 @@ HELP = '''\
 /plan FILE            save that plan, for `expertctl run --plan FILE`
 /feedback good        say what the last answer was: good, or bad
 /reset                forget what was said
-/exit                 leave, as the end of the input (Ctrl-D) does
+/exit, /quit          leave, as the end of the input (Ctrl-D) does
 A line that ends in \\ goes on in the next one; """ begins and ends a text of several lines.
 Ctrl-C stops an answer. What was written of it stays in the conversation.'''
 
@@ -76,7 +76,7 @@ def _default_base(planner: "Planner") -> "StoredBase | None":
 
 def _reused(turn: "Turn") -> str:
     """Say how much of it was known, and why nothing was where something could be expected."""
-    if turn.replanned:
-        return " (all read again: the experts changed)"
     reused = turn.result.kv_reused_tokens
-    return f" ({reused} kept from before)" if reused else ""
+    if reused:
+        return f" ({reused} kept from before)"
+    return " (all read again: the experts changed)" if turn.replanned else ""

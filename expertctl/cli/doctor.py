@@ -1,4 +1,6 @@
-"""``expertctl doctor``: what is wrong, and the way out."""
+"""``expertctl doctor``: what is wrong, and the way out; with ``--memory``, who holds what."""
+
+from typing import Annotated
 
 import typer
 
@@ -6,7 +8,7 @@ from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.output import JsonFlag, counted, emit, human_size, progress
 from expertctl.install.doctor import Diagnosis, Finding, blob_bytes, examine
 from expertctl.registry.index_store import IndexStore
-from expertctl.settings import load_settings
+from expertctl.settings import Settings, load_settings
 from expertctl.store.bases import BaseStore
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.store import Store
@@ -14,12 +16,33 @@ from expertctl.store.suspicions import Suspicions
 from expertctl.trust.policy import TrustStore
 
 
-def doctor(as_json: JsonFlag = False) -> None:
+def doctor(
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Say who holds what memory, and check nothing.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Check everything that is installed, byte by byte. Exit 1 when something is broken.
 
     Example: expertctl doctor --json
     """
-    home = load_settings().home
+    settings = load_settings()
+    if memory:
+        _memory(settings, as_json=as_json)
+    else:
+        _health(settings, as_json=as_json)
+
+
+def _memory(settings: Settings, *, as_json: bool) -> None:
+    from expertctl.cli.memory_view import memory_document, memory_text
+    from expertctl.engine.memory_report import memory_report
+
+    report = memory_report(settings.home, budget=settings.memory_budget)
+    emit(memory_document(report), memory_text(report), as_json=as_json)
+
+
+def _health(settings: Settings, *, as_json: bool) -> None:
+    home = settings.home
     store = Store(home.store)
     with progress("hashing", blob_bytes(store), as_json=as_json) as report:
         diagnosis = examine(

@@ -1,11 +1,7 @@
-"""``expertctl list`` and ``gc``: what is installed. Starts without the libraries of others."""
-
-from typing import Annotated
-
-import typer
+"""``expertctl list``: what is installed. Starts without the libraries of others."""
 
 from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
-from expertctl.settings import Home, load_settings
+from expertctl.settings import load_settings
 from expertctl.store.flags import Flagged, flag_documents, read_flagged
 from expertctl.store.paths import Scan
 from expertctl.store.ref import StoredExpert
@@ -25,28 +21,6 @@ def list_(as_json: JsonFlag = False) -> None:
     if not (now.experts or now.damaged):
         note("no experts yet; `expertctl install REF`, or `expertctl install FILE`, brings one")
     emit(_document(now, signers, flagged), _text(now, signers, flagged), as_json=as_json)
-
-
-def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Remove files that nothing needs. What killed installs left is among them.
-
-    Example: expertctl gc --dry-run
-    """
-    home: Home = load_settings().home
-    store = Store(home.store)
-    freed = store.garbage() if dry_run else store.gc()
-    document = {
-        "dry_run": dry_run,
-        "blobs": [str(digest) for digest in freed.blobs],
-        "folders": [str(folder) for folder in freed.folders],
-        "size": freed.size,
-    }
-    verb = "would free" if dry_run else "freed"
-    text = f"{verb} {human_size(freed.size)}: {len(freed.blobs)} files, "
-    emit(document, f"{text}{len(freed.folders)} folders of killed processes", as_json=as_json)
 
 
 def _document(now: Scan, signers: Signers, flagged: Flagged) -> dict[str, object]:

@@ -57,7 +57,9 @@ def open_engine(planner: "Planner", *, budget: int | None, progress: "Progress")
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:
     """Say what is missing where torch or its company could not be imported, and the way out."""
-    if error.name not in {"torch", "jinja2"}:
+    from expertctl.engine.extra import ENGINE_MODULES
+
+    if error.name not in ENGINE_MODULES:
         raise error
     return NotFoundError(
         f"running a model needs {error.name}, which is not installed",

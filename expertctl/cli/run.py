@@ -25,6 +25,7 @@ from expertctl.cli.run_options import (
     AdapterDtype,
     Base,
     Body,
+    Deterministic,
     Device,
     Dtype,
     EngineOption,
@@ -47,6 +48,7 @@ from expertctl.cli.run_options import (
     Template,
     TopK,
     TopP,
+    Trace,
     Truncate,
     VerifyBase,
     body_of,
@@ -78,8 +80,9 @@ def route(
     stop: Stop = None,
     seed: Seed = None,
     greedy: Greedy = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     adapter_dtype: AdapterDtype = "published",
+    deterministic: Deterministic = False,
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
     allow_base_mismatch: Mismatch = False,
@@ -113,6 +116,7 @@ def route(
         ),
         dtype=dtype,
         adapter_dtype=adapter_dtype,
+        deterministic=deterministic,
         engine=engine,
         memory_budget=budget_of(memory_budget, settings),
         allow_base_mismatch=allow_base_mismatch,
@@ -150,8 +154,9 @@ def run(
     device: Device = None,
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     adapter_dtype: AdapterDtype = "published",
+    deterministic: Deterministic = False,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
@@ -160,6 +165,7 @@ def run(
     ] = True,
     as_json: JsonFlag = False,
     stats: Stats = False,
+    trace: Trace = False,
 ) -> None:
     """Answer a prompt with the experts that suit it, or named ones.
 
@@ -197,6 +203,7 @@ def run(
             ),
             dtype=dtype,
             adapter_dtype=adapter_dtype,
+            deterministic=deterministic,
             engine=engine,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
@@ -206,10 +213,11 @@ def run(
         truncate=truncate,
         verify_base=verify_base,
         on_budget=on_budget,
+        trace=trace,
     )
     check_request(request.route)
     result = _run(request, settings, stream=stream and not as_json, as_json=as_json)
-    _show(result, stream=stream, as_json=as_json, stats=stats)
+    _show(result, stream=stream, as_json=as_json, stats=stats or trace)
 
 
 def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bool) -> "RunResult":

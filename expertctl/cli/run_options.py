@@ -39,9 +39,20 @@ Stop = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
-Dtype = Annotated[Literal["float32", "bf16"], typer.Option(help="How base weights are held.")]
+Dtype = Annotated[
+    Literal["float32", "bf16", "int8", "int4"] | None,
+    typer.Option(help="How base weights are held.", show_default="float32, or bf16 as stored"),
+]
 AdapterDtype = Annotated[
-    Literal["published"], typer.Option("--adapter-dtype", help="How adapters are held.")
+    Literal["published", "fp16", "int8"],
+    typer.Option("--adapter-dtype", help="How experts are held."),
+]
+Deterministic = Annotated[
+    bool,
+    typer.Option(
+        "--deterministic",
+        help="The same bits each time, whatever the threads and what else is computed.",
+    ),
 ]
 EngineOption = Annotated[
     Literal["native", "transformers"],
@@ -76,6 +87,7 @@ OnBudget = Annotated[
         "--on-budget", help="When it does not fit: refuse, drop experts, or wait for other runs."
     ),
 ]
+Trace = Annotated[bool, typer.Option("--trace", help="Time each layer, count allocations; slower.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
 
 _BODY_HINT = "name a text file, or - for stdin"

@@ -76,25 +76,58 @@ def footer(result: "RunResult") -> str:
 
 def statistics(result: "RunResult") -> str:
     """Return everything that is known of a run."""
+    from expertctl.cli.trace_view import trace_text
+
     plan, document = result.planned.result.plan, result.to_json()
-    sizes = {
-        "budget": result.memory.budget,
-        "peak": result.memory.peak,
-        **{str(purpose): size for purpose, size in result.memory.held.items()},
-    }
+    moved = {"from files": result.bytes_read.ssd, "made for computing": result.bytes_read.ram}
+    numerics = result.numerics
+    held = f"{numerics.dtype}, experts {numerics.adapter_dtype}, by {numerics.backend}"
     lines = [
         footer(result),
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
-        f"{_INDENT}timings {_pairs({k: f'{ms:.1f} ms' for k, ms in result.timings_ms.items()})}",
-        f"{_INDENT}memory {_pairs({k: human_size(size) for k, size in sizes.items()})}",
+        f"{_INDENT}held in {held}{', deterministic' if numerics.deterministic else ''}",
+        "",
+        *_indented(_steps(result)),
+        "",
+        *_indented(_memory(result)),
+        "",
+        f"{_INDENT}bytes {_pairs({k: human_size(size) for k, size in moved.items()})}",
         f"{_INDENT}cache {_pairs(document['cache'])}",
         f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
         f"{_INDENT}form {_FORMS[result.validation_passed]}",
     ]
     if plan.experts:  # else the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
+    if result.trace is not None:
+        lines += ["", *_indented(trace_text(result.trace))]
     return "\n".join(lines)
+
+
+def _steps(result: "RunResult") -> str:
+    """Return a row for each step of a run; those of the model with their tokens."""
+    generated = result.generated
+    counts = {
+        "prefill": (generated.prefill_tokens, generated.prefill_tokens_per_s),
+        "decode": (generated.decode_steps, generated.tokens_per_s),
+    }
+    rows = []
+    for name, ms in result.timings_ms.items():
+        count, rate = counts.get(name, (0, 0.0))
+        told = [str(count), f"{rate:.1f}"] if count else ["", ""]
+        rows.append([name, f"{ms:.1f} ms", *told])
+    return table(["STEP", "TIME", "TOKENS", "TOKENS/S"], rows)
+
+
+def _memory(result: "RunResult") -> str:
+    """Return who holds how much of the budget."""
+    sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
+    sizes |= {"peak": result.memory.peak, "budget": result.memory.budget}
+    return table(["MEMORY", "BYTES"], [[name, human_size(size)] for name, size in sizes.items()])
+
+
+def _indented(text: str) -> list[str]:
+    return [f"{_INDENT}{line}" if line else "" for line in text.splitlines()]
 
 
 def _plan_lines(result: "RoutingResult") -> list[str]:

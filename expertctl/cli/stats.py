@@ -100,6 +100,7 @@ def _day(day: DayTally) -> _Document:
 
 
 def _job(job: Job) -> _Document:
+    figures = job.figures
     return {
         "job_id": job.job_id,
         "at": _when(job.at),
@@ -113,6 +114,12 @@ def _job(job: Job) -> _Document:
         "generated_tokens": job.generated_tokens,
         "first_token_ms": _rounded(job.times.ttft, 3),
         "total_ms": _rounded(job.times.total, 3),
+        "prefill_tokens_per_s": _rounded(job.prefill_tokens_per_s, 2),
+        "decode_tokens_per_s": _rounded(job.decode_tokens_per_s, 2),
+        "kv_reused_tokens": figures and figures.kv_reused_tokens,
+        "threads": figures and figures.threads,
+        "ssd_bytes": figures and figures.ssd_bytes,
+        "ram_bytes": figures and figures.ram_bytes,
     }
 
 

@@ -118,7 +118,7 @@ def _spark(
 
 def _newest(tally: Tally) -> list[str]:
     rows = [_job(job) for job in tally.runs.jobs[:_SHOWN_JOBS]]
-    return [table(["JOB", "WHEN", "SAID", "FORM", "ANSWERED BY"], rows)]
+    return [table(["JOB", "WHEN", "SAID", "FORM", "TOKENS/S", "ANSWERED BY"], rows)]
 
 
 def _job(job: Job) -> list[str]:
@@ -127,8 +127,13 @@ def _job(job: Job) -> list[str]:
         datetime.fromtimestamp(job.at).astimezone().strftime("%m-%d %H:%M"),
         job.verdict or "-",
         job.validation or "-",
+        _speed(job),
         " + ".join(used.ref for used in job.experts) or "base alone",
     ]
+
+
+def _speed(job: Job) -> str:
+    return "-" if job.decode_tokens_per_s is None else f"{job.decode_tokens_per_s:.0f}"
 
 
 def _ms(value: float | None) -> str:

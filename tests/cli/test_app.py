@@ -234,3 +234,13 @@ def test_the_summary_of_every_command_is_whole(
     assert app.run([*group, "--help"]) == 0
     lines = capsys.readouterr().out.split("Commands:")[1].splitlines()
     assert [line for line in lines if line.endswith("...")] == []
+
+
+def test_the_package_runs_as_the_command() -> None:
+    for words, code in ((["--version"], 0), (["frobnicate"], 2)):
+        done = subprocess.run(
+            [sys.executable, "-m", "expertctl", *words], capture_output=True, text=True
+        )
+        assert done.returncode == code
+        assert done.stdout == (f"expertctl {__version__}\n" if code == 0 else "")
+        assert ("hint: see `expertctl --help`" in done.stderr) == (code == 2)

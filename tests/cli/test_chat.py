@@ -121,6 +121,8 @@ def test_a_plan_is_shown_and_saved_and_answers_again(
         ("/experts ./missing.expert", 3, "missing.expert"),
         ("/reset now", 2, "'now' is too much here"),
         ("/exit now", 2, "'now' is too much here"),
+        ("/quit now", 2, "'now' is too much here"),
+        ("/quitting", 2, "/quitting is no command"),
         ("y" * 600, 2, "the base reads 512"),
     ],
 )
@@ -142,6 +144,14 @@ def test_blocks_and_commands_in_them_are_messages(workshop: Workshop, expertctl:
         "first\n\n/exit",
         "one\ntwo",
     ]
+
+
+@pytest.mark.parametrize("word", ["/exit", "/quit", "  /quit "])
+def test_a_word_leaves_but_not_as_a_message(
+    word: str, workshop: Workshop, expertctl: Expertctl
+) -> None:
+    script = f'"""{word}"""\n{word}\nnever\n'
+    assert [turn["prompt"] for turn in turns(expertctl, said=script)] == [word]
 
 
 def test_input_that_ends_too_early_or_is_no_text_is_refused(

@@ -104,11 +104,14 @@ def test_lines_of_a_pipe_end_as_on_any_system(
 
 
 @pytest.mark.parametrize(
-    ("data", "error"),
-    [(b"\xff\n", InvalidPackageError), (b"x" * 2_000_005, UsageError)],
+    ("data", "error", "words"),
+    [
+        (b"\xff\n", InvalidPackageError, "stdin: a line is not UTF-8 at byte 0"),
+        (b"x" * 2_000_005, UsageError, "a line of stdin is longer than any prompt"),
+    ],
 )
 def test_a_pipe_that_is_no_text_or_too_long_is_refused(
-    data: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+    data: bytes, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match=words):
         piped(monkeypatch, data)

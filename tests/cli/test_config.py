@@ -159,10 +159,11 @@ def test_any_printable_value_is_read_back(values: list[tuple[str, str]], tmp_pat
 
 def test_the_library_refuses_as_the_command_does(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="'maybe' is not true or false"):
         set_value(path, "offline", "maybe")
+    assert not path.exists()
     path.write_text("= broken")
-    with pytest.raises(InvalidPackageError):
+    with pytest.raises(InvalidPackageError, match=r"config\.toml"):
         read_settings(path, {})
 
 

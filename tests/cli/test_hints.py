@@ -1,7 +1,6 @@
 """Whoever is refused is told the way out."""
 
 import io
-import json
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.store.shop import House, Shop, fast, house, shop
 __all__ = ["expertctl", "fast", "house", "shop"]
 
 LONG = "x" * 70
+HERE = "HERE"
 
 
 @pytest.fixture(autouse=True)
@@ -29,41 +29,88 @@ def here(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("words", "code", "hint"),
     [
-        (["run", "x", "--max-tokens", "0"], 2),
-        (["run", "x", "--temperature", "9"], 2),
-        (["run", "x", "--body", "nowhere.txt"], 3),
-        (["run", "x", "--body", "."], 3),
-        (["run", "x", "--plan", "nowhere.json"], 3),
-        (["run", "-", "--body", "-"], 2),
-        (["run", "-", "--plan", "-"], 2),
-        (["run", "x", "--template", "{prompt}{prompt}"], 2),
-        (["run", "x", "--template", " "], 2),
-        (["run", "x", "--dtype", "int8"], 2),
-        (["route", "x" * (MAX_PROMPT_CHARACTERS + 1)], 2),
-        (["route", "x", "--seed", "-1"], 2),
-        (["route", "x", "--max-experts", "11"], 2),
-        (["route", "x", "--memory-budget", "0"], 2),
-        (["route", "x", *["--stop", "y"] * 40], 2),
-        (["route", "x", "--expert", "acme/one", "--no-experts"], 2),
-        (["route", "x", "--expert", "acme/one", "--exclude", "acme/one"], 2),
-        (["route", "x", "--expert", "acme/one", "--expert", "acme/one"], 2),
-        (["route", "x", "--expert", "acme/one", "--expert", "acme/three"], 4),
-        (["route", "x", "--expert", "acme/one@"], 2),
-        (["route", "x", "--expert", f"acme/{LONG}" * 9], 2),
-        (["chat", "--body", "-"], 2),
-        (["chat", "--expert", "acme/one", "--no-experts"], 2),
-        (["export", "acme/one", "-o", "no where/x.expert"], 3),
-        (["build", "nowhere"], 3),
-        (["base", "add", "nowhere"], 3),
-        (["install", "--save"], 2),
-        (["stats", "acme/one", "--clear"], 2),
-        (["eval", "--routing", "nowhere.jsonl"], 3),
-        (["config", "set", "registry", "x\ny"], 2),
+        (["run", "x", "--max-tokens", "0"], 2, "give a value between these, or leave it out"),
+        (["run", "x", "--temperature", "9"], 2, "give a value between these, or leave it out"),
+        (["run", "x", "--body", "nowhere.txt"], 3, "name a text file, or - for stdin"),
+        (["run", "x", "--body", "."], 3, "name a text file, or - for stdin"),
+        (
+            ["run", "x", "--plan", "nowhere.json"],
+            3,
+            "save one with `expertctl route --json PROMPT > plan.json`",
+        ),
+        (
+            ["run", "x", "--engine", "transformers", "--dtype", "int8"],
+            2,
+            "leave out --engine transformers, or --dtype int8",
+        ),
+        (["run", "-", "--body", "-"], 2, "write one to a file: --body FILE"),
+        (["run", "-", "--plan", "-"], 2, "write the plan to a file: --plan FILE"),
+        (["run", "x", "--template", "{prompt}{prompt}"], 2, "leave it there once"),
+        (["run", "x", "--template", " "], 2, "put {prompt} into the template"),
+        (["run", "x", "--dtype", "int7"], 2, "see `expertctl run --help`"),
+        (["route", "x" * (MAX_PROMPT_CHARACTERS + 1)], 2, "shorten it, or ask in several parts"),
+        (["route", "x", "--seed", "-1"], 2, "give a value between these, or leave it out"),
+        (["route", "x", "--max-experts", "11"], 2, "give a value between these, or leave it out"),
+        (["route", "x", "--memory-budget", "0"], 2, "write 4GB, say, or leave it out"),
+        (["route", "x", *["--stop", "y"] * 40], 2, "give fewer, or shorter ones"),
+        (
+            ["route", "x", "--expert", "acme/one", "--no-experts"],
+            2,
+            "leave out the one or the other",
+        ),
+        (
+            ["route", "x", "--expert", "acme/one", "--exclude", "acme/one"],
+            2,
+            "leave out the one or the other",
+        ),
+        (
+            ["route", "x", "--expert", "acme/one", "--expert", "acme/one"],
+            2,
+            "give it one weight instead",
+        ),
+        (
+            ["route", "x", "--expert", "acme/one", "--expert", "acme/three"],
+            4,
+            "name fewer, or leave it out",
+        ),
+        (
+            ["route", "x", "--expert", "acme/one@"],
+            2,
+            "acme/one@1.2.0, acme/one@^1, or acme/one alone",
+        ),
+        (
+            ["route", "x", "--expert", f"acme/{LONG}" * 9],
+            2,
+            "references look like acme/sql-gen@^1.2",
+        ),
+        (["chat", "--body", "-"], 2, "write it to a file: --body FILE"),
+        (["chat", "--expert", "acme/one", "--no-experts"], 2, "leave out --expert or --no-experts"),
+        (
+            ["export", "acme/one", "-o", "no where/x.expert"],
+            3,
+            "make it first: mkdir -p 'HERE/no where'",
+        ),
+        (["build", "nowhere"], 3, "name the one that PEFT saved the adapter to"),
+        (
+            ["base", "add", "nowhere"],
+            3,
+            "download it first: `hf download nowhere --local-dir DIR`, then base add DIR",
+        ),
+        (["install", "--save"], 2, "`expertctl lock` needs an experts.toml, too"),
+        (["stats", "acme/one", "--clear"], 2, "expertctl stats --clear"),
+        (["eval", "--routing", "nowhere.jsonl"], 3, "there is nothing at HERE/nowhere.jsonl"),
+        (
+            ["config", "set", "registry", "x\ny"],
+            2,
+            "write it as registry.example.com, registry.example.com:8443 or https://…",
+        ),
     ],
     ids=lambda value: " ".join(value)[:50] if isinstance(value, list) else "",
 )
-def test_a_refusal_has_a_hint(expertctl: Commands, words: list[str], code: int) -> None:
+def test_a_refusal_tells_the_way_out(
+    expertctl: Commands, words: list[str], code: int, hint: str, tmp_path: Path
+) -> None:
     said = expertctl(*words, "--json", code=code)
-    assert json.loads(said.out)["error"]["hint"] != ""
+    assert said.document["error"]["hint"] == hint.replace(HERE, str(tmp_path))

@@ -134,6 +134,7 @@ def test_garbage_is_shown_and_removed(expertctl: Commands, house: House, shop: S
         "dry_run": False,
         "blobs": [str(Digest.of(b"x"))],
         "folders": [],
+        "copies": [],
         "size": 1500,
     }
     assert expertctl("gc").out.startswith("freed 0 B")

@@ -148,8 +148,23 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(
 def test_stats_show_every_figure(workshop: Workshop, expertctl: Expertctl) -> None:
     err = expertctl("run", PROMPT, "--stats", "--memory-budget", "64MiB", *QUIET).err
     assert "stop none" in err
-    for word in ("plan sha256:", "base my-base", "timings route", "budget 67.1 MB", "experts_hit"):
+    held = "held in float32, experts published, by torch"
+    for word in ("plan sha256:", "base my-base", held, "prefill", "67.1 MB", "experts_hit"):
         assert word in err
+
+
+def test_a_trace_tells_each_layer_below_the_figures(
+    workshop: Workshop, expertctl: Expertctl
+) -> None:
+    said = expertctl("run", PROMPT, "--trace", *QUIET)
+    assert said.out == expertctl("run", PROMPT, *QUIET).out
+    for word in ("A TOKEN, ms", "PROMPT, ms", "layer 0 ", "layer 1 ", "a token allocates "):
+        assert word in said.err
+    document = expertctl("run", PROMPT, "--trace", "--json", *QUIET).document
+    assert set(document["trace"]) == {"prefill_ms", "token_ms", "timed_tokens", "allocations"}
+    assert document["bytes_read"]["ssd"] > 0
+    assert document["prefill_tokens_per_s"] > 0
+    assert "trace" not in expertctl("run", PROMPT, "--json", *QUIET).document
 
 
 def test_without_an_expert_for_it_the_base_answers_alone_and_says_so(
@@ -434,7 +449,11 @@ def test_a_budget_that_is_too_small_is_refused_with_the_numbers(
         (["p", "--base", "nobody"], None, 3, "no base is called"),
         (["p", "--device", "tpu"], None, 2, "tpu"),
         (["p", "--seed", "-1"], None, 2, "outside 0 to 9007199254740991"),
-        (["p", "--dtype", "int4"], None, 2, "int4"),
+        (["p", "--top-p", "0"], None, 2, "top_p 0.0 must be above 0, up to 1"),
+        (["p", "--dtype", "int3"], None, 2, "int3"),
+        (["p", "--dtype", "int4"], None, 4, "head_dim is 8"),
+        (["p", "--deterministic"], None, 4, "head_dim is 8"),
+        (["p", "--dtype", "int8", "--engine", "transformers"], None, 2, "does not know --dtype"),
         (["p", "--memory-budget", "much"], None, 2, "not a size"),
         (["y" * 2000], None, 2, "the base reads 512"),
     ],

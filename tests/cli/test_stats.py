@@ -11,11 +11,22 @@ from expertctl.cli import app
 from expertctl.digest import Digest
 from expertctl.schema.validation import problems_of
 from expertctl.store.catalogue import Catalogue
-from expertctl.store.job import JobTimes, UsedExpert
+from expertctl.store.job import JobFigures, JobTimes, UsedExpert
 from tests.cli.commands import Commands, expertctl
 from tests.store.jobs import DAY, X, Y, a_gain, a_job
 
 __all__ = ["expertctl"]
+
+
+FIGURES = JobFigures(
+    prefill_ms=80.0,
+    prefill_tokens=40,
+    kv_reused_tokens=12,
+    decode_steps=50,
+    threads=2,
+    ssd_bytes=9_000_000,
+    ram_bytes=0,
+)
 
 
 @pytest.fixture
@@ -30,8 +41,10 @@ def used(catalogue: Catalogue) -> Catalogue:
     for number, age in enumerate((2, 1, 0, 0)):
         experts = (X, Y) if number == 1 else (X,)
         catalogue.history.record(a_job(number, *experts, at=now - age * DAY, times=times))
-    slow = JobTimes(ttft=90.0, total=12_000.0)
-    catalogue.history.record(a_job(4, alone=True, at=now, validation="passed", times=slow))
+    slow = JobTimes(ttft=90.0, decode=400.0, total=12_000.0)
+    catalogue.history.record(
+        a_job(4, alone=True, at=now, validation="passed", times=slow, figures=FIGURES)
+    )
     catalogue.history.judge(a_job(0).job_id, "good")
     return catalogue
 
@@ -63,9 +76,9 @@ def test_runs_are_drawn(expertctl: Commands, used: Catalogue) -> None:
     assert lines[8] == "  runs    ·▃▃█  most 3"
     assert lines[9] == "  success ·█·█  of 1"
     assert lines[10] == "  total   ·███  most 300 ms"
-    assert lines[12].split() == ["JOB", "WHEN", "SAID", "FORM", "ANSWERED", "BY"]
+    assert lines[12].split() == ["JOB", "WHEN", "SAID", "FORM", "TOKENS/S", "ANSWERED", "BY"]
     assert lines[13].split()[0] == a_job(4).job_id[:8]
-    assert lines[13].endswith("  -     passed  base alone")
+    assert lines[13].endswith("  -     passed  125       base alone")
     assert lines[-1].endswith("acme/x@1.0.0")
 
 
@@ -82,6 +95,14 @@ def test_the_document_has_every_figure(expertctl: Commands, used: Catalogue) -> 
     assert [(gain["gain"], gain["sure"]) for gain in document["gains"]] == [(0.2, True)]
     assert [day["runs"] for day in document["days"][-3:]] == [1, 1, 3]
     assert [job["job_id"] for job in document["jobs"]] == [a_job(n).job_id for n in (4, 3, 2, 1, 0)]
+    newest, before = document["jobs"][:2]
+    assert (newest["prefill_tokens_per_s"], newest["decode_tokens_per_s"]) == (500.0, 125.0)
+    assert (newest["kv_reused_tokens"], newest["threads"], newest["ssd_bytes"]) == (
+        12,
+        2,
+        9_000_000,
+    )
+    assert (before["decode_tokens_per_s"], before["threads"], before["ram_bytes"]) == (None,) * 3
 
 
 def width_of(text: str) -> int:

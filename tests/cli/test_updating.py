@@ -95,16 +95,25 @@ def test_calls_that_contradict_themselves_are_usage_errors(
     expertctl: Commands, house: House, shop: Shop
 ) -> None:
     wants('"acme/sql" = "*"')
-    expertctl("install", "--locked", shop.package("acme/file"), code=2)
-    expertctl("install", "--locked", "--save", "acme/sql", code=2)
-    expertctl("install", "--save", code=2)
-    expertctl("install", "acme/sql@latest", code=2)
-    expertctl("install", "no-such-thing", code=3)
-    expertctl("update", "acme/sql@^2", code=2)
-    expertctl("update", "acme/other", code=3)
+    file = shop.package("acme/file")
+
+    def refused(*words: object, code: int = 2) -> str:
+        return str(expertctl(*words, "--json", code=code).document["error"]["message"])
+
+    locked = "--locked installs what is locked: no files, no --save"
+    assert refused("install", "--locked", file) == locked
+    assert refused("install", "--locked", "--save", "acme/sql") == locked
+    assert refused("install", "--save") == "--save writes references, and there are none"
+    assert refused("install", "acme/sql@latest") == "'latest' is not a version constraint"
+    assert refused("install", "no-such-thing", code=3) == "no-such-thing: there is no such file"
+    assert refused("update", "acme/sql@^2") == "acme/sql@^2: `update` takes names, no versions"
+    here = Path.cwd()
+    not_there = f"acme/other is not in {here / 'experts.toml'}"
+    assert refused("update", "acme/other", code=3) == not_there
     Path("experts.toml").unlink()
-    expertctl("install", code=2)
-    expertctl("lock", code=3)
+    assert refused("install") == "nothing to install"
+    assert refused("lock", code=3) == f"there is no experts.toml in {here}"
+    assert house.refs() == []
 
 
 def test_what_is_outdated_is_shown_and_updated(

@@ -8,7 +8,7 @@ from typing import Any
 from expertctl.schema.validation import schema_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-json.md"
-DEEP = {"timings_ms", "tokens", "memory", "cache", "plan"}
+DEEP = {"timings_ms", "numerics", "tokens", "memory", "cache", "bytes_read", "trace", "plan"}
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:

@@ -1,0 +1,215 @@
+"""``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
+
+Torch and numba are imported inside the functions, when everything else was looked at.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from expertctl.cli.opening import open_planner, without_engine
+from expertctl.cli.output import JsonFlag, counting, emit, note, progress, warn
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Dtype,
+    MemoryBudget,
+    budget_of,
+    check_device,
+)
+from expertctl.errors import UsageError
+from expertctl.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from expertctl.engine.bench import Subject, Wanted
+    from expertctl.engine.bench_result import Measured
+
+STARTER = "starter/base"
+"""Too small to say anything about a machine, so it is measured only when it is named."""
+USUAL_DTYPE: Literal["bf16"] = "bf16"
+"""What random weights are held in; those of a base as they are stored."""
+
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|DIR", help="Random weights: qwen3-0.6b, or a folder with a config.json."
+    ),
+]
+Experts = Annotated[
+    list[str] | None,
+    typer.Option("--expert", metavar="REF[:WEIGHT]", help="With this expert; repeatable."),
+]
+Tokens = Annotated[int, typer.Option(min=1, max=4096, help="How many to write in a round.")]
+Prompts = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--prompt-tokens",
+        min=1,
+        max=131072,
+        metavar="N",
+        help="Repeatable.",
+        show_default="128, 512",
+    ),
+]
+Context = Annotated[
+    int, typer.Option(min=1, max=131072, help="Tokens before those that are written.")
+]
+Threads = Annotated[
+    list[int] | None,
+    typer.Option(min=1, max=1024, metavar="N", help="Repeatable.", show_default="1, 2, 4, …, all"),
+]
+Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is measured.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
+
+
+def bench(
+    base: Base = None,
+    shape: Shape = None,
+    expert: Experts = None,
+    dtype: Dtype = None,
+    adapter_dtype: AdapterDtype = "published",
+    tokens: Tokens = 32,
+    prompt_tokens: Prompts = None,
+    context: Context = 128,
+    threads: Threads = None,
+    rounds: Rounds = 5,
+    plot: Plot = None,
+    memory_budget: MemoryBudget = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Measure how fast this machine runs a base, and what limits it.
+
+    Example: expertctl bench --dtype int8 --plot roofline.png
+    """
+    from expertctl.cli.bench_view import bench_text
+
+    settings = load_settings()
+    check_device(settings.device)
+    asked = _Asked(base, shape, tuple(expert or ()), dtype, adapter_dtype, memory_budget)
+    asked.check()
+    _check_plot(plot)
+    wanted = _wanted(tokens, context, prompt_tokens, threads, rounds)
+    with _subject(asked, wanted, settings, as_json=as_json) as subject:
+        from expertctl.engine.bench import measure
+
+        with counting("measuring", wanted.runs, as_json=as_json) as report:
+            found = measure(subject, wanted, progress=report)
+    warn(found.notes)
+    _draw(found, plot)
+    emit(found.to_json(), bench_text(found), as_json=as_json)
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is not None:
+        from expertctl.cli.plot import check_picture
+
+        check_picture(plot)
+
+
+def _draw(found: "Measured", plot: Path | None) -> None:
+    if plot is not None:
+        from expertctl.cli.roofline_plot import draw_roofline
+
+        draw_roofline(found, plot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a person wants to have measured."""
+
+    base: str | None
+    shape: str | None
+    experts: tuple[str, ...]
+    dtype: Dtype
+    adapter_dtype: AdapterDtype
+    memory_budget: str | None
+
+    def check(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.shape and (self.base or self.experts):
+            other = "--base" if self.base else "--expert"
+            raise UsageError(
+                f"--shape draws random weights, so {other} has no meaning",
+                hint="leave one of them out",
+            )
+
+
+def _wanted(
+    tokens: int,
+    context: int,
+    prompts: Sequence[int] | None,
+    threads: Sequence[int] | None,
+    rounds: int,
+) -> "Wanted":
+    try:
+        from expertctl.engine.bench import Wanted, thread_counts
+    except ModuleNotFoundError as error:
+        raise without_engine(error) from error
+    return Wanted(
+        threads=tuple(sorted(set(threads))) if threads else thread_counts(),
+        tokens=tokens,
+        context=context,
+        prompts=tuple(dict.fromkeys(prompts)) if prompts else (128, 512),
+        rounds=rounds,
+    )
+
+
+@contextmanager
+def _subject(
+    asked: _Asked, wanted: "Wanted", settings: Settings, *, as_json: bool
+) -> Iterator["Subject"]:
+    """Bring what was asked for, else the newest base of this home, else a usual shape."""
+    from expertctl.engine.bench_subject import USUAL_SHAPE, random_subject
+
+    own = asked.base or _newest_base(settings)
+    if asked.shape is None and (own or asked.experts):
+        with _installed(asked, own, wanted, settings, as_json=as_json) as subject:
+            yield subject
+        return
+    with random_subject(
+        asked.shape or USUAL_SHAPE,
+        asked.dtype or USUAL_DTYPE,
+        wanted,
+        home=settings.home,
+        budget=budget_of(asked.memory_budget, settings),
+        tell=note,
+    ) as subject:
+        yield subject
+
+
+@contextmanager
+def _installed(
+    asked: _Asked, base: str | None, wanted: "Wanted", settings: Settings, *, as_json: bool
+) -> Iterator["Subject"]:
+    from expertctl.engine.bench_subject import installed_subject
+    from expertctl.engine.request import parse_expert
+
+    planner = open_planner(settings, as_json=as_json)
+    with ExitStack() as stack:
+        with progress("loading", None, as_json=as_json) as report:
+            loaded = installed_subject(
+                planner,
+                wanted,
+                base=None if asked.experts and not asked.base else base,
+                experts=[parse_expert(text) for text in asked.experts],
+                dtype=asked.dtype,
+                adapter_dtype=asked.adapter_dtype,
+                budget=budget_of(asked.memory_budget, settings),
+                progress=report,
+                tell=note,
+            )
+            subject = stack.enter_context(loaded)
+        yield subject
+
+
+def _newest_base(settings: Settings) -> str | None:
+    """Return the base that was added last, of those that say something about a machine."""
+    from expertctl.store.bases import BaseStore
+
+    bases = [base for base in BaseStore(settings.home.bases).bases() if base.name != STARTER]
+    newest = max(bases, key=lambda base: base.added_ns, default=None)
+    return None if newest is None else newest.name

@@ -1,0 +1,136 @@
+"""``bench`` from the outside, on bases that are small; what it measures is in tests/engine."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_base, write_lora
+
+__all__ = ["expertctl"]
+
+QUICK = ("--tokens", 2, "--context", 3, "--prompt-tokens", 4, "--rounds", 1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a base of 16 numbers a head and a LoRA for it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    base = write_base(tmp_path / "my-base", head_dim=16)
+    write_lora(tmp_path / "my-lora", base)
+    return tmp_path
+
+
+@pytest.fixture
+def added(folder: Path, expertctl: Commands) -> Path:
+    """The base added, the LoRA built."""
+    expertctl("base", "add", "my-base")
+    words = ("-o", "mine.expert", "--base", "my-base", "--name", "acme/mine", "--license", "MIT")
+    expertctl("build", "my-lora", *words)
+    return folder
+
+
+def test_it_has_an_example(expertctl: Commands) -> None:
+    text = expertctl("bench", "--help").out
+    assert "expertctl bench --dtype int8 --plot roofline.png" in text.split("Example")[1]
+
+
+def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
+    folder: Path, home: Path, expertctl: Commands
+) -> None:
+    said = expertctl("bench", "--shape", "my-base", "--dtype", "int4", "--threads", 1, *QUICK)
+    lines = said.out.splitlines()
+    assert lines[0] == "random weights in the shape of my-base, int4"
+    header = next(line for line in lines if line.startswith("WHAT"))
+    assert header.split() == ["WHAT", "THREADS", "MEDIAN", "QUARTILES", "ROOF", "SHARE", "LIMIT"]
+    rows = [line.split(",")[0] for line in lines if ", " in line and line[0] in "mawr"]
+    assert {"memory", "arithmetic", "write", "read 4"} <= set(rows)
+    assert max(map(len, lines)) <= 80
+    assert "small enough to stay in the caches" in said.err
+    assert not (home / "bases").exists()
+    assert not (home / "store").exists()
+
+
+def test_the_document_says_what_was_measured(added: Path, expertctl: Commands) -> None:
+    document = expertctl("bench", "--threads", 1, "--threads", 2, "--json", *QUICK).document
+    assert document["measured"]["what"] == "base my-base alone"
+    assert (document["measured"]["dtype"], document["measured"]["context"]) == ("float32", 3)
+    cases = [row["case"] for row in document["rows"]]
+    threads = [
+        f"{what}, threads: {n}" for what in ("memory", "arithmetic", "write") for n in (1, 2)
+    ]
+    assert cases == [*threads, "read 4, threads: 2"]
+    assert all(row["ours"] > 0 for row in document["rows"])
+    assert [row["rival"] is None for row in document["rows"]] == [True] * 4 + [False] * 3
+    assert document["measured"]["token_bytes"]["experts"] == 0
+
+
+def test_experts_are_measured_with_their_bytes(added: Path, expertctl: Commands) -> None:
+    words = ("--base", "my-base", "--expert", "./mine.expert", "--threads", 1)
+    said = expertctl("bench", *words, "--json", *QUICK)
+    measured = said.document["measured"]
+    assert measured["what"] == "base my-base with acme/mine@0.1.0"
+    assert measured["token_bytes"]["experts"] > 0
+    alone = expertctl("bench", "--base", "my-base", "--threads", 1, "--json", *QUICK).document
+    assert alone["measured"]["token_bytes"]["weights"] == measured["token_bytes"]["weights"]
+    assert "unsigned" in said.err
+
+
+def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
+    words = ("--shape", "my-base", "--threads", 1, "--threads", 2)
+    expertctl("bench", *words, "--plot", "roof.png", *QUICK)
+    data = (folder / "roof.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24]) == (1600, 1080)
+    expertctl("bench", *words, "--plot", "roof.svg", *QUICK)
+    drawn = (folder / "roof.svg").read_text()
+    for told in (
+        "roof, 1 thread: ",
+        "roof, 2 threads: ",
+        "write, 2 threads: ",
+        "read 4, 2 threads: ",
+    ):
+        assert told in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--shape", "gpt-5"], 2, "'gpt-5' is neither a known shape nor a folder"),
+        (["--shape", "my-base", "--base", "my-base"], 2, "--base has no meaning"),
+        (["--shape", "my-base", "--expert", "acme/x"], 2, "--expert has no meaning"),
+        (["--shape", "my-base", "--prompt-tokens", "600"], 2, "texts of 600 tokens are"),
+        (["--shape", "my-base", "--memory-budget", "1MB"], 7, "needed, but only"),
+        (["--base", "nobody"], 3, "no base is called 'nobody'"),
+        (["--shape", "my-base", "--plot", "roof.gif"], 2, "no picture ends so"),
+        (["--rounds", "0"], 2, "--rounds"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused_before(
+    words: list[str], code: int, told: str, folder: Path, expertctl: Commands
+) -> None:
+    err = expertctl("bench", *words, code=code).err
+    assert told in err
+    assert "hint: " in err
+
+
+def test_a_base_that_kernels_cannot_run_is_no_subject(folder: Path, expertctl: Commands) -> None:
+    write_base(folder / "odd", head_dim=8)
+    expertctl("base", "add", "odd")
+    err = expertctl("bench", "--base", "odd", *QUICK, code=4).err
+    assert "head_dim is 8, not a multiple of 16" in err
+    assert "hint: choose another --base, or a --shape" in err
+    shaped = expertctl("bench", "--shape", "odd", *QUICK, code=4).err
+    assert "head_dim is 8, not a multiple of 16" in shaped
+    assert "hint: choose another --shape: qwen3-0.6b, " in shaped
+    assert "transformers" not in err + shaped, "bench knows no such option"
+    quantised = expertctl("bench", "--base", "odd", "--dtype", "int8", *QUICK, code=4).err
+    assert "transformers" not in quantised
+
+
+def test_a_shape_with_biases_is_measured(folder: Path, expertctl: Commands) -> None:
+    write_base(folder / "biased", arch="qwen2", head_dim=16)
+    said = expertctl("bench", "--shape", "biased", "--threads", 1, *QUICK)
+    assert "random weights in the shape of biased, bfloat16" in said.out
