@@ -1,16 +1,33 @@
-"""What a mixed chain of ten experts costs to decode beside ten LoRAs, and to compile at all.
+"""What experts cost to decode with, beside the base alone and beside PEFT, and to compile.
 
-Ten different bf16 rank-16 experts on all seven projections of a float32 base in the shape of
-Qwen3-0.6B, random weights; the vocabulary is small, since no expert touches it. IA³ scales every
-projection too, which is more than PEFT's own choice. All experts and gains are in memory before.
+Different bf16 rank-16 LoRAs on all seven projections of a bf16 base in the shape of Qwen3-0.6B,
+random weights. Below, ten experts of three kinds on a float32 base, for torch: what compiling them
+costs, and decoding a mixed chain beside ten LoRAs. There the vocabulary is small, since no expert
+touches it, and IA³ scales every projection, which is more than PEFT's own choice. All experts and
+gains are in memory before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Row, Run, compare, main, timed
+from benchmarks.engine_process import EngineProcess
+from benchmarks.expert_engines import PEFT_INSTALL, Together, has_peft, ours, peft
+from benchmarks.expert_engines import TOKENS as STEPS
+from benchmarks.harness import (
+    Row,
+    Run,
+    Seconds,
+    absent,
+    compare,
+    compare_rates,
+    compare_times,
+    main,
+    take_turns,
+    timed,
+)
 from benchmarks.inputs import HIDDEN, RANK, base_config, shapes
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.base_weights import BaseWeights
@@ -23,6 +40,9 @@ from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.lora import LoraTensors
 from expertctl.engine.memory import allocate
 
+TARGETS = {1: "<= 1.05", 2: "<= 1.08", 5: "<= 1.15", 10: "<= 1.25"}
+"""Experts, and how many times as long a token may take as with the base alone."""
+AGAINST_PEFT, WORKERS = ">= 3", 2
 VOCAB = 1024
 PROMPT, TOKENS = 16, 4
 """Tokens that are read before, and steps of decoding that are measured at a time."""
@@ -33,6 +53,43 @@ Make = Callable[[str], Step]
 
 
 def measure(rounds: int) -> Sequence[Row]:
+    """Decode with more and more experts, then compile and decode ten of three kinds."""
+    return [*_experts(rounds), *_kinds(rounds)]
+
+
+def _experts(rounds: int) -> Iterator[Row]:
+    """Compare with the base alone, by time, and with PEFT, by tokens."""
+    tasks = {count: Together(count) for count in (0, *TARGETS)}
+    with ExitStack() as stack:
+        mine = stack.enter_context(EngineProcess(ours(max(TARGETS), together=tuple(TARGETS))))
+        runs = {f"ours {n}": mine.runs(task, WORKERS) for n, task in tasks.items()}
+        if has_peft():
+            rival = stack.enter_context(EngineProcess(peft(max(TARGETS))))
+            runs |= {f"PEFT {n}": rival.runs(task, WORKERS) for n, task in tasks.items()}
+        seconds = take_turns(runs, rounds=rounds)
+    for count, target in TARGETS.items():
+        case, found = f"decode, {count} LoRAs, threads: {WORKERS}", seconds[f"ours {count}"]
+        yield compare_times(
+            case, found, seconds["ours 0"], steps=STEPS, rival="base alone", target=target
+        )
+        yield _against_peft(case, found, seconds.get(f"PEFT {count}"))
+
+
+def _against_peft(case: str, found: Sequence[Seconds], theirs: Sequence[Seconds] | None) -> Row:
+    if theirs is None:
+        return absent(case, rival="PEFT", install=PEFT_INSTALL, target=AGAINST_PEFT)
+    return compare_rates(
+        case,
+        found,
+        theirs,
+        work=(STEPS, STEPS),
+        rival="PEFT, the same active",
+        unit="tok/s",
+        target=AGAINST_PEFT,
+    )
+
+
+def _kinds(rounds: int) -> Sequence[Row]:
     """Compile both plans, then decode with them in turn."""
     torch.manual_seed(0)
     loras = [_expert(_lora) for _ in range(10)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks import engines
-from benchmarks.engine_process import Decode, EngineProcess, ReadMemory, ReadPrompt
+from benchmarks.engine_process import Decode, EngineProcess, ReadMemory, ReadPrompt, Task
 from benchmarks.gguf import width_name, write_gguf
 from benchmarks.harness import Row, Run, Seconds, absent, compare_rates, take_turns
 from benchmarks.inputs import base_config
@@ -56,17 +56,19 @@ def measure_cases(cases: Sequence[Case], *, rounds: int) -> list[Row]:
     rows: list[Row] = []
     for scheme in dict.fromkeys(case.scheme for case in cases):
         mine = [case for case in cases if case.scheme is scheme]
-        with _engines(scheme, memory=any(case.targets.memory for case in mine)) as opened:
+        with _engines(scheme) as opened:
             for case in mine:
                 seconds = take_turns(_runs(case, opened), rounds=rounds)
                 rows += compared(case, seconds, weight_bytes=opened[OURS].weight_bytes)
-            notes = "; ".join(sorted({e.about for name, e in opened.items() if name != OURS}))
+            notes = "; ".join(
+                sorted({e.about for name, e in opened.items() if name not in (OURS, MEMORY)})
+            )
             rows[-1] = replace(rows[-1], note=notes)
     return rows
 
 
 @contextmanager
-def _engines(scheme: Scheme, *, memory: bool) -> Iterator[dict[str, EngineProcess]]:
+def _engines(scheme: Scheme) -> Iterator[dict[str, EngineProcess[Task]]]:
     """Open all that are installed; memory is read by our own engine, from its own weights."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         openers = {OURS: engines.ours(scheme, THREADS)}
@@ -77,13 +79,14 @@ def _engines(scheme: Scheme, *, memory: bool) -> Iterator[dict[str, EngineProces
         if scheme is Scheme.BFLOAT16 and engines.has_transformers():
             openers[TRANSFORMERS] = engines.transformers()
         opened = {n: stack.enter_context(EngineProcess(opener)) for n, opener in openers.items()}
-        yield opened | ({MEMORY: opened[OURS]} if memory else {})
+        yield opened | {MEMORY: opened[OURS]}
 
 
-def _runs(case: Case, opened: Mapping[str, EngineProcess]) -> dict[str, Run]:
+def _runs(case: Case, opened: Mapping[str, EngineProcess[Task]]) -> dict[str, Run]:
     return {
         name: engine.runs(ReadMemory() if name == MEMORY else case.task, case.threads)
         for name, engine in opened.items()
+        if name != MEMORY or isinstance(case.task, Decode)
     }
 
 
@@ -94,7 +97,7 @@ def compared(
     yield _against_llama(case, seconds)
     if case.scheme is Scheme.BFLOAT16:
         yield _against_transformers(case, seconds)
-    if MEMORY in seconds and case.targets.memory:
+    if MEMORY in seconds:
         yield _share(case, seconds, weight_bytes)
 
 

@@ -30,4 +30,4 @@ def measure(rounds: int) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    main("decode", measure, rounds=9)
+    main("decode", measure, rounds=7)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from benchmarks.harness import Run, Seconds
 
@@ -35,26 +35,28 @@ class ReadMemory:
 
 
 Task = ReadPrompt | Decode | ReadMemory
+TaskIn = TypeVar("TaskIn", contravariant=True)
+AnyTask = TypeVar("AnyTask")
 
 
-class Engine(Protocol):
+class Engine(Protocol[TaskIn]):
     """What is measured; ``about`` says what it is, in a line."""
 
     about: str
     weight_bytes: int
 
-    def run(self, task: Task, threads: int) -> Seconds:
+    def run(self, task: TaskIn, threads: int) -> Seconds:
         """Do a task; return how long it took."""
         ...
 
 
-OpenEngine = Callable[[], Engine]
+OpenEngine = Callable[[], Engine[Task]]
 
 
-class EngineProcess:
+class EngineProcess(Generic[AnyTask]):
     """An engine in another process; use with ``with``."""
 
-    def __init__(self, open_engine: OpenEngine) -> None:
+    def __init__(self, open_engine: Callable[[], Engine[AnyTask]]) -> None:
         """Describe it; ``open_engine`` is called in the other process, so it must be importable."""
         self.about, self.weight_bytes = "", 0
         self._open = open_engine
@@ -63,7 +65,7 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=(there, open_engine), daemon=True)
         self._there = there
 
-    def __enter__(self) -> "EngineProcess":
+    def __enter__(self) -> "EngineProcess[AnyTask]":
         """Start it and wait until its weights are in memory."""
         self._process.start()
         self._there.close()
@@ -80,14 +82,14 @@ class EngineProcess:
         self._here.close()
         self._process.join()
 
-    def run(self, task: Task, threads: int) -> Seconds:
+    def run(self, task: AnyTask, threads: int) -> Seconds:
         """Have it do a task; return how long that took there."""
         self._here.send((task, threads))
         answer = self._here.recv()
         assert isinstance(answer, float)
         return answer
 
-    def runs(self, task: Task, threads: int) -> Run:
+    def runs(self, task: AnyTask, threads: int) -> Run:
         """Return the task as a run."""
         return lambda: self.run(task, threads)
 
@@ -97,7 +99,7 @@ def prompt_ids(tokens: int, vocabulary: int) -> list[int]:
     return [7919 * (number + 1) % vocabulary for number in range(tokens)]
 
 
-def _serve(connection: Connection, open_engine: OpenEngine) -> None:
+def _serve(connection: Connection, open_engine: Callable[[], Engine[AnyTask]]) -> None:
     engine = open_engine()
     connection.send((engine.about, engine.weight_bytes))
     while True:

@@ -58,37 +58,57 @@ def has_transformers() -> bool:
 
 class _Ours:
     def __init__(self, scheme: Scheme, threads: Sequence[int]) -> None:
-        from benchmarks.random_base import base_bytes, base_matrices, random_base
-        from benchmarks.reading import Reading
+        from benchmarks.oracle import check_decoder
         from expertctl.engine.kernels.crew import Crew
+        from expertctl.engine.kernels.reading import Reading
         from expertctl.engine.kv_pages import KVPages
         from expertctl.engine.packed_decoder import PackedDecoder
+        from expertctl.engine.random_base import base_bytes, base_matrices, random_base
 
-        base = random_base(base_config(), scheme)
         self._crews = {count: Crew(count) for count in threads}
+        for crew in self._crews.values():
+            check_decoder(scheme, crew)
+        base = random_base(base_config(), scheme)
         self._decoders = {n: PackedDecoder(base, crew) for n, crew in self._crews.items()}
-        self._cache = KVPages(base.config, CONTEXT)
+        exact = scheme is Scheme.FLOAT32  # pages are those of `run`
+        numbers = Scheme.FLOAT32 if exact else Scheme.FLOAT16
+        self._cache = KVPages(base.config, CONTEXT, numbers=numbers)
         self._reading = Reading(base_matrices(base))
+        self._vocabulary = base.config.vocab_size
         self.weight_bytes = base_bytes(base)
         self.about = f"ours, {scheme.value}"
 
     def run(self, task: Task, threads: int) -> Seconds:
-        """Do a task with so many workers."""
-        cache, decoder = self._cache, self._decoders[threads]
-        vocabulary = decoder.config.vocab_size
+        """Do a task with so many workers; what comes out has to be numbers."""
         match task:
             case ReadMemory():
                 return timed(lambda: self._reading.run(self._crews[threads]))()
             case ReadPrompt(tokens):
-                cache.reset()
-                ids = prompt_ids(tokens, vocabulary)
-                seconds = timed(lambda: decoder.prefill(ids, cache))()
+                self._cache.reset()
+                return self._checked(self._reader([prompt_ids(tokens, self._vocabulary)], threads))
             case Decode(tokens, context):
-                cache.reset()
-                decoder.prefill(prompt_ids(context, vocabulary), cache)
-                ids = prompt_ids(tokens, vocabulary)
-                seconds = timed(lambda: [decoder.decode(token, cache) for token in ids])()
-        cache.check_integrity()
+                self._cache.reset()
+                self._reader([prompt_ids(context, self._vocabulary)], threads)()
+                steps = [[token] for token in prompt_ids(tokens, self._vocabulary)]
+                return self._checked(self._reader(steps, threads))
+
+    def _reader(self, steps: Sequence[Sequence[int]], threads: int) -> Callable[[], Any]:
+        """Return what reads some tokens in each step, and returns the last scores."""
+        decoder, cache = self._decoders[threads], self._cache
+
+        def read() -> Any:
+            for ids in steps:
+                one = len(ids) == 1
+                found = decoder.decode(ids[0], cache) if one else decoder.prefill(ids, cache)
+            return found.logits
+
+        return read
+
+    def _checked(self, read: Callable[[], Any]) -> Seconds:
+        scores: list[Any] = []
+        seconds = timed(lambda: scores.append(read()))()
+        assert math.isfinite(float(scores[0].sum())), "scores are no numbers"
+        self._cache.check_integrity()  # so are all keys and values on the way there
         return seconds
 
 

@@ -14,11 +14,10 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.random_base import SPREAD, drawn_floats
 from expertctl.package.model_config import ModelConfig
 
 ALIGNMENT = 32
-SPREAD = 0.02
-"""Standard deviation of weights, about."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Value = str | int | float
@@ -80,14 +79,6 @@ def write_gguf(path: Path, config: ModelConfig, scheme: Scheme, *, seed: int = 0
             _fill(file)
             _write_numbers(file, shape, scheme, drawn)
     return path
-
-
-def drawn_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> Bytes:
-    """Return random weights of a scheme that is not one of integers, as bytes."""
-    numbers = (rng.standard_normal(count) * SPREAD).astype(np.float32)
-    if scheme is Scheme.BFLOAT16:
-        return (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    return numbers.astype(scheme.value).view(np.uint8)
 
 
 def _facts(config: ModelConfig) -> dict[str, Value]:

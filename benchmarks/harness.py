@@ -55,19 +55,8 @@ def compare(
     """Measure two runs alternately, after one warm-up of each; smaller is better."""
     ours(), theirs()
     pairs = [_pair(ours, theirs, swapped=bool(i % 2)) for i in range(rounds)]
-    mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
-    ratios = sorted(a / b for a, b in pairs)
-    row = Row(
-        case=case,
-        ours=round(mine * 1000, 3),
-        rival=rival,
-        theirs=round(other * 1000, 3),
-        unit="ms",
-        better="lower",
-        ratio=round(mine / other, 3),
-        spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
-    )
-    return judged(row, target) if target else row
+    mine, other = zip(*pairs, strict=True)
+    return compare_times(case, mine, other, steps=1, rival=rival, target=target)
 
 
 def take_turns(runs: Mapping[str, Run], *, rounds: int) -> dict[str, list[Seconds]]:
@@ -107,6 +96,31 @@ def compare_rates(
         theirs=round(other, 2),
         unit=unit,
         better="higher",
+        ratio=round(mine / other, 3),
+        spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
+    )
+    return judged(row, target) if target else row
+
+
+def compare_times(
+    case: str,
+    ours: Sequence[Seconds],
+    theirs: Sequence[Seconds],
+    *,
+    steps: int,
+    rival: str,
+    target: str | None = None,
+) -> Row:
+    """Compare how long a step of two took in runs of `take_turns`; a run had so many steps."""
+    mine, other = (statistics.median(side) / steps for side in (ours, theirs))
+    ratios = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    row = Row(
+        case=case,
+        ours=round(mine * 1000, 3),
+        rival=rival,
+        theirs=round(other * 1000, 3),
+        unit="ms",
+        better="lower",
         ratio=round(mine / other, 3),
         spread=(round(_quantile(ratios, 0.25), 3), round(_quantile(ratios, 0.75), 3)),
     )

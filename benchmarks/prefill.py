@@ -30,4 +30,4 @@ def measure(rounds: int) -> Sequence[Row]:
 
 
 if __name__ == "__main__":
-    main("prefill", measure, rounds=5)
+    main("prefill", measure, rounds=3)

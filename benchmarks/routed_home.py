@@ -64,7 +64,11 @@ def made_up(described: Sequence[Described], like: Installed) -> tuple[Installed,
 
 def chooser(home: Home, encoder: str, experts: Sequence[Installed]) -> Choose:
     """Return what routes prompts to these experts, with an encoder by its name."""
-    planner = Planner.open(Settings(home, encoder=encoder))
+    return choosing(Planner.open(Settings(home, encoder=encoder)), experts)
+
+
+def choosing(planner: Planner, experts: Sequence[Installed]) -> Choose:
+    """Return what routes prompts to these experts, of whom no more than vectors is kept."""
     inventory = Inventory(tuple(experts), (), ())
     made: dict[str, Roster] = {}
 

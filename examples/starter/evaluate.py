@@ -4,6 +4,7 @@ Each expert answers held-out prompts three ways: the base alone, the expert forc
 person would run it. Beside that: how many answers differ, how well one would do by copying the
 answer of the most similar training prompt, and whether a held-out argument occurs in training.
 Pairs of experts answer held-out prompts that need both: together, each alone, and routed.
+`--dtype` says what the base is held in, so that quantising can be judged by its answers.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_args
 
 from examples.starter.baselines import argument_parts, nearest_copies, share_right
 from examples.starter.compositions import COMPOSITIONS, Composition
@@ -25,11 +27,20 @@ from expertctl.install.starter import install_starter
 from expertctl.reference import Reference
 from expertctl.routing.planner import Planner
 from expertctl.routing.presets import NO_WISHES, SamplingWishes
-from expertctl.routing.request import Forced, RouteRequest
+from expertctl.routing.request import Dtype, Forced, RouteRequest
 from expertctl.settings import Home, Settings
 
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 GREEDY = SamplingWishes(temperature=0.0, max_tokens=160)
 HELD_OUT_SEED = 2026  # not the one that training was tuned on
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who answers: an engine, and what it holds the base in; None: as it is stored."""
+
+    engine: Engine
+    dtype: Dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +78,16 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=200, help="held-out prompts per expert")
     parser.add_argument("--pairs", type=int, default=100, help="held-out prompts per composition")
     parser.add_argument("--only", choices=[task.name for task in EXPERTS])
+    parser.add_argument("--dtype", choices=DTYPES, help="what the base is held in")
     parser.add_argument("--encoder", help="folder of a MiniLM, or 'lexical'")
     options = parser.parse_args()
     only = options.only
     with tempfile.TemporaryDirectory() as folder:
         engine = starter_engine(Settings(home=Home(Path(folder)), encoder=options.encoder))
-        experts = [measure(engine, t, options.n) for t in EXPERTS if only in (None, t.name)]
+        asked = Asked(engine, options.dtype)
+        experts = [measure(asked, t, options.n) for t in EXPERTS if only in (None, t.name)]
         chosen = [c for c in COMPOSITIONS if only in (None, *(task.name for task in c.plan))]
-        pairs = [measure_together(engine, each, options.pairs) for each in chosen]
+        pairs = [measure_together(asked, each, options.pairs) for each in chosen]
     document = {"experts": list(map(asdict, experts)), "compositions": list(map(asdict, pairs))}
     print(json.dumps(document) if options.json else as_table(experts, pairs))
 
@@ -92,13 +105,13 @@ def starter_engine(settings: Settings) -> Engine:
     return Engine(planner)
 
 
-def measure(engine: Engine, task: Task, n: int) -> Figures:
+def measure(asked: Asked, task: Task, n: int) -> Figures:
     """All figures of one expert."""
     samples, seen = held_out(task, n, HELD_OUT_SEED), training_set(task)
     wanted = [sample.answer for sample in samples]
-    alone = [ask(engine, each, base_alone=True, wishes=GREEDY) for each in samples]
-    forced = forced_answers(engine, samples, [task])
-    routed = [ask(engine, each) for each in samples]
+    alone = [ask(asked, each, base_alone=True, wishes=GREEDY) for each in samples]
+    forced = forced_answers(asked, samples, [task])
+    routed = [ask(asked, each) for each in samples]
     plan = forced[0].planned.result.plan.experts[0]
     return Figures(
         ref=plan.ref,
@@ -114,13 +127,13 @@ def measure(engine: Engine, task: Task, n: int) -> Figures:
     )
 
 
-def measure_together(engine: Engine, composition: Composition, n: int) -> Together:
+def measure_together(asked: Asked, composition: Composition, n: int) -> Together:
     """All figures of one composition; the wanted answer is that of both."""
     samples = held_out(composition, n, HELD_OUT_SEED)
     wanted = [sample.answer for sample in samples]
-    both = forced_answers(engine, samples, composition.plan)
-    alone = [forced_answers(engine, samples, [task]) for task in composition.plan]
-    routed = [ask(engine, each) for each in samples]
+    both = forced_answers(asked, samples, composition.plan)
+    alone = [forced_answers(asked, samples, [task]) for task in composition.plan]
+    routed = [ask(asked, each) for each in samples]
     plan = tuple(expert.ref for expert in both[0].planned.result.plan.experts)
     return Together(
         plan=plan,
@@ -133,15 +146,15 @@ def measure_together(engine: Engine, composition: Composition, n: int) -> Togeth
 
 
 def forced_answers(
-    engine: Engine, samples: Sequence[Sample], tasks: Sequence[Task]
+    asked: Asked, samples: Sequence[Sample], tasks: Sequence[Task]
 ) -> list[RunResult]:
     """What these experts answer together, greedily."""
     force = tuple(Forced(Reference.parse(task.name)) for task in tasks)
-    return [ask(engine, sample, force, wishes=GREEDY) for sample in samples]
+    return [ask(asked, sample, force, wishes=GREEDY) for sample in samples]
 
 
 def ask(
-    engine: Engine,
+    asked: Asked,
     sample: Sample,
     experts: tuple[Forced, ...] = (),
     *,
@@ -149,9 +162,11 @@ def ask(
     wishes: SamplingWishes = NO_WISHES,
 ) -> RunResult:
     """One answer."""
-    route = RouteRequest(prompt=sample.prompt, base_alone=base_alone, wishes=wishes)
+    route = RouteRequest(
+        prompt=sample.prompt, base_alone=base_alone, wishes=wishes, dtype=asked.dtype
+    )
     message = UserMessage(prompt=sample.prompt)
-    pieces = engine.run(RunRequest(message=message, route=route, experts=experts))
+    pieces = asked.engine.run(RunRequest(message=message, route=route, experts=experts))
     while True:
         try:
             next(pieces)

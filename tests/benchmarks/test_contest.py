@@ -33,11 +33,18 @@ def test_bf16_has_transformers_and_the_share_of_memory_beside_it() -> None:
     assert (share.ratio, share.ok) == (0.8, False)
 
 
-def test_integers_are_compared_with_llama_cpp_only() -> None:
+def test_prompts_in_integers_are_compared_with_llama_cpp_only() -> None:
     case = Case(Scheme.INT8, ReadPrompt(128), 1, Targets(llama=">= 1.8"))
-    [row] = compared(case, SECONDS, weight_bytes=10**9)
+    seconds = {name: found for name, found in SECONDS.items() if name != "memory"}
+    [row] = compared(case, seconds, weight_bytes=10**9)
     assert row.case == "prompt of 128 tokens, q8_0, threads: 1"
     assert (row.ours, row.theirs, row.target, row.ok) == (256.0, 182.86, ">= 1.8", False)
+
+
+def test_decoding_in_integers_has_the_share_of_memory_beside_it_without_a_target() -> None:
+    case = Case(Scheme.INT4, Decode(tokens=16, context=128), 1, Targets(llama=">= 1.2"))
+    _, share = compared(case, SECONDS, weight_bytes=10**9)
+    assert (share.ratio, share.target, share.ok) == (0.8, None, None)
 
 
 def test_rivals_that_are_not_installed_are_absent_rows() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.gguf import SPREAD, width_name, write_gguf
+from benchmarks.gguf import width_name, write_gguf
 from benchmarks.inputs import base_config
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.random_base import SPREAD
 from expertctl.package.model_config import ModelConfig
 
 CODES = {Scheme.FLOAT32: 0, Scheme.BFLOAT16: 30, Scheme.INT8: 8, Scheme.INT4: 2}

@@ -1,0 +1,67 @@
+"""Tokens a second of sixteen texts in one batch: without experts, with one, with sixteen.
+
+A bf16 base in the shape of Qwen3-0.6B and different bf16 rank-16 LoRAs on all seven projections,
+random weights; PEFT gets the names of its adapters row by row (``adapter_names``).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+
+from benchmarks.engine_process import EngineProcess
+from benchmarks.expert_engines import PEFT_INSTALL, TOKENS, Beside, has_peft, ours, peft
+from benchmarks.harness import Row, Seconds, absent, compare_rates, main, take_turns
+
+TEXTS, WORKERS = 16, 2
+ONE, BASE = Beside(1, 1), Beside(TEXTS, 0)
+SAME, MANY = Beside(TEXTS, 1), Beside(TEXTS, TEXTS)
+OURS = {"one": ONE, "base": BASE, "same": SAME, "many": MANY}
+
+
+def measure(rounds: int) -> Sequence[Row]:
+    """Let all take turns, then compare."""
+    with ExitStack() as stack:
+        mine = stack.enter_context(EngineProcess(ours(TEXTS)))
+        runs = {name: mine.runs(task, WORKERS) for name, task in OURS.items()}
+        if has_peft():
+            rival = stack.enter_context(EngineProcess(peft(TEXTS)))
+            runs["PEFT"] = rival.runs(MANY, WORKERS)
+        seconds = take_turns(runs, rounds=rounds)
+    return list(_rows(seconds))
+
+
+def _rows(seconds: Mapping[str, Sequence[Seconds]]) -> Iterator[Row]:
+    many, case = float(TEXTS * TOKENS), f"{TEXTS} texts, {TEXTS} experts, threads: {WORKERS}"
+    yield compare_rates(
+        case,
+        seconds["many"],
+        seconds["base"],
+        work=(many, many),
+        rival=f"{TEXTS} texts without",
+        unit="tok/s",
+        target=">= 0.7",
+    )
+    if "PEFT" in seconds:
+        yield compare_rates(
+            case,
+            seconds["many"],
+            seconds["PEFT"],
+            work=(many, many),
+            rival="PEFT, adapter_names",
+            unit="tok/s",
+            target=">= 3",
+        )
+    else:
+        yield absent(case, rival="PEFT, adapter_names", install=PEFT_INSTALL, target=">= 3")
+    yield compare_rates(
+        f"{TEXTS} texts, one expert, threads: {WORKERS}",
+        seconds["same"],
+        seconds["one"],
+        work=(many, float(TOKENS)),
+        rival="one text with it",
+        unit="tok/s",
+        target=">= 6",
+    )
+
+
+if __name__ == "__main__":
+    main("batch", measure, rounds=9)

@@ -1,0 +1,241 @@
+"""The engines that compose and batch compare: a base in bfloat16, with bfloat16 LoRAs of rank 16.
+
+Each expert is another one, on all seven projections; bases and experts have random weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.engine_process import Engine, prompt_ids
+from benchmarks.harness import Seconds, timed
+from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, base_config, config_document, shapes
+
+PEFT_INSTALL = "pip install peft transformers"
+CONTEXT, TOKENS = 16, 8
+"""Tokens that are there before, and steps that are measured at a time."""
+SCALE, SPREAD = 2.0, 0.02
+THREADS = (2,)
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Decode one text with the first so many experts active at once."""
+
+    experts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Decode so many texts in one batch: each has one of so many experts, or none has any."""
+
+    texts: int
+    experts: int
+
+    @property
+    def places(self) -> list[int]:
+        """Return which expert each text has; -1 where there is none."""
+        return [text % self.experts if self.experts else -1 for text in range(self.texts)]
+
+
+Task = Together | Beside
+OpenEngine = Callable[[], Engine[Task]]
+
+
+def ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
+    """Return what opens our engine with so many experts, and plans of the first so many."""
+    return partial(_Ours, experts, tuple(together))
+
+
+def peft(experts: int) -> OpenEngine:
+    """Return what opens transformers and PEFT with so many experts."""
+    return partial(_Peft, experts)
+
+
+def has_peft() -> bool:
+    """Whether PEFT and transformers are installed."""
+    return all(find_spec(name) is not None for name in ("peft", "transformers"))
+
+
+class _Ours:
+    def __init__(self, experts: int, together: Sequence[int]) -> None:
+        from expertctl.engine.kernels.crew import Crew
+        from expertctl.engine.kernels.scheme import Scheme
+        from expertctl.engine.kv_pages import KVPages
+        from expertctl.engine.packed_decoder import PackedDecoder, StepRow
+        from expertctl.engine.random_base import base_bytes, random_base
+
+        with closing(Crew(1)) as crew:
+            check_experts(crew)
+        base = random_base(base_config(), Scheme.BFLOAT16)
+        loras = _loras(experts)
+        self._alone = [_plan([lora]) for lora in loras]
+        self._together = {count: _plan(loras[:count]) for count in together}
+        self._row, self._pages = StepRow, KVPages
+        self._decoders = {count: PackedDecoder(base, Crew(count)) for count in THREADS}
+        self._config = base.config
+        self.weight_bytes = base_bytes(base)
+        self.about = "ours, bfloat16"
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task with so many workers."""
+        match task:
+            case Together(experts):
+                plans = [self._together[experts] if experts else None]
+            case Beside():
+                plans = [None if place < 0 else self._alone[place] for place in task.places]
+        return self._decode(plans, threads)
+
+    def _decode(self, plans: Sequence[Any], threads: int) -> Seconds:
+        import torch
+
+        decoder, vocabulary = self._decoders[threads], self._config.vocab_size
+        texts = [(self._pages(self._config, CONTEXT + TOKENS), plan) for plan in plans]
+        for cache, plan in texts:
+            decoder.prefill(prompt_ids(CONTEXT, vocabulary), cache, plan)
+        scores = torch.empty(len(plans), vocabulary)
+
+        def decode() -> None:
+            for token in prompt_ids(TOKENS, vocabulary):
+                decoder.step([self._row(token, *text) for text in texts], out=scores)
+
+        seconds = timed(decode)()
+        for cache, _ in texts:
+            cache.check_integrity()
+        return seconds
+
+
+def check_experts(crew: Any, *, spread: float = SPREAD) -> None:
+    """Assert on two layers that experts do what the torch formulas say, and do something."""
+    import numpy as np
+    import torch
+
+    from benchmarks.oracle import SEED, TOLERANCE, TorchScores, assert_same, small_config
+    from expertctl.engine.compose import Form, compose
+    from expertctl.engine.kernels.scheme import Scheme
+    from expertctl.engine.kv_pages import KVPages
+    from expertctl.engine.packed_decoder import PackedDecoder
+    from expertctl.engine.random_base import random_base
+
+    config = small_config()
+    base = random_base(config, Scheme.BFLOAT16, seed=SEED)
+    decoder, ids = PackedDecoder(base, crew), prompt_ids(CONTEXT, config.vocab_size)
+    alone = np.asarray(decoder.prefill(ids, KVPages(config, CONTEXT)).logits)
+    modules = {name: shape for name, shape in shapes().items() if name in config.linear_shapes()}
+    loras = _loras(2, modules, spread=spread)
+    for chain in (loras[:1], loras):
+        plan = _plan(chain, modules)
+        assert plan.modules == modules.keys(), "experts are not on all projections"
+        form = Form(modules, HIDDEN, torch.float32, torch.device("cpu"))
+        theirs = TorchScores(base).read(ids, compose(chain, form).compile().deltas)
+        ours = np.asarray(decoder.prefill(ids, KVPages(config, CONTEXT), plan).logits)
+        assert_same(ours, theirs, TOLERANCE[Scheme.BFLOAT16])
+        changed = float(np.abs(ours - alone).max() / alone.std())
+        assert changed > 2 * TOLERANCE[Scheme.BFLOAT16], "experts change nothing"
+
+
+def _loras(
+    count: int, modules: Mapping[str, tuple[int, int]] | None = None, *, spread: float = SPREAD
+) -> list[Any]:
+    """Return experts as they are loaded, each with one LoRA on every projection."""
+    import torch
+
+    from expertctl.engine.adapter_load import LoadedAdapter
+    from expertctl.engine.compose import Weighted
+    from expertctl.engine.lora import LoraTensors
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape) * spread).bfloat16()
+
+    torch.manual_seed(0)
+    return [
+        Weighted(
+            LoadedAdapter(
+                f"bench/lora-{number}@1.0.0",
+                {
+                    module: (LoraTensors(drawn(RANK, into), drawn(out, RANK), SCALE),)
+                    for module, (out, into) in (modules or shapes()).items()
+                },
+                (),
+                0,
+                0,
+            )
+        )
+        for number in range(count)
+    ]
+
+
+def _plan(chain: Sequence[Any], modules: Mapping[str, tuple[int, int]] | None = None) -> Any:
+    import torch
+
+    from expertctl.engine.compose import Form, compose
+    from expertctl.engine.kernels.scheme import Scheme
+    from expertctl.engine.packed_delta import Packing
+
+    packing = Packing(Scheme.BFLOAT16)
+    form = Form(modules or shapes(), HIDDEN, torch.float32, torch.device("cpu"), packing)
+    return compose(chain, form).compile().packed
+
+
+class _Peft:
+    def __init__(self, experts: int) -> None:
+        import peft
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        configs: Any = AutoConfig
+        models: Any = AutoModelForCausalLM
+        config = configs.for_model(**config_document())
+        base = models.from_config(config, dtype=torch.bfloat16)
+        wanted: Any = peft.LoraConfig(
+            r=RANK,
+            lora_alpha=int(SCALE * RANK),
+            target_modules=sorted(name.split(".")[1] for name in PROJECTIONS),
+            init_lora_weights=False,
+        )
+        self.weight_bytes = sum(each.nbytes for each in base.parameters())
+        self._names = [f"expert-{number}" for number in range(experts)]
+        model: Any = peft.get_peft_model(
+            base, wanted, adapter_name=self._names[0], autocast_adapter_dtype=False
+        )
+        for name in self._names[1:]:
+            model.add_adapter(name, wanted, autocast_adapter_dtype=False)
+        self._torch, self._model = torch, model.eval()
+        self._vocabulary = config.vocab_size
+        versions = f"PEFT {version('peft')}, transformers {version('transformers')}"
+        self.about = f"{versions}, bfloat16"
+
+    def run(self, task: Task, threads: int) -> Seconds:
+        """Do a task with so many threads."""
+        self._torch.set_num_threads(threads)
+        match task:
+            case Together(experts):
+                self._model.base_model.set_adapter(self._names[: max(experts, 1)])
+                alone = nullcontext() if experts else self._model.disable_adapter()
+                with alone:
+                    return self._decode(1)
+            case Beside(texts):
+                names = [self._names[p] if p >= 0 else "__base__" for p in task.places]
+                return self._decode(texts, adapter_names=names)
+
+    def _decode(self, texts: int, **options: Any) -> Seconds:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        self._read(prompt_ids(CONTEXT, self._vocabulary), texts, cache, options)
+
+        def decode() -> None:
+            for token in prompt_ids(TOKENS, self._vocabulary):
+                self._read([token], texts, cache, options)
+
+        return timed(decode)()
+
+    def _read(self, ids: Sequence[int], texts: int, cache: object, options: dict[str, Any]) -> None:
+        torch = self._torch
+        with torch.inference_mode():
+            tokens = torch.tensor([list(ids)] * texts)
+            self._model(tokens, past_key_values=cache, logits_to_keep=1, **options)

@@ -1,0 +1,90 @@
+"""What is measured says the right tokens: our decoder beside the torch formulas, on one base.
+
+A base of two layers as wide as those that are measured is enough, for every kernel is in it. The
+tokens are greedy; the oracle has the weights as float32, as they are packed, and reads the same.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.engine_process import prompt_ids
+from benchmarks.inputs import base_config
+from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.decoder import NO_DELTAS, Decoder, Deltas
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.packed import PackedMatrix, unpack
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_cache import KVCache
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.packed_base import PackedBase
+from expertctl.engine.packed_decoder import PackedDecoder
+from expertctl.engine.random_base import random_base
+from expertctl.package.model_config import ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+
+PROMPT, TOKENS = 40, 8
+LAYERS, VOCABULARY = 2, 512
+SEED = 10
+"""With these weights rounding changes no token in any scheme."""
+TOLERANCE = {
+    Scheme.FLOAT32: 1e-4,
+    Scheme.FLOAT16: 1e-4,
+    Scheme.BFLOAT16: 0.03,
+    Scheme.INT8: 0.15,
+    Scheme.INT4: 0.15,
+}
+"""How far scores may be from those of the oracle, which rounds no token, of their spread."""
+
+
+def check_decoder(scheme: Scheme, crew: Crew) -> None:
+    """Assert that kernels of a scheme say what the formulas say."""
+    base = random_base(small_config(), scheme, seed=SEED)
+    check_tokens(base, TorchScores(base), crew)
+
+
+def check_tokens(base: PackedBase, scores: "TorchScores", crew: Crew) -> None:
+    """Assert that kernels say of a base what an oracle says."""
+    decoder, cache = PackedDecoder(base, crew), KVPages(base.config, PROMPT + TOKENS)
+    ids = prompt_ids(PROMPT, base.config.vocab_size)
+    ours, theirs = decoder.prefill(ids, cache).logits, scores.read(ids)
+    for _ in range(TOKENS):
+        assert_same(ours.numpy(), theirs, TOLERANCE[base.scheme])
+        token = int(ours.argmax())
+        ours, theirs = decoder.decode(token, cache).logits, scores.read([token])
+
+
+def small_config() -> ModelConfig:
+    """Return the configuration of the small base."""
+    config = base_config(vocabulary=VOCABULARY)
+    return replace(config, layers=LAYERS, windows=config.windows[:LAYERS])
+
+
+class TorchScores:
+    """The torch decoder with the unpacked weights of a base."""
+
+    def __init__(self, base: PackedBase) -> None:
+        """Unpack them."""
+        numbers = {
+            name: unpack(place) if isinstance(place, PackedMatrix) else place
+            for name, place in base.places().items()
+        }
+        tensors = {name: torch.from_numpy(each) for name, each in numbers.items()}
+        weights = BaseWeights(tensors, torch.float32, torch.device("cpu"))
+        self._decoder = Decoder(base.config, weights)
+        self._cache = KVCache(base.config, PROMPT + TOKENS)
+
+    def read(self, ids: list[int], deltas: Deltas = NO_DELTAS) -> Numbers:
+        """Return the scores behind some more tokens."""
+        return np.asarray(self._decoder.prefill(ids, self._cache, deltas).logits)
+
+
+def assert_same(ours: Numbers, theirs: Numbers, tolerance: float) -> None:
+    """Assert that scores are within a share of their spread, and name the same token."""
+    assert np.isfinite(ours).all(), "scores are no numbers"
+    far = float(np.abs(ours - theirs).max() / theirs.std())
+    assert far <= tolerance, f"scores are off by {far:.3g} of their spread"
+    assert ours.argmax() == theirs.argmax(), "another token is the likeliest"

@@ -1,0 +1,50 @@
+"""Requests as popularity draws them, and the share of them that rules of keeping would serve.
+
+Each rule keeps so many experts of one size, and takes in whatever is wanted.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def drawn(count: int, *, experts: int, seed: int) -> list[int]:
+    """Return which expert each request wants, by Zipf's law with the exponent 1."""
+    weights = 1 / np.arange(1, experts + 1)
+    rng = np.random.default_rng(seed)
+    return [int(n) for n in rng.choice(experts, size=count, p=weights / weights.sum())]
+
+
+def best_static(wanted: Sequence[int], fit: int) -> float:
+    """Keep those that are wanted most often."""
+    return sum(times for _, times in Counter(wanted).most_common(fit)) / len(wanted)
+
+
+def lru(wanted: Sequence[int], fit: int) -> float:
+    """Let go of what was wanted longest ago."""
+    there: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for number in wanted:
+        hits += number in there
+        there[number] = None
+        there.move_to_end(number)
+        if len(there) > fit:
+            there.popitem(last=False)
+    return hits / len(wanted)
+
+
+def belady(wanted: Sequence[int], fit: int) -> float:
+    """Let go of what will be wanted last, which nobody can know."""
+    following, seen = [0] * len(wanted), dict[int, int]()
+    for at in reversed(range(len(wanted))):
+        following[at] = seen.get(wanted[at], len(wanted))
+        seen[wanted[at]] = at
+    there: dict[int, int] = {}
+    hits = 0
+    for at, number in enumerate(wanted):
+        hits += number in there
+        if number not in there and len(there) == fit:
+            del there[max(there, key=there.__getitem__)]
+        there[number] = following[at]
+    return hits / len(wanted)

@@ -1,0 +1,41 @@
+"""What the benchmark of residency compares with, by hand; and that its replay is the real thing."""
+
+from benchmarks.popularity import belady, best_static, drawn, lru
+from benchmarks.residency import BUDGET, EXPERT_BYTES, EXPERTS, Job, _notice, replay
+
+WANTED = [1, 2, 3, 1, 2, 1, 4, 1]
+
+
+def test_rules_of_keeping_serve_what_they_would_by_hand() -> None:
+    assert best_static(WANTED, 2) == 6 / 8, "1 four times, 2 twice"
+    assert lru(WANTED, 2) == 2 / 8, "1 at the sixth and at the last request"
+    assert belady(WANTED, 2) == 3 / 8, "1 at the fourth, sixth and last, when 2, 3 and 2 went"
+
+
+def test_requests_follow_the_law_of_zipf_and_are_the_same_each_time() -> None:
+    wanted = drawn(20_000, experts=100, seed=0)
+    assert wanted == drawn(20_000, experts=100, seed=0)
+    first, second, tenth = (wanted.count(n) for n in (0, 1, 9))
+    assert 1.9 < first / second < 2.1
+    assert 9 < first / tenth < 11
+
+
+def test_a_replay_stays_within_the_budget_and_keeps_what_is_popular() -> None:
+    wanted = drawn(2_000, experts=EXPERTS, seed=1)
+    outcome = replay(wanted, [EXPERT_BYTES] * EXPERTS)
+    copies = replay(wanted, [EXPERT_BYTES] * EXPERTS, plan_bytes=EXPERT_BYTES)
+    fit = BUDGET // EXPERT_BYTES
+    assert BUDGET - EXPERT_BYTES < outcome.ledger <= BUDGET
+    assert lru(wanted, fit) < sum(copies.hits) / 2_000 < sum(outcome.hits) / 2_000
+    assert sum(outcome.hits) / 2_000 < belady(wanted, fit)
+
+
+def test_notice_that_was_never_long_enough_is_a_row_that_fails() -> None:
+    late = Job(ready=0.02, waits=True, notice=0.001, load=0.01)
+    there = Job(ready=0.001, waits=False, notice=0.1, load=None)
+    in_time = Job(ready=0.001, waits=False, notice=0.1, load=0.01)
+    for told, untold in (([late, there], [late]), ([], []), ([in_time], [there])):
+        [row] = _notice(told, untold)
+        assert row.ok is False, row
+    waits, _ = _notice([in_time], [late])
+    assert waits.ok is True
