@@ -1,15 +1,29 @@
-"""For every test: a home of its own, one thread, no settings of the person who runs it."""
+"""For every test: a home and numbers of its own, one thread, no settings of who runs it.
 
+Properties are tried on the same examples in every run and on every machine, however slow; to look
+for new ones: ``pytest -m hypothesis --hypothesis-profile=search``.
+"""
+
+import itertools
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+_SLOW = (HealthCheck.too_slow,)
+settings.register_profile("search", deadline=None, suppress_health_check=_SLOW)
+settings.register_profile(
+    "same", settings.get_profile("search"), derandomize=True, database=None, print_blob=True
+)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +34,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "expert-home"
     monkeypatch.setenv("EXPERT_HOME", str(root))
     return root
+
+
+@pytest.fixture(autouse=True)
+def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seeds that nobody chooses, in one order: what is drawn is the same in every run."""
+    numbers = itertools.count(1)
+    monkeypatch.setattr(secrets, "randbelow", lambda top: next(numbers) % top)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""One torch thread, and tiny random models of transformers as the oracle."""
+"""One torch thread, the same numbers for each test, tiny models of transformers as oracle."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,12 @@ TOLERANCE = 1e-5
 def one_thread() -> None:
     """Leave the other cores to other tests."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on those before it."""
+    torch.manual_seed(0)
 
 
 @dataclass(frozen=True)

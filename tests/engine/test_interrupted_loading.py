@@ -14,7 +14,7 @@ from expertctl.engine import tiers as module
 from expertctl.engine.budget import Budget
 from expertctl.engine.tiers import Tier, Tiers, Wanted
 
-SECONDS = 20
+SECONDS = 60
 """After which something that should be over is not."""
 _SETTLING = frozenset({"_settle", "check_integrity"})
 _WHOLE = ("_settle", "with self._changed")

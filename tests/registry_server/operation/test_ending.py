@@ -19,7 +19,8 @@ from tests.registry_server.served import serve
 
 ROUNDS = 4
 STORM_SECONDS = 0.05
-SOON = 8.0
+SOON = 25.0
+"""Less than the seconds after which the server itself kills its workers."""
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
