@@ -3,7 +3,8 @@
 A page is one block of memory, ``[layers][keys, values][kv_heads][head_dim * 16]`` float32 or
 float16, and a text has a list of the addresses of its pages. What stands at and beyond ``length``
 is never read. Texts that begin in the same way may share their first pages, whole ones only; those
-are not written any more, so a text cannot go back into them.
+are not written any more, so a text cannot go back into them. A text may begin to share its own
+between two passes, when others want to begin as it did.
 """
 
 from collections.abc import Sequence
@@ -63,10 +64,23 @@ class KVPages(KVRoom):
         """Bytes of its own pages, filled or not."""
         return sum(page.nbytes for page in self._pages[self._shared_tokens // PAGE :])
 
+    def share(self, pages: Sequence[Numbers]) -> None:
+        """Have these as first pages from now on; they hold what its own ones held.
+
+        Its own memory of them is free unless they are the same. The list of addresses stays where
+        it is.
+        """
+        assert len(pages) * PAGE <= self.length, "only what is written can be shared"
+        self._pages[: len(pages)] = pages
+        self._table[: len(pages)] = [page.ctypes.data for page in pages]
+        self._shared_tokens = len(pages) * PAGE
+
     def rewind(self, length: int) -> None:
-        """Keep the first ``length`` tokens only; not fewer than it shares."""
-        assert length >= self._shared_tokens, "what several texts share is not written"
-        super().rewind(length)
+        """Keep the first ``length`` tokens only, or all that it shares where that is more.
+
+        So a prompt that is given up goes back no further than others have begun with it.
+        """
+        super().rewind(max(length, self._shared_tokens))
 
     def copy_rows(self, page: Numbers, tokens: int) -> None:
         """Copy the first rows of a page; the filled ones end where a page does."""
@@ -74,6 +88,10 @@ class KVPages(KVRoom):
         assert self.length % PAGE == 0
         self._pages[self.length // PAGE][...] = page
         self.advance(tokens)
+
+    def full_pages(self) -> list[Numbers]:
+        """Return the pages that are written whole."""
+        return self._pages[: self.length // PAGE]
 
     def hand_over(self) -> list[Numbers]:
         """Return its pages, and have none any more."""

@@ -3,12 +3,17 @@
 A text is lent the pages that it has room for. Those that begin it as an earlier text began, of the
 same cache key and the same plan, are shared and only read; where it goes on within such a page, it
 gets a copy. At least one token is always read, for its scores. A text that completed is kept for
-the next ones; one that failed, was stopped or was given up leaves nothing, and what it shared stays
-as it was. Texts without a key neither find nor leave anything.
+the next ones; one that failed, was stopped or was given up leaves nothing of its own, and what it
+shared stays as it was. Texts without a key neither find nor leave anything.
+
+A text that runs shares the pages of its prompt as soon as they are written whole and somebody else
+begins: not the answer, which is no text before its end, and no page that is still written. From
+then on they are pages like all that are kept, and stay when it fails: what stands in them was
+computed before.
 
 Bytes of pages count as ``kv`` and are entered before there is memory. What nobody rents is given up
 when `Tiers` asks for it, for whoever needs the memory, in whatever thread; so the lock is that of
-`Tiers`. Texts come from one thread.
+`Tiers`. Texts come from one thread, and none begins within a stretch that another reads.
 """
 
 from collections import Counter
@@ -16,28 +21,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from expertctl.digest import Digest
 from expertctl.engine.kernels.heads import PAGE
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_loan import KVLoan, KVWanted
-from expertctl.engine.kv_pages import KVPages, Numbers, pages_bytes
+from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.engine.kv_prefix import VIRTUAL, Block, Found, Origin, PrefixTree, Tokens
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError
-
-
-@dataclass(slots=True)
-class KVTraffic:
-    """What came of keeping texts."""
-
-    found: int = 0
-    """Tokens that were found, and not read again."""
-    missed: int = 0
-    """Tokens of prompts that had to be read."""
-    copies: int = 0
-    """Pages that were copied because a text went on within them."""
-    evicted: int = 0
-    """Bytes that were given up because others needed them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +35,11 @@ class _Rent:
     """What one text has: blocks that it shares, and bytes of pages of its own."""
 
     origin: Origin | None
+    prompt: Tokens
     blocks: tuple[Block, ...] = ()
     nbytes: int = 0
+    pages: KVPages | None = None
+    """All that it was lent, with what it shares."""
     is_forgotten: bool = False
 
 
@@ -55,11 +48,10 @@ class KVPool:
 
     def __init__(self, tiers: Tiers, *, numbers: Scheme = Scheme.FLOAT32) -> None:
         """Begin with none; its memory is that of the device tier, ``numbers`` what pages hold."""
-        self.traffic = KVTraffic()
         self._tiers, self._numbers = tiers, numbers
         self._tree = PrefixTree()
         self._rents: list[_Rent] = []
-        tiers.spare_from(Tier.DEVICE, nbytes=lambda: self._tree.idle_bytes, give_up=self._give_up)
+        tiers.spare_from(Tier.DEVICE, nbytes=lambda: self._tree.idle_bytes, give_up=self._let_go)
 
     @contextmanager
     def borrow(self, wanted: KVWanted) -> Iterator[KVLoan[KVPages]]:
@@ -68,23 +60,19 @@ class KVPool:
         Raises:
             BudgetError: when they cannot fit.
         """
-        rent = _Rent(_origin(wanted))
+        rent = _Rent(_origin(wanted), _tokens(wanted, wanted.ids))
         self._rents.append(rent)
         try:
             loan = self._lent(wanted, rent)
         except BaseException:
-            self._end(rent, (), [])
+            self._end(rent, ())
             raise
         try:
             yield loan
         finally:
-            tokens, pages = _left(loan, wanted), loan.cache.hand_over()
+            tokens = _left(loan, wanted)
             del loan.cache
-            self._end(rent, tokens, pages)
-
-    def holds(self, cache_key: str | None, identity: Digest) -> bool:
-        """Tell whether something is kept for this key and plan."""
-        return cache_key is not None and self._tree.holds(Origin(cache_key, identity))
+            self._end(rent, tokens)
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; texts of it that run now leave nothing."""
@@ -114,6 +102,12 @@ class KVPool:
             lost = sum(block.page.nbytes for block in shared if block.is_lost)
             assert self._tree.nbytes == lost + sum(b.page.nbytes for b in self._tree.blocks())
             assert all(b.rents == 0 for b in self._tree.blocks() if b not in shared)
+            lent = [(rent, rent.pages) for rent in self._rents if rent.pages is not None]
+            assert all(rent.nbytes == pages.nbytes for rent, pages in lent)
+
+    def check_idle(self) -> None:
+        """Assert that nothing is lent."""
+        assert not self._rents
 
     def _lent(self, wanted: KVWanted, rent: _Rent) -> KVLoan[KVPages]:
         found = self._reserved(wanted, rent)
@@ -122,11 +116,8 @@ class KVPool:
         if found.part is not None:
             pages.copy_rows(found.part.page, found.part_tokens)
             self._share(rent, found.blocks)
-            self.traffic.copies += 1
-        reused = max(found.tokens - wanted.virtual, 0)
-        self.traffic.found += reused
-        self.traffic.missed += len(wanted.ids) - reused
-        return KVLoan(pages, reused=reused)
+        rent.pages = pages
+        return KVLoan(pages, reused=max(found.tokens - wanted.virtual, 0))
 
     def _reserved(self, wanted: KVWanted, rent: _Rent) -> Found:
         """Share what was found and enter the bytes of the rest.
@@ -150,11 +141,27 @@ class KVPool:
         if rent.origin is None:
             return Found()
         most = min(wanted.virtual + len(wanted.ids) - 1, wanted.capacity)
-        tokens = _tokens(wanted, wanted.ids)[:most]
         with self._tiers.lock:
-            found = self._tree.find(rent.origin, tokens).beyond(wanted.virtual)
+            for other in self._rents:
+                if other.origin == rent.origin and not other.is_forgotten:
+                    self._offer(other)
+            found = self._tree.find(rent.origin, rent.prompt[:most]).beyond(wanted.virtual)
             self._exchange(rent, found.all_blocks)
         return found
+
+    def _offer(self, rent: _Rent) -> None:
+        """Let others share what is written whole of a prompt; what was written twice is one."""
+        count = 0 if rent.pages is None else min(rent.pages.length, len(rent.prompt)) // PAGE
+        if rent.pages is None or rent.origin is None or count <= len(rent.blocks):
+            return
+        before = self.nbytes
+        own = rent.pages.full_pages()[:count]
+        blocks = self._tree.rented(rent.origin, rent.prompt[: count * PAGE], own)
+        own.clear()
+        rent.pages.share([block.page for block in blocks])
+        self._tree.give_back(rent.blocks)
+        rent.blocks, rent.nbytes = blocks, rent.pages.nbytes
+        self._release(before - self.nbytes)
 
     def _share(self, rent: _Rent, blocks: tuple[Block, ...]) -> None:
         with self._tiers.lock:
@@ -173,10 +180,11 @@ class KVPool:
         self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
         rent.nbytes = size
 
-    def _end(self, rent: _Rent, tokens: Tokens, pages: list[Numbers]) -> None:
+    def _end(self, rent: _Rent, tokens: Tokens) -> None:
         """Keep the pages of ``tokens``, let go of all others."""
         with self._tiers.lock:
             before = self.nbytes
+            pages = [] if rent.pages is None else rent.pages.hand_over()
             if tokens and rent.origin is not None and not rent.is_forgotten:
                 self._tree.insert(rent.origin, tokens, pages)
             self._exchange(rent, ())
@@ -185,15 +193,11 @@ class KVPool:
             pages.clear()
         self._release(freed)
 
-    def _give_up(self, size: int) -> None:
+    def _let_go(self, size: int) -> None:
         """Free so many bytes of what nobody rents, as far as there are."""
-        self.traffic.evicted += self._let_go(size)
-
-    def _let_go(self, size: int) -> int:
         with self._tiers.lock:
             freed = self._tree.evict(size)
         self._release(freed)
-        return freed
 
     def _release(self, size: int) -> None:
         """Strike out bytes that are free."""

@@ -122,6 +122,12 @@ class PrefixTree:
 
     def insert(self, origin: Origin, tokens: Sequence[int], pages: Sequence[Numbers]) -> None:
         """Keep the pages of a text, as far as what they hold is not there yet."""
+        self.give_back(self.rented(origin, tokens, pages))
+
+    def rented(
+        self, origin: Origin, tokens: Sequence[int], pages: Sequence[Numbers]
+    ) -> tuple[Block, ...]:
+        """Keep the pages of a text and rent the blocks that hold what it says."""
         siblings, path = self._origins.setdefault(origin, {}), list[Block]()
         for page, begin in zip(pages, range(0, len(tokens), PAGE), strict=False):
             part = tuple(tokens[begin : begin + PAGE])
@@ -133,7 +139,7 @@ class PrefixTree:
             self.rent([block])
             path.append(block)
             siblings = block.after
-        self.give_back(path)
+        return tuple(path)
 
     def evict(self, size: int) -> int:
         """Let go of blocks until so many bytes are free or all are rented; return how many went."""
@@ -158,10 +164,6 @@ class PrefixTree:
         """Yield all blocks that can be found."""
         for siblings in self._origins.values():
             yield from _all(siblings)
-
-    def holds(self, origin: Origin) -> bool:
-        """Tell whether anything is kept of an origin."""
-        return origin in self._origins
 
     def check_integrity(self) -> None:
         """Assert what always holds."""

@@ -180,6 +180,60 @@ def test_two_texts_may_take_turns_on_the_same_pages(qwen3: Oracle, crew: Crew) -
         assert_exact(torch.stack(got), qwen3, text)
 
 
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+def test_sixteen_texts_with_one_system_prompt_read_it_once(
+    numbers: Scheme, qwen3: Oracle, crew: Crew
+) -> None:
+    desk = Desk(qwen3, crew, numbers=numbers, chunk=19)
+    texts = [[*IDS[:60], *IDS[n : n + 5 + n]] for n in range(16)]
+    answers, rows = [IDS[n : n + 3] for n in range(16)], list[list[torch.Tensor]]()
+    with ExitStack() as stack:
+        caches = []
+        for text in texts:
+            loan = stack.enter_context(desk.pool.borrow(desk.wanted(text)))
+            assert loan.reused == (48 if caches else 0)
+            caches.append(loan.cache)
+            rows.append([desk.decoder.prefill(text[loan.reused :], loan.cache).logits])
+        for step in range(3):
+            for cache, answer, got in zip(caches, answers, rows, strict=True):
+                got.append(desk.decoder.decode(answer[step], cache).logits)
+        desk.pool.check_integrity()
+    for text, answer, got in zip(texts, answers, rows, strict=True):
+        assert torch.equal(torch.stack(got), desk.alone(text, answer))
+
+
+def test_a_text_may_begin_where_another_is_in_the_middle_of_its_prompt(
+    qwen3: Oracle, crew: Crew
+) -> None:
+    desk = Desk(qwen3, crew)
+    with desk.pool.borrow(desk.wanted(IDS[:70])) as first:
+        desk.decoder.prefill(IDS[:41], first.cache)
+        reused, rows = desk.turn(IDS[:60], [1, 2])
+        assert reused == 32
+        assert torch.equal(rows, desk.alone(IDS[:60], [1, 2]))
+        got = [desk.decoder.prefill(IDS[41:70], first.cache).logits]
+        got.append(desk.decoder.decode(3, first.cache).logits)
+    assert torch.equal(torch.stack(got), desk.alone(IDS[:70], [3]))
+
+
+def test_a_prompt_that_is_given_up_leaves_what_others_began_with(qwen3: Oracle, crew: Crew) -> None:
+    desk, texts = Desk(qwen3, crew, chunk=20), ExitStack()
+
+    def begin_another(_: int) -> None:
+        loan = texts.enter_context(desk.pool.borrow(desk.wanted(IDS[:50])))
+        if loan.reused == 32:
+            raise KeyboardInterrupt
+
+    with texts:
+        first = texts.enter_context(desk.pool.borrow(desk.wanted(IDS[:70])))
+        with pytest.raises(KeyboardInterrupt):
+            desk.decoder.prefill(IDS[:70], first.cache, progress=begin_another)
+        assert first.cache.length == 32
+        rows = [desk.decoder.prefill(IDS[32:70], first.cache).logits]
+    desk.pool.check_integrity()
+    assert torch.equal(rows[0], desk.alone(IDS[:70])[0])
+
+
 def test_pages_serve_again_after_a_reset(qwen3: Oracle, crew: Crew) -> None:
     desk = Desk(qwen3, crew)
     cache = KVPages(desk.decoder.config, 53)

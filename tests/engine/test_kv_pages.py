@@ -115,11 +115,22 @@ def test_a_text_does_not_go_back_into_what_it_shares() -> None:
     first = filled(40, 33)
     second = KVPages(CONFIG, 50, shared=first._pages[:2])
     second.advance(5)
-    second.rewind(32)
-    for length in (31, 0):
-        with pytest.raises(AssertionError):
-            second.rewind(length)
-    assert second.length == 32
+    for length in (36, 32, 31, 0):
+        second.rewind(length)
+        assert second.length == max(length, 32)
+
+
+def test_a_text_may_begin_to_share_what_it_has_written_and_reads_it_elsewhere() -> None:
+    first, second = filled(40, 33), filled(50, 40, number=3.0)
+    table, before = second.table, second.nbytes
+    second.share(first.full_pages())
+    assert (second.table, second.length) == (table, 40)
+    assert second.nbytes == before - 2 * first.nbytes // 3
+    addresses = (ctypes.c_int64 * 4).from_address(table)
+    assert list(addresses[:2]) == [page.ctypes.data for page in first.full_pages()]
+    second.check_integrity()
+    with pytest.raises(AssertionError, match="only what is written"):
+        second.share(filled(60, 50).full_pages())
 
 
 def test_rows_of_a_page_are_copied_behind_those_that_are_shared() -> None:

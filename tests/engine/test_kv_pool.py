@@ -6,7 +6,7 @@ plan and all tokens up to it, so a row that stands in a wrong place is seen.
 
 import threading
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,11 +221,80 @@ def test_texts_that_run_at_once_share_pages_and_write_only_their_own(desk: Desk)
     assert desk.turn(TEXT) == 39
 
 
+def test_a_text_finds_the_whole_pages_of_a_prompt_that_runs(desk: Desk) -> None:
+    first = desk.wanted(TEXT, room=30)
+    with desk.pool.borrow(first) as running:
+        write(running.cache, desk.rest(first, running)[:31])
+        assert desk.turn(TEXT[:31], cache_key="another chat") == 0
+        second = desk.wanted((*TEXT[:35], 5))
+        with desk.pool.borrow(second) as loan:
+            desk.check(second, loan)
+            assert loan.reused == 16
+            write(running.cache, desk.rest(first, running, [7] * 30))
+            write(loan.cache, desk.rest(second, loan))
+            assert desk.turn((*TEXT, *[7] * 20)) == 32, "an answer is not shared before it ends"
+            assert read(running.cache) == desk.all_marks(first, [7] * 30)
+            assert read(loan.cache) == desk.all_marks(second)
+            desk.pool.check_integrity()
+        running.complete((*TEXT, *[7] * 30))
+    assert desk.turn((*TEXT, *[7] * 30)) == 69
+
+
+def test_what_two_texts_that_run_wrote_alike_is_one_page_from_then_on(desk: Desk) -> None:
+    wants = [desk.wanted(TEXT, room=0), desk.wanted((*TEXT[:35], 5), room=0)]
+    with ExitStack() as stack:
+        loans = [stack.enter_context(desk.pool.borrow(wanted)) for wanted in wants]
+        for wanted, loan in zip(wants, loans, strict=True):
+            write(loan.cache, desk.rest(wanted, loan))
+        tables = [loan.cache.table for loan in loans]
+        assert desk.budget.used == 6 * BYTES
+        with desk.pool.borrow(desk.wanted(TEXT[:33], room=0)) as third:
+            assert third.reused == 32
+            assert desk.budget.used == desk.pool.nbytes == (2 + 3) * BYTES
+        assert [loan.cache.table for loan in loans] == tables, "what reads them looks there"
+        for wanted, loan in zip(wants, loans, strict=True):
+            loan.cache.check_integrity()
+            assert read(loan.cache) == desk.all_marks(wanted)
+        loans[1].cache.rewind(31)
+        assert loans[1].cache.length == 32, "what several texts share is not written again"
+        desk.pool.check_integrity()
+    assert desk.budget.used == desk.pool.nbytes == 2 * BYTES
+
+
+def test_a_prompt_that_fails_leaves_the_pages_that_others_began_with(desk: Desk) -> None:
+    longer = desk.wanted((*TEXT, *range(30)))
+    borrowed = desk.pool.borrow(longer)
+    running = borrowed.__enter__()
+    write(running.cache, desk.rest(longer, running)[:20])
+    with desk.pool.borrow(desk.wanted(TEXT)) as loan:
+        assert loan.reused == 16
+        write(running.cache, [0] * 30)  # rows that are wrong
+        failure = ZeroDivisionError()
+        assert not borrowed.__exit__(type(failure), failure, None)
+        desk.pool.check_integrity()
+        write(loan.cache, desk.rest(desk.wanted(TEXT), loan))
+        loan.complete(TEXT)
+    assert desk.turn(longer.ids) == len(TEXT)
+
+
+def test_texts_of_a_key_that_is_forgotten_share_nothing_any_more(desk: Desk) -> None:
+    first = desk.wanted(TEXT)
+    with desk.pool.borrow(first) as running:
+        write(running.cache, desk.rest(first, running))
+        with desk.pool.borrow(first) as second:
+            assert second.reused == 32
+            desk.pool.forget("chat")
+            desk.pool.check_integrity()
+            assert desk.turn(TEXT) == 0
+            desk.pool.check_integrity()
+    assert desk.budget.used == desk.pool.nbytes == 3 * BYTES
+
+
 def test_what_two_texts_wrote_alike_is_kept_once(desk: Desk) -> None:
     with ExitStack() as stack:
         wants = [desk.wanted(TEXT), desk.wanted((*TEXT[:37], 5))]
-        for wanted in wants:
-            loan = stack.enter_context(desk.pool.borrow(wanted))
+        loans = [stack.enter_context(desk.pool.borrow(wanted)) for wanted in wants]
+        for wanted, loan in zip(wants, loans, strict=True):
             write(loan.cache, desk.rest(wanted, loan))
             loan.complete(wanted.ids)
         assert desk.budget.used == 6 * BYTES
@@ -256,7 +325,6 @@ def test_a_page_and_its_copy_that_do_not_fit_are_one_that_is_read_again() -> Non
     desk = Desk(pages=4)
     desk.turn(TEXT)
     assert desk.turn((*TEXT, 1), room=20) == 32
-    assert desk.pool.traffic.copies == 0
     assert desk.budget.used == 3 * BYTES
     desk = Desk(pages=2)
     desk.turn(TEXT[:10], virtual=12)
@@ -304,10 +372,8 @@ def test_what_is_forgotten_is_gone(desk: Desk) -> None:
     desk.turn(TEXT)
     desk.turn(TEXT, cache_key="another chat")
     desk.pool.forget("a third chat")
-    assert desk.pool.holds("chat", PLAN)
+    assert desk.budget.used == 6 * BYTES
     desk.pool.forget("chat")
-    assert not desk.pool.holds("chat", PLAN)
-    assert not desk.pool.holds(None, PLAN)
     assert desk.budget.used == 3 * BYTES
     assert desk.turn(TEXT) == 0
     assert desk.turn(TEXT, cache_key="another chat") == 39
@@ -362,6 +428,7 @@ def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
     budget = Budget(40 * size)
     tiers = Tiers(ram=budget, device=budget)
     pool = KVPool(tiers)
+    evicted = False
     tracemalloc.start()
     try:
         begin = tracemalloc.get_traced_memory()[0]
@@ -370,7 +437,9 @@ def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
             wanted = KVWanted(
                 cache_key="chat", identity=PLAN, config=big, ids=ids, virtual=0, capacity=120
             )
+            before = pool.nbytes
             with pool.borrow(wanted) as loan:
+                evicted |= pool.nbytes - loan.cache.nbytes < before
                 tracemalloc.reset_peak()
                 loan.cache.advance(len(ids) - loan.cache.length)
                 loan.complete(ids)
@@ -379,7 +448,7 @@ def test_no_byte_is_there_that_is_not_in_the_ledger() -> None:
             assert peak - begin <= budget.limit + slack
     finally:
         tracemalloc.stop()
-    assert pool.traffic.evicted
+    assert evicted
 
 
 def test_memory_may_be_needed_by_another_thread_at_any_time() -> None:
@@ -406,8 +475,7 @@ def test_memory_may_be_needed_by_another_thread_at_any_time() -> None:
     finally:
         ended.set()
         other.join()
-    assert found
-    assert desk.pool.traffic.evicted
+    assert 0 < found < 400 * len(TEXT)
     desk.pool.clear()
     assert desk.budget.used == 0
 
@@ -433,8 +501,9 @@ def texts() -> st.SearchStrategy[tuple[int, ...]]:
 class Texts(RuleBasedStateMachine):
     """Texts of two owners and two plans, several at a time, in a budget of so many pages.
 
-    The model is the list of all texts that completed. Where nothing had to go, exactly what agrees
-    with one of them is found; where something had to, nothing else.
+    The model is the list of all texts that completed, and of the whole pages of prompts that ran
+    while another text began. Where nothing had to go, exactly what agrees with one of them is
+    found; where something had to, nothing else.
     """
 
     pages = 400
@@ -464,12 +533,14 @@ class Texts(RuleBasedStateMachine):
         wanted = self.desk.wanted(
             ids, room=len(answer) + spare, cache_key=key, identity=plan, virtual=virtual
         )
+        self.kept(wanted).update(self.shared_by_those_that_run(wanted))
         before, stack = self.desk.budget.used, ExitStack()
         try:
             loan = stack.enter_context(self.desk.pool.borrow(wanted))
         except BudgetError:
             assert self.pages < 400
-            assert self.desk.budget.used == before, "what cannot fit makes nobody go"
+            # what two that run wrote alike is one now; but what cannot fit makes nobody go
+            assert self.desk.budget.used <= before
             return
         self.desk.check(wanted, loan)
         expected = max((common(ids, text) for text in self.kept(wanted)), default=0)
@@ -482,6 +553,15 @@ class Texts(RuleBasedStateMachine):
         for text in self.open[place : place + 1]:
             rest = self.desk.rest(text.wanted, text.loan, text.answer)
             write(text.loan.cache, rest[:tokens])
+
+    @rule(place=st.integers(0, 5))
+    def begin_a_pass_that_fails(self, place: int) -> None:
+        """What it wrote behind the end of the text is nobody's; the next pass writes there."""
+        for text in self.open[place : place + 1]:
+            if text.loan.cache.length < text.loan.cache.capacity:
+                length = text.loan.cache.length
+                write(text.loan.cache, [1999])
+                text.loan.cache.length = length
 
     @rule(place=st.integers(0, 5), completes=st.booleans())
     def end(self, place: int, completes: bool) -> None:
@@ -507,7 +587,6 @@ class Texts(RuleBasedStateMachine):
         for origin in self.completed:
             if origin[0] == key:
                 self.completed[origin].clear()
-        assert not self.desk.pool.holds(key, PLAN)
 
     @rule(pages=st.integers(1, 10))
     def need_memory(self, pages: int) -> None:
@@ -532,6 +611,15 @@ class Texts(RuleBasedStateMachine):
         for key in ("a", "b"):
             self.desk.pool.forget(key)
         assert self.desk.budget.used == 0
+
+    def shared_by_those_that_run(self, wanted: KVWanted) -> Iterator[tuple[int, ...]]:
+        """The tokens in whole pages of prompts of the same owner and plan."""
+        for text in self.open:
+            other, virtual = text.wanted, text.wanted.virtual
+            if (other.cache_key, other.identity) == (wanted.cache_key, wanted.identity):
+                rows = min(text.loan.cache.length, virtual + len(other.ids)) // PAGE * PAGE
+                if not text.is_forgotten:
+                    yield tuple(other.ids[: max(rows - virtual, 0)])
 
     def kept(self, wanted: KVWanted) -> set[tuple[int, ...]]:
         if wanted.cache_key is None:

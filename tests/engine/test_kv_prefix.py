@@ -77,7 +77,7 @@ def test_ends_go_before_beginnings_and_the_oldest_first(tree: PrefixTree) -> Non
         left.append([tree.find(origin, TEXT).tokens for origin in (CHAT, OTHERS[0])])
     assert left == [[32, 17], [16, 17], [16, 16], [16, 0], [0, 0]]
     assert tree.evict(1) == tree.nbytes == 0
-    assert not tree.holds(CHAT)
+    assert tree.find(CHAT, TEXT) == Found()
 
 
 def test_what_is_rented_stays_with_all_before_it(tree: PrefixTree) -> None:
@@ -111,7 +111,7 @@ def test_forgetting_somebody_is_all_plans_of_theirs_and_nobody_elses(tree: Prefi
     for origin in OTHERS:
         tree.insert(origin, TEXT, pages(3))
     tree.forget("chat")
-    assert [tree.holds(origin) for origin in (CHAT, *OTHERS)] == [False, True, False]
+    assert [tree.find(origin, TEXT).tokens for origin in (CHAT, *OTHERS)] == [0, 40, 0]
     assert tree.nbytes == 300
 
 
