@@ -37,14 +37,21 @@ from expertctl.store.base_files import (
     rehashed,
 )
 from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
+from expertctl.store.copies_folder import (
+    QUANTISED,
+    STAGED,
+    is_left,
+    make_copies_folder,
+    put_in_place,
+    remove_entry,
+    remove_home,
+    staged_below,
+)
 from expertctl.store.disk import disk_errors
 from expertctl.store.lock import claim, exclusive, is_held
 from expertctl.store.store import near_names
 
-QUANTISED = "quantised"
-"""The folder of what a base is like quantised, beside its record."""
 _RECORD = "base.json"
-_TEMPORARY = ".new-"
 _MAX_NAME = 200
 
 
@@ -137,7 +144,7 @@ class BaseStore:
         name, revision = _named(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
             with self._changing():
-                own = stack.enter_context(claim(self.folder, prefix=_TEMPORARY))
+                own = stack.enter_context(claim(self.folder, prefix=STAGED))
             files = own / COPY
             _copy_files(directory, files, progress)
             base = _read_whole(files, name=name, revision=revision, progress=progress)
@@ -155,7 +162,7 @@ class BaseStore:
             self._say_so()  # before, too: this may be killed between a change and saying so
             (home / _RECORD).unlink(missing_ok=True)
             sync_folder(home)
-            remove_tree(home)
+            remove_home(home)
             self._say_so()
 
     def check(self, base: StoredBase) -> None:
@@ -178,15 +185,22 @@ class BaseStore:
         refuse_changes(base.name, rehashed(base.path, base.files, progress=progress))
 
     @contextmanager
-    def staging(self) -> Iterator[Path]:
-        """Lend a folder to write something in; what is left there, or by a killed process, goes.
+    def staging(self, base: StoredBase) -> Iterator[Path]:
+        """Lend a folder among the copies of a base, on their disk, to write one in.
+
+        What is left there, or by a killed process, goes.
 
         Raises:
-            StoreError: when the store cannot be written.
+            ConflictError: when the base was removed or replaced meanwhile.
+            StoreError: when its copies cannot be written.
         """
         with ExitStack() as stack:
             with self._changing():
-                own = stack.enter_context(claim(self.folder, prefix=_TEMPORARY))
+                self._demand(base)
+                folder = self.copies_of(base)
+                with disk_errors(folder):
+                    make_copies_folder(folder)
+                    own = stack.enter_context(claim(folder, prefix=STAGED))
             yield own
 
     def copies_of(self, base: StoredBase) -> Path:
@@ -201,16 +215,8 @@ class BaseStore:
             StoreError: when the store cannot be written.
         """
         with self._changing():
-            record = self._home(base.name) / _RECORD
-            if not record.exists() or read_base_record(record).identity != base.identity:
-                raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
-            make_folders(place.parent, mode=0o700)
-            kind = place.name.partition("-")[0]
-            for old in place.parent.glob(f"{kind}-*"):
-                if old != place or not old.is_file():
-                    remove_tree(old) if old.is_dir() else old.unlink()
-            staged.replace(place)
-            sync_folder(place.parent)
+            self._demand(base)
+            put_in_place(staged, place)
 
     def discard(self, copies: Iterable[Path]) -> None:
         """Remove files, or folders, that lie among the copies of bases.
@@ -221,7 +227,7 @@ class BaseStore:
         with self._changing():
             for path in copies:
                 assert path.parent.parent.parent == self.folder, path
-                remove_tree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                remove_entry(path)
 
     def collect(self) -> tuple[Path, ...]:
         """Remove what `garbage` tells.
@@ -234,13 +240,13 @@ class BaseStore:
         with disk_errors(self.folder), exclusive(self.folder / "lock"):
             found = self.garbage()
             for folder in found:
-                remove_tree(folder)
+                remove_home(folder)
             return found
 
     def garbage(self) -> tuple[Path, ...]:
         """Return the folders that killed processes left; changes nothing."""
-        staged = [path for path in self.folder.glob(f"{_TEMPORARY}*") if not is_held(path)]
-        removed = [path for path in self.folder.glob("[!.]*") if path.is_dir() and _is_left(path)]
+        staged = [path for path in staged_below(self.folder) if not is_held(path)]
+        removed = [path for path in self.folder.glob("[!.]*") if path.is_dir() and is_left(path)]
         return tuple(sorted([*staged, *removed]))
 
     def check_integrity(self) -> None:
@@ -316,21 +322,19 @@ class BaseStore:
         with disk_errors(self.folder):
             make_folders(self.folder, mode=0o700)
             with exclusive(self.folder / "lock"):
-                for left in self.folder.glob(f"{_TEMPORARY}*"):
+                for left in staged_below(self.folder):
                     if not is_held(left):
                         remove_tree(left)
                 yield
 
+    def _demand(self, base: StoredBase) -> None:
+        """Demand that a base is still the one that is known by its name."""
+        record = self._home(base.name) / _RECORD
+        if not record.exists() or read_base_record(record).identity != base.identity:
+            raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
+
     def _home(self, name: str) -> Path:
         return self.folder / quote(name, safe="")
-
-
-def _is_left(home: Path) -> bool:
-    """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
-    try:
-        return {path.name for path in home.iterdir()} <= {COPY, QUANTISED}
-    except FileNotFoundError:  # removed meanwhile
-        return False
 
 
 def _check_base(directory: Path) -> None:

@@ -5,6 +5,7 @@
     bases/<name>/quantised/<scheme>-<version>    a seal of 32 bytes, then the memory of the base
 
 A copy is kept only of bytes that were hashed while they were quantised, and are those of the base.
+The folder of the copies may be a link, or a mount, to another disk: they are written there, too.
 The seal is a sha256 over what this is a copy of and the digests of its pieces. A copy is read once,
 into the memory where it is used, and hashed there, in threads. Losing one costs time, nothing else:
 whatever is odd about it counts as absent, then it is written anew; where it cannot be written, a
@@ -25,13 +26,13 @@ from expertctl.errors import ExpertError
 from expertctl.store.base_files import refuse_changes
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
+from expertctl.store.copies_folder import copies_in, demand_own
 
 VERSION = 2
 """To be raised with whatever gives other bytes for the same base: quantising, or the layout."""
 _SEAL_BYTES = 32
 _PIECE = 4 << 20
 _THREADS = 4
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _HashPiece = Callable[[int, int], bytes]
 """From where a piece begins and its size to its digest."""
 
@@ -48,7 +49,7 @@ def copies_of(bases: BaseStore, base: StoredBase) -> "QuantisedCopies | None":
 
 def outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
     """Return what lies among the copies of every base and is none of this version's."""
-    found = (path for base in bases.bases() for path in bases.copies_of(base).glob("*"))
+    found = (path for base in bases.bases() for path in copies_in(bases.copies_of(base)))
     return tuple(sorted(path for path in found if not _is_of_this_version(path)))
 
 
@@ -58,7 +59,7 @@ class QuantisedCopies:
     def __init__(self, bases: BaseStore, base: StoredBase) -> None:
         """Keep copies beside the record of a base; they go with it."""
         self._bases, self._base = bases, base
-        self._notes: list[str] = []
+        self._notes: dict[str, str] = {}
 
     def read(self, scheme: str, memory: memoryview, *, progress: Progress = no_progress) -> bool:
         """Fill memory with the copy in a scheme; False when there is none that can be believed.
@@ -67,6 +68,7 @@ class QuantisedCopies:
         """
         path, size = self.path(scheme), len(memory)
         try:
+            demand_own(path.parent.stat())
             with _opened(path) as handle:
                 whole = self._is_whole(
                     handle,
@@ -78,10 +80,10 @@ class QuantisedCopies:
         except FileNotFoundError:
             return False
         except OSError as error:
-            self._notes.append(f"{path} is not used ({error.strerror or error}): made again")
+            self._notes[scheme] = f"{path} is not used ({error.strerror or error}): made again"
             return False
         if not whole:
-            self._notes.append(f"{path} is damaged, or not of this base: made again")
+            self._notes[scheme] = f"{path} is damaged, or not of this base: made again"
         return whole
 
     def write(self, scheme: str, memory: memoryview, *, weights: Digest) -> None:
@@ -100,14 +102,14 @@ class QuantisedCopies:
         pieces = _digests(len(memory), lambda begin, count: _hash(memory[begin : begin + count]))
         seal = self._seal(scheme, len(memory), b"".join(pieces))
         try:
-            with self._bases.staging() as folder:
+            with self._bases.staging(self._base) as folder:
                 with staged_file(folder / path.name, mode=0o600) as write:
                     write(memoryview(seal))
                     write(memory)
                 self._bases.keep(self._base, folder / path.name, path)
         except (ExpertError, OSError) as error:
             told = error.message if isinstance(error, ExpertError) else error.strerror or error
-            self._notes.append(f"{path} cannot be written ({told}): made again next time")
+            self._notes[scheme] = f"{path} cannot be written ({told}): made again next time"
 
     @property
     def weights(self) -> Digest | None:
@@ -116,7 +118,7 @@ class QuantisedCopies:
 
     def take_notes(self) -> tuple[str, ...]:
         """Return what went wrong since the last call, for a person to know."""
-        notes, self._notes = tuple(self._notes), []
+        notes, self._notes = tuple(self._notes.values()), {}
         return notes
 
     def path(self, scheme: str) -> Path:
@@ -126,7 +128,7 @@ class QuantisedCopies:
     def problems(self) -> dict[Path, str]:
         """Read every copy; return those that will not be used, and why."""
         found = {}
-        for path in sorted(self._bases.copies_of(self._base).glob("*")):
+        for path in copies_in(self._bases.copies_of(self._base)):
             if problem := self._problem(path):
                 found[path] = problem
         return found
@@ -188,8 +190,7 @@ def _opened(path: Path) -> Iterator[int]:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
             raise OSError("it is no file")
-        if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
-            raise OSError("others may write it")
+        demand_own(found)
         yield handle
     finally:
         os.close(handle)

@@ -1,5 +1,6 @@
 """A quantised copy is found again as it was written, for the same base, or not at all."""
 
+import errno
 import os
 import shutil
 import threading
@@ -326,8 +327,8 @@ def test_garbage_of_bases_is_told_and_collected(
     assert names == {"tiny", "lock", "mine"}
 
 
-def test_folders_and_links_among_the_copies_go_and_what_is_linked_to_stays(
-    house: House, bases: BaseStore, copies: QuantisedCopies, tmp_path: Path
+def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
+    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, tmp_path: Path
 ) -> None:
     write(copies)
     place, mine = copies.path("int8").parent, tmp_path / "mine"
@@ -336,13 +337,91 @@ def test_folders_and_links_among_the_copies_go_and_what_is_linked_to_stays(
     (place / "int4-0" / "part").write_bytes(b"123")
     mine.mkdir()
     (mine / "notes").write_text("not ours")
-    (place / "linked").symlink_to(mine)
-    odd = (place / "int4-0", place / "linked", place / "lost+found")
+    (place / "int4-1").symlink_to(mine)
+    odd = (place / "int4-0", place / "int4-1")
     assert garbage(house.store, bases).copies == odd
     assert collect(house.store, bases).copies == odd
-    assert [path.name for path in place.iterdir()] == [copies.path("int8").name]
+    assert sorted(path.name for path in place.iterdir()) == [copies.path("int8").name, "lost+found"]
     assert (mine / "notes").read_text() == "not ours"
     assert read(copies) == DATA
+    bases.remove(base)
+    assert [path.name for path in place.iterdir()] == ["lost+found"]
+    assert (garbage(house.store, bases).folders, bases.bases()) == ((), [])
+
+
+@pytest.fixture
+def elsewhere(copies: QuantisedCopies, tmp_path: Path) -> Path:
+    """A folder of the user's own, with something else in it, to which the copies are linked."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir(mode=0o700)
+    (folder / "letter").write_text("not ours")
+    (folder / "photos").mkdir()
+    copies.path("int8").parent.symlink_to(folder)
+    return folder
+
+
+def test_copies_are_kept_where_their_folder_leads(
+    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, elsewhere: Path
+) -> None:
+    write(copies)
+    assert (elsewhere / copies.path("int8").name).read_bytes()[32:] == DATA
+    assert read(copies) == DATA
+    assert (copies.take_notes(), copies.problems()) == ((), {})
+    (elsewhere / "int4-0").write_bytes(b"123")
+    staged = elsewhere / ".new-0123456789abcdef"
+    staged.mkdir()
+    found = collect(house.store, bases)
+    place = bases.copies_of(base)
+    assert (found.folders, found.copies) == ((place / staged.name,), (place / "int4-0",))
+    assert read(copies) == DATA
+    bases.remove(base)
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["letter", "photos"]
+    assert [path.name for path in bases.folder.iterdir()] == ["lock"]
+
+
+def test_a_copy_is_written_on_the_disk_that_keeps_it(
+    copies: QuantisedCopies, elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between two disks: nothing is renamed from elsewhere."""
+    replace_file = Path.replace
+
+    def within_one(self: Path, target: Path) -> Path:
+        if self.resolve().is_relative_to(elsewhere) != target.resolve().is_relative_to(elsewhere):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return replace_file(self, target)
+
+    monkeypatch.setattr(Path, "replace", within_one)
+    write(copies)
+    assert copies.take_notes() == ()
+    assert read(copies) == DATA
+
+
+def a_file(folder: Path) -> str:
+    folder.write_text("mine")
+    return "it is no folder"
+
+
+def a_link_to_nothing(folder: Path) -> str:
+    folder.symlink_to("/unplugged/disk")
+    return "it leads to /unplugged/disk, which is not there"
+
+
+def a_folder_for_all(folder: Path) -> str:
+    folder.mkdir()
+    folder.chmod(0o777)
+    return "others may write it"
+
+
+@pytest.mark.parametrize("place", [a_file, a_link_to_nothing, a_folder_for_all])
+def test_a_place_that_cannot_keep_copies_is_told_once(
+    copies: QuantisedCopies, place: Callable[[Path], str]
+) -> None:
+    folder = copies.path("int8").parent
+    why = place(folder)
+    assert read(copies) is None
+    write(copies)
+    told = f"{copies.path('int8')} cannot be written ({folder}: {why}): made again next time"
+    assert copies.take_notes() == (told,)
 
 
 def test_what_others_remove_meanwhile_stops_no_collector(

@@ -1,0 +1,123 @@
+"""The folder of a base's quantised copies: an ordinary one, or a link or a mount to another disk.
+
+Then it may hold what is not ours. So only what has a name of ours is ever removed there:
+``<scheme>-<version>``, and the folders in which a copy is being written.
+"""
+
+import errno
+import os
+import re
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from expertctl.durable import make_folders, remove_tree, sync_folder
+from expertctl.store.base_record import COPY
+
+QUANTISED = "quantised"
+"""Its name, beside the record of the base."""
+STAGED = ".new-"
+_COPY = re.compile(r"int[0-9]{1,2}-[0-9]{1,9}")
+_STAGED = re.compile(re.escape(STAGED) + r"[0-9a-f]{16}")
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_STAYS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
+"""Why a folder is not removed: somebody was faster, it holds other things, it is a mount."""
+
+
+def copies_in(folder: Path) -> list[Path]:
+    """Return what is named like a copy, whatever it is, sorted."""
+    return _named(folder, _COPY)
+
+
+def staged_in(folder: Path) -> list[Path]:
+    """Return the folders in which copies are being written, or were by killed processes."""
+    return _named(folder, _STAGED)
+
+
+def staged_below(bases: Path) -> list[Path]:
+    """Return such folders of all bases, and those in which bases are being copied."""
+    copies = [left for folder in bases.glob(f"*/{QUANTISED}") for left in staged_in(folder)]
+    return [*bases.glob(f"{STAGED}*"), *copies]
+
+
+def put_in_place(staged: Path, place: Path) -> None:
+    """Move a copy that is on the disk to its place; older ones of its scheme go."""
+    scheme = place.name.partition("-")[0]
+    for old in copies_in(place.parent):
+        if old.name.startswith(f"{scheme}-") and (old != place or not old.is_file()):
+            remove_entry(old)
+    staged.replace(place)
+    sync_folder(place.parent)
+
+
+def make_copies_folder(folder: Path) -> None:
+    """Make the folder, where there is none, and demand one that only this user writes.
+
+    Raises:
+        OSError: when that is not so, saying why.
+    """
+    if folder.is_symlink() and not folder.exists():
+        raise OSError(f"it leads to {folder.readlink()}, which is not there")
+    if folder.exists() and not folder.is_dir():
+        raise OSError("it is no folder")
+    make_folders(folder, mode=0o700)
+    demand_own(folder.stat())
+
+
+def demand_own(found: os.stat_result) -> None:
+    """Demand what only this user writes.
+
+    Raises:
+        OSError: when others may, or it is theirs.
+    """
+    if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
+        raise OSError("others may write it")
+
+
+def remove_entry(path: Path) -> None:
+    """Remove a file, a link or a folder of ours; what is gone already is no error."""
+    if path.is_dir() and not path.is_symlink():
+        remove_tree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_home(home: Path) -> None:
+    """Remove the folder of a base with its copies; what is not ours among them stays."""
+    copies = home / QUANTISED
+    for path in (*copies_in(copies), *staged_in(copies)):
+        remove_entry(path)
+    with suppress(FileNotFoundError):
+        for path in list(home.iterdir()):
+            if path.name != QUANTISED or not path.is_dir() or path.is_symlink():
+                remove_entry(path)
+    for folder in (copies, home):
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in _STAYS:
+                raise
+
+
+def is_left(home: Path) -> bool:
+    """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
+    try:
+        ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED}
+    except FileNotFoundError:  # removed meanwhile
+        return False
+    return ours and not _stays(home / QUANTISED)
+
+
+def _stays(folder: Path) -> bool:
+    """Tell whether removing a base would leave this folder: a mount, or with other things in it."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    ours = {*copies_in(folder), *staged_in(folder)}
+    return os.path.ismount(folder) or any(path not in ours for path in folder.iterdir())
+
+
+def _named(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
