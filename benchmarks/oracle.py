@@ -13,12 +13,13 @@ import torch
 from benchmarks.engine_process import prompt_ids
 from benchmarks.inputs import base_config
 from expertctl.engine.base_weights import BaseWeights
-from expertctl.engine.decoder import NO_DELTAS, Decoder, Deltas
+from expertctl.engine.decoder import Decoder
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.packed import PackedMatrix, unpack
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.layers import NO_DELTAS, Deltas
 from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.random_base import random_base

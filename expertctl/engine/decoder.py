@@ -6,7 +6,7 @@ float32, [tokens, features]; base weights are only read.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -20,17 +20,12 @@ from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.linear import LinearDelta, linear
+from expertctl.engine.layers import NO_DELTAS, Deltas, Layer, head_of, layers_of
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.package.model_config import EMBEDDING, ModelConfig
 
 PREFILL_CHUNK = 512
 _FLOAT_BYTES = 4
-
-Deltas = Mapping[str, LinearDelta]
-"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
-
-NO_DELTAS: Deltas = {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,32 +44,6 @@ class DecodeResult:
     logits: Tensor
     position: int
     ms: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Linear:
-    module: str
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        return linear(x, self.weight, self.bias, deltas.get(self.module))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layer:
-    input_norm: Tensor
-    query: _Linear
-    key: _Linear
-    value: _Linear
-    output: _Linear
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    mlp_norm: Tensor
-    gate: _Linear
-    up: _Linear
-    down: _Linear
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +66,8 @@ class Decoder:
         self._weights = weights
         self._embedding = weights.tensors[EMBEDDING]
         self._norm = weights.tensors["model.norm.weight"]
-        self._head = _Linear("lm_head", weights.head(), None)
-        self._layers = [_layer_of(config, weights, n) for n in range(config.layers)]
+        self._head = head_of(weights)
+        self._layers = layers_of(config, weights)
         self._rotations = torch.empty(2, 0, config.head_dim, device=weights.device)
         self._times: LayerTimes | None = None
 
@@ -213,7 +182,7 @@ class Decoder:
         return x
 
     def _attention(
-        self, x: Tensor, layer: _Layer, number: int, step: _Step, cache: KVCache, deltas: Deltas
+        self, x: Tensor, layer: Layer, number: int, step: _Step, cache: KVCache, deltas: Deltas
     ) -> Tensor:
         x = self._normed(x, layer.input_norm)
         queries = self._heads(layer.query(x, deltas), layer.query_norm)
@@ -224,7 +193,7 @@ class Decoder:
         out = attend(rotate(queries, step.cos, step.sin), keys, values, view)
         return layer.output(out, deltas)
 
-    def _mlp(self, x: Tensor, layer: _Layer, deltas: Deltas) -> Tensor:
+    def _mlp(self, x: Tensor, layer: Layer, deltas: Deltas) -> Tensor:
         x = self._normed(x, layer.mlp_norm)
         gated = F.silu(layer.gate(x, deltas)) * layer.up(x, deltas)  # [tokens, intermediate]
         return layer.down(gated, deltas)
@@ -276,26 +245,3 @@ def pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK
     masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
     rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
     return masks + _FLOAT_BYTES * (rows * per_token + rotations + 2 * config.vocab_size)
-
-
-def _layer_of(config: ModelConfig, weights: BaseWeights, number: int) -> _Layer:
-    tensors, prefix = weights.tensors, f"model.layers.{number}"
-
-    def read(name: str) -> _Linear:
-        module = f"{prefix}.{name}"
-        return _Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
-
-    return _Layer(
-        input_norm=tensors[f"{prefix}.input_layernorm.weight"],
-        query=read("self_attn.q_proj"),
-        key=read("self_attn.k_proj"),
-        value=read("self_attn.v_proj"),
-        output=read("self_attn.o_proj"),
-        query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
-        key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
-        mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
-        gate=read("mlp.gate_proj"),
-        up=read("mlp.up_proj"),
-        down=read("mlp.down_proj"),
-        window=config.windows[number],
-    )
