@@ -4,8 +4,10 @@ What is pinned stays, and so does what a resident plan uses in place, and what i
 rest, two classes share the memory: experts, and keys and values that were kept. Kept ones give way
 first while they are more than their share of both, else experts do; a class with nothing left to
 give leaves it to the other. Within a class what nobody expects goes first, then what is expected
-last; there the lowest priority, ``count * 0.25 ** (age / 128)`` with the age in requests. Why that
-formula, and no other, is in ``docs/adr/0016-residency.md``.
+last; there the lowest priority, ``count * 0.25 ** (age / 128)`` with the age in requests. The count
+is one for each use, less what fades: ``0.25 ** (requests since / 512)`` is left of it. Counts
+outlive their entries, so what is in demand again need not begin at one. Why that formula, and no
+other, is in ``docs/adr/0016-residency.md``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
@@ -16,6 +18,10 @@ from expertctl.engine.budget import PURPOSES, Budget, Purpose
 
 DECAY = 0.25
 PERIOD = 128
+FADING = 512
+"""After so many requests a use counts a quarter."""
+REMEMBERED = 1024
+"""Of so many that went last their counts are known; of others little would be left."""
 KEPT_SHARE = 0.5
 """How much of what experts and kept keys and values hold is left to the latter."""
 ABSENT = object()
@@ -38,13 +44,25 @@ class Entry(Generic[Name]):
     value: object = ABSENT
     traffic: bool = True
     landed: bool = False
-    count: int = 0
+    count: float = 0.0
+    """Its uses, and those of entries of its name before, as of ``last_used``."""
+    is_used: bool = False
     pins: int = 0
+
+    def use(self, now: int) -> None:
+        """Count a use."""
+        self.count = faded(self.count, now - self.last_used) + 1
+        self.last_used, self.is_used = now, True
 
     def priority(self, now: int) -> float:
         """How much it is worth to keep."""
         age = now - self.last_used
         return float(self.count * DECAY ** (age / PERIOD))
+
+
+def faded(count: float, requests: int) -> float:
+    """Return what is left of a count after so many requests."""
+    return float(count * DECAY ** (requests / FADING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +83,18 @@ class Occupancy(Generic[Name]):
         self.expected: dict[Ticket, frozenset[Name]] = {}
         self.spares: list[Spare] = []
         self.now = 0
+        self._counts: dict[Name, tuple[float, int]] = {}
         self._evicted = evicted
 
     def landed(self, name: Name) -> Entry[Name] | None:
         """Return an entry that can be used."""
         entry = self.entries.get(name)
         return entry if entry is not None and entry.landed else None
+
+    def count_before(self, name: Name) -> float:
+        """Return what is left of the uses of an entry that went."""
+        count, last_used = self._counts.get(name, (0.0, self.now))
+        return faded(count, self.now - last_used)
 
     def spare(self, budget: Budget) -> int:
         """Return how many bytes can be had without evicting an entry, besides those free."""
@@ -102,7 +126,7 @@ class Occupancy(Generic[Name]):
     def drop_unneeded(self, name: Name) -> None:
         """Let go of what was brought and never used, unless somebody still expects it."""
         entry = self.landed(name)
-        if entry is None or entry.count or entry.purpose != "experts":
+        if entry is None or entry.is_used or entry.purpose != "experts":
             return
         if not any(name in names for names in self.expected.values()):
             self.evict(name)
@@ -118,6 +142,7 @@ class Occupancy(Generic[Name]):
         entry = self.entries.pop(name)
         entry.value = ABSENT  # what is freed is gone before its bytes are struck out
         entry.budget.release(entry.purpose, entry.nbytes)
+        self._remember(name, entry)
         self._evicted(name)
 
     def clear(self) -> None:
@@ -128,15 +153,31 @@ class Occupancy(Generic[Name]):
             used = {name for entry in able.values() for name in entry.uses}
             self.evict(next(name for name in able if name not in used))
 
+    def held(self, budget: Budget, purpose: Purpose) -> int:
+        """Return the bytes of all entries of one memory and purpose."""
+        return _sum((e for e in self.entries.values() if e.purpose == purpose), budget)
+
+    def check_idle(self) -> None:
+        """Assert that nobody has, expects or brings anything."""
+        assert not self.expected
+        assert all(entry.landed and not entry.pins for entry in self.entries.values())
+
     def check_integrity(self) -> None:
         """Assert that entries are within the ledger, and that what they use is there."""
+        assert len(self._counts) <= REMEMBERED
         for entry in self.entries.values():
             assert entry.pins >= 0
             assert all(name in self.entries for name in entry.uses)
             entry.budget.check_integrity()
             for purpose in PURPOSES:
-                same = (e for e in self.entries.values() if e.purpose == purpose)
-                assert _sum(same, entry.budget) <= entry.budget.held(purpose)
+                assert self.held(entry.budget, purpose) <= entry.budget.held(purpose)
+
+    def _remember(self, name: Name, entry: Entry[Name]) -> None:
+        self._counts.pop(name, None)  # the order is that of going
+        if entry.count:
+            self._counts[name] = entry.count, entry.last_used
+        if len(self._counts) > REMEMBERED:
+            del self._counts[next(iter(self._counts))]
 
     def _able(self, spared: Collection[Name] = ()) -> Mapping[Name, Entry[Name]]:
         """Return what can go, if need be one after the other."""

@@ -77,12 +77,14 @@ class Tiers:
         self._workers = workers
         self._memory = Occupancy[Key](evicted=self._evicted)
         self._tickets = 0
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken by ``with``, at once: a signal finds it held within the block, or not at all."""
+        self._changed = threading.Condition(self._lock)
         self.traffic = {tier: Traffic() for tier in Tier}
 
     def begin_request(self) -> None:
         """Let everything grow older by one request."""
-        with self._changed:
+        with self._lock:
             self._memory.now += 1
 
     def holds(self, key: Key) -> bool:
@@ -92,13 +94,13 @@ class Tiers:
     def has_room(self, tier: Tier, size: int) -> bool:
         """Tell whether so many bytes fit without evicting an entry."""
         budget = self._budgets[tier]
-        with self._changed:
+        with self._lock:
             return size <= budget.free + self._memory.spare(budget)
 
     @property
     def lock(self) -> AbstractContextManager[object]:
         """Held for every decision; may be taken again by the thread that holds it."""
-        return self._changed
+        return self._lock
 
     def spare_from(
         self, tier: Tier, *, nbytes: Callable[[], int], give_up: Callable[[int], None]
@@ -108,7 +110,7 @@ class Tiers:
         ``nbytes`` is what it can spare; ``give_up`` releases at least so many of them. Both are
         called by any thread, with the `lock` held: by that, its owner guards its own state too.
         """
-        with self._changed:
+        with self._lock:
             self._memory.spares.append(Spare(self._budgets[tier], nbytes, give_up))
 
     @contextmanager
@@ -128,7 +130,7 @@ class Tiers:
     @contextmanager
     def resident(self, key: Key) -> Iterator[object | None]:
         """Borrow an entry if it is there."""
-        with self._changed:
+        with self._lock:
             entry = self._memory.landed(key)
             found = [] if entry is None else [entry]
             self._pin(found)
@@ -144,14 +146,14 @@ class Tiers:
 
         What was fetched for it and is needed by nobody in the end goes with it.
         """
-        with self._changed:
+        with self._lock:
             self._tickets += 1
             ticket = self._tickets
             self._memory.expected[ticket] = frozenset(keys)
         try:
             yield ticket
         finally:
-            with self._changed:
+            with self._lock:
                 for key in self._memory.expected.pop(ticket):
                     self._memory.drop_unneeded(key)
                 self._changed.notify_all()
@@ -187,19 +189,19 @@ class Tiers:
             BudgetError: when they cannot fit beside what is pinned; nothing is evicted then.
         """
         budget = self._budgets[tier]
-        with self._changed:
+        with self._lock:
             self._make_room(budget, purpose, size, what=what)
             budget.reserve(purpose, size, what=what)
 
     def release(self, tier: Tier, purpose: Purpose, size: int) -> None:
         """Strike out bytes that `reserve` entered."""
-        with self._changed:
+        with self._lock:
             self._budgets[tier].release(purpose, size)
             self._changed.notify_all()
 
     def keep(self, key: Key, value: object, nbytes: int, *, purpose: Purpose) -> None:
         """Take over something and the bytes held for it, until room is needed."""
-        with self._changed:
+        with self._lock:
             self.forget(key)
             budget, now = self._budgets[key[0]], self._memory.now
             self._memory.entries[key] = Entry(
@@ -214,13 +216,13 @@ class Tiers:
 
     def take(self, key: Key) -> object | None:
         """Hand over what was kept, if it is still there; its bytes stay held, for the caller."""
-        with self._changed:
+        with self._lock:
             entry = self._memory.entries.pop(key, None)
             return None if entry is None else entry.value
 
     def forget(self, key: Key) -> None:
         """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
-        with self._changed:
+        with self._lock:
             while key in self._memory.entries and not self.holds(key):
                 self._changed.wait()
             self._memory.drop_users(key)
@@ -229,12 +231,20 @@ class Tiers:
 
     def clear(self) -> None:
         """Drop everything that is not pinned, nor on its way."""
-        with self._changed:
+        with self._lock:
             self._memory.clear()
+
+    def check_idle(self) -> None:
+        """Assert what holds between requests: nothing is borrowed, expected or on its way."""
+        with self._lock:
+            self._memory.check_idle()
+            for budget in self._budgets.values():
+                assert budget.held("experts") == self._memory.held(budget, "experts")
+                assert budget.held("buffers") == 0
 
     def check_integrity(self) -> None:
         """Assert what must always hold."""
-        with self._changed:
+        with self._lock:
             self._memory.check_integrity()
             for budget in self._budgets.values():
                 budget.check_integrity()
@@ -259,10 +269,10 @@ class Tiers:
         """Add to ``held``, pinned, what is there, what others bring, and what is brought here."""
         own: dict[Key, Entry[Key]] = {}
         try:
-            with self._changed:
+            with self._lock:
                 entries = self._memory.entries
                 there = {i.key: entries[i.key] for i in wanted if i.key in entries}
-                fresh = {key for key, entry in there.items() if not entry.count}
+                fresh = {key for key, entry in there.items() if not entry.is_used}
                 self._pin(there.values())
                 held.update(there)
                 self._enter([item for item in wanted if item.key not in there], own)
@@ -271,7 +281,7 @@ class Tiers:
         finally:
             for key, entry in own.items():  # one fails, others are not begun: nobody waits for them
                 self._settle(entry, key)
-        with self._changed:
+        with self._lock:
             self._await(there, held)
             for item in wanted:
                 if item.traffic and item.key in held:
@@ -281,12 +291,11 @@ class Tiers:
 
     def _pin(self, entries: Iterable[Entry[Key]]) -> None:
         for entry in entries:
+            entry.use(self._memory.now)  # first: what is pinned was used
             entry.pins += 1
-            entry.count += 1
-            entry.last_used = self._memory.now
 
     def _unpin(self, entries: Iterable[Entry[Key]]) -> None:
-        with self._changed:
+        with self._lock:
             for entry in entries:
                 entry.pins -= 1
             self._changed.notify_all()
@@ -306,7 +315,8 @@ class Tiers:
 
     def _new_entry(self, item: Wanted[Resident]) -> Entry[Key]:
         budget = self._budgets[item.key[0]]
-        return Entry(budget, item.nbytes, self._memory.now, item.uses, traffic=item.traffic)
+        now, count = self._memory.now, self._memory.count_before(item.key)
+        return Entry(budget, item.nbytes, now, item.uses, traffic=item.traffic, count=count)
 
     def _announce(self, item: Wanted[Resident], entry: Entry[Key], what: str) -> Entry[Key]:
         """Say that somebody brings it; whoever does settles it, whatever happens."""
@@ -332,7 +342,7 @@ class Tiers:
 
     def _settle(self, entry: Entry[Key], key: Key) -> None:
         """Let what came be used; strike out what did not, let go of what nobody needs any more."""
-        with self._changed:
+        with self._lock:
             if entry.landed or self._memory.entries.get(key) is not entry:
                 return
             if entry.value is ABSENT:
@@ -357,7 +367,7 @@ class Tiers:
         return not entry.landed and self._memory.entries.get(key) is entry
 
     def _begin_fetch(self, item: Wanted[Resident], ticket: Ticket) -> Entry[Key] | None:
-        with self._changed:
+        with self._lock:
             while ticket in self._memory.expected and item.key not in self._memory.entries:
                 if self._has_spare_room(item, ticket):
                     return self._announce(item, self._new_entry(item), item.what)

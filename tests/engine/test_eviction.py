@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import fsum
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -22,16 +23,19 @@ SIZES |= {"A": 50, "B": 80, "C": 300}
 
 @dataclass
 class Entry:
-    count: int
-    last_used: int
     pins: int = 0
 
 
 @dataclass
 class Model:
-    """The rules in words: evict before insert, lowest ``count * 0.25 ** (age / 128)`` first."""
+    """The rules in words: evict before insert, lowest ``count * 0.25 ** (age / 128)`` first.
+
+    The count is a sum over all uses that there ever were, each worth a quarter after 512 requests.
+    """
 
     now: int = 0
+    uses: dict[str, list[int]] = field(default_factory=dict)
+    """When each was used, whether or not it stayed."""
     entries: dict[str, Entry] = field(default_factory=dict)
 
     @property
@@ -48,11 +52,10 @@ class Model:
         pinned |= {used for name in pinned for used in PLANS.get(name, "")}
         return LIMIT - sum(SIZES[name] for name in self.entries if name in pinned)
 
-    def worth(self, name: str) -> tuple[Fraction, int]:
-        """The priority to the 128th power: exact, and in the same order as the priority."""
-        entry = self.entries[name]
-        age = self.now - entry.last_used
-        return Fraction(entry.count) ** 128 * Fraction(1, 4) ** age, entry.last_used
+    def worth(self, name: str) -> tuple[float, int]:
+        *_, last = uses = self.uses[name]
+        count = fsum(0.25 ** ((last - use) / 512) for use in uses)
+        return count * 0.25 ** ((self.now - last) / 128), last
 
     def pin(self, names: str) -> bool:
         """Bring and pin; False when it cannot fit, and then nothing has changed."""
@@ -69,13 +72,13 @@ class Model:
             able = [n for n, entry in self.entries.items() if not entry.pins and n not in kept]
             del self.entries[min(able, key=self.worth)]
         for name in absent:
-            self.entries[name] = Entry(0, self.now)
+            self.entries[name] = Entry()
             self.touch(name)
         return True
 
     def touch(self, name: str) -> None:
-        entry = self.entries[name]
-        entry.count, entry.last_used, entry.pins = entry.count + 1, self.now, entry.pins + 1
+        self.entries[name].pins += 1
+        self.uses.setdefault(name, []).append(self.now)
 
     def unpin(self, names: str) -> None:
         for name in set(names):
@@ -145,6 +148,13 @@ class Eviction(RuleBasedStateMachine):
             return False
         assert self.model.pin(names), "the model has no room for it"
         return True
+
+    @rule()
+    def all_is_dropped(self) -> None:
+        """What was used before counts when it comes again."""
+        if not self.borrowed:
+            self.tiers.clear()
+            self.model.entries.clear()
 
     @invariant()
     def the_same_are_resident(self) -> None:

@@ -17,7 +17,7 @@ from expertctl.engine.tiers import Tier, Tiers, Wanted
 SECONDS = 60
 """After which something that should be over is not."""
 _SETTLING = frozenset({"_settle", "check_integrity"})
-_WHOLE = ("_settle", "with self._changed")
+_WHOLE = ("_settle", "with self._lock")
 """In lines that leave a lock, the interpreter looks for signals only once they have left it."""
 
 
