@@ -7,7 +7,10 @@ from pathlib import Path
 
 from benchmarks.harness import as_table
 
-HELPERS = {"drawn_deep", "drawn_rows", "harness", "injections", "inputs", "memorised", "popularity"}
+HELPERS = {
+    *("drawn_deep", "drawn_rows", "harness", "injections", "inputs", "installed", "memorised"),
+    "popularity",
+}
 ENGINES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
 NOT_BENCHMARKS = {"__init__", "__main__", "routed_home", "servers", *HELPERS, *ENGINES}
 

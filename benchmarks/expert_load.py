@@ -17,18 +17,16 @@ import torch
 
 from benchmarks.harness import Row, Run, absent, compare, main, timed
 from benchmarks.inputs import HIDDEN, INTERMEDIATE, KEYS, LAYERS, QUERIES, shapes, write_lora
-from expertctl.digest import Digest, FileDigest, hash_file
-from expertctl.engine.adapter_load import StoredFiles, adapter_bytes, load_adapter
+from benchmarks.installed import WEIGHTS, installed
+from expertctl.digest import Digest
 from expertctl.engine.budget import Budget
 from expertctl.engine.compose import Form
 from expertctl.engine.experts import ExpertSource, Target, compiled
 from expertctl.engine.gains import GainSource
 from expertctl.engine.tiers import Tiers
-from expertctl.package.tensor_file import read_table
-from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
 from expertctl.store.derived import Derived
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BASE = "bench/qwen3-0.6b"
 INSTALL = "pip install 'expertctl[dev]'"
 BUDGET = 1 << 30
 HEAD_DIM, VOCAB = 128, 1024
@@ -97,28 +95,6 @@ def _without_peft() -> list[Row]:
     ]
 
 
-def _source(directory: Path) -> ExpertSource:
-    """An installed expert, as the store would offer it."""
-    files = {
-        name: (directory / name, FileDigest(name, *hash_file(directory / name)))
-        for name in (WEIGHTS, CONFIG)
-    }
-    tensors = len(read_table(directory / WEIGHTS).tensors)
-    manifest = Manifest(
-        schema=1,
-        name=f"bench/{directory.name}",
-        version="1.0.0",
-        description="a benchmark's adapter",
-        license="Apache-2.0",
-        base=BaseRequirement(name="bench/qwen3-0.6b", arch="", tokenizer=""),
-        adapters=(AdapterEntry("lora", WEIGHTS, CONFIG, "float32", tensors),),
-    )
-    stored = StoredFiles(manifest.ref, files)
-    cost = adapter_bytes(manifest, {name: file.size for name, (_, file) in files.items()})
-    digest = files[WEIGHTS][1].digest
-    return ExpertSource(manifest, digest, cost, lambda: load_adapter(manifest, stored))
-
-
 def _target() -> Target:
     """The base's form; no expert here has DoRA, so nothing of the base is asked for."""
     form = Form(shapes(), HIDDEN, torch.float32, torch.device("cpu"))
@@ -134,7 +110,7 @@ def _use(tiers: Tiers, source: ExpertSource, target: Target) -> None:
 
 
 def _cold(directory: Path) -> Run:
-    source, target = _source(directory), _target()
+    source, target = installed(directory, base=BASE), _target()
 
     def load() -> None:
         budget = Budget(BUDGET)
@@ -155,7 +131,7 @@ def _floor(path: Path) -> Run:
 def _switching(one: Path, two: Path, *, forget: bool) -> Iterator[Run]:
     """Change between two experts in memory; ``forget`` their compiled plans each time."""
     budget, target = Budget(BUDGET), _target()
-    tiers, sources = Tiers(ram=budget, device=budget), [_source(one), _source(two)]
+    tiers, sources = Tiers(ram=budget, device=budget), [installed(d, base=BASE) for d in (one, two)]
     with tiers.pin([source.wanted for source in sources]):
         for source in sources:
             _use(tiers, source, target)

@@ -16,6 +16,14 @@ def drawn(count: int, *, experts: int, seed: int) -> list[int]:
     return [int(n) for n in rng.choice(experts, size=count, p=weights / weights.sum())]
 
 
+def shifting(count: int, *, experts: int, seed: int, every: int) -> list[int]:
+    """Return the same where it is drawn anew every so many requests who is popular."""
+    rng = np.random.default_rng(seed)
+    ranks = drawn(count, experts=experts, seed=seed)
+    orders = [rng.permutation(experts) for _ in range(-(-count // every))]
+    return [int(orders[at // every][rank]) for at, rank in enumerate(ranks)]
+
+
 def best_static(wanted: Sequence[int], fit: int) -> float:
     """Keep those that are wanted most often."""
     return sum(times for _, times in Counter(wanted).most_common(fit)) / len(wanted)

@@ -1,6 +1,7 @@
 """Which experts stay in memory: 100 of 20 MB for the starter base, 256 MB, 20,000 requests.
 
-Requests are drawn from Zipf's law (1.0, seed 0). *Replayed* are all of them, through the tiers, the
+Requests are drawn from Zipf's law (1.0, seed 0), once with the same favourites all the time and
+once with new ones every 2,500 requests. *Replayed* are all of them, through the tiers, the
 ledger and the eviction that `run` uses, with experts whose bytes are counted and not read. *Real*
 are the first of them: files are read, verified and compiled, and the operating system says what
 that takes. Both must find the same experts in memory, or the replay says nothing. The rivals of
@@ -25,9 +26,10 @@ import torch
 from safetensors.numpy import save_file
 
 from benchmarks.harness import Row, judged, main
-from benchmarks.popularity import belady, best_static, drawn, lru
-from expertctl.digest import Digest, FileDigest, hash_file
-from expertctl.engine.adapter_load import LoadedAdapter, StoredFiles, adapter_bytes, load_adapter
+from benchmarks.installed import CONFIG, WEIGHTS, installed
+from benchmarks.popularity import belady, best_static, drawn, lru, shifting
+from expertctl.digest import Digest
+from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.budget import Budget
 from expertctl.engine.compose import Form
 from expertctl.engine.experts import ExpertSource, Target, compiled
@@ -35,15 +37,14 @@ from expertctl.engine.gains import GainSource
 from expertctl.engine.prefetch import Prefetch
 from expertctl.engine.tiers import Tier, Tiers, Wanted
 from expertctl.package.model_config import ModelConfig, read_config
-from expertctl.schema.manifest import AdapterEntry, BaseRequirement, Manifest
 from expertctl.store.derived import Derived
 
 EXPERTS, EXPERT_BYTES = 100, 20_000_000
 BUDGET = 256_000_000
 REQUESTS, REAL, JOBS = 20_000, 1_500, 300
+FAVOURITES_LAST = 2_500
 SEED = 0
 STARTER = Path(__file__).parent.parent / "expertctl" / "_starter" / "base"
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _MB = 1e6
 _LOOKS_APART = 0.002
 
@@ -54,10 +55,13 @@ def measure(_rounds: int) -> Sequence[Row]:
     with tempfile.TemporaryDirectory() as folder:
         shelf = Shelf.write(Path(folder))
         replayed = replay(wanted, shelf.sizes)
+        moving = shifting(REQUESTS, experts=EXPERTS, seed=SEED, every=FAVOURITES_LAST)
+        followed = replay(moving, shelf.sizes)
         copies = replay(wanted, shelf.sizes, plan_bytes=EXPERT_BYTES)
         real = make(wanted[:REAL], shelf)
         told, untold = (_Jobs(shelf).make(wanted[:JOBS], notice=n) for n in (True, False))
-    return [*_policy(wanted, replayed, copies), *_reality(replayed, real), *_notice(told, untold)]
+    policy = [*_policy(wanted, replayed, copies), *_following(moving, followed)]
+    return [*policy, *_reality(replayed, real), *_notice(told, untold)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,28 +100,7 @@ def _written(directory: Path, config: ModelConfig, number: int) -> ExpertSource:
     targets = sorted({module.rpartition(".")[2] for module in shapes})
     adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
     (directory / CONFIG).write_text(json.dumps({**adapter, "task_type": "CAUSAL_LM"}))
-    return _source(directory, len(tensors))
-
-
-def _source(directory: Path, tensors: int) -> ExpertSource:
-    """Offer it as the store would."""
-    files = {
-        name: (directory / name, FileDigest(name, *hash_file(directory / name)))
-        for name in (WEIGHTS, CONFIG)
-    }
-    manifest = Manifest(
-        schema=1,
-        name=f"bench/{directory.name}",
-        version="1.0.0",
-        description="a benchmark's adapter",
-        license="Apache-2.0",
-        base=BaseRequirement(name="starter", arch="", tokenizer=""),
-        adapters=(AdapterEntry("lora", WEIGHTS, CONFIG, "float32", tensors),),
-    )
-    stored = StoredFiles(manifest.ref, files)
-    cost = adapter_bytes(manifest, {name: file.size for name, (_, file) in files.items()})
-    digest = files[WEIGHTS][1].digest
-    return ExpertSource(manifest, digest, cost, lambda: load_adapter(manifest, stored))
+    return installed(directory, base="starter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +305,16 @@ def _policy(wanted: Sequence[int], replayed: Outcome, copies: Outcome) -> list[R
         _share(case, ours, f"an LRU of {fit}", lru(wanted, fit), ">= 1.2"),
         _share(case, ours, f"Belady's rule, {fit}", belady(wanted, fit), None),
         _share(f"{case}, plans are copies", beside, rival, fixed, None),
+    ]
+
+
+def _following(wanted: Sequence[int], replayed: Outcome) -> list[Row]:
+    case, fit = f"the same, new favourites every {FAVOURITES_LAST:,}", BUDGET // EXPERT_BYTES
+    ours = sum(replayed.hits) / len(wanted)
+    return [
+        _share(case, ours, f"an LRU of {fit}", lru(wanted, fit), ">= 1.2"),
+        _share(case, ours, f"the best {fit} that never change", best_static(wanted, fit), ">= 1.2"),
+        _share(case, ours, f"Belady's rule, {fit}", belady(wanted, fit), None),
     ]
 
 

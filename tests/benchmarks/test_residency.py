@@ -1,6 +1,10 @@
 """What the benchmark of residency compares with, by hand; and that its replay is the real thing."""
 
-from benchmarks.popularity import belady, best_static, drawn, lru
+from collections import Counter
+
+import pytest
+
+from benchmarks.popularity import belady, best_static, drawn, lru, shifting
 from benchmarks.residency import BUDGET, EXPERT_BYTES, EXPERTS, Job, _notice, replay
 
 WANTED = [1, 2, 3, 1, 2, 1, 4, 1]
@@ -18,6 +22,27 @@ def test_requests_follow_the_law_of_zipf_and_are_the_same_each_time() -> None:
     first, second, tenth = (wanted.count(n) for n in (0, 1, 9))
     assert 1.9 < first / second < 2.1
     assert 9 < first / tenth < 11
+
+
+def test_favourites_that_shift_are_as_popular_as_ever_and_others_each_time() -> None:
+    wanted = shifting(20_000, experts=100, seed=0, every=2_500)
+    assert wanted == shifting(20_000, experts=100, seed=0, every=2_500)
+    parts = [Counter(wanted[begin : begin + 2_500]) for begin in range(0, 20_000, 2_500)]
+    law = 1 / sum(1 / rank for rank in range(1, 101))
+    for part in parts:
+        [(_, first), (_, second)] = part.most_common(2)
+        assert first / 2_500 == pytest.approx(law, rel=0.15)
+        assert second / 2_500 == pytest.approx(law / 2, rel=0.2)
+    assert len({part.most_common(1)[0][0] for part in parts}) > 4
+
+
+def test_where_favourites_shift_a_replay_beats_what_remembers_only_the_last_use_or_all() -> None:
+    wanted = shifting(6_000, experts=EXPERTS, seed=1, every=1_500)
+    hits = sum(replay(wanted, [EXPERT_BYTES] * EXPERTS).hits) / 6_000
+    fit = BUDGET // EXPERT_BYTES
+    assert hits > 1.2 * lru(wanted, fit)
+    assert hits > 1.2 * best_static(wanted, fit)
+    assert hits < belady(wanted, fit)
 
 
 def test_a_replay_stays_within_the_budget_and_keeps_what_is_popular() -> None:
