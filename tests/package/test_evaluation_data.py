@@ -17,6 +17,7 @@ from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.package.evaluation_data import Metric, Sample, is_right, read_data
 from expertctl.schema import json_lines
 from expertctl.schema.json_lines import MAX_DATA_BYTES
+from tests.line_bytes import any_bytes_amid
 
 GOOD = b'{"prompt": "3 + 4", "answer": "7"}'
 
@@ -177,22 +178,7 @@ def test_json_is_compared_by_value(value: object) -> None:
     assert not is_right(spaced, json.dumps([value]), metric="json")
 
 
-PIECES = [b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "[2]"}']
-PIECES += [
-    b"\n",
-    b"\r",
-    b"\r\n",
-    b"\x0b",
-    b"\x1c",
-    b"\xc2\x85",
-    b"\xe2\x80\xa8",
-    b" ",
-    b'"',
-    b"\xff",
-]
-
-
-@given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join))
+@given(any_bytes_amid(b'{"prompt": "a", "answer": "1"}', b'{"prompt": "b", "answer": "[2]"}'))
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError, NotFoundError
 from expertctl.reference import PackageName
 from expertctl.routing.labelled_prompts import LabelledPrompt, check_installed, read_labelled
+from tests.line_bytes import any_bytes_amid
 
 SORTING, DATES = PackageName("acme", "sorting"), PackageName("acme", "dates")
 GOOD = {"prompt": "Sort 3, 1, 2", "expert": "acme/sorting"}
@@ -125,22 +125,7 @@ def test_installed_experts_and_none_are_fine(tmp_path: Path) -> None:
     check_installed(data, {SORTING})
 
 
-PIECES = [b'{"prompt": "a", "expert": null}', b'{"prompt": "b", "expert": "acme/sql"}']
-PIECES += [
-    b"\n",
-    b"\r",
-    b"\r\n",
-    b"\x0b",
-    b"\x1c",
-    b"\xc2\x85",
-    b"\xe2\x80\xa8",
-    b" ",
-    b'"',
-    b"\xff",
-]
-
-
-@given(st.binary(max_size=200) | st.lists(st.sampled_from(PIECES)).map(b"".join))
+@given(any_bytes_amid(b'{"prompt": "a", "expert": null}', b'{"prompt": "b", "expert": "acme/sql"}'))
 def test_no_bytes_are_more_than_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
