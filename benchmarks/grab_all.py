@@ -11,7 +11,7 @@ import os
 import random
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -31,6 +31,8 @@ SIZES = (5, 20)
 """How many honest experts there are."""
 EXAMPLES, STOLEN, PROMPTS = 5, 200, 100
 KINDS = ("theirs right", "other intents' left to the base", "out of scope left to the base")
+CASES = ("without", "plain", "flagged")
+"""The package about everything is not there, is there unflagged, or flagged."""
 GRABBER = "grabber/helper"
 DESCRIPTIONS = (
     "A helpful assistant for everything.",
@@ -109,23 +111,29 @@ def measure(rounds: int) -> Sequence[Row]:
 
 def _rows(home: Home, intents: Intents, size: int, rounds: int) -> list[Row]:
     draws = [Draw.of(intents, size, number) for number in range(rounds)]
-    without, plain, flagged = (
-        [_measured(home, draw, case=case) for draw in draws]
-        for case in ("without", "plain", "flagged")
-    )
+    shares = {case: [_measured(home, draw, case=case) for draw in draws] for case in CASES}
+    return compared(size, shares)
+
+
+def compared(size: int, shares: Mapping[str, Sequence[tuple[float, ...]]]) -> list[Row]:
+    """Return a row for each of `KINDS`; ``shares`` are those of each draw, by case."""
+
+    def share(case: str, kind: int) -> float:
+        return mean(each[kind] for each in shares[case])
+
     return [
         Row(
-            case=f"{size} experts, {kind}",
-            ours=round(mean(each[at] for each in flagged), 1),
+            case=f"{size} experts, {name}",
+            ours=round(share("flagged", kind), 1),
             rival="beside it, not flagged",
-            theirs=round(mean(each[at] for each in plain), 1),
+            theirs=round(share("plain", kind), 1),
             unit="%",
             better="higher",
             ratio=None,
             spread=None,
-            note=f"without it {mean(each[at] for each in without):.1f} %; {rounds} draws",
+            note=f"without it {share('without', kind):.1f} %; {len(shares['flagged'])} draws",
         )
-        for at, kind in enumerate(KINDS)
+        for kind, name in enumerate(KINDS)
     ]
 
 
