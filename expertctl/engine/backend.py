@@ -100,6 +100,9 @@ class KVKeeper(Protocol):
     def check_integrity(self) -> None:
         """Assert what always holds."""
 
+    def check_idle(self) -> None:
+        """Assert that nothing is lent."""
+
 
 class Backend(Protocol):
     """One base in one dtype, before it is loaded."""

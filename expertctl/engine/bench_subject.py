@@ -9,6 +9,7 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.bench import Subject, Wanted, kv_bytes, passing_bytes
 from expertctl.engine.budget import Budget
 from expertctl.engine.kernels.compiled import compiled_cache
+from expertctl.engine.lent import Lent
 from expertctl.engine.memory import usual_budget
 from expertctl.engine.message import UserMessage
 from expertctl.engine.packed_backend import PackedBackend, PackedModel
@@ -16,7 +17,7 @@ from expertctl.engine.packed_base import EVERY_SIZE
 from expertctl.engine.random_base import random_base
 from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.residents import Ready
-from expertctl.engine.runtime import Engine, Lent
+from expertctl.engine.runtime import Engine
 from expertctl.engine.tiers import Tier
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, parse_config, read_config

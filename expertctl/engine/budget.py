@@ -21,7 +21,7 @@ WAYS_OUT: dict[Purpose, str] = {
 
 
 class Budget:
-    """Who holds how many bytes of one memory; owned by one thread."""
+    """Who holds how many bytes of one memory; where several threads ask, `Tiers` guards it."""
 
     def __init__(self, limit: int) -> None:
         """Start with nothing held."""

@@ -99,6 +99,10 @@ class KVSlot:
             kept.cache.check_integrity()
             assert kept.cache.length >= len(kept.ids)
 
+    def check_idle(self) -> None:
+        """Assert that nothing is lent."""
+        assert not self._running
+
     def _peek(self) -> KeptKV | None:
         return cast(KeptKV | None, self._tiers.kept(_PLACE))
 

@@ -153,6 +153,11 @@ class BaseSlot:
         self._base = base
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are reserved."""
+        return 0 if self._base is None else self._base.weight_bytes
+
+    @property
     def is_loaded(self) -> bool:
         """Whether the weights of what room was made for are there."""
         return self._model is not None
@@ -171,10 +176,12 @@ class BaseSlot:
 
     def drop(self) -> None:
         """Let go of the base."""
-        if self._model is not None:
-            self._model.close()
+        model, self._model = self._model, None  # what is closed is not run again
+        if model is not None:
+            model.close()
+        del model
         if self._base is not None:
-            size, self._base, self._model = self._base.weight_bytes, None, None
+            size, self._base = self._base.weight_bytes, None
             self._tiers.release(Tier.DEVICE, "base", size)
 
     def check_integrity(self) -> None:

@@ -30,8 +30,9 @@ class Prefetch(Generic[Resident]):
         """Begin with no need; one thread reads as fast as a disk gives, and hashes on another."""
         self._tiers, self._workers = tiers, workers
         self._needs: deque[_Need[Resident]] = deque()
-        self._idle = threading.Condition()
-        self._working = 0
+        self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._threads = set[threading.Thread]()
 
     @contextmanager
     def expect(
@@ -52,22 +53,28 @@ class Prefetch(Generic[Resident]):
 
     def wait(self) -> None:
         """Return when there is nothing left to bring."""
-        with self._idle:
+        with self._lock:
             self._idle.wait_for(lambda: not self._working)
 
     def check_integrity(self) -> None:
         """Assert that every need has a thread that will come to it."""
-        with self._idle:
-            assert 0 <= self._working <= self._workers
+        with self._lock:
+            assert self._working <= self._workers
             assert self._working or not self._needs
 
+    @property
+    def _working(self) -> int:
+        """How many threads there are; one that could not begin is none."""
+        return sum(thread.is_alive() for thread in self._threads)
+
     def _bring(self, needs: Sequence[_Need[Resident]]) -> None:
-        with self._idle:
+        with self._lock:
             self._needs.extend(needs)
             new = min(self._workers, len(self._needs)) - self._working
             for _ in range(max(0, new)):
-                threading.Thread(target=self._work, name="prefetch", daemon=True).start()
-                self._working += 1
+                thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+                self._threads.add(thread)
+                thread.start()
 
     def _work(self) -> None:
         while (need := self._next()) is not None:
@@ -76,9 +83,9 @@ class Prefetch(Generic[Resident]):
             del need  # what it refers to belongs to the job
 
     def _next(self) -> _Need[Resident] | None:
-        with self._idle:
+        with self._lock:
             if self._needs:
                 return self._needs.popleft()
-            self._working -= 1
+            self._threads.discard(threading.current_thread())
             self._idle.notify_all()
             return None

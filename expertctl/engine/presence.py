@@ -62,7 +62,7 @@ class Presence:
 
     def __init__(self, folder: Path, budget: Budget) -> None:
         """Speak of a budget, below a folder that is made when there is something to say."""
-        self._folder, self._budget = folder, budget
+        self._folder, self.budget = folder, budget
         self._claimed = ExitStack()
         self._own: Path | None = None
         self._maker = 0
@@ -108,8 +108,8 @@ class Presence:
         if self._own is None or self._maker != os.getpid():
             return
         pid = os.getpid()
-        held: dict[str, int] = {purpose: self._budget.held(purpose) for purpose in PURPOSES}
-        limit, named = self._budget.limit, (self._base, self._experts)
+        held: dict[str, int] = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
+        limit, named = self.budget.limit, (self._base, self._experts)
         said = msgspec.json.encode(Holding(pid, _began(pid), answering, limit, held, *named))
         with suppress(OSError):
             new = self._own / f"{_FILE}.new"

@@ -127,14 +127,25 @@ class Residents:
         return (*self._derived.take_notes(), *copies)
 
     def check_integrity(self) -> None:
-        """Assert what holds between runs."""
+        """Assert what holds between runs: what the ledger says is there, and nothing is lent."""
         self.tiers.check_integrity()
+        self.tiers.check_idle()
         self._base.check_integrity()
         self._prefetch.check_integrity()
         for keeper in self._kv.values():
             keeper.check_integrity()
+            keeper.check_idle()
         assert self._budget.held("kv") == sum(keeper.nbytes for keeper in self._kv.values())
-        assert self._budget.held("buffers") == 0
+        assert self._budget.held("base") == self._base.nbytes
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the next run may build on this; where nothing is asserted, nobody knows."""
+        try:
+            self.check_integrity()
+        except (AssertionError, KeyError):
+            return False
+        return __debug__
 
     def _natively(
         self,

@@ -5,19 +5,19 @@ know becomes a warning, and the result is the document of ``run --json``.
 """
 
 import threading
-import time
 import uuid
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.admission import Admission, Seat, pause
+from expertctl.engine.answer_form import Checked
 from expertctl.engine.budget import PURPOSES, Budget
-from expertctl.engine.compat import CompatReady
 from expertctl.engine.experts import local_expert
 from expertctl.engine.generate import Cancelled, Generated, never
+from expertctl.engine.lent import Clock, Lent, told_of
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.memory import usual_budget
 from expertctl.engine.outline import local_outline
@@ -35,8 +35,8 @@ from expertctl.engine.preparation import (
 from expertctl.engine.presence import Presence
 from expertctl.engine.recording import check_answer, failures_of, figures_of, record
 from expertctl.engine.request import RunRequest
-from expertctl.engine.residents import Ready, Residents
-from expertctl.engine.run_result import BytesRead, MemoryUse, RunResult
+from expertctl.engine.residents import Residents
+from expertctl.engine.run_result import MemoryUse, RunResult
 from expertctl.engine.threads import choose_threads, threads
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.trace import Trace
@@ -49,8 +49,10 @@ from expertctl.telling import Tell, tell_nobody
 class Engine:
     """The one owner of what is in memory: one base, the tiers of experts, what texts left.
 
-    To stop an answer, say so by ``cancelled``. An exception that a signal raises within a run may
-    hit the few microseconds in which bytes are entered or struck out; make another engine then.
+    To stop an answer, say so by ``cancelled``: what is in memory stays. An exception that a signal
+    raises may come in the middle of bookkeeping; the next run looks whether all adds up, and where
+    it does not, begins with nothing loaded. While the traceback of such an exception is kept, so
+    may be what it refers to: that the engine is busy, if it came as a ``with`` block was left.
     """
 
     def __init__(
@@ -69,13 +71,16 @@ class Engine:
         than ``torch_below`` are run by torch.
         """
         self.budget = Budget(usual_budget() if budget is None else budget)
-        self._residents = Residents(planner, self.budget, progress=progress, tell=tell)
         self._torch_below = torch_below
-        self._busy = threading.Lock()
+        self._turn = threading.Lock()
+        self._answer: object | None = None
+        """The answer that is not at its end."""
+        self._is_doubtful = False
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
         self._session = PlanningSession(planner)
+        self._residents = self._new_residents()
 
     def run(
         self, request: RunRequest, *, cancelled: Cancelled = never
@@ -95,14 +100,14 @@ class Engine:
         return self._result(request, lent, generated, memory, trace)
 
     @contextmanager
-    def lend(self, request: RunRequest) -> Iterator["Lent"]:
+    def lend(self, request: RunRequest) -> Iterator[Lent]:
         """Borrow all that the answer to a request needs: all of `run` but the generation.
 
         Raises:
             UsageError: while another answer is not at its end.
             ExpertError: whatever is wrong with the request, the experts, the base or the budget.
         """
-        clock = _Clock()
+        clock = Clock()
         with ExitStack() as stack:
             stack.enter_context(self._alone())
             stack.enter_context(self._presence.answering())
@@ -142,7 +147,9 @@ class Engine:
 
     def forget(self, cache_key: str) -> None:
         """Drop what was kept for the next request of this key."""
+        doubtful, self._is_doubtful = self._is_doubtful, True
         self._residents.forget(cache_key)
+        self._is_doubtful = doubtful
 
     def close(self) -> None:
         """Let go of everything in memory; the engine can be used again.
@@ -166,15 +173,34 @@ class Engine:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Refuse to begin an answer before another one is at its end, in whatever thread."""
-        if not self._busy.acquire(blocking=False):
-            raise UsageError(
-                "this engine is in the middle of another answer",
-                hint="take the answer to its end or close it, or have one engine for each thread",
-            )
+        answer = object()
         try:
+            with self._turn:
+                if self._answer is not None:
+                    raise UsageError(
+                        "this engine is in the middle of another answer",
+                        hint="take the answer to its end or close it, or have one engine for each "
+                        "thread",
+                    )
+                self._answer = answer
+            if self._is_doubtful and not self._residents.is_in_order:
+                self._begin_anew()
+            self._is_doubtful = True
             yield
+            self._is_doubtful = False
         finally:
-            self._busy.release()
+            if self._answer is answer:
+                self._answer = None
+
+    def _new_residents(self) -> Residents:
+        return Residents(self._planner, self.budget, progress=self._progress, tell=self._tell)
+
+    def _begin_anew(self) -> None:
+        """Let go of what can be found, and have another ledger and owners that hold nothing."""
+        with suppress(AssertionError, KeyError, ValueError):
+            self._residents.close()
+        self.budget = self._presence.budget = Budget(self.budget.limit)
+        self._residents = self._new_residents()
 
     def _files(self, request: RunRequest, stack: ExitStack) -> Files:
         """Read the files that a request names, or outlines where loading may have to wait."""
@@ -234,7 +260,7 @@ class Engine:
     def _result(
         self,
         request: RunRequest,
-        lent: "Lent",
+        lent: Lent,
         generated: Generated,
         memory: MemoryUse,
         trace: Trace | None,
@@ -243,26 +269,7 @@ class Engine:
         prepared, ready = lent.prepared, lent.ready
         planned, timings_ms = prepared.planned, lent.clock.timings(generated)
         form, job_id = check_answer(generated, planned, request.route.prompt), uuid.uuid4().hex
-        unsaved = record(
-            self._planner.catalogue,
-            planned,
-            generated,
-            job_id=job_id,
-            form=form,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=timings_ms,
-            figures=figures_of(
-                generated,
-                kv_reused_tokens=ready.reused,
-                threads=lent.threads,
-                bytes_read=lent.moved,
-            ),
-        )
-        told = (*planned.warnings, *(one.warning for one in prepared.dropped))
-        told = (*told, *_alone(planned, request), *_threads_differ(request, lent))
-        told = (*told, *request.message.warnings, *prepared.template.warnings, *form.warnings)
-        unsaved = (*unsaved, *self._residents.take_notes())
-        told = (*told, *ready.warnings, *_of_the_context(prepared, generated), *unsaved)
+        unsaved = self._record(lent, generated, form, job_id=job_id, timings_ms=timings_ms)
         return RunResult(
             job_id=job_id,
             planned=planned,
@@ -276,10 +283,37 @@ class Engine:
             kv_reused_tokens=ready.reused,
             numerics=prepared.numerics,
             threads=lent.threads,
-            warnings=told,
+            warnings=(*told_of(request, lent, generated, form), *unsaved),
             bytes_read=lent.moved,
             trace=trace,
         )
+
+    def _record(
+        self,
+        lent: Lent,
+        generated: Generated,
+        form: Checked,
+        *,
+        job_id: str,
+        timings_ms: Mapping[str, float],
+    ) -> tuple[str, ...]:
+        """Remember a run; return what of it, or of what it made, could not be written."""
+        unsaved = record(
+            self._planner.catalogue,
+            lent.prepared.planned,
+            generated,
+            job_id=job_id,
+            form=form,
+            prompt_tokens=len(lent.prepared.prompt.ids),
+            timings_ms=timings_ms,
+            figures=figures_of(
+                generated,
+                kv_reused_tokens=lent.ready.reused,
+                threads=lent.threads,
+                bytes_read=lent.moved,
+            ),
+        )
+        return (*unsaved, *self._residents.take_notes())
 
     def _tell_what_is_held(self, prepared: Prepared) -> None:
         """Let `doctor --memory` know."""
@@ -291,67 +325,7 @@ class Engine:
         return MemoryUse(self.budget.limit, self.budget.peak, held)
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """What one answer is made with, for as long as it is lent."""
-
-    prepared: Prepared
-    ready: Ready | CompatReady
-    loads: int
-    """How many experts were read for it."""
-    moved: BytesRead
-    threads: int
-    clock: "_Clock"
-
-
-class _Clock:
-    """Milliseconds since the request came, and of its steps."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        """End a step."""
-        now = time.perf_counter()
-        self._laps[name], self._last = (now - self._last) * 1e3, now
-
-    def timings(self, generated: Generated) -> dict[str, float]:
-        """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
-        return {
-            **self._laps,
-            "prefill": generated.prefill_ms,
-            "ttft": sum(self._laps.values()) + generated.first_token_ms,
-            "decode": generated.decode_ms,
-            "total": (time.perf_counter() - self._begun) * 1e3,
-        }
-
-
 def _read_of(files: Files) -> int:
     """Return how many bytes of packages were read that are used from their files."""
     experts = files.values()
     return sum(file.size for expert in experts for file in expert.files.digests.values())
-
-
-def _threads_differ(request: RunRequest, lent: Lent) -> tuple[str, ...]:
-    """Say that torch's numbers depend on how many threads it has; those of kernels do not."""
-    saved = request.saved.threads if request.saved else None
-    if saved in {None, lent.threads} or lent.prepared.numerics.backend == "packed":
-        return ()
-    told = f"the plan was saved by a run with {saved} threads, this one has {lent.threads}"
-    return (f"{told}: the last bits of the numbers may differ",)
-
-
-def _of_the_context(prepared: Prepared, generated: Generated) -> tuple[str, ...]:
-    """What of the prompt was not read, and whether the answer ended for want of room."""
-    prompt, wanted = prepared.prompt, prepared.planned.result.plan.params.max_tokens
-    if generated.finish_reason != "length" or prompt.max_tokens == wanted:
-        return prompt.warnings
-    full = f"the answer ended where the context of {prompt.capacity} tokens is full"
-    return (*prompt.warnings, full)
-
-
-def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:
-    """Why the base answers alone although nobody asked for that."""
-    asked = request.route.base_alone or request.saved is not None
-    return () if asked or planned.result.plan.experts else planned.result.notes

@@ -1,0 +1,92 @@
+"""What one answer is made with, how long its steps take, and what a person should know of it."""
+
+import time
+from dataclasses import dataclass
+
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.compat import CompatReady
+from expertctl.engine.generate import Generated
+from expertctl.engine.preparation import Prepared
+from expertctl.engine.request import RunRequest
+from expertctl.engine.residents import Ready
+from expertctl.engine.run_result import BytesRead
+from expertctl.routing.planner import Planned
+
+
+class Clock:
+    """Milliseconds since the request came, and of its steps."""
+
+    def __init__(self) -> None:
+        """Begin."""
+        self._begun = self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        """End a step."""
+        now = time.perf_counter()
+        self._laps[name], self._last = (now - self._last) * 1e3, now
+
+    def timings(self, generated: Generated) -> dict[str, float]:
+        """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
+        return {
+            **self._laps,
+            "prefill": generated.prefill_ms,
+            "ttft": sum(self._laps.values()) + generated.first_token_ms,
+            "decode": generated.decode_ms,
+            "total": (time.perf_counter() - self._begun) * 1e3,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What one answer is made with, for as long as it is lent."""
+
+    prepared: Prepared
+    ready: Ready | CompatReady
+    loads: int
+    """How many experts were read for it."""
+    moved: BytesRead
+    threads: int
+    clock: Clock
+
+
+def told_of(
+    request: RunRequest, lent: Lent, generated: Generated, form: Checked
+) -> tuple[str, ...]:
+    """Return what a person should know of the plan, the prompt, the base and the answer."""
+    prepared, planned = lent.prepared, lent.prepared.planned
+    return (
+        *planned.warnings,
+        *(one.warning for one in prepared.dropped),
+        *_alone(planned, request),
+        *_threads_differ(request, lent),
+        *request.message.warnings,
+        *prepared.template.warnings,
+        *form.warnings,
+        *lent.ready.warnings,
+        *_of_the_context(prepared, generated),
+    )
+
+
+def _threads_differ(request: RunRequest, lent: Lent) -> tuple[str, ...]:
+    """Say that torch's numbers depend on how many threads it has; those of kernels do not."""
+    saved = request.saved.threads if request.saved else None
+    if saved in {None, lent.threads} or lent.prepared.numerics.backend in {"packed", "cuda"}:
+        return ()
+    told = f"the plan was saved by a run with {saved} threads, this one has {lent.threads}"
+    return (f"{told}: the last bits of the numbers may differ",)
+
+
+def _of_the_context(prepared: Prepared, generated: Generated) -> tuple[str, ...]:
+    """What of the prompt was not read, and whether the answer ended for want of room."""
+    prompt, wanted = prepared.prompt, prepared.planned.result.plan.params.max_tokens
+    if generated.finish_reason != "length" or prompt.max_tokens == wanted:
+        return prompt.warnings
+    full = f"the answer ended where the context of {prompt.capacity} tokens is full"
+    return (*prompt.warnings, full)
+
+
+def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:
+    """Why the base answers alone although nobody asked for that."""
+    asked = request.route.base_alone or request.saved is not None
+    return () if asked or planned.result.plan.experts else planned.result.notes

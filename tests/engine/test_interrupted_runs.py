@@ -1,0 +1,168 @@
+"""An interrupt at any line of a run's bookkeeping: the next run is as if there had been none."""
+
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+
+from expertctl.engine import (
+    budget,
+    eviction,
+    kept_kv,
+    kv_pages,
+    kv_pool,
+    kv_prefix,
+    loaded_base,
+    prefetch,
+    residents,
+    runtime,
+    tiers,
+)
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.errors import UsageError
+from expertctl.routing.planner import Planner
+from tests.engine.test_packed_runs import BUDGET, ask, home, shop
+from tests.engine.test_runtime import run
+from tests.store.shop import fast, house
+
+__all__ = ["fast", "home", "house", "shop"]
+
+BOOKS: list[ModuleType] = [
+    *(budget, eviction, tiers, prefetch, loaded_base, residents),
+    *(kept_kv, kv_pages, kv_pool, kv_prefix, runtime),
+]
+FILES = {module.__file__ for module in BOOKS}
+SECONDS = 60
+Line = tuple[str, int]
+
+
+def is_whole(line: Line) -> bool:
+    """No signal is looked for where a ``with`` is left, nor among statements without a call."""
+    text = linecache.getline(*line).strip()
+    return text.startswith(("with ", "if self._answer is answer", "self._answer = None"))
+
+
+class Watch:
+    """Hears of the lines that this thread runs, and is called with each."""
+
+    def __init__(self, at_line: Callable[[Line], None]) -> None:
+        self._at_line = at_line
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> "Watch | None":
+        if frame.f_code.co_filename not in FILES or frame.f_code.co_name.startswith("check_"):
+            return None
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not is_whole(line):
+            self._at_line(line)
+        return self
+
+    def during(self, work: Callable[[], object]) -> None:
+        was = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        finally:
+            sys.settrace(was)
+
+
+def interrupted_at(line: Line, time: int, work: Callable[[], object]) -> bool:
+    """Interrupt some work when it comes to a line for the so many-th time; tell if it did."""
+    left = time
+
+    def count(at: Line) -> None:
+        nonlocal left
+        left -= at == line
+        if at == line and left == 0:
+            raise KeyboardInterrupt
+
+    try:
+        Watch(count).during(work)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def some_runs(engine: Engine) -> None:
+    """What a base, an expert and a text need first, a text that goes on, and letting go of it."""
+    for prompt in ("Sort: 3, 1, 2", "Sort: 3, 1, 2, and then what?"):
+        for _ in engine.run(ask("lora", prompt=prompt, cache_key="chat")):
+            pass
+    engine.forget("chat")
+    engine.close()
+
+
+class Bench:
+    """Engines of one kind, and what they answer."""
+
+    def __init__(self, home: Planner, *, torch_below: int) -> None:
+        self._home, self._torch_below = home, torch_below
+        engine = self.engine()
+        some_runs(engine)
+        self.right = self.answer(engine)
+        lines = Counter[Line]()
+        engine = self.engine()
+        Watch(lambda line: lines.update([line])).during(lambda: some_runs(engine))
+        self.lines = lines
+
+    def engine(self) -> Engine:
+        return Engine(self._home, budget=BUDGET, torch_below=self._torch_below)
+
+    def answer(self, engine: Engine) -> RunResult:
+        """Ask from a thread of its own: a lock that the main thread was left with is seen."""
+        results: list[RunResult] = []
+
+        def get() -> None:
+            results.append(run(engine, ask("lora", cache_key="another chat")))
+
+        asking = threading.Thread(target=get, daemon=True)
+        asking.start()
+        asking.join(SECONDS)
+        [result] = results
+        return result
+
+    def check(self, line: Line, time: int) -> None:
+        """Interrupt once; then all is as it should be."""
+        engine = self.engine()
+        assert interrupted_at(line, time, lambda: some_runs(engine))
+        result = self.answer(engine)
+        assert result.generated.tokens == self.right.generated.tokens
+        for purpose in ("base", "buffers"):
+            assert result.memory.held[purpose] == self.right.memory.held[purpose]
+        engine.check_integrity()
+        engine.close()
+        assert engine.budget.used == 0
+
+
+@pytest.mark.parametrize("step", [17, pytest.param(1, marks=pytest.mark.all)])
+@pytest.mark.parametrize("torch_below", [0, 1 << 40])
+def test_after_an_interrupt_at_any_line_the_next_run_is_as_ever(
+    torch_below: int, step: int, home: Planner
+) -> None:
+    bench = Bench(home, torch_below=torch_below)
+    places = sorted({(line, time) for line, most in bench.lines.items() for time in (1, most)})
+    assert len(places) > 300
+    for line, time in places[::step]:
+        try:
+            bench.check(line, time)
+        except BaseException as error:
+            error.add_note(f"interrupted at {line}, time {time}")
+            raise
+
+
+def test_what_is_in_memory_stays_after_an_interrupt_of_the_answer(home: Planner) -> None:
+    engine = Engine(home, budget=BUDGET)
+    stream = engine.run(ask("lora"))
+    next(stream)
+    with pytest.raises(UsageError, match="in the middle"):
+        run(engine, ask("lora"))
+    with pytest.raises(KeyboardInterrupt):
+        stream.throw(KeyboardInterrupt())
+    engine.check_integrity()
+    again = run(engine, ask("lora"))
+    assert (again.experts_loaded, again.bytes_read.ssd) == (0, 0)
