@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.kernels.attend import TOKENS_AN_ITEM
+from expertctl.engine.kernels.attend import prompt_items
 from expertctl.engine.kernels.heads import HeadsShape
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_delta import PackedDeltas, Site
@@ -67,8 +67,8 @@ class BatchCounts:
         shape = self._shape
         self.tokens[0] = tokens
         self.heads[0] = tokens * (shape.queries + 2 * shape.keys)
-        parts = -(-tokens // TOKENS_AN_ITEM)
-        self.attending[0] = parts * shape.queries if self._together else tokens * shape.keys
+        prompt, step = prompt_items(tokens, shape), tokens * shape.keys
+        self.attending[0] = prompt if self._together else step
         for numbers in (*self.reduce.values(), *self.expand.values(), self._has):
             numbers[...] = 0
         for stretch in stretches:

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -23,14 +23,16 @@ class Cpu:
     """``vdpbf16ps``: thirty-two bfloat16 products summed to sixteen float32."""
     byte_dot: bool
     """``vpdpbusd``: sixty-four byte products summed to sixteen int32."""
+    short_dot: bool
+    """``vpmaddwd``: sixteen products of int16 summed to eight int32, and the same of bytes."""
     wide: bool
     """Thirty-two registers of 64 bytes."""
     half: bool
     """float32 to float16 and back."""
 
     def plain(self) -> "Cpu":
-        """Return the same processor as if it had neither dot instruction."""
-        return Cpu(self.name, bf16_dot=False, byte_dot=False, wide=self.wide, half=self.half)
+        """Return the same processor as if it had no dot instruction."""
+        return replace(self, bf16_dot=False, byte_dot=False, short_dot=False)
 
 
 @cache
@@ -42,6 +44,7 @@ def host_cpu() -> Cpu:
         name=numba.config.CPU_NAME or binding.get_host_cpu_name(),
         bf16_dot=wide and "avx512bf16" in features,
         byte_dot=wide and "avx512vnni" in features,
+        short_dot="avx2" in features,
         wide=wide,
         half=_has_half(features, platform.machine().lower()),
     )

@@ -24,6 +24,8 @@ _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.Floa
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I32, LANES)
 _HALVES, _BYTES = ir.VectorType(_I16, LANES), ir.VectorType(_I8, VECTOR_BYTES)
 _FEW_BYTES = ir.VectorType(_I8, LANES)
+_SHORTS = ir.VectorType(_I16, 2 * LANES)
+_HALF_SHORTS, _HALF_INTS = ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES // 2)
 
 
 class _BFloat(ir.Type):
@@ -252,6 +254,35 @@ class Lanes:
         fours = (self._b.bitcast(unsigned, _BYTES), self._b.bitcast(signed, _BYTES))
         return self._call("llvm.x86.avx512.vpdpbusd.512", _INTS, ints, *fours)
 
+    def shorts_down(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
+        """Shift the int16 in int32 right; with the sign where asked."""
+        by, shorts = ir.Constant(_SHORTS, [bits] * 2 * LANES), self._b.bitcast(ints, _SHORTS)
+        moved = self._b.ashr(shorts, by) if signed else self._b.lshr(shorts, by)
+        return self._b.bitcast(moved, _INTS)
+
+    def shorts_up(self, ints: Value, bits: int) -> Value:
+        """Shift the int16 in int32 left."""
+        by, shorts = ir.Constant(_SHORTS, [bits] * 2 * LANES), self._b.bitcast(ints, _SHORTS)
+        return self._b.bitcast(self._b.shl(shorts, by), _INTS)
+
+    def short_dot(self, ints: Value, a: Value, b: Value) -> Value:
+        """Add to each lane two products of int16."""
+        pairs = (self._b.bitcast(each, _SHORTS) for each in (a, b))
+        halves = zip(*(self._halves(each) for each in pairs), strict=True)
+        name = "llvm.x86.avx2.pmadd.wd"
+        return self.plus(ints, self._whole([self._call(name, _HALF_INTS, *h) for h in halves]))
+
+    def small_byte_dot(self, ints: Value, unsigned: Value, signed: Value) -> Value:
+        """Add to each lane four products of bytes, unsigned by signed; pairs fit into int16."""
+        fours = (self._b.bitcast(each, _BYTES) for each in (unsigned, signed))
+        halves = zip(*(self._halves(each) for each in fours), strict=True)
+        ones = ir.Constant(_HALF_SHORTS, [1] * LANES)
+        found = []
+        for pair in halves:
+            shorts = self._call("llvm.x86.avx2.pmadd.ub.sw", _HALF_SHORTS, *pair)
+            found.append(self._call("llvm.x86.avx2.pmadd.wd", _HALF_INTS, shorts, ones))
+        return self.plus(ints, self._whole(found))
+
     def chosen(self, flag: Value, yes: Value, no: Value) -> Value:
         """Return ``yes`` where an int64 is not 0, else ``no``."""
         return self._b.select(self._b.icmp_signed("!=", flag, self.constant(0)), yes, no)
@@ -288,6 +319,13 @@ class Lanes:
     def parts(self, count: Value, size: Value) -> Value:
         """Return into how many parts of a size a count falls, the last maybe smaller."""
         return self.quotient(self.sum(count, self.subtract(size, self.constant(1))), size)
+
+    def room(self, vectors: int) -> Value:
+        """Return the address of room for so many vectors, on the stack of the kernel."""
+        with self._b.goto_entry_block():
+            place = self._b.alloca(ir.ArrayType(_FLOAT, vectors * LANES))
+            place.align = VECTOR_BYTES
+            return self._b.ptrtoint(place, INT)
 
     def variable(self, value: Value) -> Value:
         """Return a place that holds a value; LLVM turns it into a register."""
@@ -327,13 +365,27 @@ class Lanes:
             with otherwise:
                 yield no
 
+    def _halves(self, vector: Value) -> list[Value]:
+        """Return the first and the second half of a vector."""
+        count = vector.type.count // 2
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        parts = ([first + lane for lane in range(count)] for first in (0, count))
+        kind = ir.VectorType(_I32, count)
+        return [
+            self._b.shuffle_vector(vector, undefined, ir.Constant(kind, part)) for part in parts
+        ]
+
+    def _whole(self, halves: list[Value]) -> Value:
+        """Return sixteen int32 of two halves."""
+        return self._b.shuffle_vector(*halves, ir.Constant(_INTS, list(range(LANES))))
+
     def _load(self, address: Value, kind: ir.Type) -> Value:
         return self._b.load(self._b.inttoptr(address, kind.as_pointer()), align=1)
 
     def _splat(self, value: Value, kind: ir.VectorType) -> Value:
         undefined = ir.Constant(kind, ir.Undefined)
         first = self._b.insert_element(undefined, value, ir.Constant(_I32, 0))
-        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+        zeros = ir.Constant(ir.VectorType(_I32, kind.count), [0] * kind.count)
         return self._b.shuffle_vector(first, undefined, zeros)
 
     def _call(self, name: str, result: ir.Type, *arguments: Value) -> Value:

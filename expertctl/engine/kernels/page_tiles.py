@@ -1,7 +1,8 @@
 """What attention does with four pages: scores of their keys, softmax, and the sum of values.
 
 A sum of one query has one accumulator and runs in the order of its numbers or tokens, whatever the
-tile: its bits do not depend on how many queries are computed together.
+tile: its bits do not depend on how many queries are computed together, nor on whether pages are
+read where they are or gathered before.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
+from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes, Value
 
 TOGETHER = 4
@@ -25,8 +27,15 @@ NOTHING = -1e30
 _UNSEEN = -1.0
 """The weight of a token that a query does not see; those that it sees have none below zero."""
 
+GATHERED = 128
+"""Vectors of each page that are gathered at once, at most."""
+GATHERED_BYTES = GATHERED * VECTOR_BYTES
+"""Bytes from what is gathered of one page to that of the next."""
+
 _QUERIES, _BLOCKS = (6, 4, 2, 1), (4, 1)
 """Sizes of tiles; the largest sums stay in registers."""
+_NARROW_HEIGHTS = {6: 1, 4: 1, 2: 2, 1: 4}
+"""Pages or blocks that so many queries meet at once where registers are few: a sum is two."""
 
 
 @intrinsic(prefer_literal=True)
@@ -53,6 +62,19 @@ def add_pages(_context: Any, half: Any, *operands: Any) -> Any:
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = (builder.extract_value(values[1], place) for place in range(len(operands)))
         _Adding(Lanes(builder), is_half, *found).emit()
+        return context.get_dummy_value()
+
+    return types.void(half, _integers(len(operands))), emit
+
+
+@intrinsic(prefer_literal=True)
+def gather_pages(_context: Any, half: Any, *operands: Any) -> Any:
+    """Copy some vectors of four pages, widened to float32; see `_Gathering`."""
+    is_half = _constant(half)
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
+        _Gathering(Lanes(builder), is_half, *found).emit()
         return context.get_dummy_value()
 
     return types.void(half, _integers(len(operands))), emit
@@ -187,12 +209,50 @@ def _tiles(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple
         done = lanes.sum(done, lanes.product(times, lanes.constant(size)))
 
 
+def _heights(lanes: Lanes, count: int, queries: int) -> Iterator[tuple[Value, int]]:
+    """Emit what the caller emits for ``count`` pages or blocks, so many of them at a time."""
+    high = count if host_cpu().wide else min(_NARROW_HEIGHTS[queries], count)
+    with lanes.count(lanes.constant(count // high)) as turn:
+        yield lanes.product(turn, lanes.constant(high)), high
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathering:
+    """``out`` [pages][128][16] = ``count`` vectors of each of four pages, from ``first`` on.
+
+    ``pages`` is the address of four addresses, to which ``offset`` is added; what stands at the
+    same place from ``near`` on, four addresses too, with ``near_offset``, is brought near.
+    """
+
+    lanes: Lanes
+    is_half: bool
+    pages: Value
+    offset: Value
+    near: Value
+    near_offset: Value
+    out: Value
+    first: Value
+    count: Value
+
+    def emit(self) -> None:
+        lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
+        with lanes.count(lanes.constant(TOGETHER)) as page:
+            start = lanes.sum(lanes.word(lanes.at(self.pages, page, 8)), self.offset)
+            near = lanes.sum(lanes.word(lanes.at(self.near, page, 8)), self.near_offset)
+            out = lanes.at(self.out, page, GATHERED_BYTES)
+            with lanes.count(self.count) as number:
+                vector = lanes.sum(self.first, number)
+                lanes.store(pages.load(start, vector), lanes.at(out, number, VECTOR_BYTES))
+                lanes.fetch(pages.at(near, vector))
+
+
 @dataclass(frozen=True, slots=True)
 class _Scoring:
     """``out`` [queries][4][16] = products of float32 queries with the keys of four pages.
 
-    ``pages`` is the address of four addresses, to which ``offset`` is added; queries and keys have
-    ``dim`` numbers. What lies ``ahead`` bytes behind the keys is brought near meanwhile.
+    ``pages`` is the address of four addresses, to which ``offset`` is added; of queries and keys
+    ``dim`` numbers are multiplied, and added to what is in ``out`` where ``adds`` is not 0. What
+    lies ``ahead`` bytes behind the keys is brought near meanwhile, where queries are few.
     """
 
     lanes: Lanes
@@ -205,31 +265,42 @@ class _Scoring:
     out: Value
     dim: Value
     queries: Value
+    adds: Value
 
     def emit(self) -> None:
         lanes = self.lanes
-        pages = [lanes.at(self.pages, lanes.constant(page), 8) for page in range(TOGETHER)]
-        starts = [lanes.sum(lanes.word(page), self.offset) for page in pages]
         for first, size in _tiles(lanes, self.queries, _QUERIES):
-            sums = _Sums(lanes, TOGETHER, size)
-            sums.begin(lambda _query, _page: lanes.no_floats())
-            with lanes.count(self.dim) as k:
-                self._add(starts, k, lanes.at(self.rows, first, self.stride), sums, size)
-            out = lanes.at(self.out, first, CHUNK_BYTES)
-            sums.store(lambda query, page, out=out: self._place(out, query, page))  # type: ignore[misc]  # bound now
+            for page, high in _heights(lanes, TOGETHER, size):
+                self._tile(page, high, first, size)
 
-    def _add(self, starts: list[Value], k: Value, row: Value, sums: _Sums, queries: int) -> None:
+    def _tile(self, page: Value, high: int, first: Value, size: int) -> None:
+        lanes = self.lanes
+        at = lanes.at(self.pages, page, 8)
+        pages = [lanes.word(lanes.at(at, lanes.constant(number), 8)) for number in range(high)]
+        starts = [lanes.sum(page, self.offset) for page in pages]
+        out = lanes.at(lanes.at(self.out, first, CHUNK_BYTES), page, VECTOR_BYTES)
+
+        def place(query: int, number: int) -> Value:
+            return lanes.sum(out, lanes.constant(query * CHUNK_BYTES + number * VECTOR_BYTES))
+
+        def before(query: int, number: int) -> Value:
+            found = lanes.floats(place(query, number))
+            return lanes.chosen(self.adds, found, lanes.no_floats())
+
+        sums = _Sums(lanes, high, size)
+        sums.begin(before)
+        with lanes.count(self.dim) as k:
+            self._add(starts, k, lanes.at(self.rows, first, self.stride), sums)
+        sums.store(place)
+
+    def _add(self, starts: list[Value], k: Value, row: Value, sums: _Sums) -> None:
         lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
         keys = [pages.load(start, k) for start in starts]
-        for start in starts:
+        for start in starts if sums.queries < _QUERIES[0] else ():
             lanes.fetch(lanes.sum(pages.at(start, k), self.ahead))
-        for query in range(queries):
+        for query in range(sums.queries):
             place = lanes.at(lanes.at(row, lanes.constant(query), self.stride), k, 4)
             sums.add(query, keys, lanes.every_float(place))
-
-    def _place(self, out: Value, query: int, page: int) -> Value:
-        lanes = self.lanes
-        return lanes.sum(out, lanes.constant(query * CHUNK_BYTES + page * VECTOR_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +336,8 @@ class _Adding:
         lanes = self.lanes
         for block, high in _tiles(lanes, self.blocks, _BLOCKS):
             for first, size in _tiles(lanes, self.queries, _QUERIES):
-                self._tile(block, high, first, size)
+                for part, most in _heights(lanes, high, size):
+                    self._tile(lanes.sum(block, part), most, first, size)
 
     def _tile(self, block: Value, high: int, first: Value, size: int) -> None:
         lanes = self.lanes

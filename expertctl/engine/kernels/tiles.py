@@ -2,8 +2,10 @@
 
 A sum of one row and one token has one accumulator and runs over the columns from first to last,
 whatever the tile: its bits do not depend on who else is in the batch. Integers are summed exactly
-within a group of columns, then scaled; so the instruction and its substitute agree bit by bit, and
+within a group of columns, then scaled; so the instruction and its substitutes agree bit by bit, and
 a token on its own, which waits for memory, has several accumulators within a group.
+
+Where registers are narrow, a sum takes two or four of them, and a tile is one block.
 """
 
 from collections.abc import Callable
@@ -16,10 +18,14 @@ from numba.extending import intrinsic
 
 from expertctl.engine.kernels.cpu import Cpu, host_cpu
 from expertctl.engine.kernels.lanes import VECTOR_BYTES, Lanes, Value
+from expertctl.engine.kernels.operands import Operands
 from expertctl.engine.kernels.scheme import FLOATING, GROUP, Layout, Scheme
+from expertctl.engine.kernels.widened_tiles import HIGH_HALF, WidenedTiles
 
 _SCHEMES = tuple(Scheme)
-_HIGH_HALF, _LOW_NIBBLES = 0xFFFF0000, 0x0F0F0F0F
+_LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
+_NARROW_TOKENS = {True: 4, False: 6}
+"""Tokens of the largest tile where registers are narrow: with integers, with floats."""
 _SPREAD = 4
 """Accumulators of a token on its own within a group, so that no sum waits for the one before."""
 
@@ -27,52 +33,6 @@ _SPREAD = 4
 def code_of(scheme: Scheme) -> int:
     """Return the constant by which compiled code names a scheme."""
     return _SCHEMES.index(scheme)
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """Where a tile reads and writes; addresses and strides in bytes, all int64 values.
-
-    Weights ``[blocks][vectors]``, scales ``[blocks][groups][16]`` float32, rows ``[tokens]``, what
-    the groups of rows need ``[tokens][groups]``, out ``[tokens][blocks][16]`` float32.
-    """
-
-    weights: Value
-    weights_stride: Value
-    scales: Value
-    scales_stride: Value
-    rows: Value
-    rows_stride: Value
-    row_scales: Value
-    """float32: what one step of a row's int8 is worth."""
-    row_sums: Value
-    """int32: the sum of a row's int8 in a group."""
-    groups_stride: Value
-    out: Value
-    out_stride: Value
-    vectors: Value
-    tokens: Value
-    adds: Value
-    """Not 0: add to what is in ``out``."""
-
-    def from_block(self, lanes: Lanes, block: Value) -> "Operands":
-        """Return the same from a later block on."""
-        return replace(
-            self,
-            weights=lanes.at(self.weights, block, self.weights_stride),
-            scales=lanes.at(self.scales, block, self.scales_stride),
-            out=lanes.at(self.out, block, VECTOR_BYTES),
-        )
-
-    def from_token(self, lanes: Lanes, token: Value) -> "Operands":
-        """Return the same from a later token on."""
-        return replace(
-            self,
-            rows=lanes.at(self.rows, token, self.rows_stride),
-            row_scales=lanes.at(self.row_scales, token, self.groups_stride),
-            row_sums=lanes.at(self.row_sums, token, self.groups_stride),
-            out=lanes.at(self.out, token, self.out_stride),
-        )
 
 
 OPERANDS = len(Operands.__slots__)
@@ -93,7 +53,7 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = [builder.extract_value(values[3], place) for place in range(OPERANDS)]
         lanes, operands = Lanes(builder), Operands(*found)
-        for first, tokens in lanes.stretches(operands.tokens, (scheme.layout.tokens, 2, 1)):
+        for first, tokens in lanes.stretches(operands.tokens, (_most_tokens(scheme, cpu), 2, 1)):
             shape = _Shape(scheme, high, tokens, cpu)
             _emit_tokens(lanes, shape, operands.from_token(lanes, first))
         return context.get_dummy_value()
@@ -103,16 +63,28 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> 
 
 
 def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
-    """Emit the tile of some tokens, or one block after the other where integers meet one token.
+    """Emit the tile of some tokens, or one block after the other.
 
-    For memory gives more to who reads it in its order than to who reads in four places.
+    One where integers meet one token, for memory gives more to who reads it in its order than to
+    who reads in four places; and where sums of more would not stay in registers.
     """
-    if shape.tokens > 1 or not shape.scheme.layout.is_grouped:
-        _Tile(lanes, shape, operands).emit()
+    alone = shape.tokens == 1
+    if shape.scheme is Scheme.BFLOAT16 and not (alone or shape.cpu.wide):
+        WidenedTiles(lanes, shape.blocks, shape.tokens, operands).emit()
         return
-    with lanes.count(lanes.constant(shape.blocks)) as block:
-        one = replace(shape, blocks=1, spread=_SPREAD)
-        _Tile(lanes, one, operands.from_block(lanes, block)).emit()
+    apart = shape.scheme.layout.is_grouped if alone else not shape.cpu.wide
+    if apart:
+        spread = _SPREAD if alone else 1
+        with lanes.count(lanes.constant(shape.blocks)) as block:
+            one = replace(shape, blocks=1, spread=spread)
+            _Tile(lanes, one, operands.from_block(lanes, block)).emit()
+    else:
+        _Tile(lanes, shape, operands).emit()
+
+
+def _most_tokens(scheme: Scheme, cpu: Cpu) -> int:
+    """Return how many tokens the largest tile has."""
+    return scheme.layout.tokens if cpu.wide else _NARROW_TOKENS[scheme.layout.is_grouped]
 
 
 def _cpu(plain: bool) -> Cpu:
@@ -137,6 +109,7 @@ class _Tile:
         self._layout: Layout = shape.scheme.layout
         self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
         self._parts = self._layout.columns // 4
+        self._in_ints = shape.cpu.byte_dot or shape.cpu.short_dot
 
     def emit(self) -> None:
         lanes = self._lanes
@@ -155,12 +128,12 @@ class _Tile:
     def _add_vector(self, vector: Value, sums: list[list[Value]]) -> None:
         lanes, add = self._lanes, self._product()
         load = lanes.every_float if self._shape.scheme in FLOATING else lanes.every_int
-        rows = [load(self._row(vector, token)) for token in self._tokens]
-        for block in self._blocks:
-            weights = self._weights(vector, block)
-            for token in self._tokens:
+        weights = [self._weights(vector, block) for block in self._blocks]
+        for token in self._tokens:
+            row = load(self._row(vector, token))
+            for block in self._blocks:
                 place = sums[block][token]
-                lanes.write(add(lanes.read(place), weights, rows[token]), place)
+                lanes.write(add(lanes.read(place), weights[block], row), place)
 
     def _product(self) -> Callable[[Value, Value, Value], Value]:
         if self._shape.scheme in FLOATING:
@@ -172,7 +145,7 @@ class _Tile:
         lanes = self._lanes
         for column in (
             lambda pair: lanes.up(pair, 16),
-            lambda pair: lanes.masked(pair, _HIGH_HALF),
+            lambda pair: lanes.masked(pair, HIGH_HALF),
         ):
             total = lanes.fma(lanes.as_floats(column(weights)), lanes.as_floats(column(row)), total)
         return total
@@ -197,7 +170,7 @@ class _Tile:
     def _begin(self, group: Value, totals: list[list[list[Value]]]) -> None:
         lanes = self._lanes
         starts = [self._start(group, token) for token in self._tokens]
-        none = lanes.no_ints() if self._shape.cpu.byte_dot else lanes.no_floats()
+        none = lanes.no_ints() if self._in_ints else lanes.no_floats()
         for number, some in enumerate(totals):
             for column in some:
                 for token in self._tokens:
@@ -207,12 +180,12 @@ class _Tile:
         """Begin below 0 by what the zero of the weights is going to add."""
         place = self._of_group(self._at.row_sums, group, token)
         start = self._lanes.times(self._lanes.every_int(place), -self._layout.zero)
-        return start if self._shape.cpu.byte_dot else self._lanes.to_floats(start)
+        return start if self._in_ints else self._lanes.to_floats(start)
 
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
         """Add one vector of each block, its parts in turn to the totals."""
         lanes = self._lanes
-        add = lanes.byte_dot if self._shape.cpu.byte_dot else self._by_bytes
+        add = self._byte_product()
         stored = [self._weights(vector, block) for block in self._blocks]
         for part in range(self._parts):
             places = [self._row(vector, token) for token in self._tokens]
@@ -226,7 +199,7 @@ class _Tile:
     def _gather(self, totals: list[list[list[Value]]]) -> None:
         """Add the other totals to the first, exactly."""
         lanes = self._lanes
-        add = lanes.plus if self._shape.cpu.byte_dot else lanes.add
+        add = lanes.plus if self._in_ints else lanes.add
         for some in totals[1:]:
             for column, other in zip(totals[0], some, strict=True):
                 for place, more in zip(column, other, strict=True):
@@ -237,6 +210,22 @@ class _Tile:
         if self._shape.scheme is Scheme.INT8:
             return stored
         return self._lanes.masked(self._lanes.down(stored, 4 * part), _LOW_NIBBLES)
+
+    def _byte_product(self) -> Callable[[Value, Value, Value], Value]:
+        """Return what adds four products of bytes to each lane: int32, or float32 as exactly."""
+        if self._shape.cpu.byte_dot:
+            return self._lanes.byte_dot
+        if not self._shape.cpu.short_dot:
+            return self._by_bytes
+        return self._by_shorts if self._shape.scheme is Scheme.INT8 else self._lanes.small_byte_dot
+
+    def _by_shorts(self, total: Value, unsigned: Value, signed: Value) -> Value:
+        """Add the products of even bytes, then those of odd ones: pairs may not fit into int16."""
+        lanes = self._lanes
+        even = lanes.shorts_down(lanes.shorts_up(signed, 8), 8, signed=True)
+        odd = lanes.shorts_down(signed, 8, signed=True)
+        total = lanes.short_dot(total, lanes.masked(unsigned, _EVEN_BYTES), even)
+        return lanes.short_dot(total, lanes.shorts_down(unsigned, 8), odd)
 
     def _by_bytes(self, total: Value, unsigned: Value, signed: Value) -> Value:
         """Add four products byte by byte, in float32, which holds a group's sum exactly."""
@@ -256,7 +245,7 @@ class _Tile:
             scale = lanes.floats(lanes.at(scales, group, VECTOR_BYTES))
             for token in self._tokens:
                 total = lanes.read(totals[block][token])
-                exact = lanes.to_floats(total) if self._shape.cpu.byte_dot else total
+                exact = lanes.to_floats(total) if self._in_ints else total
                 place = sums[block][token]
                 worth = lanes.multiply(scale, rows[token])
                 lanes.write(lanes.fma(exact, worth, lanes.read(place)), place)

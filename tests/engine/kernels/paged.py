@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.attend import (
-    TOKENS_AN_ITEM,
     attend_arguments,
     attend_prompt_kernel,
     attend_step_kernel,
+    prompt_items,
 )
 from expertctl.engine.kernels.heads import PAGE, HeadsShape, heads_arguments, heads_kernel
 from expertctl.engine.kernels.memory import aligned
@@ -72,9 +72,11 @@ class Text:
         items = len(rows) * (self.shape.queries + 2 * self.shape.keys)
         heads_kernel(self.shape.numbers)(0, items, arguments.ctypes.data)
 
-    def read(self, rows: Numbers, start: int = 0) -> Numbers:
-        """Attend with tokens that stand behind each other."""
-        items = -(-len(rows) // TOKENS_AN_ITEM) * self.shape.queries
+    def read(
+        self, rows: Numbers, start: int = 0, *, items: tuple[int, int] | None = None
+    ) -> Numbers:
+        """Attend with tokens that stand behind each other; maybe with some items only."""
+        items = items or (0, prompt_items(len(rows), self.shape))
         kernel = attend_prompt_kernel(self.shape.numbers)
         return attended([self], rows, self.where(start, len(rows)), kernel, items)
 
@@ -87,12 +89,16 @@ def step_of(texts: list[Text], rows: Numbers, positions: list[int]) -> Numbers:
     """Attend with one token of each text."""
     tables = np.array([text.table.ctypes.data for text in texts])
     kernel = attend_step_kernel(texts[0].shape.numbers)
-    items = len(rows) * texts[0].shape.keys
+    items = (0, len(rows) * texts[0].shape.keys)
     return attended(texts, rows, (np.array(positions), tables), kernel, items)
 
 
 def attended(
-    texts: list[Text], rows: Numbers, where: tuple[Numbers, Numbers], kernel: Any, items: int
+    texts: list[Text],
+    rows: Numbers,
+    where: tuple[Numbers, Numbers],
+    kernel: Any,
+    items: tuple[int, int],
 ) -> Numbers:
     shape = texts[0].shape
     out = np.full((len(rows), shape.queries * shape.dim), np.nan, np.float32)
@@ -101,7 +107,7 @@ def attended(
     arguments = attend_arguments(
         rows, shape, where, texts[0].offsets, out, texts[0].window, scale, count
     )
-    kernel(0, items, arguments.ctypes.data)
+    kernel(*items, arguments.ctypes.data)
     return out
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.kernels.attend import TOKENS_AN_ITEM
+from expertctl.engine.kernels.attend import HEADS_AN_ITEM, TOKENS_AN_ITEM, prompt_items
 from expertctl.engine.kernels.heads import PAGE, HeadsShape
 from expertctl.engine.kernels.scheme import Scheme
 from tests.engine.kernels.paged import Numbers, Text, plain_attention, random_rows, step_of
@@ -92,6 +92,35 @@ def test_chunks_and_steps_have_the_bits_of_the_whole(
         read = later.step(part, start) if len(part) == 1 else later.read(part, start)
         np.testing.assert_array_equal(read, whole[start : start + len(part)])
         start += len(part)
+
+
+@pytest.mark.parametrize("numbers", [Scheme.FLOAT32, Scheme.FLOAT16])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("group", "dim"), [(1, 144), (HEADS_AN_ITEM + 3, 80), (3, 272)])
+def test_what_is_gathered_for_a_prompt_has_the_bits_of_what_is_read_in_place(
+    group: int, dim: int, window: int | None, numbers: Scheme
+) -> None:
+    """Groups of heads that fill no item, and heads wider than what is gathered at once."""
+    shape = HeadsShape(2 * group, 2, dim, numbers)
+    text, rows = prompt(shape, 2 * TOKENS_AN_ITEM + 7, window)
+    read = text.read(rows)
+    assert np.abs(read - plain_attention(rows, shape, window)).max() < 2 * TOLERANCE
+    for position in range(0, len(rows), 5):
+        step = text.step(rows[position : position + 1], position)
+        np.testing.assert_array_equal(step[0], read[position])
+
+
+def test_an_item_of_a_prompt_does_its_own_tokens_and_heads_only() -> None:
+    shape, tokens = HeadsShape(2 * HEADS_AN_ITEM + 2, 2, 16), TOKENS_AN_ITEM + 2
+    text, rows = prompt(shape, tokens)
+    whole, parts = text.read(rows), np.zeros((tokens, shape.queries), int)
+    assert prompt_items(tokens, shape) == 8
+    for item in range(8):
+        read = text.read(rows, items=(item, item + 1)).reshape(tokens, shape.queries, shape.dim)
+        done = ~np.isnan(read).any(axis=-1)
+        np.testing.assert_array_equal(read[done], whole.reshape(read.shape)[done])
+        parts += done
+    assert (parts == 1).all()
 
 
 def test_texts_of_a_batch_do_not_touch_each_other() -> None:

@@ -1,0 +1,104 @@
+"""Products of bfloat16 where registers are narrow and no instruction multiplies pairs.
+
+Widening a token's numbers for every block takes as long as multiplying them. So some columns of
+some tokens are widened once, for all blocks of a strip, whose sums wait on the stack meanwhile.
+Each sum runs from the first column to the last all the same.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes, Value
+from expertctl.engine.kernels.operands import Operands
+
+HIGH_HALF = 0xFFFF0000
+"""The bits of the second bfloat16 of a pair."""
+_PAIRS = 256
+"""Pairs of columns that are widened at once: what four blocks need of them stays near."""
+_SIDE_BYTES, _ROW_BYTES = _PAIRS * 4, 2 * _PAIRS * 4
+"""Bytes of the first numbers of a token's pairs, and of both."""
+
+
+@dataclass(frozen=True)
+class WidenedTiles:
+    """Emits the product of some blocks with some tokens."""
+
+    lanes: Lanes
+    blocks: int
+    tokens: int
+    at: Operands
+
+    @cached_property
+    def _rows(self) -> Value:
+        """Room for [tokens][first, second][256] float32."""
+        return self.lanes.room(self.tokens * _ROW_BYTES // VECTOR_BYTES)
+
+    @cached_property
+    def _sums(self) -> Value:
+        """Room for [blocks][tokens][16] float32."""
+        return self.lanes.room(self.blocks * self.tokens)
+
+    def emit(self) -> None:
+        """Emit it all."""
+        lanes, at = self.lanes, self.at
+        size = lanes.constant(_PAIRS)
+        with lanes.count(lanes.parts(at.vectors, size)) as part:
+            first = lanes.product(part, size)
+            count = lanes.least(lanes.subtract(at.vectors, first), size)
+            for token in range(self.tokens):
+                row = lanes.at(at.rows, lanes.constant(token), at.rows_stride)
+                self._widen(lanes.at(row, first, 4), token, count)
+            with lanes.count(lanes.constant(self.blocks)) as block:
+                self._add(block, first, count)
+        with lanes.count(lanes.constant(self.blocks)) as block:
+            self._write(block)
+
+    def _widen(self, row: Value, token: int, count: Value) -> None:
+        """Widen pairs of a token, sixteen at a time and then one by one."""
+        lanes = self.lanes
+        out = lanes.sum(self._rows, lanes.constant(token * _ROW_BYTES))
+        for begin, size in lanes.stretches(count, (LANES, 1)):
+            pairs, place = lanes.at(row, begin, 4), lanes.at(out, begin, 4)
+            second = lanes.sum(place, lanes.constant(_SIDE_BYTES))
+            load, store = (
+                (lanes.ints, lanes.store) if size > 1 else (lanes.every_int, lanes.store_first)
+            )
+            for numbers, to in zip(self._apart(load(pairs)), (place, second), strict=True):
+                store(numbers, to)
+
+    def _apart(self, pairs: Value) -> tuple[Value, Value]:
+        """Return the first and the second numbers of pairs as float32."""
+        lanes = self.lanes
+        return lanes.as_floats(lanes.up(pairs, 16)), lanes.as_floats(lanes.masked(pairs, HIGH_HALF))
+
+    def _add(self, block: Value, first: Value, count: Value) -> None:
+        """Add some columns to the sums of a block."""
+        lanes, at = self.lanes, self.at
+        places = [self._sum(block, token) for token in range(self.tokens)]
+        begin = [lanes.chosen(first, lanes.floats(place), lanes.no_floats()) for place in places]
+        sums = [lanes.variable(start) for start in begin]
+        for each, start in zip(sums, begin, strict=True):
+            lanes.write(start, each)
+        weights = lanes.at(lanes.at(at.weights, block, at.weights_stride), first, VECTOR_BYTES)
+        with lanes.count(count) as vector:
+            stored = lanes.ints(lanes.at(weights, vector, VECTOR_BYTES))
+            for side, numbers in enumerate(self._apart(stored)):
+                for token, total in enumerate(sums):
+                    offset = lanes.constant(token * _ROW_BYTES + side * _SIDE_BYTES)
+                    number = lanes.every_float(lanes.at(lanes.sum(self._rows, offset), vector, 4))
+                    lanes.write(lanes.fma(numbers, number, lanes.read(total)), total)
+        for place, total in zip(places, sums, strict=True):
+            lanes.store(lanes.read(total), place)
+
+    def _write(self, block: Value) -> None:
+        lanes, at = self.lanes, self.at
+        for token in range(self.tokens):
+            row = lanes.at(at.out, lanes.constant(token), at.out_stride)
+            place, total = lanes.at(row, block, VECTOR_BYTES), lanes.floats(self._sum(block, token))
+            added = lanes.add(lanes.floats(place), total)
+            lanes.store(lanes.chosen(at.adds, added, total), place)
+
+    def _sum(self, block: Value, token: int) -> Value:
+        lanes = self.lanes
+        own = lanes.at(self._sums, block, self.tokens * VECTOR_BYTES)
+        return lanes.sum(own, lanes.constant(token * VECTOR_BYTES))
