@@ -124,7 +124,7 @@ class _Decoder:
     def program(self) -> DecoderProgram:
         base, room = self._base, self._room
         self._builder.begin("embedding")
-        arguments = embed_arguments(base.embedding, room.tokens, room.hidden)
+        arguments = embed_arguments(matrix=base.embedding, tokens=room.tokens, out=room.hidden)
         self._builder.add(embed_kernel(base.scheme), arguments, self._counts.tokens)
         embed = self._built()
         self._angles()
@@ -143,7 +143,9 @@ class _Decoder:
         rope, room = self._base.config.rope, self._room
         frequencies = np.ascontiguousarray(inverse_frequencies(rope).numpy())
         factor = np.array([rope.attention], np.float32)
-        arguments = angles_arguments(room.positions, frequencies, factor, room.rotations)
+        arguments = angles_arguments(
+            positions=room.positions, frequencies=frequencies, factor=factor, out=room.rotations
+        )
         self._builder.add(angles_kernel(), arguments, self._counts.tokens)
         self._builder.keep(frequencies, factor)
 
@@ -163,7 +165,8 @@ class _Decoder:
         gate_up = self._layers(site + 2, layer.gate_up, (wide, wide), layer.gate_up_bias)
         add(gate_up, room.normed, room.gates)
         gate, up = room.gates[:, :wide], room.gates[:, wide:]
-        self._builder.add(gate_kernel(), gate_arguments(gate, up, gate, wide), self._counts.tokens)
+        arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._builder.add(gate_kernel(), arguments, self._counts.tokens)
         down = self._layers(site + 3, layer.down, (config.hidden_size,), layer.down_bias)
         add(down, gate, room.hidden, adds=True)
 
@@ -198,7 +201,7 @@ class _Decoder:
 
     def _norm(self, weight: Numbers) -> None:
         rows, out = self._room.hidden, self._room.normed
-        arguments = norm_arguments(rows, weight, out, self._eps)
+        arguments = norm_arguments(rows=rows, weight=weight, out=out, eps=self._eps)
         self._builder.add(norm_kernel(), arguments, self._counts.tokens)
 
     def _built(self) -> Program:

@@ -118,7 +118,9 @@ class LinearOperations:
         if self._scales:
             apart = counts.reduce_apart[scheme][place : place + 1]
             self._builder.add(reduce_kernel(scheme), reducing, apart, part=_EXPERTS)
-        product = multiply_arguments(layers.matrix, rows, out, counts.tokens, adds=adds)
+        product = multiply_arguments(
+            matrix=layers.matrix, rows=rows, out=out, tokens=counts.tokens, adds=adds
+        )
         expansion = self._expansion(layers, scheme, out)
         items = multiply_items(layers.matrix)
         arguments = adapted_arguments(
@@ -141,7 +143,9 @@ class LinearOperations:
         counted = counts.of_whole(site, items) if self._scales else items
         self._multiply(layers.matrix, rows, out, counted, adds=adds)
         if layers.bias is not None:
-            arguments = affine_arguments(out, None, layers.bias, out, len(layers.bias))
+            arguments = affine_arguments(
+                rows=out, scale=None, shift=layers.bias, out=out, width=len(layers.bias)
+            )
             plain = counts.plain[site : site + 1] if self._scales else counts.tokens
             self._builder.add(affine_kernel(), arguments, plain)
             self._builder.keep(layers.bias)
@@ -188,7 +192,9 @@ class LinearOperations:
         *,
         adds: bool,
     ) -> None:
-        arguments = multiply_arguments(matrix, rows, out, self._counts.tokens, adds=adds)
+        arguments = multiply_arguments(
+            matrix=matrix, rows=rows, out=out, tokens=self._counts.tokens, adds=adds
+        )
         self._builder.add(multiply_kernel(matrix.scheme), arguments, items)
         self._builder.keep(matrix)
 
@@ -242,7 +248,7 @@ class LinearOperations:
         rows = self._room.prepared(scheme, columns)
         if rows is None:
             return rows_as_they_are(source)
-        arguments = prepare_arguments(source, columns, rows)
+        arguments = prepare_arguments(rows=source, columns=columns, prepared=rows)
         counted = self._counts.tokens if tokens is None else tokens
         self._builder.add(prepare_kernel(scheme), arguments, counted)
         return rows

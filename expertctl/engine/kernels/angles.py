@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.kernels.arguments import address, words_of
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.memory import floats_at, longs_at, words
 
@@ -22,7 +23,7 @@ def angles_kernel() -> Kernel:
 
 
 def angles_arguments(
-    positions: Numbers, frequencies: Numbers, factor: Numbers, out: Numbers
+    *, positions: Numbers, frequencies: Numbers, factor: Numbers, out: Numbers
 ) -> Numbers:
     """Return its arguments: ``out`` float32 [tokens, 2, dim], cosines then sines.
 
@@ -30,15 +31,12 @@ def angles_arguments(
     sines are repeated for both halves of a head and multiplied with ``factor``, float32 [1].
     """
     assert out.shape[1:] == (2, 2 * len(frequencies))
-    return np.array(
-        [
-            positions.ctypes.data,
-            frequencies.ctypes.data,
-            len(frequencies),
-            factor.ctypes.data,
-            out.ctypes.data,
-        ],
-        np.int64,
+    return words_of(
+        address(positions, np.int64),
+        address(frequencies),
+        len(frequencies),
+        address(factor),
+        address(out),
     )
 
 

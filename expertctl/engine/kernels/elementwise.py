@@ -8,6 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.exponential import exponential
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes
@@ -22,25 +23,12 @@ def norm_kernel() -> Kernel:
     return compile_kernel("norm", _norm)
 
 
-def norm_arguments(
-    rows: Numbers,
-    weight: Numbers,
-    out: Numbers,
-    eps: Numbers,
-) -> Numbers:
-    """Return its arguments; ``eps`` is float32 [1], the rest float32 [tokens, at least width]."""
-    return np.array(
-        [
-            rows.ctypes.data,
-            rows.strides[0],
-            weight.ctypes.data,
-            len(weight),
-            out.ctypes.data,
-            out.strides[0],
-            eps.ctypes.data,
-        ],
-        np.int64,
-    )
+def norm_arguments(*, rows: Numbers, weight: Numbers, out: Numbers, eps: Numbers) -> Numbers:
+    """Return its arguments, all float32.
+
+    ``weight`` is [width], ``eps`` [1], the rest [tokens, at least width].
+    """
+    return words_of(*rows_at(rows), address(weight), len(weight), *rows_at(out), address(eps))
 
 
 def _norm(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
@@ -68,25 +56,9 @@ def gate_kernel() -> Kernel:
     return compile_kernel("gate", _gate)
 
 
-def gate_arguments(
-    gate: Numbers,
-    up: Numbers,
-    out: Numbers,
-    width: int,
-) -> Numbers:
+def gate_arguments(*, gate: Numbers, up: Numbers, out: Numbers, width: int) -> Numbers:
     """Return its arguments; all are float32 [tokens, at least width], ``out`` may be ``gate``."""
-    return np.array(
-        [
-            gate.ctypes.data,
-            gate.strides[0],
-            up.ctypes.data,
-            up.strides[0],
-            out.ctypes.data,
-            out.strides[0],
-            width,
-        ],
-        np.int64,
-    )
+    return words_of(*rows_at(gate), *rows_at(up), *rows_at(out), width)
 
 
 def _gate(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
@@ -131,25 +103,10 @@ def affine_kernel() -> Kernel:
 
 
 def affine_arguments(
-    rows: Numbers,
-    scale: Numbers | None,
-    shift: Numbers | None,
-    out: Numbers,
-    width: int,
+    *, rows: Numbers, scale: Numbers | None, shift: Numbers | None, out: Numbers, width: int
 ) -> Numbers:
     """Return its arguments; ``out`` may be ``rows``, scale and shift are float32 [width]."""
-    return np.array(
-        [
-            rows.ctypes.data,
-            rows.strides[0],
-            0 if scale is None else scale.ctypes.data,
-            0 if shift is None else shift.ctypes.data,
-            out.ctypes.data,
-            out.strides[0],
-            width,
-        ],
-        np.int64,
-    )
+    return words_of(*rows_at(rows), address(scale), address(shift), *rows_at(out), width)
 
 
 def _affine(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
@@ -176,11 +133,9 @@ def add_kernel() -> Kernel:
     return compile_kernel("add", _add)
 
 
-def add_arguments(rows: Numbers, out: Numbers, width: int) -> Numbers:
+def add_arguments(*, rows: Numbers, out: Numbers, width: int) -> Numbers:
     """Return its arguments; both are float32 [tokens, at least width]."""
-    return np.array(
-        [rows.ctypes.data, rows.strides[0], out.ctypes.data, out.strides[0], width], np.int64
-    )
+    return words_of(*rows_at(rows), *rows_at(out), width)
 
 
 def _add(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import (
@@ -18,6 +19,8 @@ from expertctl.engine.kernels.memory import (
 )
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.scheme import GROUP, Scheme
+
+Numbers = np.ndarray[Any, Any]
 
 
 @cache
@@ -33,23 +36,17 @@ def embed_kernel(scheme: Scheme) -> Kernel:
     return compile_kernel(f"embed {scheme.value}", function)
 
 
-def embed_arguments(
-    matrix: PackedMatrix, tokens: "np.ndarray[Any, Any]", out: "np.ndarray[Any, Any]"
-) -> "np.ndarray[Any, Any]":
+def embed_arguments(*, matrix: PackedMatrix, tokens: Numbers, out: Numbers) -> Numbers:
     """Return the arguments: ``tokens`` int64 [n], ``out`` float32 [n, at least columns]."""
     layout = matrix.scheme.layout
-    return np.array(
-        [
-            matrix.data.ctypes.data,
-            matrix.scales.ctypes.data,
-            matrix.columns,
-            layout.vectors(matrix.columns),
-            layout.groups(matrix.columns),
-            tokens.ctypes.data,
-            out.ctypes.data,
-            out.strides[0],
-        ],
-        np.int64,
+    return words_of(
+        address(matrix.data, matrix.data.dtype),
+        address(matrix.scales),
+        matrix.columns,
+        layout.vectors(matrix.columns),
+        layout.groups(matrix.columns),
+        address(tokens, np.int64),
+        *rows_at(out),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.kernels.arguments import address, words_of
 from expertctl.engine.kernels.atomic import add_now, breathe, give_way, read_now, write_now
 from expertctl.engine.kernels.batch import (
     B_VECTORS,
@@ -67,20 +68,17 @@ def reduce_arguments(
     groups: int,
 ) -> Numbers:
     """Return its arguments; ``rows`` are those of the batch, ``vectors`` those of a row of A."""
-    return np.array(
-        [
-            batch.ctypes.data,
-            first_module,
-            modules,
-            blocks,
-            rows.data.ctypes.data,
-            rows.data.strides[0],
-            rows.scales.ctypes.data,
-            rows.sums.ctypes.data,
-            vectors,
-            groups,
-        ],
-        np.int64,
+    return words_of(
+        address(batch, np.int64),
+        first_module,
+        modules,
+        blocks,
+        address(rows.data, rows.data.dtype),
+        rows.data.strides[0],
+        address(rows.scales),
+        address(rows.sums, np.int32),
+        vectors,
+        groups,
     )
 
 
@@ -117,15 +115,15 @@ def adapted_arguments(
     ``done``, int64 [1], begins with 0; who does the last item of a run sets it to 0 again.
     """
     parts = (reduce, multiply, expand, reduce_items, done)
-    return np.array([*(part.ctypes.data for part in parts), multiply_items], np.int64)
+    return words_of(*(address(part, np.int64) for part in parts), multiply_items)
 
 
 def expand_arguments(
     *, batch: Numbers, first_module: int, outs: Numbers, out_stride: int
 ) -> Numbers:
     """Return its arguments; ``outs`` int64 [modules, 2]: where a module's output is, its blocks."""
-    return np.array(
-        [batch.ctypes.data, first_module, len(outs), outs.ctypes.data, out_stride], np.int64
+    return words_of(
+        address(batch, np.int64), first_module, len(outs), address(outs, np.int64), out_stride
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
 from expertctl.engine.kernels.memory import words
@@ -17,6 +18,8 @@ from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kernels.tiles import code_of, strip
 
 BLOCKS_AN_ITEM = 4
+
+Numbers = np.ndarray[Any, Any]
 
 
 @cache
@@ -32,36 +35,34 @@ def multiply_items(matrix: PackedMatrix) -> int:
 
 
 def multiply_arguments(
+    *,
     matrix: PackedMatrix,
     rows: PreparedRows,
-    out: "np.ndarray[Any, Any]",
-    tokens: "np.ndarray[Any, Any]",
-    *,
+    out: Numbers,
+    tokens: Numbers,
     adds: bool = False,
-) -> "np.ndarray[Any, Any]":
+) -> Numbers:
     """Return the arguments of one product.
 
     ``out`` is float32 [tokens, at least blocks * 16]; ``tokens``, int64 [1], is read at each run.
     """
     assert out.shape[1] >= matrix.blocks * LANES
     layout = matrix.scheme.layout
-    return np.array(
-        [
-            matrix.data.ctypes.data,
-            matrix.scales.ctypes.data,
-            rows.data.ctypes.data,
-            rows.scales.ctypes.data,
-            rows.sums.ctypes.data,
-            out.ctypes.data,
-            matrix.blocks,
-            layout.vectors(matrix.columns),
-            layout.groups(matrix.columns),
-            tokens.ctypes.data,
-            rows.data.strides[0],
-            out.strides[0],
-            adds,
-        ],
-        np.int64,
+    place, stride = rows_at(out)
+    return words_of(
+        address(matrix.data, matrix.data.dtype),
+        address(matrix.scales),
+        address(rows.data, rows.data.dtype),
+        address(rows.scales),
+        address(rows.sums, np.int32),
+        place,
+        matrix.blocks,
+        layout.vectors(matrix.columns),
+        layout.groups(matrix.columns),
+        address(tokens, np.int64),
+        rows.data.strides[0],
+        stride,
+        adds,
     )
 
 

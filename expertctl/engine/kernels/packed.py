@@ -131,7 +131,7 @@ def _pack_floats(stored: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
 def _pack_steps(numbers: "np.ndarray[Any, Any]", part: PackedMatrix) -> None:
     rows = np.ascontiguousarray(numbers)
     steps = room_for_rows(part.scheme, len(rows), part.columns)
-    arguments = prepare_arguments(rows, part.columns, steps)
+    arguments = prepare_arguments(rows=rows, columns=part.columns, prepared=steps)
     kernel = nibbles_kernel() if part.scheme is Scheme.INT4 else prepare_kernel(part.scheme)
     kernel(0, len(rows), arguments.ctypes.data)
     part.scales[...] = steps.scales.reshape(part.blocks, LANES, -1).transpose(0, 2, 1)
@@ -233,7 +233,7 @@ def to_bfloat16(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
     """Round float32 rows to the nearest bfloat16, ties to even, as uint16 of whole vectors."""
     rows = np.ascontiguousarray(numbers, np.float32)
     rounded = room_for_rows(Scheme.BFLOAT16, *rows.shape)
-    arguments = prepare_arguments(rows, rows.shape[1], rounded)
+    arguments = prepare_arguments(rows=rows, columns=rows.shape[1], prepared=rounded)
     prepare_kernel(Scheme.BFLOAT16)(0, len(rows), arguments.ctypes.data)
     return rounded.data[:, : rows.shape[1]]
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.batch import RECORD_BYTES, VECTORS_AT, plan_of
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.memory import floats_at, words
@@ -21,18 +22,7 @@ def scale_kernel() -> Kernel:
 
 def scale_arguments(*, batch: Numbers, module: int, rows: Numbers, out: Numbers) -> Numbers:
     """Return its arguments; ``out`` is float32 [rows, columns], ``rows`` as wide at least."""
-    return np.array(
-        [
-            batch.ctypes.data,
-            module,
-            rows.ctypes.data,
-            rows.strides[0],
-            out.ctypes.data,
-            out.strides[0],
-            out.shape[1],
-        ],
-        np.int64,
-    )
+    return words_of(address(batch, np.int64), module, *rows_at(rows), *rows_at(out), out.shape[1])
 
 
 def _scale(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
@@ -88,19 +78,14 @@ def settle_arguments(
     adds: bool,
 ) -> Numbers:
     """Return its arguments; both are float32 [rows, at least width], ``out`` may be ``rows``."""
-    return np.array(
-        [
-            batch.ctypes.data,
-            module,
-            rows.ctypes.data,
-            rows.strides[0],
-            0 if bias is None else bias.ctypes.data,
-            out.ctypes.data,
-            out.strides[0],
-            width,
-            adds,
-        ],
-        np.int64,
+    return words_of(
+        address(batch, np.int64),
+        module,
+        *rows_at(rows),
+        address(bias),
+        *rows_at(out),
+        width,
+        adds,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.kernel import Kernel, compile_kernel
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes
 from expertctl.engine.kernels.memory import (
@@ -69,26 +70,24 @@ def rows_as_they_are(rows: "np.ndarray[Any, Any]") -> PreparedRows:
 
 
 def prepare_arguments(
+    *,
     rows: "np.ndarray[Any, Any]",
     columns: int,
     prepared: PreparedRows,
-    *,
     largest_step: int = LARGEST_STEP,
 ) -> "np.ndarray[Any, Any]":
     """Return the arguments of either kernel below; ``rows`` is float32 [tokens, >= columns]."""
-    return np.array(
-        [
-            rows.ctypes.data,
-            rows.strides[0] // 4,
-            columns,
-            prepared.data.ctypes.data,
-            prepared.data.shape[1],
-            prepared.scales.ctypes.data,
-            prepared.sums.ctypes.data,
-            prepared.scales.shape[1],
-            largest_step,
-        ],
-        np.int64,
+    place, stride = rows_at(rows)
+    return words_of(
+        place,
+        stride // 4,
+        columns,
+        address(prepared.data, prepared.data.dtype),
+        prepared.data.shape[1],
+        address(prepared.scales),
+        address(prepared.sums, np.int32),
+        prepared.scales.shape[1],
+        largest_step,
     )
 
 

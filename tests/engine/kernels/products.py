@@ -32,7 +32,7 @@ def prepared(rows: Array, scheme: Scheme) -> PreparedRows:
     if scheme in FLOATS:
         return rows_as_they_are(np.ascontiguousarray(rows))
     room = room_for_rows(scheme, *rows.shape)
-    arguments = prepare_arguments(rows, rows.shape[1], room)
+    arguments = prepare_arguments(rows=rows, columns=rows.shape[1], prepared=room)
     prepare_kernel(scheme)(0, len(rows), arguments.ctypes.data)
     return room
 
@@ -47,7 +47,9 @@ def multiply(
         out[:, : matrix.rows] = onto
     tokens = np.array([len(rows)], np.int64)
     ready = prepared(rows, matrix.scheme)
-    arguments = multiply_arguments(matrix, ready, out, tokens, adds=onto is not None)
+    arguments = multiply_arguments(
+        matrix=matrix, rows=ready, out=out, tokens=tokens, adds=onto is not None
+    )
     kernel = multiply_kernel(matrix.scheme, plain=plain)
     kernel(0, multiply_items(matrix), arguments.ctypes.data)
     return out[:, : matrix.rows]

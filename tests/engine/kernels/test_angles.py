@@ -38,7 +38,9 @@ def test_rotations_are_those_of_the_table(scaling: RopeScaling | None, dims: int
     out = np.full((len(positions), 2, dims), np.nan, np.float32)
     frequencies = inverse_frequencies(config).numpy()
     factor = np.array([config.attention], np.float32)
-    arguments = angles_arguments(positions, frequencies, factor, out)
+    arguments = angles_arguments(
+        positions=positions, frequencies=frequencies, factor=factor, out=out
+    )
     angles_kernel()(0, len(positions), arguments.ctypes.data)
     table = rotation_table(config, 40_001, device="cpu").numpy()[:, positions]
     assert np.abs(out - table.transpose(1, 0, 2)).max() < 3e-7

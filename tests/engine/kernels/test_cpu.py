@@ -27,8 +27,9 @@ for scheme in (Scheme.BFLOAT16, Scheme.INT8):
     given, out = aligned((3, 300), np.float32), aligned((3, 80), np.float32)
     given[...] = rng.standard_normal((3, 300))
     rows, count = room_for_rows(scheme, 3, 300), np.array([3], np.int64)
-    prepare_kernel(scheme)(0, 3, prepare_arguments(given, 300, rows).ctypes.data)
-    arguments = multiply_arguments(matrix, rows, out, count)
+    arguments = prepare_arguments(rows=given, columns=300, prepared=rows)
+    prepare_kernel(scheme)(0, 3, arguments.ctypes.data)
+    arguments = multiply_arguments(matrix=matrix, rows=rows, out=out, tokens=count)
     multiply_kernel(scheme)(0, multiply_items(matrix), arguments.ctypes.data)
     wanted = given.astype(float) @ unpack(matrix).T
     assert abs(out[:, :70] - wanted).max() < 0.05 * wanted.std()

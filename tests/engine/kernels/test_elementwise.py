@@ -31,7 +31,7 @@ def rows_of(tokens: int, width: int, *, seed: int = 0, room: int = 3) -> Numbers
 
 def normed(rows: Numbers, weight: Numbers, first: int = 0, last: int | None = None) -> Numbers:
     out = np.full(rows.shape, np.nan, np.float32)
-    arguments = norm_arguments(rows, weight, out, EPS)
+    arguments = norm_arguments(rows=rows, weight=weight, out=out, eps=EPS)
     norm_kernel()(first, len(rows) if last is None else last, arguments.ctypes.data)
     return out
 
@@ -73,7 +73,7 @@ def test_norm_of_a_token_does_not_depend_on_the_others(
 
 def gated(gate: Numbers, up: Numbers) -> Numbers:
     out = np.full(gate.shape, np.nan, np.float32)
-    arguments = gate_arguments(gate, up, out, gate.shape[1])
+    arguments = gate_arguments(gate=gate, up=up, out=out, width=gate.shape[1])
     gate_kernel()(0, len(gate), arguments.ctypes.data)
     return out
 
@@ -90,7 +90,8 @@ def test_gate_may_write_over_its_input() -> None:
     both = rows_of(3, 64)
     gate, up = both[:, :32], both[:, 32:]
     expected = gated(gate, up)
-    gate_kernel()(0, 3, gate_arguments(gate, up, gate, 32).ctypes.data)
+    arguments = gate_arguments(gate=gate, up=up, out=gate, width=32)
+    gate_kernel()(0, 3, arguments.ctypes.data)
     np.testing.assert_array_equal(gate, expected)
 
 
@@ -110,7 +111,8 @@ def test_affine_scales_and_shifts_what_is_given(scales: bool, shifts: bool, in_p
     shift = rows_of(1, 50, seed=2)[0].copy() if shifts else None
     expected = rows * (1 if scale is None else scale) + (0 if shift is None else shift)
     out = rows if in_place else np.full(rows.shape, np.nan, np.float32)
-    affine_kernel()(0, 4, affine_arguments(rows, scale, shift, out, 50).ctypes.data)
+    arguments = affine_arguments(rows=rows, scale=scale, shift=shift, out=out, width=50)
+    affine_kernel()(0, 4, arguments.ctypes.data)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
 
 
@@ -118,5 +120,5 @@ def test_add_adds_and_leaves_the_rest_alone() -> None:
     rows, out = rows_of(4, 33), rows_of(4, 40, seed=1)
     expected = out.copy()
     expected[1:3, :33] += rows[1:3]
-    add_kernel()(1, 3, add_arguments(rows, out, 33).ctypes.data)
+    add_kernel()(1, 3, add_arguments(rows=rows, out=out, width=33).ctypes.data)
     np.testing.assert_array_equal(out, expected)

@@ -325,7 +325,10 @@ class Adapted:
         self._places = self.some.places(self.out.inside)
         self._reduce = self.some.reducing(self._rows)
         self._multiply = multiply_arguments(
-            self.matrix, self._base_rows, self.out.inside, self.counts[:1]
+            matrix=self.matrix,
+            rows=self._base_rows,
+            out=self.out.inside,
+            tokens=self.counts[:1],
         )
         self._expand = self.some.expanding(self.out.inside, self._places)
         self.arguments = adapted_arguments(

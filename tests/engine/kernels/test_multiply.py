@@ -108,7 +108,7 @@ def test_items_may_be_done_in_any_order_and_portion(scheme: Scheme) -> None:
     tokens = random_numbers(11, 3, 140)
     out = aligned((3, matrix.blocks * LANES), np.float32)
     ready, count = prepared(tokens, scheme), np.array([3], np.int64)
-    arguments = multiply_arguments(matrix, ready, out, count)
+    arguments = multiply_arguments(matrix=matrix, rows=ready, out=out, tokens=count)
     assert multiply_items(matrix) == 5
     for first, last in ((3, 5), (0, 1), (2, 3), (1, 2), (4, 4)):
         multiply_kernel(scheme)(first, last, arguments.ctypes.data)
@@ -130,7 +130,7 @@ def test_a_product_takes_only_as_many_tokens_as_there_are_at_that_run(scheme: Sc
     tokens, count = random_numbers(16, 4, 40), np.array([2], np.int64)
     out = aligned((4, matrix.blocks * LANES), np.float32)
     ready = prepared(tokens, scheme)
-    arguments = multiply_arguments(matrix, ready, out, count)
+    arguments = multiply_arguments(matrix=matrix, rows=ready, out=out, tokens=count)
     multiply_kernel(scheme)(0, 1, arguments.ctypes.data)
     assert out[:2].any()
     assert not out[2:].any()
@@ -145,7 +145,8 @@ def test_out_that_is_wider_than_the_matrix_keeps_what_lies_beside(scheme: Scheme
     tokens = random_numbers(18, 7, 50)
     out = aligned((7, 5 * LANES), np.float32)
     out[...] = 7
-    arguments = multiply_arguments(matrix, prepared(tokens, scheme), out, np.array([7], np.int64))
+    ready, count = prepared(tokens, scheme), np.array([7], np.int64)
+    arguments = multiply_arguments(matrix=matrix, rows=ready, out=out, tokens=count)
     multiply_kernel(scheme)(0, multiply_items(matrix), arguments.ctypes.data)
     np.testing.assert_array_equal(out[:, :33], multiply(matrix, tokens), strict=True)
     assert (out[:, 3 * LANES :] == 7).all()

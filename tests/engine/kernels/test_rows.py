@@ -104,7 +104,7 @@ def test_rows_may_be_part_of_wider_ones() -> None:
     wide = aligned((4, 64), np.float32)
     wide[...] = random_numbers(3, 4, 64)
     room = room_for_rows(Scheme.INT8, 4, 40)
-    arguments = prepare_arguments(wide, 40, room)
+    arguments = prepare_arguments(rows=wide, columns=40, prepared=room)
     prepare_kernel(Scheme.INT8)(0, 4, arguments.ctypes.data)
     np.testing.assert_array_equal(room.data, prepared(wide[:, :40].copy(), Scheme.INT8).data)
 
