@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from expertctl.engine.trace import Trace
 
 _PARTS = ("attention", "mlp", "experts")
+_TOGETHER = "what experts add is part of the time of their layers"
 _Rows = dict[str, dict[str, float]]
 
 
@@ -19,6 +20,8 @@ def trace_text(trace: "Trace") -> str:
     parts = [_layers("A TOKEN, ms", trace.decode, tokens), _layers("PROMPT, ms", trace.prefill, 1)]
     if trace.prefill.kinds:
         parts.append(_kinds(trace.prefill, trace.decode, tokens))
+    elif trace.prefill.places:
+        parts.append(_TOGETHER)
     return "\n\n".join([*(part for part in parts if part), _allocations(trace)])
 
 

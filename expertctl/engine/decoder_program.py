@@ -46,19 +46,24 @@ class Variant:
     """What a program allows for.
 
     ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
-    pages hold. Plans in some schemes, and with ``scales`` such as have factors.
+    pages hold. Plans in some schemes, and with ``scales`` such as have factors. What they add is
+    ``fused`` with the products of the base where that can be; the bits are the same.
     """
 
     together: bool
     numbers: Scheme
     adapters: frozenset[Scheme]
     scales: bool
+    fused: bool = True
 
 
-def variant(*, together: bool, numbers: Scheme, plans: Sequence[PackedDeltas]) -> Variant:
+def variant(
+    *, together: bool, numbers: Scheme, plans: Sequence[PackedDeltas], fused: bool = True
+) -> Variant:
     """Return what a batch with these plans needs."""
     adapters = frozenset(plan.scheme for plan in plans if plan.width)
-    return Variant(together, numbers, adapters, any(plan.has_scales for plan in plans))
+    scales = any(plan.has_scales for plan in plans)
+    return Variant(together, numbers, adapters, scales, fused or not adapters)
 
 
 def program_bytes(layers: int, *, schemes: int, scales: bool) -> int:
@@ -117,6 +122,7 @@ class _Decoder:
             sorted(variant.adapters, key=lambda scheme: scheme.value),
             scales=variant.scales,
             together=variant.together,
+            fused=variant.fused,
         )
         self._eps = np.array([config.norm_eps], np.float32)
         self._scale = np.array([config.head_dim**-0.5], np.float32)

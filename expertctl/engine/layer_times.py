@@ -1,7 +1,7 @@
 """How long the layers of a base took: seconds by place and by kind of operation.
 
 A place is a part of a base: ``embedding``, ``layers.3.attention``, ``layers.3.mlp``, ``head``, with
-``.experts`` behind it what a plan adds there in operations of its own. A kind is what a kernel is
+``.experts`` behind it what a plan adds there. A kind is what a kernel is
 called; a decoder that knows only places has none.
 """
 

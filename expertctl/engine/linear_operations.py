@@ -78,10 +78,15 @@ class LinearOperations:
         *,
         scales: bool,
         together: bool,
+        fused: bool,
     ) -> None:
-        """Allow for plans in these schemes, and with ``scales`` for their u, d and e."""
+        """Allow for plans in these schemes, and with ``scales`` for their u, d and e.
+
+        Where it is not ``fused``, what plans add is in operations of its own.
+        """
         self._builder, self._room, self._counts = builder, room, counts
         self._adapters, self._scales, self._together = adapters, scales, together
+        self._fused = fused
 
     def add(self, layers: Layers, source: Numbers, out: Numbers, *, adds: bool = False) -> None:
         """Write to ``out``, or add to it, what layers make of ``source``; both have a row a token.
@@ -107,7 +112,7 @@ class LinearOperations:
 
     def _is_adapted(self, layers: Layers) -> bool:
         """Whether one operation does it all, where no row has factors: no bias comes in between."""
-        return len(self._adapters) == 1 and layers.bias is None
+        return self._fused and len(self._adapters) == 1 and layers.bias is None
 
     def _adapted(
         self, layers: Layers, source: Numbers, rows: PreparedRows, out: Numbers, *, adds: bool

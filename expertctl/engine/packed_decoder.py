@@ -41,7 +41,10 @@ from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
 PROGRAMS = 4
-"""How many programs are kept, those used last: prompts and steps with two kinds of plans."""
+"""How many programs are kept, those used last: prompts and steps with two kinds of plans.
+
+Or, while layers are timed, with one kind in operations of its own and fused.
+"""
 _ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
 
 
@@ -158,7 +161,11 @@ class PackedDecoder:
 
     @contextmanager
     def timed(self, times: LayerTimes) -> Iterator[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes, whoever reads it."""
+        """Add to ``times`` how long each part of what is read meanwhile takes, whoever reads it.
+
+        What plans add is in operations of its own meanwhile, so that its time is known; that takes
+        somewhat longer.
+        """
         self._times = times
         try:
             yield
@@ -290,7 +297,8 @@ class PackedDecoder:
         numbers = caches[0].numbers
         assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
         there = [plan for plan in plans if plan is not None]
-        wanted = variant(together=together, numbers=numbers, plans=there)
+        fused = self._times is None
+        wanted = variant(together=together, numbers=numbers, plans=there, fused=fused)
         program = self._programs.pop(wanted, None)
         if program is None:
             while len(self._programs) >= PROGRAMS:

@@ -1,6 +1,7 @@
 """The decoder of compiled kernels against transformers; with plans, against the torch decoder."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -256,6 +257,27 @@ def test_the_time_of_each_part_is_told_and_changes_no_bit(qwen3: Oracle, crew: C
     before = alone.seconds
     decoder.decode(3, KVPages(decoder.config, 4))
     assert alone.seconds == before
+
+
+def test_what_loras_add_is_told_apart_from_the_base_while_it_is_timed(
+    qwen3: Oracle, crew: Crew
+) -> None:
+    decoder = packed(qwen3, crew)
+    plan = packed_plan(decoder.config, chain(decoder.config, ("lora",)))
+    unseen = scores(decoder, IDS, prefill=9, deltas=plan)
+    times, cache = LayerTimes(), KVPages(decoder.config, 40)
+    rows = [decoder.prefill(IDS[:9], cache, plan).logits]
+    for place, token in enumerate(IDS[9:]):
+        with decoder.timed(times) if place % 2 else nullcontext():
+            rows.append(decoder.decode(token, cache, plan).logits)
+    assert torch.equal(torch.stack(rows), unseen)
+    own = [f"layers.{n}.{part}" for n in range(3) for part in ("attention", "mlp")]
+    assert all(times.places[f"{place}.experts"] > 0 for place in own)
+    assert {"reduce float32", "expand float32", "multiply float32"} < set(times.kinds)
+    assert not any("adapted" in kind for kind in times.kinds)
+    added = times.kinds["reduce float32"] + times.kinds["expand float32"]
+    told = sum(seconds for place, seconds in times.places.items() if place.endswith("experts"))
+    assert added == pytest.approx(told)
 
 
 def test_a_decoder_at_rest_holds_only_its_weights(qwen3: Oracle, crew: Crew) -> None:
