@@ -13,6 +13,9 @@ from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kv_cache import KVCache
 from expertctl.package.model_config import read_config
+from tests.engine.kept_code import keeps_code, kept_folder
+
+__all__ = ["keeps_code", "kept_folder"]
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

@@ -17,7 +17,8 @@ from expertctl.engine.runtime import Engine
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.request import Dtype, Forced
-from tests.engine.resident_program import Watch, resident
+from tests.engine.kept_code import keep_where_told
+from tests.engine.resident_program import Watch, settled
 from tests.engine.test_runtime import planner, request
 from tests.factories import make_package, write_base
 from tests.store.shop import House, a_key
@@ -55,12 +56,13 @@ def main() -> None:
     """Run once to warm everything up, then watched, and once more on what is resident."""
     folder, dtype = Path(sys.argv[1]), cast(Dtype, sys.argv[2])
     torch.set_num_threads(1)
+    keep_where_told()
     house = furnished(folder)
     warm = Engine(planner(house), torch_below=0)
     answer(warm, dtype)
     warm.close()
     assert warm.budget.used == 0
-    start, watch, engine = resident(), Watch(), Engine(planner(house), torch_below=0)
+    start, watch, engine = settled(), Watch(), Engine(planner(house), torch_below=0)
     watch.start()
     answer(engine, dtype)
     answer(engine, dtype)

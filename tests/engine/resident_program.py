@@ -4,6 +4,8 @@
 operating system counted above the start, and the most that the ledger held.
 """
 
+import ctypes
+import gc
 import json
 import random
 import sys
@@ -34,6 +36,14 @@ def resident() -> int:
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     [line] = [line for line in lines if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
+
+
+def settled() -> int:
+    """The same, when what was given back is the operating system's again."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    return resident()
 
 
 class Watch(threading.Thread):
@@ -87,7 +97,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shelf = Shelf(folder, kinds=LARGE, base=BASE)
     program(shelf, Budget(limit), random.Random(seed))
-    start, watch, budget = resident(), Watch(), Budget(limit)
+    start, watch, budget = settled(), Watch(), Budget(limit)
     watch.start()
     refused = program(shelf, budget, random.Random(seed))
     watch.going = False

@@ -328,6 +328,7 @@ def digest_of(matrix: PackedMatrix) -> str:
     return hashlib.sha256(matrix.data.tobytes() + matrix.scales.tobytes()).hexdigest()[:16]
 
 
+ROOT = Path(__file__).parents[2]
 PEAK = """
 import sys
 from pathlib import Path
@@ -335,6 +336,9 @@ from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import packed_bytes
 from expertctl.engine.packed_load import load_packed_base, packing_scratch
 from expertctl.package.model_config import read_config
+from tests.engine.kept_code import keep_where_told
+
+keep_where_told()
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -359,7 +363,7 @@ def test_loading_takes_the_memory_that_was_told_before(scheme: Scheme, tmp_path:
         tmp_path / "large", dtype="bfloat16", hidden=1024, intermediate=2048, vocab=40_000, layers=4
     )
     command = [sys.executable, "-c", PEAK, scheme.value, str(small), str(large)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     peak, packed, scratch = map(int, told.stdout.split())
     size = (large / "model.safetensors").stat().st_size
     assert packed * 0.9 < peak <= packed + scratch, "not measured, or more than was told"

@@ -31,6 +31,11 @@ def compile_triple(cache: bool) -> Any:
     return numba.cfunc(types.int64(types.int64), cache=cache)(triple)
 
 
+@pytest.fixture(autouse=True)
+def keeps_code() -> None:
+    """Where code is kept is what is tested here."""
+
+
 @pytest.fixture
 def new_process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Forget where code is kept, as a process that begins has."""

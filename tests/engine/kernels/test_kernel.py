@@ -17,10 +17,10 @@ from expertctl.settings import Home
 
 compiled_cache(Home(Path(sys.argv[1])))
 kernels = [
-    multiply_kernel(Scheme.INT8),
-    reduce_kernel(Scheme.BFLOAT16),
-    expand_kernel(Scheme.BFLOAT16),
-    adapted_kernel(Scheme.INT8, Scheme.BFLOAT16),
+    multiply_kernel(Scheme.FLOAT32),
+    reduce_kernel(Scheme.FLOAT32),
+    expand_kernel(Scheme.FLOAT32),
+    adapted_kernel(Scheme.FLOAT32, Scheme.FLOAT32),
 ]
 print(json.dumps({kernel.name: kernel._code.cache_hits for kernel in kernels}))
 """

@@ -1,0 +1,48 @@
+"""Compiled kernels are kept for all tests: between runs, and for the processes of one run.
+
+While coverage is measured they are kept for this run alone, for what is loaded runs no compiler.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.kernels import compiled
+from expertctl.settings import Home
+
+VARIABLE = "KEPT_KERNELS"
+
+
+@pytest.fixture(scope="session")
+def kept_folder(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
+) -> Path | None:
+    """Where code is kept; nowhere if others may write there."""
+    place = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        place = place.parent
+    if pytestconfig.cache is not None and not pytestconfig.getoption("cov_source", default=None):
+        place = pytestconfig.cache.mkdir("kernels")
+    before = compiled._KEEPING
+    compiled._KEEPING = compiled._Keeping()
+    try:
+        return compiled.compiled_cache(Home(place / "home"))
+    finally:
+        compiled._KEEPING = before
+
+
+@pytest.fixture(autouse=True)
+def keeps_code(monkeypatch: pytest.MonkeyPatch, kept_folder: Path | None) -> None:
+    """Whatever home a test has, code is kept there, and by processes that say `keep_where_told`."""
+    monkeypatch.setattr(compiled, "_KEEPING", compiled._Keeping(folder=kept_folder))
+    monkeypatch.setattr(compiled, "_folder", lambda home: kept_folder)
+    if kept_folder is not None:
+        monkeypatch.setenv(VARIABLE, str(kept_folder))
+
+
+def keep_where_told() -> None:
+    """Keep code where the test does that began this process."""
+    if told := os.environ.get(VARIABLE):
+        compiled._folder = lambda home: Path(told)
+        compiled._KEEPING = compiled._Keeping(folder=Path(told))
