@@ -24,8 +24,8 @@ from expertctl.engine.kernels.widened_tiles import HIGH_HALF, WidenedTiles
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
-_NARROW_TOKENS = {True: 4, False: 6}
-"""Tokens of the largest tile where registers are narrow: with integers, with floats."""
+_NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
+"""Tokens of tiles where registers are narrow, the largest first: with integers, with floats."""
 _SPREAD = 4
 """Accumulators of a token on its own within a group, so that no sum waits for the one before."""
 
@@ -53,7 +53,7 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = [builder.extract_value(values[3], place) for place in range(OPERANDS)]
         lanes, operands = Lanes(builder), Operands(*found)
-        for first, tokens in lanes.stretches(operands.tokens, (_most_tokens(scheme, cpu), 2, 1)):
+        for first, tokens in lanes.stretches(operands.tokens, _tokens_of_tiles(scheme, cpu)):
             shape = _Shape(scheme, high, tokens, cpu)
             _emit_tokens(lanes, shape, operands.from_token(lanes, first))
         return context.get_dummy_value()
@@ -82,9 +82,10 @@ def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
         _Tile(lanes, shape, operands).emit()
 
 
-def _most_tokens(scheme: Scheme, cpu: Cpu) -> int:
-    """Return how many tokens the largest tile has."""
-    return scheme.layout.tokens if cpu.wide else _NARROW_TOKENS[scheme.layout.is_grouped]
+def _tokens_of_tiles(scheme: Scheme, cpu: Cpu) -> tuple[int, ...]:
+    """Return how many tokens tiles have, the largest first."""
+    layout = scheme.layout
+    return (layout.tokens, 2, 1) if cpu.wide else _NARROW_TOKENS[layout.is_grouped]
 
 
 def _cpu(plain: bool) -> Cpu:

@@ -45,18 +45,19 @@ class WidenedTiles:
         with lanes.count(lanes.parts(at.vectors, size)) as part:
             first = lanes.product(part, size)
             count = lanes.least(lanes.subtract(at.vectors, first), size)
-            for token in range(self.tokens):
-                row = lanes.at(at.rows, lanes.constant(token), at.rows_stride)
-                self._widen(lanes.at(row, first, 4), token, count)
+            with lanes.count(lanes.constant(self.tokens)) as token:
+                row = lanes.at(lanes.at(at.rows, token, at.rows_stride), first, 4)
+                self._widen(row, lanes.at(self._rows, token, _ROW_BYTES), count)
             with lanes.count(lanes.constant(self.blocks)) as block:
                 self._add(block, first, count)
-        with lanes.count(lanes.constant(self.blocks)) as block:
-            self._write(block)
+        with lanes.count(lanes.constant(self.blocks * self.tokens)) as number:
+            tokens = lanes.constant(self.tokens)
+            block = lanes.quotient(number, tokens)
+            self._write(block, lanes.subtract(number, lanes.product(block, tokens)))
 
-    def _widen(self, row: Value, token: int, count: Value) -> None:
+    def _widen(self, row: Value, out: Value, count: Value) -> None:
         """Widen pairs of a token, sixteen at a time and then one by one."""
         lanes = self.lanes
-        out = lanes.sum(self._rows, lanes.constant(token * _ROW_BYTES))
         for begin, size in lanes.stretches(count, (LANES, 1)):
             pairs, place = lanes.at(row, begin, 4), lanes.at(out, begin, 4)
             second = lanes.sum(place, lanes.constant(_SIDE_BYTES))
@@ -74,7 +75,7 @@ class WidenedTiles:
     def _add(self, block: Value, first: Value, count: Value) -> None:
         """Add some columns to the sums of a block."""
         lanes, at = self.lanes, self.at
-        places = [self._sum(block, token) for token in range(self.tokens)]
+        places = [self._sum(block, lanes.constant(token)) for token in range(self.tokens)]
         begin = [lanes.chosen(first, lanes.floats(place), lanes.no_floats()) for place in places]
         sums = [lanes.variable(start) for start in begin]
         for each, start in zip(sums, begin, strict=True):
@@ -90,15 +91,15 @@ class WidenedTiles:
         for place, total in zip(places, sums, strict=True):
             lanes.store(lanes.read(total), place)
 
-    def _write(self, block: Value) -> None:
+    def _write(self, block: Value, token: Value) -> None:
         lanes, at = self.lanes, self.at
-        for token in range(self.tokens):
-            row = lanes.at(at.out, lanes.constant(token), at.out_stride)
-            place, total = lanes.at(row, block, VECTOR_BYTES), lanes.floats(self._sum(block, token))
-            added = lanes.add(lanes.floats(place), total)
-            lanes.store(lanes.chosen(at.adds, added, total), place)
+        place = lanes.at(lanes.at(at.out, token, at.out_stride), block, VECTOR_BYTES)
+        total = lanes.floats(self._sum(block, token))
+        added = lanes.add(lanes.floats(place), total)
+        lanes.store(lanes.chosen(at.adds, added, total), place)
 
-    def _sum(self, block: Value, token: int) -> Value:
+    def _sum(self, block: Value, token: Value) -> Value:
+        """Return where the sums of a block and a token wait."""
         lanes = self.lanes
         own = lanes.at(self._sums, block, self.tokens * VECTOR_BYTES)
-        return lanes.sum(own, lanes.constant(token * VECTOR_BYTES))
+        return lanes.at(own, token, VECTOR_BYTES)
