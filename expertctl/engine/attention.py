@@ -42,6 +42,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, view: View) -> Tensor:
 
     Several query heads share one key head; keys are not copied for that.
     """
+    if queries.is_cuda:
+        return attend_folded(queries, keys, values, view)
     out = F.scaled_dot_product_attention(
         queries.to(keys.dtype)[None],
         keys[None, :, view.first :],
@@ -51,6 +53,26 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, view: View) -> Tensor:
         enable_gqa=queries.shape[0] != keys.shape[0],
     )
     return out[0].transpose(0, 1).flatten(1).to(queries.dtype)
+
+
+def attend_folded(queries: Tensor, keys: Tensor, values: Tensor, view: View) -> Tensor:
+    """Return the same as `attend`, with the heads that share keys as more tokens of one head.
+
+    No fused kernel of CUDA takes both a mask and shared heads; without one, torch would copy the
+    keys for each head and keep all scores.
+    """
+    heads, tokens, width = queries.shape
+    shares = heads // keys.shape[0]
+    mask = view.mask
+    if view.causal:
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=queries.device).tril()
+    out = F.scaled_dot_product_attention(
+        queries.to(keys.dtype).reshape(1, keys.shape[0], shares * tokens, width),
+        keys[None, :, view.first :],
+        values[None, :, view.first :],
+        attn_mask=None if mask is None else mask.repeat(shares, 1),
+    )
+    return out.view(heads, tokens, width).transpose(0, 1).flatten(1).to(queries.dtype)
 
 
 def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None) -> Tensor:

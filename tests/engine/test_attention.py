@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expertctl.engine.attention import attend, attend_plainly, view_of
+from expertctl.engine.attention import attend, attend_folded, attend_plainly, view_of
 
 
 @settings(deadline=None, max_examples=80)
@@ -22,9 +22,10 @@ def test_attention_equals_the_plain_formula(
     queries = torch.randn(kv_heads * groups, tokens, 4, generator=generator)
     room = torch.randn(2, kv_heads, start + tokens + 3, 4, generator=generator)
     keys, values = room[:, :, : start + tokens]
-    got = attend(queries, keys, values, view_of(start, tokens, window))
     wanted = attend_plainly(queries, keys, values, window=window)
-    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+    for way in (attend, attend_folded):
+        got = way(queries, keys, values, view_of(start, tokens, window))
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
 def test_one_token_needs_no_mask() -> None:

@@ -1,4 +1,4 @@
-"""Whole models with experts: both decoders and compiled plans against transformers and PEFT."""
+"""Whole models with experts: all decoders and compiled plans against transformers and PEFT."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -23,6 +23,8 @@ from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.packed_base import PackedBase, pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
+from expertctl.engine.static_decoder import StaticDecoder, StaticRow
+from expertctl.engine.static_kv import KVArena
 from expertctl.package.model_config import read_config
 from tests.engine.adapter_files import load
 from tests.engine.conftest import (
@@ -32,7 +34,7 @@ from tests.engine.conftest import (
     assert_same_logits,
     build_oracle,
 )
-from tests.engine.plans import form_of
+from tests.engine.plans import form_of, random_expert, torch_plan
 from tests.factories import (
     write_dora,
     write_ia3,
@@ -84,7 +86,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 Ours = Callable[..., torch.Tensor]
 """Scores after the prompt and after each decoded token, of a model with weighted directories.
 
-Those of torch stand before those of the kernels, [2, tokens, vocab].
+Those of torch stand before those of kernels and of static steps, [3, tokens, vocab].
 """
 
 
@@ -97,6 +99,7 @@ class Bases:
     oracles: dict[str, Oracle] = field(default_factory=dict)
     by_torch: dict[Path, Decoder] = field(default_factory=dict)
     by_kernels: dict[Path, tuple[PackedBase, PackedDecoder]] = field(default_factory=dict)
+    by_steps: dict[Path, StaticDecoder] = field(default_factory=dict)
 
     def oracle(self, arch: str, **config: Any) -> Oracle:
         """A copy of the model, for PEFT changes what it wraps."""
@@ -120,6 +123,14 @@ class Bases:
             self.by_kernels[directory] = (base, PackedDecoder(base, self.crew, chunk=5))
         return self.by_kernels[directory]
 
+    def static(self, oracle: Oracle) -> StaticDecoder:
+        directory = oracle.directory
+        if directory not in self.by_steps:
+            config = read_config(directory)
+            weights = load_base(directory, config)
+            self.by_steps[directory] = StaticDecoder(config, weights, shortest=8)
+        return self.by_steps[directory]
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bases]:
@@ -135,17 +146,17 @@ def oracle(bases: Bases) -> MakeOracle:
 
 @pytest.fixture
 def ours(bases: Bases) -> Ours:
-    def both(oracle: Oracle, *experts: tuple[Path, float]) -> torch.Tensor:
+    def each(oracle: Oracle, *experts: tuple[Path, float]) -> torch.Tensor:
         rows = by_torch(bases.decoder(oracle), *experts)
-        return torch.stack((rows, by_kernels(*bases.packed(oracle), *experts)))
+        packed = by_kernels(*bases.packed(oracle), *experts)
+        return torch.stack((rows, packed, by_steps(bases.static(oracle), *experts)))
 
-    return both
+    return each
 
 
-def assert_both_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    of_torch, of_kernels = ours
-    assert_same_logits(of_torch, theirs)
-    assert_same_logits(of_kernels, theirs)
+def assert_all_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    for rows in ours:
+        assert_same_logits(rows, theirs)
 
 
 def by_torch(decoder: Decoder, *experts: tuple[Path, float]) -> torch.Tensor:
@@ -166,6 +177,26 @@ def by_kernels(
     cache = KVPages(config, len(IDS) + 20)
     first = decoder.prefill(IDS[:7], cache, plan.packed, soft_prompt=plan.soft_prompt)
     rows = [first.logits, *(decoder.decode(i, cache, plan.packed).logits for i in IDS[7:])]
+    return torch.stack(rows)
+
+
+def by_steps(decoder: StaticDecoder, *experts: tuple[Path, float]) -> torch.Tensor:
+    """Decode the text in the last of three rows, the first being another one with another plan."""
+    config = decoder.config
+    chain = [weighted(decoder.matrix, load(path), weight) for path, weight in experts]
+    plan, other = compose(chain, form_of(config)).compile(), [random_expert(config, "ia3")]
+    arena = KVArena(
+        config, rows=3, capacity=len(IDS) + 20, dtype=torch.float32, device=decoder.device
+    )
+    neighbour, cache = arena.row(0), arena.row(2)
+    neighbours = torch_plan(config, [*other, random_expert(config, seed=1)]).deltas
+    decoder.prefill(IDS[3:9], neighbour, neighbours)
+    first = decoder.prefill(IDS[:7], cache, plan.deltas, soft_prompt=plan.soft_prompt, chunk=5)
+    rows = [first.logits]
+    for token in IDS[7:]:
+        batch = [StaticRow(5, neighbour, neighbours), StaticRow(token, cache, plan.deltas)]
+        rows.append(decoder.step(batch)[1])
+    decoder.rest()
     return torch.stack(rows)
 
 
@@ -197,7 +228,7 @@ def assert_equals_peft(ours: Ours, model: Oracle, directory: Path) -> None:
     base = theirs(model.model)
     expected = theirs(adapted(model, directory))
     assert float((expected - base).abs().max()) > 0.01, "the expert must change something"
-    assert_both_same(ours(model, (directory, 1.0)), expected)
+    assert_all_same(ours(model, (directory, 1.0)), expected)
 
 
 @pytest.mark.parametrize("variant", LORAS)
@@ -260,7 +291,7 @@ def test_a_soft_prompt_saved_by_peft_itself_equals_it(
     prompted.save_pretrained(str(tmp_path / "prompt"))
     expected = theirs(prompted)
     assert float((expected - plain).abs().max()) > 0.01, "the prompt must change something"
-    assert_both_same(ours(model, (tmp_path / "prompt", 1.0)), expected)
+    assert_all_same(ours(model, (tmp_path / "prompt", 1.0)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -272,7 +303,7 @@ def test_a_soft_prompt_of_any_dtype_equals_its_embeddings(
     two = write_soft_prompt(tmp_path / "two", model.directory, tokens=2, seed=1, kind="P_TUNING")
     for order in ((one, two), (two, one)):
         expected = embedded(model.model, *order)
-        assert_both_same(ours(model, *((path, 1.0) for path in order)), expected)
+        assert_all_same(ours(model, *((path, 1.0) for path in order)), expected)
     assert torch.equal(ours(model, (one, 1.0), (two, 0.0)), ours(model, (one, 1.0)))
 
 
@@ -295,8 +326,8 @@ def test_a_soft_prompt_beside_another_kind_equals_the_embeddings_into_peft(
     other = write(tmp_path / "other", model.directory)
     prompt = write_soft_prompt(tmp_path / "prompt", model.directory)
     expected = embedded(adapted(model, other).base_model.model, prompt)
-    assert_both_same(ours(model, (prompt, 1.0), (other, 1.0)), expected)
-    assert_both_same(ours(model, (other, 1.0), (prompt, 1.0)), expected)
+    assert_all_same(ours(model, (prompt, 1.0), (other, 1.0)), expected)
+    assert_all_same(ours(model, (other, 1.0), (prompt, 1.0)), expected)
 
 
 def active_together(model: Oracle, *directories: Path) -> torch.Tensor:
@@ -322,7 +353,7 @@ def test_loras_that_peft_runs_together_equal_it(
         for n in range(3)
     ]
     expected = active_together(model, *some)
-    assert_both_same(ours(model, *((path, 1.0) for path in some)), expected)
+    assert_all_same(ours(model, *((path, 1.0) for path in some)), expected)
 
 
 @pytest.mark.parametrize("base", SHAPES)
@@ -333,7 +364,7 @@ def test_ia3s_that_peft_runs_together_equal_it(
     model = oracle(arch, **{**SIZES, **config})
     some = [write_ia3(tmp_path / str(n), model.directory, scale=0.1, seed=n) for n in range(3)]
     expected = active_together(model, *some)
-    assert_both_same(ours(model, *((path, 1.0) for path in some)), expected)
+    assert_all_same(ours(model, *((path, 1.0) for path in some)), expected)
 
 
 @pytest.mark.parametrize("step", [1, -1])
@@ -348,7 +379,7 @@ def test_loras_and_doras_that_peft_runs_together_equal_it(
     some = [write(tmp_path / str(n), model.directory, seed=n) for n, write in enumerate(writers)]
     order = some[::step]
     expected = active_together(model, *order)
-    assert_both_same(ours(model, *((path, 1.0) for path in order)), expected)
+    assert_all_same(ours(model, *((path, 1.0) for path in order)), expected)
 
 
 def test_fan_in_fan_out_changes_nothing_on_linear_layers(
@@ -359,7 +390,7 @@ def test_fan_in_fan_out_changes_nothing_on_linear_layers(
     lora = write_lora(tmp_path / "lora", model.directory, fan_in_fan_out=True)
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
         wrapped = adapted(model, lora)
-    assert_both_same(ours(model, (lora, 1.0)), theirs(wrapped))
+    assert_all_same(ours(model, (lora, 1.0)), theirs(wrapped))
 
 
 def test_texts_of_one_batch_equal_the_adapter_names_of_peft(
@@ -405,8 +436,8 @@ def test_weighted_loras_equal_the_concatenation_of_peft(
     wrapped.add_weighted_adapter(["one", "two"], [0.7, 1.5], "both", combination_type="cat")
     wrapped.set_adapter("both")
     expected = theirs(wrapped)
-    assert_both_same(ours(model, (one, 0.7), (two, 1.5)), expected)
-    assert_both_same(ours(model, (two, 1.5), (one, 0.7)), expected)
+    assert_all_same(ours(model, (one, 0.7), (two, 1.5)), expected)
+    assert_all_same(ours(model, (two, 1.5), (one, 0.7)), expected)
 
 
 def test_weight_zero_is_the_base_bit_by_bit(ours: Ours, oracle: MakeOracle, tmp_path: Path) -> None:
@@ -420,7 +451,7 @@ def test_a_negative_weight_takes_back_what_the_expert_adds(
 ) -> None:
     model = oracle("llama", **SIZES)
     lora = write_lora(tmp_path / "lora", model.directory)
-    assert_both_same(ours(model, (lora, 1.0), (lora, -1.0)), theirs(model.model))
+    assert_all_same(ours(model, (lora, 1.0), (lora, -1.0)), theirs(model.model))
 
 
 def test_the_base_is_not_changed_by_a_plan(oracle: MakeOracle, tmp_path: Path) -> None:

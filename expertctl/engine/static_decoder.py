@@ -1,0 +1,250 @@
+"""A decoder whose steps can be captured: the batch is padded to a bucket, memory never moves.
+
+Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a `KVArena`. A
+step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
+looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
+first; on a processor the same function is called.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.decoder import (
+    PREFILL_CHUNK,
+    Decoder,
+    DecodeResult,
+    PrefillResult,
+    pass_bytes,
+)
+from expertctl.engine.decoder_inputs import check_modules, checked_tokens
+from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.layers import NO_DELTAS, Deltas
+from expertctl.engine.static_graphs import Graphs
+from expertctl.engine.static_kv import ArenaRow, KVArena
+from expertctl.engine.static_plans import (
+    NO_SLOT,
+    PlanSlots,
+    merged,
+    rank_bucket,
+    shape_of,
+    slots_bytes,
+)
+from expertctl.engine.static_step import StaticStep, StepRoom, passing_bytes, room_bytes
+from expertctl.package.model_config import ModelConfig
+
+SHORTEST = 256
+"""Steps look at no fewer positions than this, if there are as many."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaticRow:
+    """One more token of one text, with the plan of that text."""
+
+    token: int
+    cache: ArenaRow
+    deltas: Deltas = field(default_factory=dict)
+
+
+class StaticDecoder:
+    """A base that can be run by captured steps; its weights are only read."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: BaseWeights,
+        *,
+        captures: bool = True,
+        shortest: int = SHORTEST,
+    ) -> None:
+        """Run a base where its weights are; without ``captures`` steps are called as they are."""
+        self.config, self.device = config, weights.device
+        self.graphs = Graphs(weights.device, captures=captures)
+        self.modules = frozenset(config.linear_shapes())
+        self._prompts, self._one_more = Decoder(config, weights), StaticStep(config, weights)
+        self._shortest = shortest
+        self._lock = threading.Lock()
+        self._room: StepRoom | None = None
+        self._plans: PlanSlots | None = None
+
+    def prefill(
+        self,
+        ids: Sequence[int] | Tensor,
+        cache: ArenaRow,
+        deltas: Deltas = NO_DELTAS,
+        *,
+        soft_prompt: Tensor | None = None,
+        chunk: int = PREFILL_CHUNK,
+        progress: Progress = no_progress,
+    ) -> PrefillResult:
+        """Read a prompt, as `Decoder.prefill` does and with its errors."""
+        before = None if soft_prompt is None else soft_prompt.to(self.device)
+        with self._lock:
+            return self._prompts.prefill(
+                ids, cache, deltas, soft_prompt=before, chunk=chunk, progress=progress
+            )
+
+    def decode(self, token: int, cache: ArenaRow, deltas: Deltas = NO_DELTAS) -> DecodeResult:
+        """Read one more token.
+
+        Raises:
+            BudgetError: when the cache is full.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        position, started = cache.length, time.perf_counter()
+        logits = self.step([StaticRow(token, cache, deltas)])[0]
+        return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)
+
+    def step(self, rows: Sequence[StaticRow], *, out: Tensor | None = None) -> Tensor:
+        """Read one more token of each of several texts; return scores, float32 [rows, vocab].
+
+        They are in the machine's memory, in ``out`` where it is given. All texts are rows of one
+        arena; the batch goes up to the last of them, and what lies between stays as it is.
+
+        Raises:
+            BudgetError: when a cache is full; nothing was read then.
+            IncompatibleError: for a token or a plan that this base does not have.
+        """
+        for plan in {id(row.deltas): row.deltas for row in rows}.values():
+            check_modules(plan, self.modules)
+        tokens = checked_tokens([row.token for row in rows], self.config.vocab_size).tolist()
+        arena = rows[0].cache.arena
+        assert all(row.cache.arena is arena for row in rows), "texts of a batch share an arena"
+        assert len({row.cache.number for row in rows}) == len(rows), "each text has its own row"
+        for row in rows:
+            row.cache.require(1)
+        logits = torch.empty(len(rows), self.config.vocab_size) if out is None else out
+        with self._lock:
+            self._step(rows, tokens, arena, logits)
+        return logits
+
+    @contextmanager
+    def timed(self, times: LayerTimes) -> Iterator[None]:
+        """Add to ``times`` how long each part takes; no step is captured or replayed meanwhile."""
+        self._one_more.times = times
+        try:
+            with self._prompts.timed(times):
+                yield
+        finally:
+            self._one_more.times = None
+
+    def prepare(self, cache: ArenaRow, deltas: Deltas = NO_DELTAS) -> None:
+        """Make beforehand what the steps of one text need."""
+        with self._lock:
+            self._prepared_room(cache.arena, rows=1)
+            self._slots_of([deltas])
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer, by its module name."""
+        return self._prompts.matrix(module)
+
+    def rest(self) -> None:
+        """Let go of all but the weights."""
+        with self._lock:
+            self.graphs.clear()
+            self._room = self._plans = None
+            self._prompts.rest()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether it holds nothing but its weights."""
+        return self._room is None and self._plans is None and self._prompts.is_at_rest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device beside weights and arenas, without those of graphs and passes."""
+        held = (self._room, self._plans)
+        return sum(each.nbytes for each in held if each is not None)
+
+    @torch.inference_mode()
+    def _step(
+        self, rows: Sequence[StaticRow], tokens: Sequence[int], arena: KVArena, out: Tensor
+    ) -> None:
+        count = bucket(1 + max(row.cache.number for row in rows), most=arena.rows)
+        longest = 1 + max(row.cache.length for row in rows)
+        length = bucket(longest, least=self._shortest, most=arena.capacity)
+        room = self._prepared_room(arena, rows=count)
+        slots = self._slots_of([row.deltas for row in rows])
+        room.begin()
+        for row, token, slot in zip(rows, tokens, slots, strict=True):
+            room.set(row.cache.number, token=token, position=row.cache.length, slot=slot)
+        room.send()
+        plans = self._plans if any(slots) else None
+        read = partial(self._one_more, room, rows=count, length=length, plans=plans)
+        if self._one_more.times is None:
+            self.graphs.run((count, length, plans is not None), read)
+        else:
+            read()
+        scores = room.receive(count)
+        for place, row in enumerate(rows):
+            out[place].copy_(scores[row.cache.number])
+            row.cache.advance(1)
+
+    def _prepared_room(self, arena: KVArena, *, rows: int) -> StepRoom:
+        """Return a room over an arena that is large enough; another one takes its graphs along."""
+        room = self._room
+        if room is None or room.arena is not arena or room.rows < rows:
+            self.graphs.clear()
+            self._room = None
+            self._room = room = StepRoom(self.config, arena, rows=rows)
+        return room
+
+    @torch.inference_mode()
+    def _slots_of(self, plans: Sequence[Deltas]) -> list[int]:
+        """Return the slot of each plan, with larger slots where they do not fit."""
+        different = {id(plan): plan for plan in plans if plan}
+        held = self._plans
+        if different and (held is None or not held.holds(different.values())):
+            shape, count = shape_of(different.values()), bucket(len(different))
+            if held is not None:
+                shape, count = merged(held.shape, shape), max(held.slots, count)
+            if held is None or (held.shape, held.slots) != (shape, count):
+                self.graphs.clear()
+                self._plans = held = None
+                self._plans = PlanSlots(self.config, shape, slots=count, device=self.device)
+        return [NO_SLOT] * len(plans) if self._plans is None else self._plans.place(plans)
+
+
+def buffer_bytes(
+    config: ModelConfig,
+    *,
+    capacity: int,
+    rows: int = 1,
+    plans: int = 1,
+    width: int = 0,
+    chunk: int = PREFILL_CHUNK,
+) -> int:
+    """Return what a decoder takes on the device beside weights and arena, at most about.
+
+    Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
+    plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
+    """
+    count, slots = bucket(rows), bucket(plans) if width else 0
+    held = room_bytes(config, capacity=capacity, rows=count)
+    held += slots_bytes(config, slots=slots, rank=width) if slots else 0
+    columns = slots * rank_bucket(width) if slots else 0
+    step = passing_bytes(config, capacity=capacity, rows=count, columns=columns)
+    return held + step + prompt_bytes(config, capacity, chunk=chunk)
+
+
+def prompt_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
+    """Return what reading a prompt takes, at most about: masks are widened for heads that share."""
+    tokens, shares = min(chunk, capacity), config.heads // config.kv_heads
+    masks = shares * tokens * capacity * (1 + _FLOAT_BYTES)
+    narrowed = tokens * (config.hidden_size + 2 * config.intermediate_size)  # for products in bf16
+    return pass_bytes(config, capacity, chunk=chunk) + masks + _FLOAT_BYTES * narrowed
+
+
+def bucket(count: int, *, least: int = 1, most: int | None = None) -> int:
+    """Return the power of two that serves a count, at most the most that there is."""
+    size = max(least, 1 << (count - 1).bit_length())
+    return size if most is None else min(size, most)

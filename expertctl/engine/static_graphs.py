@@ -1,0 +1,65 @@
+"""Captured steps: on a CUDA device a step is recorded once and replayed; elsewhere it is called.
+
+What is captured reads and writes tensors that stay where they are, and its own passing ones come
+from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+Function = Callable[[], None]
+
+
+class Graphs:
+    """The owner of the graphs of one device, by what they were captured for."""
+
+    def __init__(self, device: torch.device, *, captures: bool = True) -> None:
+        """Begin with none; without ``captures`` every function is called as it is."""
+        self._device = device
+        self._captures = captures and device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: _POOL_HANDLE | None = None
+        self._side: torch.cuda.Stream | None = None  # one: libraries keep a workspace for each
+        self.captured = 0
+        """How many were captured so far."""
+
+    def run(self, key: Hashable, function: Function) -> None:
+        """Do what ``function`` does; calls with one key must do the same with the same tensors.
+
+        It may be called twice the first time, so doing it again must change nothing.
+        """
+        if not self._captures:
+            function()
+            return
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(function)
+        self._graphs[key].replay()
+
+    def clear(self) -> None:
+        """Let go of all, and of the pool."""
+        self._graphs, self._pool = {}, None
+
+    def _capture(self, function: Function) -> torch.cuda.CUDAGraph:
+        """Call once so that libraries have what they need, then record."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        here = torch.cuda.current_stream(self._device)
+        side = self._side = self._side or _new_stream(self._device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            function()
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+            function()
+        self.captured += 1
+        return graph
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

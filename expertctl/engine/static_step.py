@@ -1,0 +1,205 @@
+"""One more token of several texts, as a function over tensors that stay where they are.
+
+Nothing in it asks the device for a number or depends on one that only the device knows, so a CUDA
+graph may record it; on a processor it is called as it is. What changes from step to step, tokens,
+positions and plan slots, is written into `StepRoom.inputs` before, and the scores are in
+`StepRoom.logits` after. Activations are float32, [rows, features].
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.layers import Layer, Linear, head_of, layers_of
+from expertctl.engine.rope import rotate, rotation_table
+from expertctl.engine.static_kv import SPARE, KVArena
+from expertctl.engine.static_plans import PlanSlots, apply_stack
+from expertctl.package.model_config import EMBEDDING, ModelConfig
+
+_INPUTS = 3
+_INT_BYTES, _FLOAT_BYTES = 8, 4
+
+
+class StepRoom:
+    """What steps over one arena read and write, for up to ``rows`` texts."""
+
+    def __init__(self, config: ModelConfig, arena: KVArena, *, rows: int) -> None:
+        """Take the memory, once."""
+        device, positions = arena.keys.device, arena.capacity + SPARE
+        pinned = device.type == "cuda"
+        self.arena, self.rows = arena, rows
+        self.host = torch.zeros(_INPUTS, rows, dtype=torch.long, pin_memory=pinned)
+        self.inputs = torch.zeros(_INPUTS, rows, dtype=torch.long, device=device)
+        self.places = torch.arange(positions, device=device)
+        self.rotations = rotation_table(config.rope, positions, device=device)
+        self.logits = torch.empty(rows, config.vocab_size, device=device)
+        self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(x.nbytes for x in (self.inputs, self.places, self.rotations, self.logits))
+
+    def begin(self) -> None:
+        """Let every row be one that no text stands in: it writes where nobody reads."""
+        self.host.zero_()
+        self.host[1].fill_(self.arena.capacity)
+
+    def set(self, row: int, *, token: int, position: int, slot: int) -> None:
+        """Say what is read in a row."""
+        self.host[0, row], self.host[1, row], self.host[2, row] = token, position, slot
+
+    def send(self) -> None:
+        """Hand over to the device what was set."""
+        self.inputs.copy_(self.host, non_blocking=True)
+
+    def receive(self, rows: int) -> Tensor:
+        """Wait for a step; return its scores, [rows, vocab], which are there until the next."""
+        self.scores[:rows].copy_(self.logits[:rows], non_blocking=True)
+        if self.logits.is_cuda:
+            torch.cuda.current_stream(self.logits.device).synchronize()
+        return self.scores[:rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """What all layers share in one step."""
+
+    length: int
+    cos: Tensor  # [rows, 1, head_dim]
+    sin: Tensor
+    writes: Tensor  # where each row's keys and values go, int64 [rows, kv_heads, 1, head_dim]
+    visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
+    plans: PlanSlots | None
+    slots: Tensor  # int64 [rows]
+    foreign: Mapping[int, Tensor]  # see `PlanSlots`
+
+
+class StaticStep:
+    """The step of one base."""
+
+    def __init__(self, config: ModelConfig, weights: BaseWeights) -> None:
+        """Sort the weights into layers."""
+        self.times: LayerTimes | None = None
+        """Where the time of each part goes, while somebody wants it; nothing is captured then."""
+        self._config, self._device = config, weights.device
+        self._embedding = weights.tensors[EMBEDDING]
+        self._norm = weights.tensors["model.norm.weight"]
+        self._head = head_of(weights)
+        self._layers = layers_of(config, weights)
+
+    @torch.inference_mode()
+    def __call__(self, room: StepRoom, *, rows: int, length: int, plans: PlanSlots | None) -> None:
+        """Read a token in each of the first rows, which see the first ``length`` positions."""
+        shared = self._shared(room, rows, length, plans)
+        x = self._embedding.index_select(0, room.inputs[0, :rows]).float()  # [rows, hidden]
+        for number, layer in enumerate(self._layers):
+            with self._spent(f"layers.{number}.attention"):
+                x = x + self._attention(x, layer, number, room.arena, shared)
+            with self._spent(f"layers.{number}.mlp"):
+                x = x + self._mlp(x, layer, shared)
+        with self._spent("head"):
+            room.logits[:rows].copy_(_linear(self._normed(x, self._norm), self._head, shared))
+
+    def _shared(self, room: StepRoom, rows: int, length: int, plans: PlanSlots | None) -> _Shared:
+        _, positions, slots = room.inputs[:, :rows]
+        cos, sin = room.rotations.index_select(1, positions)[:, :, None]
+        shape = (rows, self._config.kv_heads, 1, self._config.head_dim)
+        keys = room.places[:length]
+        return _Shared(
+            length=length,
+            cos=cos,
+            sin=sin,
+            writes=positions.view(rows, 1, 1, 1).expand(shape),
+            visible={w: _visible(keys, positions, w) for w in set(self._config.windows)},
+            plans=plans,
+            slots=slots,
+            foreign={} if plans is None else plans.foreign(slots),
+        )
+
+    def _attention(
+        self, x: Tensor, layer: Layer, number: int, arena: KVArena, shared: _Shared
+    ) -> Tensor:
+        x = self._normed(x, layer.input_norm)
+        queries = self._heads(_linear(x, layer.query, shared), layer.query_norm)
+        keys = self._heads(_linear(x, layer.key, shared), layer.key_norm)
+        values = self._heads(_linear(x, layer.value, shared), None)
+        all_keys, all_values = arena.keys[number, : len(x)], arena.values[number, : len(x)]
+        keys = rotate(keys, shared.cos, shared.sin)[:, :, None]  # [rows, kv_heads, 1, head_dim]
+        all_keys.scatter_(2, shared.writes, keys.to(all_keys.dtype))
+        all_values.scatter_(2, shared.writes, values[:, :, None].to(all_values.dtype))
+        queries = rotate(queries, shared.cos, shared.sin).to(all_keys.dtype)
+        out = F.scaled_dot_product_attention(  # heads that share keys are tokens of one head
+            queries.view(len(x), self._config.kv_heads, -1, self._config.head_dim),
+            all_keys[:, :, : shared.length],
+            all_values[:, :, : shared.length],
+            attn_mask=shared.visible[layer.window],
+        )
+        return _linear(out.flatten(1).float(), layer.output, shared)
+
+    def _mlp(self, x: Tensor, layer: Layer, shared: _Shared) -> Tensor:
+        x = self._normed(x, layer.mlp_norm)
+        gated = F.silu(_linear(x, layer.gate, shared)) * _linear(x, layer.up, shared)
+        return _linear(gated, layer.down, shared)
+
+    def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        """[rows, heads * dim] -> [rows, heads, dim]."""
+        split = x.view(len(x), -1, self._config.head_dim)
+        return split if norm is None else self._normed(split, norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+
+    @contextmanager
+    def _spent(self, place: str) -> Iterator[None]:
+        if self.times is None:
+            yield
+            return
+        started = self._now()
+        yield
+        self.times.add(place, self._now() - started)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+def room_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
+    """Return what a `StepRoom` takes on the device."""
+    positions = capacity + SPARE
+    numbers = 2 * positions * config.head_dim + rows * config.vocab_size
+    return _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
+
+
+def passing_bytes(config: ModelConfig, *, capacity: int, rows: int, columns: int = 0) -> int:
+    """Return what one step makes and forgets, at most about, captured or not.
+
+    ``columns`` is how many stand between A and B of all slots.
+    """
+    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    each = 8 * config.hidden_size + 5 * config.intermediate_size + 5 * heads + 3 * columns
+    scores = (config.heads + len(set(config.windows))) * capacity
+    return _FLOAT_BYTES * rows * (each + 2 * scores + 2 * config.vocab_size)
+
+
+def _linear(x: Tensor, layer: Linear, shared: _Shared) -> Tensor:
+    """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
+    stack = None if shared.plans is None else shared.plans.stacks.get(layer.module)
+    return apply_stack(x, layer, stack, shared.slots, shared.foreign)
+
+
+def _visible(keys: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Return which keys a row at a position sees: bool [rows, 1, 1, keys]."""
+    here = positions[:, None]
+    seen = keys <= here
+    if window is not None:
+        seen = seen & (keys > here - window)
+    return seen[:, None, None]
