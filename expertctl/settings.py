@@ -36,8 +36,8 @@ CONFIG_KEYS = {
 }
 """Config key → environment variable of the same meaning."""
 
-DEVICES = ("cpu",)
-"""Where a model can be computed."""
+DEVICES = ("cpu", "cuda", "auto")
+"""Where a model can be computed; ``auto`` is a CUDA device if there is one."""
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other is a directory."""
 

@@ -19,7 +19,7 @@ from expertctl.cli.run_options import (
     Dtype,
     MemoryBudget,
     budget_of,
-    check_device,
+    check_processor,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, load_settings
@@ -88,7 +88,7 @@ def bench(
     from expertctl.cli.bench_view import bench_text
 
     settings = load_settings()
-    check_device(settings.device)
+    check_processor(settings, "bench")
     asked = _Asked(base, shape, tuple(expert or ()), dtype, adapter_dtype, memory_budget)
     asked.check()
     _check_plot(plot)

@@ -55,7 +55,7 @@ from expertctl.cli.run_options import (
     VerifyBase,
     body_of,
     budget_of,
-    check_device,
+    chosen_device,
 )
 from expertctl.durable import write_atomic
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -114,7 +114,7 @@ def chat(
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
     settings = load_settings()
-    check_device(device or settings.device)
+    chosen = chosen_device(device, settings)
     if body == "-":
         raise UsageError(
             "a body cannot come from stdin: that is where the messages come from",
@@ -143,6 +143,7 @@ def chat(
             dtype=dtype,
             adapter_dtype=adapter_dtype,
             deterministic=deterministic,
+            device=chosen,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
         ),
@@ -165,7 +166,8 @@ def chat(
 
 def _open(pattern: "RunRequest", settings: Settings, *, as_json: bool, stats: bool) -> "_Session":
     planner, loading = open_planner(settings, as_json=as_json), _Loading()
-    engine = open_engine(planner, budget=pattern.route.memory_budget, progress=loading)
+    route = pattern.route
+    engine = open_engine(planner, budget=route.memory_budget, progress=loading, device=route.device)
     from expertctl.engine.conversation import Conversation
 
     conversation = Conversation(engine, pattern)

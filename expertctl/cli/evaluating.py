@@ -14,7 +14,7 @@ import typer
 from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
-from expertctl.cli.run_options import Base, MemoryBudget, budget_of, check_device
+from expertctl.cli.run_options import Base, MemoryBudget, budget_of, check_processor
 from expertctl.errors import UsageError
 from expertctl.package.build import Plan
 from expertctl.package.evaluation_data import EvaluationData, Metric, read_data
@@ -133,7 +133,7 @@ def _evaluate_answers(
     from expertctl.engine.request import parse_expert
 
     settings = load_settings()
-    check_device(settings.device)
+    check_processor(settings, "eval")
     if plot is not None:
         from expertctl.cli.plot import check_picture
 
@@ -186,7 +186,7 @@ def measured(
         raise without_engine(error) from error
 
     settings = load_settings()
-    check_device(settings.device)
+    check_processor(settings, "the evaluation of a build")
     named, date = task or data.path.stem, build_date()
     with_evaluation(plan, _entry(named, data, base=0.0, expert=0.0, date=date))  # else refused late
     planner = open_planner(settings, as_json=as_json)

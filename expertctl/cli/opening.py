@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from expertctl.digest import Progress
     from expertctl.engine.runtime import Engine
     from expertctl.routing.planner import Planner
+    from expertctl.routing.request import DeviceName
 
 UNFINISHED = "starter.unfinished"
 """Stands below ``EXPERT_HOME`` while the starter pack is installed."""
@@ -46,13 +47,19 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     return planner
 
 
-def open_engine(planner: "Planner", *, budget: int | None, progress: "Progress") -> "Engine":
+def open_engine(
+    planner: "Planner",
+    *,
+    budget: int | None,
+    progress: "Progress",
+    device: "DeviceName" = "cpu",
+) -> "Engine":
     """Begin with nothing loaded; here torch is imported."""
     try:
         from expertctl.engine.runtime import Engine
     except ModuleNotFoundError as error:
         raise without_engine(error) from error
-    return Engine(planner, budget=budget, progress=progress, tell=note)
+    return Engine(planner, budget=budget, progress=progress, tell=note, device=device)
 
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:

@@ -53,7 +53,7 @@ from expertctl.cli.run_options import (
     VerifyBase,
     body_of,
     budget_of,
-    check_device,
+    chosen_device,
     saved_plan,
     text_of,
 )
@@ -80,6 +80,7 @@ def route(
     stop: Stop = None,
     seed: Seed = None,
     greedy: Greedy = False,
+    device: Device = None,
     dtype: Dtype = None,
     adapter_dtype: AdapterDtype = "published",
     deterministic: Deterministic = False,
@@ -117,6 +118,7 @@ def route(
         dtype=dtype,
         adapter_dtype=adapter_dtype,
         deterministic=deterministic,
+        device=chosen_device(device, settings),
         engine=engine,
         memory_budget=budget_of(memory_budget, settings),
         allow_base_mismatch=allow_base_mismatch,
@@ -177,7 +179,7 @@ def run(
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
     settings = load_settings()
-    check_device(device or settings.device)
+    chosen = chosen_device(device, settings)
     message = UserMessage(
         prompt=text_of(prompt, "the prompt"), body=body_of(body, prompt), template=template
     )
@@ -204,6 +206,7 @@ def run(
             dtype=dtype,
             adapter_dtype=adapter_dtype,
             deterministic=deterministic,
+            device=chosen,
             engine=engine,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
@@ -224,7 +227,10 @@ def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bo
     """Answer, with a progress bar until the first piece of text; print pieces when wanted."""
     planner = open_planner(settings, as_json=as_json)
     with progress("loading", None, as_json=as_json) as report:
-        engine = open_engine(planner, budget=request.route.memory_budget, progress=report)
+        route = request.route
+        engine = open_engine(
+            planner, budget=route.memory_budget, progress=report, device=route.device
+        )
         answer = _Answer(engine.run(request))
         answer.advance()
     while answer.result is None:

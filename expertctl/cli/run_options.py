@@ -11,6 +11,7 @@ from expertctl.settings import DEVICES, Settings, parse_size
 
 if TYPE_CHECKING:
     from expertctl.routing.plan_file import SavedPlan
+    from expertctl.routing.request import DeviceName
 
 _MAX_TEXT_BYTES = 4 * 500_001
 """More than the longest prompt can have in UTF-8."""
@@ -76,7 +77,10 @@ Truncate = Annotated[
     bool, typer.Option("--truncate", help="Cut the end of a prompt that is too long.")
 ]
 Device = Annotated[
-    Literal["cpu"] | None, typer.Option(help="Where to compute.", show_default="cpu")
+    Literal["cpu", "cuda", "auto"] | None,
+    typer.Option(
+        help="Where to compute; auto: CUDA if there is such a device.", show_default="cpu"
+    ),
 ]
 VerifyBase = Annotated[
     bool, typer.Option("--verify-base", help="Hash every byte of the base again.")
@@ -90,6 +94,7 @@ OnBudget = Annotated[
 Trace = Annotated[bool, typer.Option("--trace", help="Time each layer, count allocations; slower.")]
 Stats = Annotated[bool, typer.Option("--stats", help="Show all figures below.")]
 
+_SETTING = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
 _BODY_HINT = "name a text file, or - for stdin"
 
 
@@ -148,8 +153,31 @@ def budget_of(text: str | None, settings: Settings) -> int | None:
     return parse_size(text) if text else settings.memory_budget
 
 
-def check_device(device: str | None) -> None:
-    """Refuse a device that no run supports."""
-    if device is not None and device not in DEVICES:
-        hint = "`expertctl config unset device`, or set EXPERT_DEVICE=cpu"
-        raise UsageError(f"device {device!r} is not supported", hint=hint)
+def chosen_device(device: str | None, settings: Settings) -> "DeviceName":
+    """Return what computes: what the option says, else the setting, else the processor."""
+    wanted = device or settings.device or "cpu"
+    _check_known(wanted)
+    if wanted == "cpu":
+        return "cpu"
+    try:
+        from expertctl.engine.accelerator import check_cuda, has_cuda
+    except ModuleNotFoundError as error:
+        from expertctl.cli.opening import without_engine
+
+        raise without_engine(error) from error
+    if wanted == "auto":
+        return "cuda" if has_cuda() else "cpu"
+    check_cuda()
+    return "cuda"
+
+
+def check_processor(settings: Settings, what: str) -> None:
+    """Refuse a setting that says where to compute for what the processor alone does."""
+    _check_known(settings.device or "cpu")
+    if settings.device == "cuda":
+        raise UsageError(f"{what} computes on the processor alone", hint=_SETTING)
+
+
+def _check_known(device: str) -> None:
+    if device not in DEVICES:
+        raise UsageError(f"device {device!r} is not supported", hint=_SETTING)

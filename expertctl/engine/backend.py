@@ -1,4 +1,4 @@
-"""What a base is held in and run by: torch, or packed kernels. The runtime sees only these seams.
+"""What a base is held in and run by: torch, packed kernels, or CUDA. The runtime sees only these.
 
 A backend knows before anything is loaded what all of it will take, to the byte. A cache, a model
 and a plan that meet were made by the same one.
@@ -23,7 +23,7 @@ from expertctl.settings import Home
 from expertctl.store.quantised_copies import QuantisedCopies
 from expertctl.telling import Tell, tell_nobody
 
-BackendName = Literal["torch", "packed"]
+BackendName = Literal["torch", "packed", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> BackendName:
-        """Which of the two it is."""
+        """Which of them it is."""
 
     @property
     def config(self) -> ModelConfig:

@@ -67,6 +67,14 @@ class CompiledPlan:
     nbytes: int
     packed: PackedDeltas | None = None
 
+    @property
+    def width(self) -> int:
+        """How wide rows between A and B are, as the room for them depends on it."""
+        if self.packed is not None:
+            return self.packed.width
+        ranks = (1 if delta.a is None else len(delta.a) for delta in self.deltas.values())
+        return max(ranks, default=0)
+
 
 BASE_ALONE = CompiledPlan({}, None, 0)
 
@@ -89,7 +97,7 @@ class Composition:
 
     @property
     def width(self) -> int:
-        """How wide rows between A and B are, where kernels need room for them."""
+        """How wide rows between A and B are, as the room for them depends on it."""
         return self.deltas.width
 
     @property

@@ -3,7 +3,8 @@
 Blocks are kept in the dtype of the activations: widening a bfloat16 or float16 adapter once is
 exact, narrowing a folded one would not be. Where one expert alone changes a layer, has that dtype
 and nothing multiplies it, its published tensors are used as they lie in memory, with no copy.
-Several B are written as rows, [rank, out]: one token then takes less than half the time.
+Several B are written as rows, [rank, out]: one token then takes less than half the time. What is
+for another device is compiled in the machine's memory and moved there as one block.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -51,8 +52,8 @@ class DeltaTensors:
 
     @property
     def width(self) -> int:
-        """What is between A and B is made anew by each product."""
-        return 0
+        """How wide rows between A and B are; 1 where there are factors alone."""
+        return max((max(folded.rank, 1) for folded in self.layers.values()), default=0)
 
     @property
     def uses_in_place(self) -> bool:
@@ -60,14 +61,16 @@ class DeltaTensors:
         return any(any(_shared(each, self.dtype, self.device)) for each in self.layers.values())
 
     def scratch_bytes(self, workers: int) -> int:
-        """Return what so many workers need besides, at most."""
+        """Return what so many workers need besides in the machine's memory, at most."""
         each = [scratch_bytes([self.layers[name] for name in group]) for group in self.groups]
-        return sum(sorted(each, reverse=True)[:workers])
+        staged = 0 if self.device.type == "cpu" else self.nbytes
+        return staged + sum(sorted(each, reverse=True)[:workers])
 
     def compile(self, workers: int) -> dict[str, LinearDelta]:
         """Compile group after group; each copy is small, so torch's own threads stay out of it."""
         sizes = [sum(self.numbers[name] for name in group) for group in self.groups]
-        arena = Arena(_empty(sum(sizes), self.dtype, self.device))
+        data = _empty(sum(sizes), self.dtype)
+        arena = Arena(data, self.device)
         shares = [arena.share(size) for size in sizes]
         folded = [[self.layers[name] for name in group] for group in self.groups]
         with threads(1), ExitStack() as stack:
@@ -76,15 +79,17 @@ class DeltaTensors:
             done = list(each(compile_alike, folded, shares))
         names = chain.from_iterable(self.groups)
         found = dict(zip(names, chain.from_iterable(done), strict=True))
+        if self.device.type != "cpu":
+            found = _moved(found, data.to(self.device))
         return {module: found[module] for module in self.layers}
 
 
 class Arena:
     """Memory that tensors are cut from."""
 
-    def __init__(self, data: Tensor) -> None:
-        """Cut from these numbers, [elements]."""
-        self.dtype, self.device = data.dtype, data.device
+    def __init__(self, data: Tensor, device: torch.device | None = None) -> None:
+        """Cut from these numbers, [elements]; ``device`` is where they go, if that is elsewhere."""
+        self.dtype, self.device = data.dtype, device or data.device
         self._data, self._taken = data, 0
 
     def take(self, *shape: int) -> Tensor:
@@ -95,7 +100,7 @@ class Arena:
 
     def share(self, elements: int) -> "Arena":
         """Return an arena of the next numbers."""
-        return Arena(self.take(elements))
+        return Arena(self.take(elements), self.device)
 
 
 def groups(layers: Mapping[str, Folded]) -> tuple[tuple[str, ...], ...]:
@@ -185,8 +190,28 @@ def _shared(folded: Folded, dtype: torch.dtype, device: torch.device) -> tuple[b
     return fits and block.keeps_a, fits and block.keeps_b
 
 
-def _empty(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu" or elements == 0:
-        return torch.empty(elements, dtype=dtype, device=device)
+def _moved(deltas: Mapping[str, LinearDelta], block: Tensor) -> dict[str, LinearDelta]:
+    """Return the same parts of another block, which is a copy of the one they were cut from."""
+
+    def there(part: Tensor | None) -> Tensor | None:
+        if part is None:
+            return None
+        return block.as_strided(part.shape, part.stride(), part.storage_offset())
+
+    return {
+        module: LinearDelta(
+            a=there(delta.a),
+            b=there(delta.b),
+            input_scale=there(delta.input_scale),
+            output_scale=there(delta.output_scale),
+            bias_scale=there(delta.bias_scale),
+        )
+        for module, delta in deltas.items()
+    }
+
+
+def _empty(elements: int, dtype: torch.dtype) -> Tensor:
+    if elements == 0:
+        return torch.empty(0, dtype=dtype)
     block = allocate(elements * dtype.itemsize)
     return torch.frombuffer(block, dtype=torch.uint8).view(dtype)

@@ -225,7 +225,7 @@ def _compile(
 def _scratch(tiers: Tiers, size: int, *, what: str) -> Iterator[None]:
     """Hold what compiling takes besides: experts cause it, so no shorter prompt is the way out."""
     try:
-        with tiers.holding(Tier.DEVICE, "buffers", size, what=what):
+        with tiers.holding(Tier.RAM, "buffers", size, what=what):
             yield
     except BudgetError as error:
         error.hint = WAYS_OUT["experts"]

@@ -91,10 +91,18 @@ def _while_computing(module: str, dora: DoraTensors, form: Form | None) -> int:
     """Return what one layer takes; packed weights are unpacked before they are looked at."""
     merging = scratch_bytes(dora)
     if form is None or form.packing is None or module not in form.shapes:
-        return merging
+        return merging + _copied(module, form)
     out, inputs = form.shapes[module]
     at_once = min(max(_UNPACKED_AT_ONCE, _BLOCK * inputs), (out + _BLOCK) * inputs)
     return _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
+
+
+def _copied(module: str, form: Form | None) -> int:
+    """Return what one layer takes that comes from a device to be looked at."""
+    if form is None or form.device.type == "cpu" or module not in form.shapes:
+        return 0
+    out, inputs = form.shapes[module]
+    return _FLOAT_BYTES * out * inputs
 
 
 def _places(adapter: LoadedAdapter) -> Iterator[_Place]:

@@ -12,7 +12,7 @@ prompts stand before the first token; they are the same under one identity, so t
 is reused.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -43,12 +43,27 @@ class _Text:
     is_forgotten: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """What caches of some base are: how one is made, and what it takes, known before."""
+
+    make: Callable[[KVWanted], KVCache]
+    nbytes: Callable[[KVWanted], int]
+
+
+PLAIN = CacheKind(
+    make=lambda wanted: KVCache(wanted.config, wanted.capacity),
+    nbytes=lambda wanted: wanted.nbytes,
+)
+"""Float32 in the machine's memory."""
+
+
 class KVSlot:
     """The owner of the one generation that is kept."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, kind: CacheKind = PLAIN) -> None:
         """Begin with none; its memory is that of the device tier."""
-        self._tiers = tiers
+        self._tiers, self._kind = tiers, kind
         self._running: list[_Text] = []
 
     @contextmanager
@@ -131,18 +146,19 @@ class KVSlot:
 
     def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan[KVCache] | None:
         """Copy the rows that agree into a cache of the size asked for, if both fit for a moment."""
-        if not self._tiers.has_room(Tier.DEVICE, wanted.nbytes):
+        if not self._tiers.has_room(Tier.DEVICE, self._kind.nbytes(wanted)):
             return None  # reading the text again beats evicting the experts that it needs
         moved = self._empty(wanted)
         moved.copy_from(cache)
         return KVLoan(moved, reused=common)
 
     def _empty(self, wanted: KVWanted) -> KVCache:
-        self._tiers.reserve(Tier.DEVICE, "kv", wanted.nbytes, what=wanted.what)
+        size = self._kind.nbytes(wanted)
+        self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
         try:
-            return KVCache(wanted.config, wanted.capacity)
+            return self._kind.make(wanted)
         except BaseException:
-            self._release(wanted.nbytes)
+            self._release(size)
             raise
 
     def _end(self, loan: KVLoan[KVCache], wanted: KVWanted, *, is_forgotten: bool) -> None:

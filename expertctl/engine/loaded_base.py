@@ -14,7 +14,7 @@ from expertctl.engine.torch_backend import TorchBackend
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.numerics import SMALL_BASE
-from expertctl.routing.request import QUANTISED, AdapterDtype, Dtype
+from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -29,6 +29,7 @@ class Wish:
     dtype: Dtype = "float32"
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
+    device: DeviceName = "cpu"
 
     @property
     def needs_kernels(self) -> bool:
@@ -104,12 +105,15 @@ def backend_of(
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return what runs a base, and what a person should know of that.
 
-    Torch runs small bases, kernels all others, and whatever torch cannot do. Where they do not
-    support the sizes of a large base, torch runs it, and a warning says so.
+    On a CUDA device there is one way. On a processor torch runs small bases, kernels all others,
+    and whatever torch cannot do. Where they do not support the sizes of a large base, torch runs
+    it, and a warning says so.
 
     Raises:
         IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
     """
+    if wish.device == "cuda":
+        return _on_cuda(config, wish), ()
     if wish.needs_kernels:
         return _packed(config, wish), ()
     plain = TorchBackend(config, wish.dtype)
@@ -119,6 +123,14 @@ def backend_of(
         return _packed(config, wish), ()
     except IncompatibleError as error:
         return plain, (f"torch runs the base, which takes longer: {error.message}",)
+
+
+def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
+    """Return captured steps; a request that wishes what they cannot do was refused before."""
+    from expertctl.engine.cuda_backend import CudaBackend
+
+    assert not wish.needs_kernels, "a CUDA device holds float32 and bf16, experts as published"
+    return CudaBackend(config, wish.dtype)
 
 
 def _packed(config: ModelConfig, wish: Wish) -> Backend:

@@ -189,9 +189,10 @@ def needs(planner: Planner, prepared: Prepared, files: Files) -> list[Need]:
     except (InvalidPackageError, OSError):
         plan = Foretold()  # a file is damaged or gone: loading it, by its digest, says so
     names = ", ".join(expert.ref for expert in experts)
+    here = [] if prepared.wish.device == "cuda" else outlines  # else they lie in another memory
     return [
         *certain_needs(prepared, width=plan.width),
-        *(Need("experts", source.nbytes, source.manifest.ref) for source in outlines),
+        *(Need("experts", source.nbytes, source.manifest.ref) for source in here),
         Need("experts", plan.nbytes, f"the plan of {names}"),
     ]
 
@@ -211,7 +212,7 @@ def check_fits(wanted: Iterable[Need], limit: int) -> int:
 def _wish(request: RunRequest, base: StoredBase) -> Wish:
     route = request.route
     dtype = dtype_of(base, route.dtype, engine=route.engine)
-    return Wish(dtype, route.adapter_dtype, route.deterministic)
+    return Wish(dtype, route.adapter_dtype, route.deterministic, route.device)
 
 
 def _opened(

@@ -76,9 +76,17 @@ class Ready:
 class Residents:
     """The one owner of what runs leave in memory; used by one run at a time."""
 
-    def __init__(self, planner: Planner, budget: Budget, *, progress: Progress, tell: Tell) -> None:
-        """Begin with nothing in memory."""
-        self.tiers = Tiers(ram=budget, device=budget)
+    def __init__(
+        self,
+        planner: Planner,
+        budget: Budget,
+        *,
+        ram: Budget | None = None,
+        progress: Progress,
+        tell: Tell,
+    ) -> None:
+        """Begin with nothing in memory; ``ram`` is that of experts where it is another one."""
+        self.tiers = Tiers(ram=ram or budget, device=budget)
         self._budget, self._base = budget, BaseSlot(self.tiers)
         self._prefetch = Prefetch[LoadedAdapter](self.tiers)
         self._kv: dict[str, KVKeeper] = {}
@@ -163,8 +171,7 @@ class Residents:
         certain = prepared.buffer_bytes()
         self._hold_buffers(certain, prepared, stack)
         model, plan = self._loaded(base, prepared.planned, files, threads, stack)
-        width = plan.packed.width if plan.packed else 0
-        self._hold_buffers(prepared.buffer_bytes(width=width) - certain, prepared, stack)
+        self._hold_buffers(prepared.buffer_bytes(width=plan.width) - certain, prepared, stack)
         stack.callback(model.rest)  # before the bytes of the buffers are given back
         model.prepare(kv.cache, plan, tokens=wanted.virtual + len(wanted.ids) - kv.cache.length)
         return Ready(base, model, kv, plan)

@@ -42,6 +42,7 @@ from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.trace import Trace
 from expertctl.errors import DigestError, UsageError
 from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import DeviceName
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell, tell_nobody
 
@@ -63,14 +64,19 @@ class Engine:
         progress: Progress = no_progress,
         tell: Tell = tell_nobody,
         torch_below: int = TORCH_BELOW,
+        device: DeviceName = "cpu",
     ) -> None:
-        """Begin with nothing loaded.
+        """Begin with nothing loaded; ``budget`` is that of the memory of ``device``.
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
         ends the run. ``tell`` gets what a person should know while they wait. Bases of fewer bytes
         than ``torch_below`` are run by torch.
+
+        Raises:
+            NotFoundError: when there is no such device.
         """
-        self.budget = Budget(usual_budget() if budget is None else budget)
+        self._device = device
+        self.budget = Budget(_limit(budget, device))
         self._torch_below = torch_below
         self._turn = threading.Lock()
         self._answer: object | None = None
@@ -109,6 +115,7 @@ class Engine:
         """
         clock = Clock()
         with ExitStack() as stack:
+            self._check_device(request)
             stack.enter_context(self._alone())
             stack.enter_context(self._presence.answering())
             self.tiers.begin_request()
@@ -193,7 +200,17 @@ class Engine:
                 self._answer = None
 
     def _new_residents(self) -> Residents:
-        return Residents(self._planner, self.budget, progress=self._progress, tell=self._tell)
+        ram = None if self._device == "cpu" else Budget(usual_budget())
+        return Residents(
+            self._planner, self.budget, ram=ram, progress=self._progress, tell=self._tell
+        )
+
+    def _check_device(self, request: RunRequest) -> None:
+        if request.route.device != self._device:
+            raise UsageError(
+                f"this engine computes on {self._device}, not on {request.route.device}",
+                hint="make an engine for that device",
+            )
 
     def _begin_anew(self) -> None:
         """Let go of what can be found, and have another ledger and owners that hold nothing."""
@@ -323,6 +340,15 @@ class Engine:
     def _memory(self) -> MemoryUse:
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
         return MemoryUse(self.budget.limit, self.budget.peak, held)
+
+
+def _limit(budget: int | None, device: DeviceName) -> int:
+    """Return how many bytes an engine may take of the memory that it computes in."""
+    if device == "cpu":
+        return usual_budget() if budget is None else budget
+    from expertctl.engine.accelerator import device_budget
+
+    return device_budget(budget)
 
 
 def _read_of(files: Files) -> int:

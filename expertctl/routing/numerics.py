@@ -9,7 +9,7 @@ from expertctl.package.base_tensors import base_tensors
 from expertctl.package.foreign_config import read_base_config
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
-from expertctl.routing.request import AdapterDtype, Dtype, EngineName
+from expertctl.routing.request import AdapterDtype, DeviceName, Dtype, EngineName
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
@@ -25,8 +25,9 @@ def numeric_settings(
     adapter_dtype: AdapterDtype,
     engine: EngineName = "native",
     deterministic: bool = False,
+    device: DeviceName = "cpu",
 ) -> NumericSettings:
-    """Return the numeric settings of a base run in one dtype by one engine.
+    """Return the numeric settings of a base run in one dtype by one engine on one device.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
@@ -41,7 +42,7 @@ def numeric_settings(
         rope={} if base.foreign else read_config(base.path).rope.to_json(),
         dtype=dtype_of(base, dtype, engine=engine),
         adapter_dtype=adapter_dtype,
-        engine=_native_version(deterministic) if engine == "native" else compat_version(),
+        engine=_native(deterministic, device) if engine == "native" else compat_version(),
     )
 
 
@@ -97,7 +98,10 @@ def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
     return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
 
 
-def _native_version(deterministic: bool) -> int | str:
+def _native(deterministic: bool, device: DeviceName) -> int | str:
+    """Return the version of our own engine, with what else its numbers depend on."""
+    if device != "cpu":
+        return f"{NUMERIC_VERSION}, {device}"
     return f"{NUMERIC_VERSION}, deterministic" if deterministic else NUMERIC_VERSION
 
 
@@ -118,9 +122,9 @@ def check_identity(plan: Plan, now: Digest) -> None:
     if now != plan.identity:
         raise IncompatibleError(
             f"the plan was made as {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…: "
-            "another base, dtype, engine or version of the engine, or the plan was edited",
-            hint="run it with the base, --dtype and --engine that it was made with, or route the "
-            "prompt again",
+            "another base, dtype, engine, device or version of the engine, or the plan was edited",
+            hint="run it with the base, --dtype, --device and --engine that it was made with, or "
+            "route the prompt again",
         )
 
 

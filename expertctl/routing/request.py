@@ -22,6 +22,8 @@ QUANTISED = frozenset[Dtype]({"int8", "int4"})
 AdapterDtype = Literal["published", "fp16", "int8"]
 """What the weights of experts are held in."""
 
+DeviceName = Literal["cpu", "cuda"]
+"""What computes."""
 EngineName = Literal["native", "transformers"]
 """Our own decoder, or the slow way round it for what it does not run."""
 
@@ -52,6 +54,7 @@ class RouteRequest:
     """What base weights are held in; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
+    device: DeviceName = "cpu"
     memory_budget: int | None = None
     allow_base_mismatch: bool = False
     engine: EngineName = "native"
@@ -73,6 +76,7 @@ def check_request(request: RouteRequest) -> None:
             hint="write 4GB, say, or leave it out",
         )
     _check_engine(request)
+    _check_device(request)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -98,6 +102,22 @@ def _check_engine(request: RouteRequest) -> None:
         raise UsageError(
             f"--engine transformers does not know {', '.join(refused)}",
             hint=f"leave out --engine transformers, or {' and '.join(refused)}",
+        )
+
+
+def _check_device(request: RouteRequest) -> None:
+    """Refuse what only a processor can do of a CUDA device."""
+    asked = {
+        f"--dtype {request.dtype}": request.dtype in QUANTISED,
+        f"--adapter-dtype {request.adapter_dtype}": request.adapter_dtype != "published",
+        "--deterministic": request.deterministic,
+        f"--engine {request.engine}": request.engine != "native",
+    }
+    refused = [option for option, given in asked.items() if given]
+    if refused and request.device == "cuda":
+        raise UsageError(
+            f"--device cuda does not know {', '.join(refused)}",
+            hint=f"leave out {' and '.join(refused)}, or compute with --device cpu",
         )
 
 

@@ -342,6 +342,7 @@ def plan_of(
         adapter_dtype=request.adapter_dtype,
         engine=request.engine,
         deterministic=request.deterministic,
+        device=request.device,
     )
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

@@ -64,7 +64,7 @@ def test_the_environment_wins_and_that_is_said(
         ("offline", "perhaps"),
         ("allow_http", "perhaps"),
         ("device", ""),
-        ("device", "cuda"),
+        ("device", "tpu"),
         ("device", "a\nregistry = 'evil'"),
         ("device", "\x1b[31m"),
         ("registry", "x" * 1001),

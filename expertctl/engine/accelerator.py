@@ -1,0 +1,50 @@
+"""The CUDA device: whether there is one, and how much of its memory an engine may take."""
+
+import torch
+
+from expertctl.errors import NotFoundError
+
+CUDA = torch.device("cuda")
+RESERVE = 512 << 20
+"""What is left to what no ledger sees: kernels that are loaded late, workspaces, rounding."""
+_ON_THE_CPU = "or compute on the processor with --device cpu"
+
+
+def has_cuda() -> bool:
+    """Tell whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def check_cuda() -> None:
+    """Demand a CUDA device.
+
+    Raises:
+        NotFoundError: when torch sees none.
+    """
+    if has_cuda():
+        return
+    if torch.version.cuda is None:
+        raise NotFoundError(
+            f"this torch, {torch.__version__}, was built without CUDA",
+            hint=f"install torch for CUDA, see https://pytorch.org, {_ON_THE_CPU}",
+        )
+    raise NotFoundError(
+        "torch sees no CUDA device", hint=f"see what `nvidia-smi` says, {_ON_THE_CPU}"
+    )
+
+
+def device_budget(wanted: int | None) -> int:
+    """Return the bytes of device memory that an engine may take: what is asked for, if it is free.
+
+    Raises:
+        NotFoundError: when there is no such device.
+    """
+    check_cuda()
+    most = max(free_bytes() - RESERVE, 0)
+    return most if wanted is None else min(wanted, most)
+
+
+def free_bytes() -> int:
+    """Return how much of the device's memory nobody has taken."""
+    free, _ = torch.cuda.mem_get_info(CUDA)
+    return free

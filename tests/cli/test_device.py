@@ -1,0 +1,70 @@
+"""``--device`` from the outside, on a machine without a CUDA device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.commands import Commands, expertctl
+
+__all__ = ["expertctl"]
+
+PROMPT = "Sort these numbers: 41, 17, 23, 15"
+
+
+@pytest.fixture(autouse=True)
+def none_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+
+
+@pytest.mark.parametrize("command", ["run", "route"])
+def test_a_device_that_is_not_there_is_refused_with_a_way_out(
+    command: str, expertctl: Commands, home: Path
+) -> None:
+    said = expertctl(command, PROMPT, "--device", "cuda", code=3)
+    assert "CUDA" in said.err
+    assert "--device cpu" in said.err
+    assert not (home / "bases").exists()
+
+
+def test_the_setting_counts_and_the_option_wins(
+    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
+    expertctl("run", PROMPT, code=3)
+    for device in ("cpu", "auto"):
+        document = expertctl("run", PROMPT, "--greedy", "--device", device, "--json").document
+        assert document["numerics"]["backend"] == "torch"
+        assert document["text"].strip() == "15, 17, 23, 41"
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "bench"])
+def test_a_device_that_nobody_knows_is_refused(
+    command: str, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DEVICE", "tpu")
+    words = [PROMPT] if command == "run" else []
+    assert "'tpu' is not supported" in expertctl(command, *words, code=2).err
+
+
+def test_what_the_processor_alone_does_says_so(
+    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
+    said = expertctl("bench", "--shape", "qwen3-0.6b", code=2)
+    assert "bench computes on the processor alone" in said.err
+    assert "EXPERT_DEVICE=cpu" in said.err
+
+
+def test_what_a_device_cannot_do_is_said_before_it_is_looked_for(
+    expertctl: Commands,
+) -> None:
+    said = expertctl("route", PROMPT, "--device", "auto", "--dtype", "int8", "--json")
+    assert said.document["plan"]["identity"].startswith("sha256:")
+
+
+def test_config_keeps_a_device_that_is_known(expertctl: Commands) -> None:
+    for device in ("cpu", "cuda", "auto"):
+        expertctl("config", "set", "device", device)
+        assert expertctl("config", "get", "device").out == f"{device}\n"

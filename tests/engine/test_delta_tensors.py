@@ -1,0 +1,51 @@
+"""Plans for another device: compiled in the machine's memory, moved as one block, never shared."""
+
+import pytest
+import torch
+
+from expertctl.engine.compose import Form, compose
+from expertctl.engine.delta_tensors import _moved
+from expertctl.package.model_config import read_config
+from tests.engine.conftest import Oracle
+from tests.engine.plans import form_of, random_expert, torch_plan
+
+ELSEWHERE = torch.device("meta")
+"""A device whose tensors have shapes and no numbers."""
+CHAINS = [["lora"], ["dora"], ["ia3"], ["lora", "lora"], ["lora", "ia3", "dora"]]
+
+
+@pytest.mark.parametrize("kinds", CHAINS)
+def test_a_plan_for_a_device_has_the_same_parts_there(
+    kinds: list[str], shared_oracle: Oracle
+) -> None:
+    config = read_config(shared_oracle.directory)
+    chain = [random_expert(config, kind, seed=n) for n, kind in enumerate(kinds)]
+    form = Form(config.linear_shapes(), config.hidden_size, torch.float32, ELSEWHERE)
+    composed, here = compose(chain, form), compose(chain, form_of(config))
+    plan, wanted = composed.compile(), here.compile()
+    assert not composed.uses_in_place
+    assert composed.width == plan.width == here.width == wanted.width > 0
+    sizes = [delta.nbytes for delta in plan.deltas.values()]
+    assert sum(sizes) == composed.nbytes
+    assert composed.scratch_bytes >= here.scratch_bytes + composed.nbytes
+    assert plan.deltas.keys() == wanted.deltas.keys()
+    for module, delta in wanted.deltas.items():
+        parts = zip(delta.tensors, plan.deltas[module].tensors, strict=True)
+        for one, other in parts:
+            assert other.device == ELSEWHERE
+            assert one.shape == other.shape
+
+
+@pytest.mark.parametrize("kinds", CHAINS[3:])
+def test_every_part_is_found_again_in_a_copy_of_the_block(
+    kinds: list[str], shared_oracle: Oracle
+) -> None:
+    config = read_config(shared_oracle.directory)
+    chain = [random_expert(config, kind, seed=n, weight=0.5) for n, kind in enumerate(kinds)]
+    for module, delta in torch_plan(config, chain).deltas.items():
+        whole = torch.empty(0).set_(delta.tensors[0].untyped_storage())
+        copied = _moved({module: delta}, whole.clone())[module]
+        for one, other in zip(delta.tensors, copied.tensors, strict=True):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+            assert one.data_ptr() != other.data_ptr()
