@@ -21,6 +21,12 @@ _UNITS: dict[str | None, int] = {
     **{u: int(1000 ** (i + 1)) for i, u in enumerate("KMGT")},
     **{f"{u}i": int(1024 ** (i + 1)) for i, u in enumerate("KMGT")},
 }
+_TYPED = {
+    **{f"{u}B": 1000 ** (4 - i) for i, u in enumerate("TGMk")},
+    **{f"{u}iB": 1024 ** (4 - i) for i, u in enumerate("TGMK")},
+}
+_MOST_WHOLE = 10_000
+"""A whole number of units from here on is chance: nobody types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
 CONFIG_KEYS = {
@@ -32,12 +38,19 @@ CONFIG_KEYS = {
     "minimum_release_age_exclude": "EXPERT_MINIMUM_RELEASE_AGE_EXCLUDE",
     "device": "EXPERT_DEVICE",
     "memory_budget": "EXPERT_MEMORY_BUDGET",
+    "dtype": "EXPERT_DTYPE",
+    "adapter_dtype": "EXPERT_ADAPTER_DTYPE",
+    "deterministic": "EXPERT_DETERMINISTIC",
     "encoder": "EXPERT_ENCODER",
 }
 """Config key → environment variable of the same meaning."""
 
 DEVICES = ("cpu", "cuda", "auto")
 """Where a model can be computed; ``auto`` is a CUDA device if there is one."""
+DTYPES = ("float32", "bf16", "int8", "int4")
+"""What the weights of a base can be held in."""
+ADAPTER_DTYPES = ("published", "fp16", "int8")
+"""What those of experts can be held in."""
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other is a directory."""
 
@@ -53,6 +66,27 @@ def parse_size(text: str) -> int:
         raise UsageError(f"{text[:40]!r} is not a size", hint="write 512MiB, 2GB or bytes")
     number, unit = match.groups()
     return int(number) * _UNITS[unit.upper().replace("I", "i") if unit else None]
+
+
+def human_size(size: int) -> str:
+    """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
+    if size < 1000:
+        return f"{size} B"
+    value = size / 1000
+    for unit in ("kB", "MB", "GB"):
+        if round(value, 1) < 1000:
+            return f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def human_limit(size: int) -> str:
+    """Return a limit as a person typed it: ``2 GB``, ``512 MiB (536.9 MB)``; else `human_size`."""
+    for unit, factor in _TYPED.items():
+        if size % factor == 0 and 0 < size // factor < _MOST_WHOLE:
+            shown = f"{size // factor} {unit}"
+            return f"{shown} ({human_size(size)})" if "i" in unit else shown
+    return human_size(size)
 
 
 def parse_age(text: str) -> timedelta:
@@ -181,6 +215,9 @@ class Settings:
     minimum_release_age_exclude: tuple[str, ...] = ()
     device: str | None = None
     memory_budget: int | None = None
+    dtype: str | None = None
+    adapter_dtype: str | None = None
+    deterministic: bool = False
     encoder: str | None = None
 
 
@@ -213,6 +250,9 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         minimum_release_age_exclude=parse_names(values.get("minimum_release_age_exclude", "")),
         device=values.get("device"),
         memory_budget=parse_size(budget) if budget else None,
+        dtype=values.get("dtype"),
+        adapter_dtype=values.get("adapter_dtype"),
+        deterministic=_is_true(values.get("deterministic")),
         encoder=values.get("encoder"),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError, UsageError
-from expertctl.settings import load_settings, parse_age, parse_names, parse_size
+from expertctl.settings import human_limit, load_settings, parse_age, parse_names, parse_size
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,19 @@ def test_how_registries_are_reached_is_read(home: Path) -> None:
     assert (settings.allow_http, settings.offline) == (True, True)
     plain = load_settings({"EXPERT_HOME": str(home), "EXPERT_ALLOW_HTTP": "0"})
     assert plain.allow_http is False
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("512MiB", "512 MiB (536.9 MB)"), ("512MB", "512 MB"), ("2GB", "2 GB"), ("1.5", None),
+        ("1500MB", "1500 MB"), ("900kB", "900 kB"), ("64KiB", "64 KiB (65.5 kB)"), ("0", "0 B"),
+        ("1TiB", "1 TiB (1.1 TB)"), ("1234567890", "1.2 GB"), ("999", "999 B"),
+    ],
+)  # fmt: skip
+def test_a_limit_is_shown_as_it_was_typed(typed: str, shown: str | None) -> None:
+    if shown is None:
+        with pytest.raises(UsageError):
+            parse_size(typed)
+    else:
+        assert human_limit(parse_size(typed)) == shown

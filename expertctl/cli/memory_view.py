@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import counted, human_size, table
+from expertctl.cli.output import counted, human_limit, human_size, table
 
 if TYPE_CHECKING:
     from expertctl.engine.memory_report import BaseSize, Limits, MemoryReport
@@ -81,7 +81,7 @@ def _limits(limits: "Limits") -> str:
     if limits.container is not None:
         lines.append(("container", human_size(limits.container)))
     whose = "chosen" if limits.chosen else "four fifths of that, as nobody chose one"
-    lines.append(("budget", f"{human_size(limits.budget)} for each engine: {whose}"))
+    lines.append(("budget", f"{human_limit(limits.budget)} for each engine: {whose}"))
     return "\n".join(f"{name:<9}  {text}" for name, text in lines)
 
 

@@ -17,6 +17,8 @@ import typer
 
 from expertctl.digest import Progress, no_progress
 from expertctl.errors import ExpertError
+from expertctl.settings import human_limit as human_limit
+from expertctl.settings import human_size as human_size
 
 _NARROWEST = 20
 """Columns that folded text has at least."""
@@ -149,16 +151,6 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def human_size(size: int) -> str:
-    """Return bytes as a person reads them, in powers of 1000: ``12.3 MB``."""
-    value = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
-
-
 @contextmanager
 def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterator[Progress]:
     """Show a progress bar on stderr while bytes are handled; only on a terminal.
@@ -185,18 +177,17 @@ def _bar(label: str, total: int | None, *, in_bytes: bool, as_json: bool) -> Ite
     from rich.progress import (
         BarColumn,
         DownloadColumn,
+        FileSizeColumn,
         MofNCompleteColumn,
         TextColumn,
+        TimeElapsedColumn,
         TimeRemainingColumn,
     )
     from rich.progress import Progress as Bars
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn() if in_bytes else MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    told = (amount, TimeRemainingColumn()) if total else (FileSizeColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), *told)
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda count: bars.update(task, advance=count)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.durable import make_folders, remove_tree
-from expertctl.engine.budget import mebibytes
 from expertctl.errors import StoreError
+from expertctl.settings import human_limit, human_size
 from expertctl.store.lock import claim, claimed_folders, exclusive, is_held
 from expertctl.telling import Tell
 
@@ -171,9 +171,10 @@ def _number(folder: Path) -> int:
 
 
 def _waiting(size: int, limit: int, inside: Sequence[Taken], ahead: Sequence[Taken]) -> str:
-    taken = mebibytes(sum(other.size for other in inside))
-    turn = f"; {len(ahead)} wait longer" if ahead else ""
+    taken = human_size(sum(other.size for other in inside))
+    others = "1 other run holds" if len(inside) == 1 else f"{len(inside)} other runs hold"
+    turn = f"; {len(ahead)} {'waits' if len(ahead) == 1 else 'wait'} longer" if ahead else ""
     return (
-        f"waiting for memory: {mebibytes(size)} of {mebibytes(limit)} are needed, "
-        f"{len(inside)} other runs hold {taken}{turn}"
+        f"waiting for memory: {human_size(size)} of {human_limit(limit)} are needed, "
+        f"{others} {taken}{turn}"
     )

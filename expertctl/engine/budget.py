@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 from expertctl.errors import BudgetError
+from expertctl.settings import human_limit, human_size
 
 Purpose = Literal["base", "experts", "kv", "buffers"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
@@ -82,10 +83,11 @@ class Budget:
 
     def refusal(self, purpose: Purpose, size: int, *, what: str) -> BudgetError:
         """Return the error that says what does not fit beside what."""
-        held = ", ".join(f"{p} {mebibytes(n)}" for p, n in self._held.items() if n) or "nothing"
+        held = ", ".join(f"{p} {human_size(n)}" for p, n in self._held.items() if n) or "nothing"
+        needed, free = _apart(size, self.free)
         return BudgetError(
-            f"{what}: {mebibytes(size)} needed, but only {mebibytes(self.free)} of the budget of "
-            f"{mebibytes(self.limit)} are free (held: {held})",
+            f"{what}: {needed} needed, but only {free} of the budget of "
+            f"{human_limit(self.limit)} are free (held: {held})",
             hint=WAYS_OUT[purpose],
         )
 
@@ -95,6 +97,7 @@ class Budget:
         assert all(size >= 0 for size in self._held.values())
 
 
-def mebibytes(size: int) -> str:
-    """Return bytes as people compare them with a budget."""
-    return f"{size / (1 << 20):.1f} MiB"
+def _apart(first: int, second: int) -> tuple[str, str]:
+    """Return two sizes so that a person sees which is the larger."""
+    shown = human_size(first), human_size(second)
+    return shown if shown[0] != shown[1] else (f"{first:,} B", f"{second:,} B")

@@ -137,7 +137,7 @@ def test_limits_and_the_budget_of_the_settings_are_told(
 ) -> None:
     assert "four fifths of that, as nobody chose one" in expertctl("doctor", "--memory").out
     monkeypatch.setenv("EXPERT_MEMORY_BUDGET", "512MB")
-    assert "512.0 MB for each engine: chosen" in expertctl("doctor", "--memory").out
+    assert "512 MB for each engine: chosen" in expertctl("doctor", "--memory").out
     limits = expertctl("doctor", "--memory", "--json").document["limits"]
     assert (limits["budget"], limits["budget_chosen"]) == (512_000_000, True)
     assert limits["machine"] > limits["budget"]

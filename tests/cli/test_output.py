@@ -102,8 +102,11 @@ def test_a_table_lines_up_without_trailing_spaces() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345_678, "12.3 MB"), (10**13, "10.0 TB")],
-)
+    [
+        (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (12_345_678, "12.3 MB"), (10**13, "10.0 TB"),
+        (999_949, "999.9 kB"), (999_999, "1.0 MB"), (999_999_999, "1.0 GB"),
+    ],
+)  # fmt: skip
 def test_sizes_are_shown_in_powers_of_a_thousand(size: int, text: str) -> None:
     assert human_size(size) == text
 
@@ -118,3 +121,14 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
         with progress("hashing", 10, as_json=as_json) as advance:
             advance(10)
         assert (stream.getvalue() == "") == silent
+
+
+def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress("loading", None) as advance:
+        advance(5_200_000_000)
+    assert "5.2 GB" in stream.getvalue()
+    assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"

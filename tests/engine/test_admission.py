@@ -75,7 +75,7 @@ def test_a_run_waits_until_the_others_leave_enough(folder: Path, told: list[str]
         assert list(steps) == []
         assert seats(folder) == [f"{40 * MIB} in"]
     assert told == [
-        "waiting for memory: 40.0 MiB of 100.0 MiB are needed, 1 other runs hold 80.0 MiB"
+        "waiting for memory: 41.9 MB of 100 MiB (104.9 MB) are needed, 1 other run holds 83.9 MB"
     ]
 
 
@@ -88,7 +88,7 @@ def test_who_waits_longer_is_let_in_first(folder: Path, told: list[str]) -> None
             small = Admission(folder, pause=stuck)
             with pytest.raises(Waited), small.queue(10, limit=100, tell=told.append):
                 pass
-            assert "; 1 wait longer" in told[-1]
+            assert "; 1 waits longer" in told[-1]
             first.close()
 
         large = Admission(folder, pause=second_comes)

@@ -44,10 +44,15 @@ def test_a_refusal_says_what_is_needed_what_is_free_and_the_way_out() -> None:
     with pytest.raises(BudgetError) as caught:
         budget.reserve("kv", 224 << 20, what="the KV cache of 2060 tokens")
     assert caught.value.message == (
-        "the KV cache of 2060 tokens: 224.0 MiB needed, but only 212.0 MiB of the budget of "
-        "512.0 MiB are free (held: base 300.0 MiB)"
+        "the KV cache of 2060 tokens: 234.9 MB needed, but only 222.3 MB of the budget of "
+        "512 MiB (536.9 MB) are free (held: base 314.6 MB)"
     )
     assert "--max-tokens" in caught.value.hint
+
+
+def test_a_refusal_by_a_few_bytes_shows_them() -> None:
+    with pytest.raises(BudgetError, match="a base: 1,000,001 B needed, but only 1,000,000 B of"):
+        Budget(1_000_000).reserve("base", 1_000_001, what="a base")
 
 
 @pytest.mark.parametrize("purpose", PURPOSES)
