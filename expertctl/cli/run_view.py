@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import human_size, table
+from expertctl.cli.output import human_limit, human_size, table
 from expertctl.routing.score import two_decimals
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _SHORTEST_TEXT = 30
 """Columns from which on it is worth to begin with a text that must be cut."""
 _ENDLESS = 1 << 16
 _FORMS = {True: "as called for", False: "not as called for", None: "none called for"}
+_EMPTY = "the answer is empty"
 
 
 def routing_text(result: "RoutingResult", *, width: int) -> str:
@@ -95,13 +96,21 @@ def statistics(result: "RunResult") -> str:
         f"{_INDENT}bytes {_pairs({k: human_size(size) for k, size in moved.items()})}",
         f"{_INDENT}cache {_pairs(document['cache'])}",
         f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
-        f"{_INDENT}form {_FORMS[result.validation_passed]}",
+        f"{_INDENT}form {_form(result)}",
     ]
     if plan.experts:  # else the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
     if result.trace is not None:
         lines += ["", *_indented(trace_text(result.trace))]
     return "\n".join(lines)
+
+
+def _form(result: "RunResult") -> str:
+    """Say what the check came to: an empty answer fails it whatever form is called for."""
+    failed = result.validation_passed is False
+    return (
+        _EMPTY if failed and not result.generated.text.strip() else _FORMS[result.validation_passed]
+    )
 
 
 def _steps(result: "RunResult") -> str:
@@ -122,8 +131,10 @@ def _steps(result: "RunResult") -> str:
 def _memory(result: "RunResult") -> str:
     """Return who holds how much of the budget."""
     sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
-    sizes |= {"peak": result.memory.peak, "budget": result.memory.budget}
-    return table(["MEMORY", "BYTES"], [[name, human_size(size)] for name, size in sizes.items()])
+    rows = [[name, human_size(size)] for name, size in sizes.items()]
+    rows += [["peak", human_size(result.memory.peak)]]
+    rows += [["budget", human_limit(result.memory.budget)]]
+    return table(["MEMORY", "BYTES"], rows)
 
 
 def _indented(text: str) -> list[str]:

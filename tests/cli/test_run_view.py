@@ -1,10 +1,12 @@
 """What ``route`` shows to a person: the table says in a glance what was decided."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from expertctl.cli.run_view import routing_text
+from expertctl.cli.run_view import _form, routing_text
 from expertctl.digest import Digest
 from expertctl.routing.candidate import Candidate
 from expertctl.routing.features import features_of
@@ -89,3 +91,18 @@ def test_of_a_hundred_experts_the_best_are_shown_and_all_that_were_chosen() -> N
     assert [row.split()[4] for row in rows[1:13]] == [f"acme/sort-{n}@1.0.0" for n in range(12)]
     assert "acme/chosen@1.0.0" in rows[13]
     assert rows[14:] == ["and 87 more, which --json shows"]
+
+
+@pytest.mark.parametrize(
+    ("passed", "text", "told"),
+    [
+        (False, "", "the answer is empty"),
+        (False, " \n", "the answer is empty"),
+        (False, "{", "not as called for"),
+        (True, "{}", "as called for"),
+        (None, "", "none called for"),
+    ],
+)
+def test_the_form_of_an_answer_is_told_as_it_is(passed: bool | None, text: str, told: str) -> None:
+    result: Any = SimpleNamespace(validation_passed=passed, generated=SimpleNamespace(text=text))
+    assert _form(result) == told
