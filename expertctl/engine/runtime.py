@@ -118,6 +118,7 @@ class Engine:
             self._check_device(request)
             stack.enter_context(self._alone())
             stack.enter_context(self._presence.answering())
+            stack.enter_context(self._noting())
             self.tiers.begin_request()
             loads, moved = self.tiers.traffic[Tier.RAM].loads, self._residents.moved
             files = self._files(request, stack)
@@ -168,6 +169,10 @@ class Engine:
             self._residents.close()
             self._presence.close()
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what could not be kept on the disk; a result has it among its warnings."""
+        return self._residents.take_notes()
+
     @property
     def tiers(self) -> Tiers:
         """Which experts and plans are in memory."""
@@ -198,6 +203,16 @@ class Engine:
         finally:
             if self._answer is answer:
                 self._answer = None
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Tell what could not be kept where it all fails, so that no result will."""
+        try:
+            yield
+        except Exception:
+            for told in self.take_notes():
+                self._tell(f"warning: {told}")
+            raise
 
     def _new_residents(self) -> Residents:
         ram = None if self._device == "cpu" else Budget(usual_budget())
@@ -330,7 +345,7 @@ class Engine:
                 bytes_read=lent.moved,
             ),
         )
-        return (*unsaved, *self._residents.take_notes())
+        return (*unsaved, *self.take_notes())
 
     def _tell_what_is_held(self, prepared: Prepared) -> None:
         """Let `doctor --memory` know."""

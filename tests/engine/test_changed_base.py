@@ -60,3 +60,22 @@ def test_no_copy_is_made_of_a_base_that_changed_unseen(
     assert tokens(home, dtype, verify_base=True) == expected
     assert tokens(home, dtype) == expected
     copies.check_integrity()
+
+
+def test_what_could_not_be_kept_is_told_also_where_the_run_fails(
+    home: Planner, house: House
+) -> None:
+    tokens(home, "int8")
+    (base,) = house.bases.bases()
+    copies = copies_of(house.bases, base)
+    assert copies is not None
+    path = copies.path("int8")
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    told: list[str] = []
+    engine = Engine(home, budget=BUDGET, torch_below=0, tell=told.append)
+    (weights,) = base.path.glob("*.safetensors")
+    with tampered(weights), pytest.raises(BaseMismatchError):
+        run(engine, ask("base alone", route={"dtype": "int8"}))
+    assert told[-1] == f"warning: {path} is damaged, or not of this base: made again"
+    assert engine.take_notes() == ()
+    engine.close()
