@@ -30,18 +30,21 @@ _TITLE_CHARACTERS, _LABEL_CHARACTERS = 64, 30
 _BASE, _EXPERT, _OTHER, _CHAIN = "#9aa0a6", "#2a6fb0", "#8fb8de", "#d9822b"
 
 
-def check_picture(path: Path) -> None:
+def check_picture(path: Path, *, example: str = "scores") -> None:
     """Refuse a picture that could not be drawn or written, before the work for it is done.
+
+    ``example`` is how a person may call it.
 
     Raises:
         UsageError: when its name has another ending, or is that of a directory.
         NotFoundError: when its directory or matplotlib is missing.
     """
+    hint = f"--plot {example}.svg, or {example}.png"
     if path.suffix.lower() not in _FORMATS:
-        raise UsageError(f"{path}: no picture ends so", hint="--plot scores.svg, or scores.png")
+        raise UsageError(f"{path}: no picture ends so", hint=hint)
     demand_folder(path)
     if path.is_dir():
-        raise UsageError(f"{path} is a directory", hint="--plot scores.svg, or scores.png")
+        raise UsageError(f"{path} is a directory", hint=hint)
     if find_spec("matplotlib") is None:
         raise NotFoundError(
             "drawing needs matplotlib, which is not installed", hint="pip install 'expertctl[plot]'"

@@ -50,7 +50,7 @@ def _draw_roofs(axes: "Axes", found: "Measured", span: tuple[float, float]) -> N
     for number, threads in enumerate(found.threads):
         roof, last = found.roof(threads), threads == found.threads[-1]
         intensities = [span[0], roof.ridge, span[1]]
-        told = f"{roof.nbytes / 1e9:.0f} GB/s, {roof.operations / 1e9:.0f} GFLOP/s"
+        told = f"{_number(roof.nbytes / 1e9)} GB/s, {_number(roof.operations / 1e9)} GFLOP/s"
         axes.plot(
             intensities,
             [roof.at(each) / 1e9 for each in intensities],
@@ -90,14 +90,19 @@ def _told(row: "Row") -> str:
     assert row.reach is not None
     share = 100 * row.reach.share.median
     return (
-        f"{row.case}, {counted(row.threads, 'thread')}: {row.rate.median:.3g} {row.unit}, "
+        f"{row.case}, {counted(row.threads, 'thread')}: {_number(row.rate.median)} {row.unit}, "
         f"{share:.0f} % of {row.reach.bound}"
     )
 
 
+def _number(value: float) -> str:
+    """Write a figure as a person does: ``1,370``, ``52``, ``4.7``, ``0.1``."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
 def _frame(axes: "Axes", found: "Measured") -> None:
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axis.set_major_formatter(lambda value, _: _number(value))
     axes.set_xlabel("operations for each byte that is read", color=_INK, fontsize=10)
     axes.set_ylabel("GFLOP/s", color=_INK, fontsize=10)
     axes.grid(which="major", color=_FAINT, linewidth=0.8, zorder=0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertctl.digest import Progress, no_progress
@@ -10,7 +10,7 @@ from expertctl.engine.bench import Subject, Wanted, kv_bytes, passing_bytes
 from expertctl.engine.budget import Budget
 from expertctl.engine.kernels.compiled import compiled_cache
 from expertctl.engine.lent import Lent
-from expertctl.engine.memory import usual_budget
+from expertctl.engine.memory import unused, usual_budget
 from expertctl.engine.message import UserMessage
 from expertctl.engine.packed_backend import PackedBackend, PackedModel
 from expertctl.engine.packed_base import EVERY_SIZE
@@ -19,13 +19,13 @@ from expertctl.engine.request import NamedExpert, RunRequest
 from expertctl.engine.residents import Ready
 from expertctl.engine.runtime import Engine
 from expertctl.engine.tiers import Tier
-from expertctl.errors import IncompatibleError, UsageError
+from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, parse_config, read_config
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import AdapterDtype, Dtype, RouteRequest
 from expertctl.schema.strict_json import JsonObject
-from expertctl.settings import Home
+from expertctl.settings import Home, human_size
 from expertctl.telling import Tell, tell_nobody
 
 USUAL_SHAPE = "qwen3-0.6b"
@@ -90,6 +90,21 @@ def _document(shape: _Shape) -> JsonObject:
     }
 
 
+def drawn_bytes(shape: str, dtype: Dtype) -> int:
+    """Return what a base of a shape takes, which is how much is drawn for it.
+
+    Raises:
+        UsageError: when the shape is not known.
+        IncompatibleError: when its sizes are none for the kernels.
+    """
+    return _backend(shape, dtype).weight_bytes
+
+
+def _backend(shape: str, dtype: Dtype) -> PackedBackend:
+    with _way_out(f"choose another --shape: {', '.join(SHAPES)}"):
+        return PackedBackend.of(config_of(shape), dtype)
+
+
 @contextmanager
 def random_subject(
     shape: str,
@@ -98,29 +113,48 @@ def random_subject(
     *,
     home: Home,
     budget: int | None = None,
+    progress: Progress = no_progress,
     tell: Tell = tell_nobody,
 ) -> Iterator[Subject]:
     """Draw a base of a shape; nothing is read from the home but compiled kernels.
+
+    ``progress`` counts the bytes that are drawn.
 
     Raises:
         UsageError: when the shape is not known, or texts are longer than it reads.
         IncompatibleError: when its sizes are none for the kernels.
         BudgetError: when it does not fit.
     """
-    config, limit = config_of(shape), Budget(usual_budget() if budget is None else budget)
-    with _way_out(f"choose another --shape: {', '.join(SHAPES)}"):
-        backend = PackedBackend.of(config, dtype)
+    backend, limit = _backend(shape, dtype), Budget(usual_budget() if budget is None else budget)
+    config = backend.config
     numbers, passing = backend.kv_numbers, passing_bytes(config, backend.scheme, wanted)
     _check_length(config, wanted)
-    compiled_cache(home, tell=tell)
+    kv, what = kv_bytes(config, wanted, numbers=numbers), f"a base like {shape} in {dtype}"
     with (
-        limit.holding("base", backend.weight_bytes, what=f"a base like {shape}"),
-        limit.holding("kv", kv_bytes(config, wanted, numbers=numbers), what="keys and values"),
+        limit.holding("base", backend.weight_bytes, what=what),
+        limit.holding("kv", kv, what="keys and values"),
         limit.holding("buffers", passing, what="buffers"),
     ):
+        _check_unused(limit.used, what=what)
+        compiled_cache(home, tell=tell)
+        base = random_base(config, backend.scheme, progress=progress)
         what = f"random weights in the shape of {shape}"
-        base = random_base(config, backend.scheme)
         yield Subject(what=what, base=base, kv_numbers=numbers)
+
+
+def _check_unused(size: int, *, what: str) -> None:
+    """Refuse what the machine could not hold now, whatever the budget: it would only swap.
+
+    Raises:
+        BudgetError: when less memory is unused.
+    """
+    left = unused()
+    if left is not None and size > left:
+        raise BudgetError(
+            f"{what}: {human_size(size)} needed with its texts, but only {human_size(left)} of "
+            "this machine's memory are unused",
+            hint="end other programs, or choose a smaller --shape, or --dtype int8 or int4",
+        )
 
 
 @contextmanager
@@ -160,7 +194,7 @@ def installed_subject(
             engine.tiers.holding(Tier.DEVICE, "kv", kv, what="keys and values"),
             engine.tiers.holding(Tier.DEVICE, "buffers", passing, what="buffers"),
         ):
-            yield subject
+            yield replace(subject, warnings=(*subject.warnings, *engine.take_notes()))
 
 
 def _lent_subject(lent: Lent) -> tuple[Subject, PackedBackend]:

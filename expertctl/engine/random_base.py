@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.digest import Progress, no_progress
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import PackedBase, empty_base
@@ -22,14 +23,17 @@ _LEVELS = {Scheme.INT8: 255, Scheme.INT4: 15}
 """How many steps there are, as many below 0 as above; the lowest integer is not one of them."""
 
 
-def random_base(config: ModelConfig, scheme: Scheme, *, seed: int = 0) -> PackedBase:
-    """Return a base; norms are ones, biases zeros."""
+def random_base(
+    config: ModelConfig, scheme: Scheme, *, seed: int = 0, progress: Progress = no_progress
+) -> PackedBase:
+    """Return a base; norms are ones, biases zeros. ``progress`` counts its bytes."""
     base, drawn = empty_base(config, scheme), _drawn(scheme, np.random.default_rng(seed))
     for name, place in base.places().items():
         if isinstance(place, PackedMatrix):
-            _repeat(drawn, place)
+            _repeat(drawn, place, progress)
         else:
             place[...] = 0 if name.endswith(".bias") else 1
+            progress(place.nbytes)
     return base
 
 
@@ -56,11 +60,13 @@ def drawn_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> Number
     return numbers.astype(scheme.value).view(np.uint8)
 
 
-def _repeat(drawn: Numbers, matrix: PackedMatrix) -> None:
+def _repeat(drawn: Numbers, matrix: PackedMatrix, progress: Progress) -> None:
     """Fill a matrix with drawn bytes, again and again, at places of its own."""
     for begin in range(0, len(matrix.data), len(drawn)):
         part = matrix.data[begin : begin + len(drawn)]
         part[...] = drawn[: len(part)]
+        progress(len(part))
+    progress(matrix.scales.nbytes)
     matrix.scales[...] = SPREAD * 12**0.5 / _LEVELS.get(matrix.scheme, 1)
 
 

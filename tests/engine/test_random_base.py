@@ -61,3 +61,10 @@ def test_it_runs_and_its_scores_are_numbers(scheme: Scheme) -> None:
     assert torch.isfinite(read).all()
     assert torch.isfinite(next_one).all()
     assert float((read - next_one).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT4], ids=lambda one: one.value)
+def test_what_is_drawn_is_counted_to_the_byte(scheme: Scheme) -> None:
+    counted: list[int] = []
+    base = random_base(small_config(), scheme, progress=counted.append)
+    assert sum(counted) == sum(place.nbytes for place in base.places().values())
