@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,8 +13,10 @@ from filelock import FileLock, Timeout
 from expertctl.durable import make_folders, write_atomic
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
 from expertctl.settings import (
+    ADAPTER_DTYPES,
     CONFIG_KEYS,
     DEVICES,
+    DTYPES,
     parse_age,
     parse_names,
     parse_size,
@@ -21,7 +24,8 @@ from expertctl.settings import (
 )
 
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
-_SWITCHES = {"offline", "allow_http"}
+_SWITCHES = {"offline", "allow_http", "deterministic"}
+_CHOICES = {"device": DEVICES, "dtype": DTYPES, "adapter_dtype": ADAPTER_DTYPES}
 _MAX_VALUE = 1000
 _READERS = {
     "memory_budget": parse_size,
@@ -81,7 +85,8 @@ def check_key(key: str) -> None:
         UsageError: for any other.
     """
     if key not in CONFIG_KEYS:
-        hint = f"known: {', '.join(CONFIG_KEYS)}"
+        near = get_close_matches(key[:80], CONFIG_KEYS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(CONFIG_KEYS)}"
         raise UsageError(f"{key[:80]!r} is not a setting", hint=hint)
 
 
@@ -138,9 +143,9 @@ def _checked(key: str, value: str) -> str:
             f"{value[:40]!r} cannot be the value of {key}",
             hint=f"one line of 1 to {_MAX_VALUE} characters",
         )
-    if key == "device" and value not in DEVICES:
-        hint = f"supported: {', '.join(DEVICES)}"
-        raise UsageError(f"device {value[:40]!r} is not supported", hint=hint)
+    if key in _CHOICES and value not in _CHOICES[key]:
+        hint = f"supported: {', '.join(_CHOICES[key])}"
+        raise UsageError(f"{key} {value[:40]!r} is not supported", hint=hint)
     if key in _READERS:
         _READERS[key](value)
     if key in _SWITCHES and value.lower() not in _TRUE | _FALSE:

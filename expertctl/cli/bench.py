@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.opening import open_planner, without_engine
-from expertctl.cli.output import JsonFlag, counting, emit, note, progress, warn
+from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
 from expertctl.cli.run_options import (
     AdapterDtype,
-    Base,
     Dtype,
     MemoryBudget,
+    Numerics,
     budget_of,
     check_processor,
+    numerics_of,
 )
 from expertctl.errors import UsageError
 from expertctl.settings import Settings, load_settings
@@ -33,6 +34,14 @@ STARTER = "starter/base"
 USUAL_DTYPE: Literal["bf16"] = "bf16"
 """What random weights are held in; those of a base as they are stored."""
 
+BenchBase = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="REF",
+        help="The base; else that of the experts, else the newest but the starter's.",
+    ),
+]
 Shape = Annotated[
     str | None,
     typer.Option(
@@ -60,18 +69,23 @@ Context = Annotated[
 ]
 Threads = Annotated[
     list[int] | None,
-    typer.Option(min=1, max=1024, metavar="N", help="Repeatable.", show_default="1, 2, 4, …, all"),
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="At most as many as there are cores; repeatable.",
+        show_default="1, 2, 4, …, all",
+    ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is measured.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
 
 
 def bench(
-    base: Base = None,
+    base: BenchBase = None,
     shape: Shape = None,
     expert: Experts = None,
     dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = "published",
+    adapter_dtype: AdapterDtype = None,
     tokens: Tokens = 32,
     prompt_tokens: Prompts = None,
     context: Context = 128,
@@ -89,7 +103,9 @@ def bench(
 
     settings = load_settings()
     check_processor(settings, "bench")
-    asked = _Asked(base, shape, tuple(expert or ()), dtype, adapter_dtype, memory_budget)
+    held = numerics_of(settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=False)
+    budget = budget_of(memory_budget, settings)
+    asked = _Asked(base, shape, tuple(expert or ()), held, budget)
     asked.check()
     _check_plot(plot)
     wanted = _wanted(tokens, context, prompt_tokens, threads, rounds)
@@ -107,7 +123,7 @@ def _check_plot(plot: Path | None) -> None:
     if plot is not None:
         from expertctl.cli.plot import check_picture
 
-        check_picture(plot)
+        check_picture(plot, example="roofline")
 
 
 def _draw(found: "Measured", plot: Path | None) -> None:
@@ -124,9 +140,8 @@ class _Asked:
     base: str | None
     shape: str | None
     experts: tuple[str, ...]
-    dtype: Dtype
-    adapter_dtype: AdapterDtype
-    memory_budget: str | None
+    held: Numerics
+    memory_budget: int | None
 
     def check(self) -> None:
         """Refuse what contradicts itself."""
@@ -147,8 +162,14 @@ def _wanted(
 ) -> "Wanted":
     try:
         from expertctl.engine.bench import Wanted, thread_counts
+        from expertctl.engine.threads import usable_cores
     except ModuleNotFoundError as error:
         raise without_engine(error) from error
+    if threads and max(threads) > usable_cores():
+        raise UsageError(
+            f"--threads {max(threads)}: only {counted(usable_cores(), 'core')} can be used here",
+            hint=f"--threads {usable_cores()} is the most: more would wait for each other",
+        )
     return Wanted(
         threads=tuple(sorted(set(threads))) if threads else thread_counts(),
         tokens=tokens,
@@ -163,21 +184,27 @@ def _subject(
     asked: _Asked, wanted: "Wanted", settings: Settings, *, as_json: bool
 ) -> Iterator["Subject"]:
     """Bring what was asked for, else the newest base of this home, else a usual shape."""
-    from expertctl.engine.bench_subject import USUAL_SHAPE, random_subject
+    from expertctl.engine.bench_subject import USUAL_SHAPE, drawn_bytes, random_subject
 
     own = asked.base or _newest_base(settings)
     if asked.shape is None and (own or asked.experts):
         with _installed(asked, own, wanted, settings, as_json=as_json) as subject:
             yield subject
         return
-    with random_subject(
-        asked.shape or USUAL_SHAPE,
-        asked.dtype or USUAL_DTYPE,
-        wanted,
-        home=settings.home,
-        budget=budget_of(asked.memory_budget, settings),
-        tell=note,
-    ) as subject:
+    shape, dtype = asked.shape or USUAL_SHAPE, asked.held.dtype or USUAL_DTYPE
+    with ExitStack() as stack:
+        total = drawn_bytes(shape, dtype)
+        with progress("drawing random weights", total, as_json=as_json) as report:
+            drawn = random_subject(
+                shape,
+                dtype,
+                wanted,
+                home=settings.home,
+                budget=asked.memory_budget,
+                progress=report,
+                tell=note,
+            )
+            subject = stack.enter_context(drawn)
         yield subject
 
 
@@ -196,9 +223,9 @@ def _installed(
                 wanted,
                 base=None if asked.experts and not asked.base else base,
                 experts=[parse_expert(text) for text in asked.experts],
-                dtype=asked.dtype,
-                adapter_dtype=asked.adapter_dtype,
-                budget=budget_of(asked.memory_budget, settings),
+                dtype=asked.held.dtype,
+                adapter_dtype=asked.held.adapter_dtype,
+                budget=asked.memory_budget,
                 progress=report,
                 tell=note,
             )

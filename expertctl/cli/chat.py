@@ -7,8 +7,7 @@ on; a script learns of it by the exit code. With ``--json`` all turns are one do
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +15,7 @@ import typer
 
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
 from expertctl.cli.exit_codes import OK, exit_code
+from expertctl.cli.interruption import Ending, TerminatedError
 from expertctl.cli.misnamed import explained
 from expertctl.cli.opening import open_engine, open_planner
 from expertctl.cli.output import (
@@ -56,6 +56,7 @@ from expertctl.cli.run_options import (
     body_of,
     budget_of,
     chosen_device,
+    numerics_of,
 )
 from expertctl.durable import write_atomic
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -97,8 +98,8 @@ def chat(
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
     dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = "published",
-    deterministic: Deterministic = False,
+    adapter_dtype: AdapterDtype = None,
+    deterministic: Deterministic = None,
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
     as_json: JsonFlag = False,
@@ -114,6 +115,9 @@ def chat(
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
     settings = load_settings()
+    held = numerics_of(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
     chosen = chosen_device(device, settings)
     if body == "-":
         raise UsageError(
@@ -140,9 +144,9 @@ def chat(
                 stop=tuple(stop) if stop else None,
                 greedy=greedy,
             ),
-            dtype=dtype,
-            adapter_dtype=adapter_dtype,
-            deterministic=deterministic,
+            dtype=held.dtype,
+            adapter_dtype=held.adapter_dtype,
+            deterministic=held.deterministic,
             device=chosen,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,
@@ -215,11 +219,13 @@ class _Session:
         """Answer until the end of the input; return the exit code."""
         if self._interactive:
             note("/help shows what else can be said, /exit leaves")
-        while (said := self._next(read_line)) is not None and not _leaves(said):
-            if said.text.strip():
-                self._handle(said)
-        if self._as_json:
-            print_json({"turns": self._documents})
+        try:
+            while (said := self._next(read_line)) is not None and not _leaves(said):
+                if said.text.strip():
+                    self._handle(said)
+        finally:  # what was said is kept, also when the chat is interrupted
+            if self._as_json:
+                print_json({"turns": self._documents})
         return OK if self._interactive else self._code
 
     def _next(self, read_line: ReadLine) -> Said | None:
@@ -227,8 +233,8 @@ class _Session:
         for hint in (LEAVE_HINT, ""):
             try:
                 return next_said(read_line)
-            except KeyboardInterrupt:
-                if not self._interactive:
+            except KeyboardInterrupt as key:
+                if not self._interactive or isinstance(key, TerminatedError):
                     raise
                 note(f"\n{hint}".rstrip())
             except ExpertError as error:
@@ -253,15 +259,16 @@ class _Session:
         self._documents.append({"prompt": text, "error": fields})
 
     def _answer(self, prompt: str) -> None:
-        with _stoppable(self._interactive) as unwanted:
-            self._loading.unwanted = unwanted
+        ending = Ending()
+        with ending.heeding(*((signal.SIGINT,) if self._interactive else ())):
+            self._loading.unwanted = ending
             try:
-                turn = self._stream(prompt, unwanted)
+                turn = self._stream(prompt, ending)
             except _StoppedError:
                 note("  [interrupted before the first word]")
                 return
-        self._show(turn)
         self._documents.append({"prompt": prompt, **turn.result.to_json()})
+        self._show(turn)
 
     def _stream(self, prompt: str, unwanted: Callable[[], bool]) -> "Turn":
         """Print the answer as it comes; a bar shows what is read before its first piece."""
@@ -373,27 +380,3 @@ def _save(path: Path, document: dict[str, object]) -> None:
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}"
         raise NotFoundError(message, hint="name a file in a folder that you may write") from error
-
-
-@contextmanager
-def _stoppable(interactive: bool) -> Iterator[Callable[[], bool]]:
-    """Yield what tells whether Ctrl-C was pressed once; pressed again, it ends the program.
-
-    The engine is asked to end at a place where nothing is left half done.
-    """
-    pressed = False
-
-    def remember(_number: int, _frame: object) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if not interactive:
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, remember)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -14,12 +14,22 @@ import typer
 from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
-from expertctl.cli.run_options import Base, MemoryBudget, budget_of, check_processor
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Deterministic,
+    Dtype,
+    MemoryBudget,
+    Numerics,
+    budget_of,
+    check_processor,
+    numerics_of,
+)
 from expertctl.errors import UsageError
 from expertctl.package.build import Plan
 from expertctl.package.evaluation_data import EvaluationData, Metric, read_data
 from expertctl.schema.manifest import Evaluation
-from expertctl.settings import load_settings
+from expertctl.settings import Settings, load_settings
 
 Wanted = Annotated[
     str | None,
@@ -73,6 +83,9 @@ def evaluate(
     plot: Plot = None,
     base: Base = None,
     memory_budget: MemoryBudget = None,
+    dtype: Dtype = None,
+    adapter_dtype: AdapterDtype = None,
+    deterministic: Deterministic = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure an expert against its base, or routing.
@@ -86,6 +99,9 @@ def evaluate(
         "--max-tokens": max_tokens,
         "--min-gain": min_gain,
         "--memory-budget": memory_budget,
+        "--dtype": dtype,
+        "--adapter-dtype": adapter_dtype,
+        "--deterministic": deterministic,
     }
     if routing is not None:
         from expertctl.cli.evaluating_routing import RoutingAsked, evaluate_routing
@@ -102,8 +118,15 @@ def evaluate(
             f"{'FILE|REF' if target is None else '--data'} is missing",
             hint="eval REF --data FILE measures an expert, eval --routing FILE who is chosen",
         )
-    asked = _Asked(target, data, compose or (), metric, max_tokens, min_gain, show)
-    _evaluate_answers(asked, plot=plot, base=base, memory_budget=memory_budget, as_json=as_json)
+    settings = load_settings()
+    held = numerics_of(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
+    budget = budget_of(memory_budget, settings)
+    asked = _Asked(
+        target, data, compose or (), metric, max_tokens, min_gain, show, base, held, budget
+    )
+    _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +140,9 @@ class _Asked:
     max_tokens: int | None
     min_gain: float | None
     show: int
+    base: str | None
+    held: Numerics
+    memory_budget: int | None
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -127,12 +153,11 @@ def _refuse(options: Mapping[str, object], why: str) -> None:
 
 
 def _evaluate_answers(
-    asked: _Asked, *, plot: Path | None, base: str | None, memory_budget: str | None, as_json: bool
+    asked: _Asked, settings: Settings, *, plot: Path | None, as_json: bool
 ) -> None:
-    from expertctl.cli.evaluation_view import cut_off, document, shortfall, text
+    from expertctl.cli.evaluation_view import document, oddities, shortfall, text
     from expertctl.engine.request import parse_expert
 
-    settings = load_settings()
     check_processor(settings, "eval")
     if plot is not None:
         from expertctl.cli.plot import check_picture
@@ -149,13 +174,16 @@ def _evaluate_answers(
         data=samples,
         expert=experts[0],
         compose=tuple(experts[1:]),
-        base=base,
+        base=asked.base,
         max_tokens=asked.max_tokens,
+        dtype=asked.held.dtype,
+        adapter_dtype=asked.held.adapter_dtype,
+        deterministic=asked.held.deterministic,
     )
-    planner, budget = open_planner(settings, as_json=as_json), budget_of(memory_budget, settings)
+    planner, budget = open_planner(settings, as_json=as_json), asked.memory_budget
     with counting("evaluating", request.answers, as_json=as_json) as report:
-        found = measure(planner, request, budget=budget, progress=report)
-    warn((*found.warnings, *cut_off(found)))
+        found = measure(planner, request, budget=budget, progress=report, tell=note)
+    warn((*found.warnings, *oddities(found)))
     if plot is not None:
         from expertctl.cli.plot import draw
 
@@ -177,7 +205,7 @@ def measured(
     plan: Plan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
 ) -> Plan:
     """Return a planned build with what its expert scores beside its base."""
-    from expertctl.cli.evaluation_view import cut_off
+    from expertctl.cli.evaluation_view import oddities
     from expertctl.package.evaluation_entry import build_date, with_evaluation
 
     try:
@@ -199,7 +227,7 @@ def measured(
             budget=settings.memory_budget,
             progress=report,
         )
-    warn((*data.warnings, *cut_off(found)))
+    warn((*data.warnings, *oddities(found)))
     entry = _entry(named, data, base=found.base.share, expert=found.expert.share, date=date)
     note(f"measured {named}: {entry.expert:g} right, base alone {entry.base:g}, n = {entry.n}")
     return with_evaluation(plan, entry)

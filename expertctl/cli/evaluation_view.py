@@ -23,6 +23,7 @@ def document(found: "Evaluated", *, show: int, min_gain: float | None) -> dict[s
         "metric": found.data.metric,
         "max_tokens": found.max_tokens,
         "base_model": found.base_name,
+        "dtype": found.dtype,
         "n": len(found.data.samples),
         "base": found.base.share,
         "expert": found.expert.share,
@@ -39,7 +40,7 @@ def text(found: "Evaluated", *, show: int) -> str:
     """Return the scores, the gains, and the first wrong answers of the last score."""
     n, data = len(found.data.samples), found.data
     head = (
-        f"{data.path}: n = {n}, {data.metric}, base {found.base_name}, "
+        f"{data.path}: n = {n}, {data.metric}, base {found.base_name} in {found.dtype}, "
         f"at most {found.max_tokens} tokens"
     )
     rows = [[s.name, str(s.right), f"{s.share:.3f}", _span(s.interval)] for s in found.scores]
@@ -48,9 +49,11 @@ def text(found: "Evaluated", *, show: int) -> str:
     return "\n".join([*lines, *_wrong_texts(found.scores[-1], show)])
 
 
-def cut_off(found: "Evaluated") -> Iterator[str]:
-    """Warn of answers of experts that had no room to end."""
+def oddities(found: "Evaluated") -> Iterator[str]:
+    """Warn of answers of experts that had no room to end, or say nothing."""
     for score in found.scores:
+        if score.experts and score.empty:
+            yield f"{score.name}: {score.empty} of {len(score.answers)} answers are empty"
         if score.experts and score.cut:
             yield (
                 f"{score.name}: {score.cut} of {len(score.answers)} answers were cut at "

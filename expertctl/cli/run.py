@@ -3,6 +3,7 @@
 Torch is imported by `run` alone, inside the function: `route` only reads what is installed.
 """
 
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.exit_codes import INTERRUPTED
+from expertctl.cli.interruption import Ending
 from expertctl.cli.opening import open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
@@ -54,6 +57,7 @@ from expertctl.cli.run_options import (
     body_of,
     budget_of,
     chosen_device,
+    numerics_of,
     saved_plan,
     text_of,
 )
@@ -82,8 +86,8 @@ def route(
     greedy: Greedy = False,
     device: Device = None,
     dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = "published",
-    deterministic: Deterministic = False,
+    adapter_dtype: AdapterDtype = None,
+    deterministic: Deterministic = None,
     engine: EngineOption = "native",
     memory_budget: MemoryBudget = None,
     allow_base_mismatch: Mismatch = False,
@@ -98,6 +102,9 @@ def route(
     from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
 
     settings = load_settings()
+    held = numerics_of(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
     request = RouteRequest(
         prompt=text_of(prompt, "the prompt"),
         force=tuple(parse_forced(text) for text in expert or ()),
@@ -115,9 +122,9 @@ def route(
             stop=tuple(stop) if stop else None,
             greedy=greedy,
         ),
-        dtype=dtype,
-        adapter_dtype=adapter_dtype,
-        deterministic=deterministic,
+        dtype=held.dtype,
+        adapter_dtype=held.adapter_dtype,
+        deterministic=held.deterministic,
         device=chosen_device(device, settings),
         engine=engine,
         memory_budget=budget_of(memory_budget, settings),
@@ -157,8 +164,8 @@ def run(
     memory_budget: MemoryBudget = None,
     on_budget: OnBudget = "refuse",
     dtype: Dtype = None,
-    adapter_dtype: AdapterDtype = "published",
-    deterministic: Deterministic = False,
+    adapter_dtype: AdapterDtype = None,
+    deterministic: Deterministic = None,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
@@ -179,6 +186,9 @@ def run(
     from expertctl.routing.request import RouteRequest, check_request, parse_target
 
     settings = load_settings()
+    held = numerics_of(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
     chosen = chosen_device(device, settings)
     message = UserMessage(
         prompt=text_of(prompt, "the prompt"), body=body_of(body, prompt), template=template
@@ -203,9 +213,9 @@ def run(
                 stop=tuple(stop) if stop else None,
                 greedy=greedy,
             ),
-            dtype=dtype,
-            adapter_dtype=adapter_dtype,
-            deterministic=deterministic,
+            dtype=held.dtype,
+            adapter_dtype=held.adapter_dtype,
+            deterministic=held.deterministic,
             device=chosen,
             engine=engine,
             memory_budget=budget_of(memory_budget, settings),
@@ -221,22 +231,28 @@ def run(
     check_request(request.route)
     result = _run(request, settings, stream=stream and not as_json, as_json=as_json)
     _show(result, stream=stream, as_json=as_json, stats=stats or trace)
+    if result.generated.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
 
 
 def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bool) -> "RunResult":
-    """Answer, with a progress bar until the first piece of text; print pieces when wanted."""
-    planner = open_planner(settings, as_json=as_json)
+    """Answer, with a progress bar until the first piece of text; print pieces when wanted.
+
+    From then on there is a text to be kept, so a signal ends the answer where it is.
+    """
+    planner, ending = open_planner(settings, as_json=as_json), Ending()
     with progress("loading", None, as_json=as_json) as report:
         route = request.route
         engine = open_engine(
             planner, budget=route.memory_budget, progress=report, device=route.device
         )
-        answer = _Answer(engine.run(request))
+        answer = _Answer(engine.run(request, cancelled=ending))
         answer.advance()
-    while answer.result is None:
-        if stream:
-            write_piece(answer.piece)
-        answer.advance()
+    with ending.heeding(signal.SIGINT, signal.SIGTERM):
+        while answer.result is None:
+            if stream:
+                write_piece(answer.piece)
+            answer.advance()
     return answer.result
 
 

@@ -1,13 +1,22 @@
 """The options that ``route``, ``run`` and ``chat`` share, and how their values are read."""
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
-from expertctl.settings import DEVICES, Settings, parse_size
+from expertctl.settings import (
+    ADAPTER_DTYPES,
+    CONFIG_KEYS,
+    DEVICES,
+    DTYPES,
+    Settings,
+    parse_size,
+)
 
 if TYPE_CHECKING:
     from expertctl.routing.plan_file import SavedPlan
@@ -40,19 +49,22 @@ Stop = Annotated[
 ]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+DtypeName = Literal["float32", "bf16", "int8", "int4"]
+AdapterDtypeName = Literal["published", "fp16", "int8"]
 Dtype = Annotated[
-    Literal["float32", "bf16", "int8", "int4"] | None,
+    DtypeName | None,
     typer.Option(help="How base weights are held.", show_default="float32, or bf16 as stored"),
 ]
 AdapterDtype = Annotated[
-    Literal["published", "fp16", "int8"],
-    typer.Option("--adapter-dtype", help="How experts are held."),
+    AdapterDtypeName | None,
+    typer.Option("--adapter-dtype", help="How experts are held.", show_default="published"),
 ]
 Deterministic = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--deterministic",
+        "--deterministic/--no-deterministic",
         help="The same bits each time, whatever the threads and what else is computed.",
+        show_default=False,
     ),
 ]
 EngineOption = Annotated[
@@ -63,7 +75,10 @@ Mismatch = Annotated[
     bool, typer.Option("--allow-base-mismatch", help="Accept experts made for another base.")
 ]
 MemoryBudget = Annotated[
-    str | None, typer.Option("--memory-budget", metavar="SIZE", help="Such as 512MiB.")
+    str | None,
+    typer.Option(
+        "--memory-budget", metavar="SIZE", help="The most memory to take, such as 512MiB."
+    ),
 ]
 
 
@@ -181,3 +196,43 @@ def check_processor(settings: Settings, what: str) -> None:
 def _check_known(device: str) -> None:
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not supported", hint=_SETTING)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How weights are held, and whether the same bits are wanted always; None: as stored."""
+
+    dtype: DtypeName | None
+    adapter_dtype: AdapterDtypeName
+    deterministic: bool
+
+
+def numerics_of(
+    settings: Settings,
+    *,
+    dtype: DtypeName | None,
+    adapter_dtype: AdapterDtypeName | None,
+    deterministic: bool | None,
+) -> Numerics:
+    """Return what the options say, else the settings.
+
+    Raises:
+        UsageError: when a setting that counts names what is not there.
+    """
+    held = dtype or _chosen("dtype", settings.dtype, DTYPES)
+    experts = adapter_dtype or _chosen("adapter_dtype", settings.adapter_dtype, ADAPTER_DTYPES)
+    return Numerics(
+        dtype=cast("DtypeName | None", held),
+        adapter_dtype=cast(AdapterDtypeName, experts or "published"),
+        deterministic=settings.deterministic if deterministic is None else deterministic,
+    )
+
+
+def _chosen(key: str, value: str | None, known: Sequence[str]) -> str | None:
+    """Return what the environment or ``config.toml`` says, which nobody has checked."""
+    if value is None or value in known:
+        return value
+    hint = f"`expertctl config set {key} {known[0]}`, or {CONFIG_KEYS[key]}={known[0]}; "
+    raise UsageError(
+        f"{key} {value[:40]!r} is not supported", hint=f"{hint}known: {', '.join(known)}"
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.evaluation_result import Answer, Evaluated, Score
 from expertctl.engine.message import UserMessage
+from expertctl.engine.recording import check_answer
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
@@ -22,12 +23,14 @@ from expertctl.package.build import Plan as BuildPlan
 from expertctl.package.build import build
 from expertctl.package.evaluation_data import EvaluationData, Sample, is_right
 from expertctl.package.write import demand_folder
+from expertctl.routing.numerics import dtype_of
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planned, Planner
-from expertctl.routing.presets import NO_WISHES, SamplingWishes
-from expertctl.routing.request import RouteRequest
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import AdapterDtype, Dtype, RouteRequest
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.pair_gain import PairGain
+from expertctl.telling import Tell, tell_nobody
 
 DEFAULT_MAX_TOKENS = 256
 """How long an answer may be where neither the caller nor the expert says."""
@@ -42,6 +45,10 @@ class EvaluationRequest:
     compose: tuple[NamedExpert, ...] = ()
     base: str | None = None
     max_tokens: int | None = None
+    dtype: Dtype | None = None
+    """What base weights are held in; None: as they are stored."""
+    adapter_dtype: AdapterDtype = "published"
+    deterministic: bool = False
 
     @property
     def answers(self) -> int:
@@ -56,8 +63,11 @@ def evaluate(
     *,
     budget: int | None = None,
     progress: Progress = no_progress,
+    tell: Tell = tell_nobody,
 ) -> Evaluated:
     """Answer every prompt in every way that the request asks for; ``progress`` counts answers.
+
+    ``tell`` gets what a person should know while they wait.
 
     Raises:
         UsageError: when a prompt cannot be read, naming its line.
@@ -70,7 +80,7 @@ def evaluate(
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
     with _uncounted(planner) as unseen:
-        asker = _asker(Engine(unseen, budget=budget), request, progress)
+        asker = _asker(Engine(unseen, budget=budget, tell=tell), request, progress)
         chain = asker.score([request.expert, *request.compose]) if request.compose else None
         expert = asker.score([request.expert])
         base = asker.score([])
@@ -78,6 +88,7 @@ def evaluate(
     found = Evaluated(
         data=request.data,
         base_name=asker.base,
+        dtype=asker.dtype,
         max_tokens=asker.max_tokens,
         base=base,
         expert=expert,
@@ -141,8 +152,11 @@ class _Asker:
     data: EvaluationData
     longest_first: Sequence[Sample]
     base: str
+    dtype: str
+    """What its weights are held in."""
+    pattern: RunRequest
+    """What every answer is asked for with, its prompt apart."""
     max_tokens: int
-    wishes: SamplingWishes
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
 
@@ -162,9 +176,11 @@ class _Asker:
 
     def _ask(self, sample: Sample, experts: Sequence[NamedExpert]) -> RunResult:
         with _naming(self.data, sample):
-            request = _run_request(sample, experts, self.base, self.wishes)
+            request = _run_request(sample, experts, self.pattern)
             result = _result(self.engine.run(request))
-        self.warnings.update(dict.fromkeys(result.warnings))
+        judged = check_answer(result.generated, result.planned, sample.prompt).warnings
+        told = (warning for warning in result.warnings if warning not in judged)  # see `_judged`
+        self.warnings.update(dict.fromkeys(told))
         self.progress(1)
         return result
 
@@ -176,10 +192,10 @@ class _Asker:
 
 def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _Asker:
     """Plan before anything is loaded: what is wrong with the experts is told without a prompt."""
-    longest_first = _longest_first(request.data)
+    longest_first, pattern = _longest_first(request.data), _pattern(request)
 
     def plan(experts: Sequence[NamedExpert]) -> Planned:
-        return engine.plan(_run_request(longest_first[0], experts, request.base))
+        return engine.plan(_run_request(longest_first[0], experts, pattern))
 
     planned = plan([request.expert])
     plan([request.expert, *request.compose])
@@ -190,8 +206,16 @@ def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _A
         data=request.data,
         longest_first=longest_first,
         base=planned.base.name,
+        dtype=dtype_of(planned.base, request.dtype),
+        pattern=replace(
+            pattern,
+            base=planned.base.name,
+            route=replace(
+                pattern.route,
+                wishes=SamplingWishes(greedy=True, max_tokens=limit, stop=decoding.stop),
+            ),
+        ),
         max_tokens=limit,
-        wishes=SamplingWishes(greedy=True, max_tokens=limit, stop=decoding.stop),
         progress=progress,
     )
 
@@ -222,14 +246,21 @@ def _longest_first(data: EvaluationData) -> list[Sample]:
     return sorted(data.samples, key=lambda sample: -sizes[sample.line])
 
 
-def _run_request(
-    sample: Sample,
-    experts: Sequence[NamedExpert],
-    base: str | None,
-    wishes: SamplingWishes = NO_WISHES,
-) -> RunRequest:
-    route = RouteRequest(prompt=sample.prompt, base_alone=not experts, wishes=wishes)
-    return RunRequest(message=_message(sample), experts=tuple(experts), route=route, base=base)
+def _pattern(request: EvaluationRequest) -> RunRequest:
+    """Return what all answers are asked for with: the base, and how it is held."""
+    sample = request.data.samples[0]
+    route = RouteRequest(
+        prompt=sample.prompt,
+        dtype=request.dtype,
+        adapter_dtype=request.adapter_dtype,
+        deterministic=request.deterministic,
+    )
+    return RunRequest(message=_message(sample), route=route, base=request.base)
+
+
+def _run_request(sample: Sample, experts: Sequence[NamedExpert], pattern: RunRequest) -> RunRequest:
+    route = replace(pattern.route, prompt=sample.prompt, base_alone=not experts)
+    return replace(pattern, message=_message(sample), experts=tuple(experts), route=route)
 
 
 def _message(sample: Sample) -> UserMessage:

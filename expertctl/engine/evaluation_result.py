@@ -52,6 +52,11 @@ class Score:
         return [answer for answer in self.answers if not answer.is_right]
 
     @property
+    def empty(self) -> int:
+        """How many answers say nothing."""
+        return sum(not answer.text.strip() for answer in self.answers)
+
+    @property
     def cut(self) -> int:
         """How many answers ended at the limit of tokens."""
         return sum(answer.is_cut for answer in self.answers)
@@ -99,6 +104,8 @@ class Evaluated:
 
     data: EvaluationData
     base_name: str
+    dtype: str
+    """What the weights of the base were held in."""
     max_tokens: int
     base: Score
     expert: Score

@@ -92,16 +92,17 @@ def check_request(request: RouteRequest) -> None:
 
 def _check_engine(request: RouteRequest) -> None:
     """Refuse what only the kernels of our own engine can do of another one."""
-    asked = {
-        f"--dtype {request.dtype}": request.dtype in QUANTISED,
-        f"--adapter-dtype {request.adapter_dtype}": request.adapter_dtype != "published",
-        "--deterministic": request.deterministic,
-    }
-    refused = [option for option, given in asked.items() if given]
-    if refused and request.engine == "transformers":
+    narrow = request.adapter_dtype != "published"
+    asked = (
+        (f"--dtype {request.dtype}", "--dtype float32", request.dtype in QUANTISED),
+        (f"--adapter-dtype {request.adapter_dtype}", "--adapter-dtype published", narrow),
+        ("--deterministic", "--no-deterministic", request.deterministic),
+    )
+    refused = [(option, other) for option, other, given in asked if given]
+    if refused and request.engine == "transformers":  # settings say such things, too
         raise UsageError(
-            f"--engine transformers does not know {', '.join(refused)}",
-            hint=f"leave out --engine transformers, or {' and '.join(refused)}",
+            f"--engine transformers does not know {', '.join(option for option, _ in refused)}",
+            hint=f"leave out --engine transformers, or {' '.join(other for _, other in refused)}",
         )
 
 

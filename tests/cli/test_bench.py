@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.cli.roofline_plot import _number
+from expertctl.engine import bench_subject
+from expertctl.engine.threads import usable_cores
 from tests.cli.commands import Commands, expertctl
 from tests.factories import write_base, write_lora
 
 __all__ = ["expertctl"]
 
+TWO = pytest.mark.skipif(usable_cores() < 2, reason="bench has no more threads than cores")
 QUICK = ("--tokens", 2, "--context", 3, "--prompt-tokens", 4, "--rounds", 1)
 
 
@@ -53,6 +57,7 @@ def test_a_shape_is_drawn_and_measured_and_nothing_is_installed(
     assert not (home / "store").exists()
 
 
+@TWO
 def test_the_document_says_what_was_measured(added: Path, expertctl: Commands) -> None:
     document = expertctl("bench", "--threads", 1, "--threads", 2, "--json", *QUICK).document
     assert document["measured"]["what"] == "base my-base alone"
@@ -78,6 +83,7 @@ def test_experts_are_measured_with_their_bytes(added: Path, expertctl: Commands)
     assert "unsigned" in said.err
 
 
+@TWO
 def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
     words = ("--shape", "my-base", "--threads", 1, "--threads", 2)
     expertctl("bench", *words, "--plot", "roof.png", *QUICK)
@@ -93,6 +99,22 @@ def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
         "read 4, 2 threads: ",
     ):
         assert told in drawn
+    assert "e+0" not in drawn, "people write 1,370"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (1370.4, "1,370"),
+        (52.4, "52"),
+        (12.0, "12"),
+        (4.71, "4.7"),
+        (0.1, "0.1"),
+        (1e6, "1,000,000"),
+    ],
+)
+def test_figures_of_the_picture_are_written_as_people_do(value: float, written: str) -> None:
+    assert _number(value) == written
 
 
 @pytest.mark.parametrize(
@@ -106,6 +128,8 @@ def test_the_roofline_is_drawn(folder: Path, expertctl: Commands) -> None:
         (["--base", "nobody"], 3, "no base is called 'nobody'"),
         (["--shape", "my-base", "--plot", "roof.gif"], 2, "no picture ends so"),
         (["--rounds", "0"], 2, "--rounds"),
+        (["--threads", "1024"], 2, "--threads 1024: only "),
+        (["--plot", "roof.gif"], 2, "--plot roofline.svg, or roofline.png"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused_before(
@@ -114,6 +138,18 @@ def test_what_cannot_be_measured_is_refused_before(
     err = expertctl("bench", *words, code=code).err
     assert told in err
     assert "hint: " in err
+
+
+def test_what_the_machine_cannot_hold_now_is_refused_before_anything_is_drawn(
+    folder: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_subject, "unused", lambda: 9_000_000_000)
+    monkeypatch.setattr(bench_subject, "random_base", None)
+    words = ("--shape", "llama-3.1-8b", "--memory-budget", "64GB", *QUICK)
+    err = expertctl("bench", *words, code=7).err
+    assert "a base like llama-3.1-8b in bf16: 16." in err
+    assert "only 9.0 GB of this machine's memory are unused" in err
+    assert "hint: end other programs, or choose a smaller --shape, or --dtype int8 or int4" in err
 
 
 def test_a_base_that_kernels_cannot_run_is_no_subject(folder: Path, expertctl: Commands) -> None:
@@ -128,6 +164,17 @@ def test_a_base_that_kernels_cannot_run_is_no_subject(folder: Path, expertctl: C
     assert "transformers" not in err + shaped, "bench knows no such option"
     quantised = expertctl("bench", "--base", "odd", "--dtype", "int8", *QUICK, code=4).err
     assert "transformers" not in quantised
+
+
+def test_that_a_copy_cannot_be_kept_is_told_once(
+    added: Path, home: Path, expertctl: Commands
+) -> None:
+    place = home / "bases" / "my-base" / "quantised"
+    place.write_text("in the way")
+    words = ("--base", "my-base", "--dtype", "int8", "--threads", 1)
+    said = expertctl("bench", *words, *QUICK)
+    assert said.err.count("made again") == 1
+    assert f"cannot be written ({place}: it is no folder): made again next time" in said.err
 
 
 def test_a_shape_with_biases_is_measured(folder: Path, expertctl: Commands) -> None:

@@ -2,6 +2,7 @@
 
 import stat
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from filelock import FileLock
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from expertctl.config_file import read_settings, set_value, unset_value
 from expertctl.durable import make_folders
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.settings import CONFIG_KEYS, load_settings, read_config
+from expertctl.routing.request import AdapterDtype, Dtype
+from expertctl.settings import ADAPTER_DTYPES, CONFIG_KEYS, DTYPES, load_settings, read_config
 from tests.cli.commands import Commands, expertctl
 
 __all__ = ["expertctl"]
@@ -182,3 +184,25 @@ def test_a_setting_that_means_nothing_is_replaced(expertctl: Commands, home: Pat
     assert "abc" in expertctl("config", "list").out
     expertctl("config", "set", "memory_budget", "1GB")
     assert (home / "config.toml").read_text() == 'memory_budget = "1GB"\n'
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("dtype", "fp8", "float32, bf16, int8, int4"),
+        ("dtype", "INT8", "float32, bf16, int8, int4"),
+        ("adapter_dtype", "bf16", "published, fp16, int8"),
+        ("deterministic", "perhaps", "true or false"),
+    ],
+)
+def test_how_numbers_are_held_is_checked_before_it_is_kept(
+    expertctl: Commands, key: str, value: str, known: str
+) -> None:
+    said = expertctl("config", "set", key, value, code=2)
+    assert known in said.err
+    assert expertctl("config", "get", key, "--json").document["value"] is None
+
+
+def test_the_choices_are_those_of_the_router() -> None:
+    assert get_args(Dtype) == DTYPES
+    assert get_args(AdapterDtype) == ADAPTER_DTYPES

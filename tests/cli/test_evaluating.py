@@ -12,6 +12,11 @@ from typing import Any
 
 import pytest
 
+from expertctl.cli.evaluation_view import oddities
+from expertctl.digest import Digest
+from expertctl.engine.evaluation_result import Answer, Evaluated, Score
+from expertctl.package.evaluation_data import EvaluationData, Sample
+from expertctl.routing.plan import PlannedExpert
 from expertctl.schema.manifest import parse_manifest
 from expertctl.schema.validation import problems_of
 from tests.cli.commands import Commands, expertctl
@@ -99,7 +104,7 @@ def test_a_person_sees_the_figures_and_the_wrong_answers(
 ) -> None:
     said = expertctl("eval", workshop.package, "--data", workshop.half)
     for part in (
-        "n = 4, exact_match, base my-base, at most 5 tokens",
+        "n = 4, exact_match, base my-base in float32, at most 5 tokens",
         "right  share  95 % interval",
         "acme/sums@0.1.0  3      0.750  0.301 to 0.954",
         "acme/sums@0.1.0 over base: gain +0.500, 95 % interval ",
@@ -330,3 +335,37 @@ def test_a_moment_that_is_none_is_refused(
     words = ("--base", "my-base", "--eval", workshop.half)
     said = expertctl("build", workshop.lora, *words, code=2)
     assert "SOURCE_DATE_EPOCH is 'yesterday'" in said.err
+
+
+def test_a_base_is_evaluated_as_it_is_held(
+    workshop: Workshop, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is `run`; the sizes of this base are none for int8."""
+    words = ("--expert", "acme/sums", "--greedy", "--max-tokens", "5", "--json", "--dtype", "bf16")
+    texts = [expertctl("run", prompt, *words).document["text"] for prompt in PROMPTS]
+    assert all(text.strip() for text in texts)
+    data = workshop.data(texts)
+    document = expertctl("eval", "acme/sums", "--data", data, "--json", *words[-2:]).document
+    assert problems_of(document, "eval") == []
+    assert (document["dtype"], document["expert"]) == ("bf16", 1)
+    monkeypatch.setenv("EXPERT_DTYPE", "int8")
+    assert "head_dim is 8" in expertctl("eval", "acme/sums", "--data", data, code=4).err
+    refused = expertctl("eval", "--routing", data, *words[-2:], code=2)
+    assert "--dtype: --routing measures who is chosen" in refused.err
+
+
+def test_empty_answers_of_an_expert_are_counted(tmp_path: Path) -> None:
+    samples = tuple(Sample(line=line, prompt="p", answer="a") for line in (1, 2, 3))
+    texts = ("a", " \n", "")
+    answers = tuple(
+        Answer(sample, text, text == "a", False)
+        for sample, text in zip(samples, texts, strict=True)
+    )
+    digest = Digest.of(b"")
+    expert = PlannedExpert("acme/sums@1.0.0", digest, digest, "lora", 0.0, 1.0, "")
+    data = EvaluationData(tmp_path, digest, "exact_match", samples, ())
+    found = Evaluated(
+        data=data, base_name="b", dtype="float32", max_tokens=5,
+        base=Score((), answers), expert=Score((expert,), answers),
+    )  # fmt: skip
+    assert list(oddities(found)) == ["acme/sums@1.0.0: 2 of 3 answers are empty"]

@@ -32,6 +32,7 @@ def evaluated(*scores: Score, chain: Score | None = None, name: str = "sums.json
     return Evaluated(
         data=data,
         base_name="base",
+        dtype="float32",
         max_tokens=1,
         base=base,
         expert=expert,

@@ -16,6 +16,7 @@ import torch
 
 from expertctl.cli import app
 from expertctl.schema.validation import problems_of, schema_path
+from expertctl.settings import CONFIG_KEYS
 from tests.factories import write_base, write_lora
 
 PROMPT = "Sort these numbers in ascending order: 41, 7, 23"
@@ -558,3 +559,59 @@ def test_a_pipe_that_nobody_writes_is_not_waited_for(
     outcome = expertctl("run", PROMPT, option, tmp_path / "pipe")
     assert outcome.code == 8
     assert "not a regular file" in outcome.err
+
+
+HELD = [
+    ("dtype", "int8", ["--dtype", "int8"], ["--dtype", "float32"]),
+    ("adapter_dtype", "fp16", ["--adapter-dtype", "fp16"], ["--adapter-dtype", "published"]),
+    ("deterministic", "true", ["--deterministic"], ["--no-deterministic"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "same", "usual"), HELD)
+def test_how_numbers_are_held_is_said_by_option_environment_file_in_that_order(
+    key: str,
+    value: str,
+    same: list[str],
+    usual: list[str],
+    workshop: Workshop,
+    expertctl: Expertctl,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(*words: str) -> object:
+        outcome = expertctl("route", PROMPT, "--json", *words)
+        assert outcome.code == 0, outcome.err
+        return outcome.document["plan"]["identity"]
+
+    plain, wished = identity(), identity(*same)
+    assert plain == identity(*usual) != wished
+    assert expertctl("config", "set", key, value).code == 0
+    assert identity() == wished
+    assert identity(*usual) == plain
+    monkeypatch.setenv(CONFIG_KEYS[key], "0" if key == "deterministic" else usual[-1])
+    assert identity() == plain
+    assert identity(*same) == wished
+
+
+@pytest.mark.parametrize("command", ["run", "route", "chat"])
+def test_a_setting_that_names_no_dtype_is_told_where_it_counts(
+    command: str, workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DTYPE", "fp8")
+    words = [] if command == "chat" else [PROMPT]
+    outcome = expertctl(command, *words)
+    assert outcome.code == 2
+    assert "dtype 'fp8' is not supported" in outcome.err
+    assert "EXPERT_DTYPE=float32" in outcome.err
+    assert expertctl("list").code == 0
+    if words:
+        assert expertctl("route", PROMPT, "--dtype", "float32").code == 0
+
+
+def test_a_setting_that_the_slow_engine_does_not_know_can_be_overruled(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_DTYPE", "int8")
+    outcome = expertctl("run", PROMPT, "--engine", "transformers")
+    assert outcome.code == 2
+    assert "leave out --engine transformers, or --dtype float32" in outcome.err

@@ -1,0 +1,83 @@
+"""How a person ends a command: Ctrl-C, or SIGTERM from elsewhere, both in order and both told.
+
+Either raises `KeyboardInterrupt` where the command is, so whatever is borrowed is given back, bars
+are taken off the terminal, and `expertctl.cli.app` says so. An answer is ended where it is instead,
+by an `Ending`, so that its text is kept.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from expertctl.cli.output import note
+
+STOPPED = "stopped"
+_CALLS_BACK, _SOON_SECONDS = "llvmlite", 0.02
+
+
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came: the end, also where Ctrl-C would have to be pressed twice."""
+
+
+def heed_signals() -> None:
+    """Let both raise, unless whoever started this process wants it otherwise."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
+            signal.signal(number, _end)
+
+
+def tell_stopped() -> None:
+    """Say that a command was stopped; another signal ends what the process still waits for."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    note(f"\n{STOPPED}" if sys.stderr.isatty() else STOPPED)  # a terminal shows ^C before it
+
+
+class Ending:
+    """Whether a person wants an answer to end; the engine asks between two steps."""
+
+    def __init__(self) -> None:
+        """Begin with an answer that is wanted."""
+        self._asked = False
+
+    def __call__(self) -> bool:
+        """Tell whether it shall end."""
+        return self._asked
+
+    @contextmanager
+    def heeding(self, *signals: signal.Signals) -> Iterator[None]:
+        """Take these signals as the wish to end the answer; a second one ends the command."""
+        before = {number: signal.signal(number, self._ask) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Raise, or later where nothing may: who calls Python from C loses what it raises."""
+    if _is_called_from_c(frame):
+        again = threading.Timer(_SOON_SECONDS, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
+    raise TerminatedError if number == signal.SIGTERM else KeyboardInterrupt
+
+
+def _is_called_from_c(frame: FrameType | None) -> bool:
+    """Tell whether LLVM, which calls back while it compiles kernels, is among the callers."""
+    while frame is not None:
+        if _CALLS_BACK in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
