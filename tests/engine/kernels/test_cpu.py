@@ -37,30 +37,72 @@ print(cpu.name)
 """
 
 
+PLANS = """
+from expertctl.engine.kernels.cpu import host_cpu
+from expertctl.engine.kernels.scheme import Scheme
+from tests.engine.kernels import test_low_rank as plans
+
+cpu = host_cpu()
+assert not (cpu.wide or cpu.bf16_dot or cpu.byte_dot), cpu
+for scheme in (Scheme.FLOAT16, Scheme.INT8):
+    some = plans.batch(scheme)
+    plans.reduce(some)
+    plans.assert_reduced(some)
+    plans.assert_expanded(some, plans.expand(some))
+print(cpu.name, cpu.half)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the flags are read where Linux lists them")
 def test_the_processor_can_do_what_linux_says_it_can() -> None:
     flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii").split())
     cpu = host_cpu()
     assert cpu.bf16_dot == ({"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= flags)
     assert cpu.byte_dot == ({"avx512f", "avx512bw", "avx512vl", "avx512_vnni"} <= flags)
+    assert cpu.short_dot == ("avx2" in flags)
 
 
-def test_a_plain_processor_has_neither_instruction() -> None:
+def test_a_plain_processor_has_no_instruction_for_products() -> None:
     plain = host_cpu().plain()
     assert not plain.bf16_dot
     assert not plain.byte_dot
+    assert not plain.short_dot
     assert (plain.name, plain.wide) == (host_cpu().name, host_cpu().wide)
 
 
-@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="a processor of x86")
-def test_products_are_compiled_for_the_processor_that_numba_was_told() -> None:
-    told = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}
+X86 = pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="of x86")
+ROOT = Path(__file__).parents[3]
+
+
+def said_where(name: str, features: str, *words: str) -> str:
+    """What a process prints that compiles for a processor with these features."""
+    told = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     done = subprocess.run(
-        [sys.executable, "-c", PRODUCTS],
-        cwd=Path(__file__).parents[3],
-        env=os.environ | told,
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, **told, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, "haswell\n"), done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@X86
+def test_products_are_compiled_for_the_processor_that_numba_was_told() -> None:
+    assert said_where("haswell", "+avx,+avx2,+fma,+f16c", "-c", PRODUCTS) == "haswell\n"
+
+
+@X86
+def test_rows_with_plans_of_their_own_are_the_formula_without_any_instruction_of_ours() -> None:
+    assert said_where("x86-64", "+sse2", "-c", PLANS) == "x86-64 False\n"
+
+
+@X86
+@pytest.mark.all
+@pytest.mark.parametrize(
+    ("name", "features"), [("haswell", "+avx,+avx2,+fma,+f16c"), ("x86-64", "+sse2")]
+)
+def test_a_batch_of_plans_is_decoded_on_lesser_processors(name: str, features: str) -> None:
+    said_where(name, features, "-m", "tests.engine.plain_program", "float16", "bfloat16", "int8")
