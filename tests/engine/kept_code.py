@@ -14,16 +14,21 @@ from expertctl.settings import Home
 VARIABLE = "KEPT_KERNELS"
 
 
+def measures_coverage(config: pytest.Config) -> bool:
+    """Whether it counts who compiles; processes of a test are not counted."""
+    return bool(config.getoption("cov_source", default=None))
+
+
 @pytest.fixture(scope="session")
 def kept_folder(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Path | None:
     """Where code is kept; nowhere if others may write there."""
-    place = tmp_path_factory.getbasetemp()
+    place, cache = tmp_path_factory.getbasetemp(), getattr(pytestconfig, "cache", None)
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = place.parent
-    if pytestconfig.cache is not None and not pytestconfig.getoption("cov_source", default=None):
-        place = pytestconfig.cache.mkdir("kernels")
+    if cache is not None and not measures_coverage(pytestconfig):
+        place = cache.mkdir("kernels")
     before = compiled._KEEPING
     compiled._KEEPING = compiled._Keeping()
     try:
@@ -33,11 +38,13 @@ def kept_folder(
 
 
 @pytest.fixture(autouse=True)
-def keeps_code(monkeypatch: pytest.MonkeyPatch, kept_folder: Path | None) -> None:
+def keeps_code(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, kept_folder: Path | None
+) -> None:
     """Whatever home a test has, code is kept there, and by processes that say `keep_where_told`."""
     monkeypatch.setattr(compiled, "_KEEPING", compiled._Keeping(folder=kept_folder))
     monkeypatch.setattr(compiled, "_folder", lambda home: kept_folder)
-    if kept_folder is not None:
+    if kept_folder is not None and not measures_coverage(pytestconfig):
         monkeypatch.setenv(VARIABLE, str(kept_folder))
 
 
