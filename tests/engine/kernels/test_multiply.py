@@ -92,6 +92,18 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(scheme: Scheme, plain:
         np.testing.assert_array_equal(batch, alone[-count:], strict=True)
 
 
+@pytest.mark.parametrize("columns", [511, 512, 513, 546, 1100])
+def test_a_token_has_the_same_bits_alone_however_many_columns_are_widened_at_once(
+    columns: int,
+) -> None:
+    matrix = pack(random_numbers(23, 80, columns), Scheme.BFLOAT16)
+    tokens, onto = random_numbers(24, 9, columns), random_numbers(25, 9, 80)
+    alone = np.concatenate([multiply(matrix, each[None], plain=True) for each in tokens])
+    np.testing.assert_array_equal(multiply(matrix, tokens, plain=True), alone, strict=True)
+    added = multiply(matrix, tokens, plain=True, onto=onto)
+    np.testing.assert_array_equal(added, onto + alone, strict=True)
+
+
 @EVERY
 def test_a_row_has_the_same_bits_in_four_blocks_and_in_one(scheme: Scheme) -> None:
     matrix = pack(random_numbers(8, 7 * LANES, 257), scheme)
