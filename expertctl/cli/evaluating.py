@@ -33,7 +33,7 @@ from expertctl.settings import Settings, load_settings
 
 Wanted = Annotated[
     str | None,
-    typer.Argument(metavar="[FILE|REF]", help="A .expert file, or an installed expert."),
+    typer.Argument(metavar="FILE|REF", help="A .expert file, or an installed expert."),
 ]
 Data = Annotated[
     Path | None,
