@@ -486,16 +486,6 @@ def test_prompt_and_body_are_read_from_stdin_and_files(
         assert document["tokens"] == whole["tokens"]
 
 
-def test_a_device_of_the_settings_that_is_not_there_is_refused(
-    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
-    outcome = expertctl("run", PROMPT)
-    assert outcome.code == 2
-    assert "cuda" in outcome.err
-    assert "config unset device" in outcome.err
-
-
 def test_route_explains_every_candidate_and_is_the_plan_of_run(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:
