@@ -1,86 +1,138 @@
-"""How soon the second question about a long document starts, against the first.
+"""How soon the answer to a second question about a long document begins, against the first.
 
-A base in the shape of Qwen3-0.6B with random weights in bfloat16, two workers, pages of float16, as
-`run` has them. The first question reads the document; the second finds its keys and values in the
-pool and reads only itself. What is timed is from the tokens to the scores of the last one, with
-finding and copying pages.
+Through `Engine`, as `chat` asks: a base in the shape of Qwen3-0.6B with random weights in bfloat16
+and a byte-level tokenizer, on disk, with what `run` chooses for it; a conversation that begins with
+the document, and a ``cache_key``. The first question about a document reads it; another one finds
+its keys and values, and reads only itself. What is timed is ``ttft``: from the request to the first
+token, with routing, and with finding and copying pages.
 """
 
-import math
-from collections.abc import Sequence
+import json
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import count
+from pathlib import Path
 
-from benchmarks.engine_process import prompt_ids
-from benchmarks.harness import Row, compare, main, timed
-from benchmarks.inputs import base_config
-from benchmarks.oracle import check_decoder
-from expertctl.digest import Digest
-from expertctl.engine.budget import Budget
-from expertctl.engine.kernels.crew import Crew
-from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_loan import KVWanted
-from expertctl.engine.kv_pool import KVPool
-from expertctl.engine.packed_decoder import PackedDecoder
-from expertctl.engine.random_base import random_base
-from expertctl.engine.tiers import Tiers
+import torch
+from safetensors.torch import save_file
 
-DOCUMENT, QUESTION, ANSWER = 8192, 32, 64
-"""Tokens of each; an answer has room, but is not written."""
-SCHEME, WORKERS, MEMORY = Scheme.BFLOAT16, 2, 8 << 30
+from benchmarks.harness import Row, Seconds, compare_times, main, take_turns
+from benchmarks.inputs import HEAD_DIM, HIDDEN, LAYERS, VOCABULARY, config_document, shapes
+from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.install.starter import STARTER
+from expertctl.routing.planner import Planner
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import RouteRequest
+from expertctl.settings import Home, Settings
+from expertctl.store.bases import BaseStore
+
+DOCUMENT, ANSWER = 8192, 4
+"""Tokens of the document, of which each is a byte, and of an answer."""
+SPREAD, DRAWN = 0.02, 1 << 20
 
 
-class Reader:
-    """Asks one question after the other about one document."""
+class Chat:
+    """Asks one question after the other about documents."""
 
-    def __init__(self, crew: Crew) -> None:
-        """Take a base with random weights."""
-        config = base_config()
-        budget = Budget(MEMORY)
-        self._decoder = PackedDecoder(random_base(config, SCHEME), crew)
-        self._pool = KVPool(Tiers(ram=budget, device=budget), numbers=Scheme.FLOAT16)
-        self._document = prompt_ids(DOCUMENT, config.vocab_size)
-        self._questions = count(1)
+    def __init__(self, engine: Engine) -> None:
+        """Ask an engine with one base."""
+        self._engine = engine
+        self._questions, self._documents = count(1), 0
 
-    def first(self) -> None:
+    def first(self) -> Seconds:
         """Ask about a document that nobody has read."""
-        self._pool.forget("reader")
-        assert self._ask() == 0
+        self._documents += 1
+        asked = self._ask()
+        assert asked.kv_reused_tokens == 0, asked.kv_reused_tokens
+        return asked.timings_ms["ttft"] / 1000
 
-    def next(self) -> None:
+    def next(self) -> Seconds:
         """Ask something else about it."""
-        assert self._ask() == DOCUMENT
+        asked = self._ask()
+        assert asked.kv_reused_tokens >= DOCUMENT, asked.kv_reused_tokens
+        return asked.timings_ms["ttft"] / 1000
 
-    def _ask(self) -> int:
-        """Read what is to be read; return how many tokens were read before."""
-        config, number = self._decoder.config, next(self._questions)
-        ids = [*self._document, *(number + 5 * place for place in range(QUESTION))]
-        wanted = KVWanted(
-            cache_key="reader",
-            identity=Digest.of(b"the base alone"),
-            config=config,
-            ids=ids,
-            virtual=0,
-            capacity=len(ids) + ANSWER,
+    def _ask(self) -> RunResult:
+        question = f"What does line {next(self._questions)} say?"
+        sampling = SamplingWishes(greedy=True, max_tokens=ANSWER)
+        route = RouteRequest(prompt=question, base_alone=True, seed=0, wishes=sampling)
+        document = (f"{self._documents} documents. " * DOCUMENT)[:DOCUMENT]
+        request = RunRequest(
+            message=UserMessage(prompt=question),
+            route=route,
+            history=(Message("user", document), Message("assistant", "I have read it.")),
+            cache_key=f"document {self._documents}",
         )
-        with self._pool.borrow(wanted) as loan:
-            scores = self._decoder.prefill(ids[loan.reused :], loan.cache).logits
-            assert math.isfinite(float(scores.sum())), "scores are no numbers"
-            loan.complete(ids)
-            return loan.reused
+        found: list[RunResult] = []
+        for _ in _kept(self._engine.run(request), found):
+            pass
+        assert found[0].numerics.backend == "packed", "kernels are what is measured"
+        return found[0]
+
+
+def _kept(
+    answer: Generator[str, None, RunResult], found: list[RunResult]
+) -> Generator[str, None, None]:
+    """Yield the pieces of an answer; keep its result."""
+    found.append((yield from answer))
+
+
+@contextmanager
+def opened() -> Iterator[Chat]:
+    """Open an engine in a home of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Home(Path(folder, "home"))
+        BaseStore(home.bases).add(write_base(Path(folder, "base")))
+        planner = Planner.open(Settings(home, encoder="lexical"))
+        with closing(Engine(planner)) as engine:
+            yield Chat(engine)
+
+
+def write_base(directory: Path) -> Path:
+    """Write a base with random weights, and the byte-level tokenizer of the starter base."""
+    directory.mkdir()
+    document = json.dumps({**config_document(), "dtype": "bfloat16", "torch_dtype": "bfloat16"})
+    (directory / "config.json").write_text(document)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(STARTER / "base" / name, directory / name)
+    drawn = torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul(SPREAD).bfloat16()
+    tensors = {
+        f"{name}.weight": drawn.repeat(-(-out * into // DRAWN))[: out * into].view(out, into)
+        for name, (out, into) in {
+            "model.embed_tokens": (VOCABULARY, HIDDEN),
+            **shapes(),
+        }.items()
+    }
+    for name, width in _norms():
+        tensors[f"{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def _norms() -> Iterator[tuple[str, int]]:
+    yield "model.norm", HIDDEN
+    for layer in range(LAYERS):
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"model.layers.{layer}.{name}", HIDDEN
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            yield f"model.layers.{layer}.{name}", HEAD_DIM
 
 
 def measure(rounds: int) -> Sequence[Row]:
     """Ask a first and another question in turn."""
-    crew = Crew(WORKERS)
-    try:
-        check_decoder(SCHEME, crew)
-        reader = Reader(crew)
-        reader.first()
-        case = f"start of the next question about {DOCUMENT} tokens"
-        ours, theirs = timed(reader.next), timed(reader.first)
-        return [compare(case, ours, theirs, rival="the first", rounds=rounds, target="<= 0.1")]
-    finally:
-        crew.close()
+    with opened() as chat:
+        found = take_turns({"first": chat.first, "next": chat.next}, rounds=rounds)
+    case = f"first token of the next answer about {DOCUMENT} tokens"
+    return [
+        compare_times(
+            case, found["next"], found["first"], steps=1, rival="of the first", target="<= 0.1"
+        )
+    ]
 
 
 if __name__ == "__main__":
