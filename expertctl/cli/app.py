@@ -20,6 +20,7 @@ from typer.main import get_command
 
 from expertctl import __version__
 from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
+from expertctl.cli.garbage import search_no_more, search_seldom
 from expertctl.cli.interruption import heed_signals, tell_stopped
 from expertctl.cli.output import fail, note
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
@@ -128,11 +129,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Run one command and exit with its code."""
     words = sys.argv[1:] if arguments is None else arguments
     _replace_closed_streams()
+    search_seldom()
     heed_signals()
     code = run(words)
     if code == INTERRUPTED:
         tell_stopped()
     _let_go_of_stdout()
+    search_no_more()
     sys.exit(code)
 
 

@@ -1,7 +1,9 @@
 """Opening what a model is run with: the home, the starter pack in a new one, and the engine."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertctl.cli.garbage import search_as_usual
 from expertctl.cli.output import note, progress, warn
 from expertctl.errors import ExpertError, NotFoundError
 from expertctl.settings import Settings
@@ -21,30 +23,36 @@ def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
 
     A file stands in the home as long as that is not done, so an interrupted first run is made good.
     """
-    from expertctl.durable import make_folders, write_atomic
-    from expertctl.install.starter import install_starter, is_wanted
+    from expertctl.install.first_run import is_new
     from expertctl.routing.planner import Planner
     from expertctl.telling import tell_nobody
 
     planner = Planner.open(settings, tell=tell_nobody if as_json else note)
     unfinished = settings.home.root / UNFINISHED
-    if is_wanted(planner.store, planner.bases) or unfinished.exists():
-        make_folders(unfinished.parent, mode=0o700)
-        write_atomic(unfinished, b"")
-        with progress("installing the starter pack", None, as_json=as_json) as report:
-            installed = install_starter(
-                store=planner.store,
-                bases=planner.bases,
-                trust=planner.trust,
-                catalogue=planner.catalogue,
-                index=planner.index,
-                progress=report,
-            )
-        unfinished.unlink(missing_ok=True)
-        warn(warning for item in installed for warning in item.warnings)
-        names = ", ".join(item.expert.ref for item in installed)
-        note(f"installed the starter pack: {names}")
+    if is_new(planner.store, planner.bases) or unfinished.exists():
+        _install_starter(planner, unfinished, as_json=as_json)
     return planner
+
+
+def _install_starter(planner: "Planner", unfinished: Path, *, as_json: bool) -> None:
+    from expertctl.durable import make_folders, write_atomic
+    from expertctl.install.starter import install_starter
+
+    make_folders(unfinished.parent, mode=0o700)
+    write_atomic(unfinished, b"")
+    with progress("installing the starter pack", None, as_json=as_json) as report:
+        installed = install_starter(
+            store=planner.store,
+            bases=planner.bases,
+            trust=planner.trust,
+            catalogue=planner.catalogue,
+            index=planner.index,
+            progress=report,
+        )
+    unfinished.unlink(missing_ok=True)
+    warn(warning for item in installed for warning in item.warnings)
+    names = ", ".join(item.expert.ref for item in installed)
+    note(f"installed the starter pack: {names}")
 
 
 def open_engine(
@@ -59,6 +67,7 @@ def open_engine(
         from expertctl.engine.runtime import Engine
     except ModuleNotFoundError as error:
         raise without_engine(error) from error
+    search_as_usual()
     return Engine(planner, budget=budget, progress=progress, tell=note, device=device)
 
 

@@ -240,6 +240,9 @@ def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bo
 
     From then on there is a text to be kept, so a signal ends the answer where it is.
     """
+    from expertctl.engine.torch_library import map_ahead
+
+    map_ahead()
     planner, ending = open_planner(settings, as_json=as_json), Ending()
     with progress("loading", None, as_json=as_json) as report:
         route = request.route

@@ -60,11 +60,6 @@ def read_pins(folder: Path = STARTER) -> StarterPins:
         raise InvalidPackageError(str(path), [f"cannot be read: {error}"], hint=hint) from error
 
 
-def is_wanted(store: Store, bases: BaseStore) -> bool:
-    """Tell whether this home is new: neither an expert nor a base is there."""
-    return not store.experts() and not bases.bases()
-
-
 def install_starter(
     *,
     store: Store,
