@@ -178,24 +178,32 @@ class _Decoder:
 
     def _attention(self, number: int, layer: PackedLayer) -> None:
         shape, room, numbers = self._shape, self._room, self._variant.numbers
-        where = (room.positions, room.tables)
         first = 2 * number * shape.page_bytes
         offsets = (first, first + shape.page_bytes)
         norms = (layer.query_norm, layer.key_norm)
         tokens = self._counts.tokens
         arguments = heads_arguments(
-            room.heads, shape, norms, self._eps, room.rotations, where, offsets, tokens
+            rows=room.heads,
+            shape=shape,
+            norms=norms,
+            eps=self._eps,
+            rotations=room.rotations,
+            positions=room.positions,
+            tables=room.tables,
+            offsets=offsets,
+            count=tokens,
         )
         self._builder.add(heads_kernel(numbers), arguments, self._counts.heads)
         arguments = attend_arguments(
-            room.heads,
-            shape,
-            where,
-            offsets,
-            room.attended,
-            layer.window,
-            self._scale,
-            tokens,
+            rows=room.heads,
+            shape=shape,
+            positions=room.positions,
+            tables=room.tables,
+            offsets=offsets,
+            out=room.attended,
+            window=layer.window,
+            scale=self._scale,
+            count=tokens,
         )
         attend = attend_prompt_kernel if self._variant.together else attend_step_kernel
         self._builder.add(attend(numbers), arguments, self._counts.attending)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.heads import PAGE, HeadsShape
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
@@ -74,9 +75,11 @@ def prompt_items(tokens: int, shape: HeadsShape) -> int:
 
 
 def attend_arguments(
+    *,
     rows: Numbers,
     shape: HeadsShape,
-    where: tuple[Numbers, Numbers],
+    positions: Numbers,
+    tables: Numbers,
     offsets: tuple[int, int],
     out: Numbers,
     window: int | None,
@@ -88,25 +91,19 @@ def attend_arguments(
     ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
     tokens of the run; without a window all tokens before are seen.
     """
-    positions, tables = where
-    return np.array(
-        [
-            rows.ctypes.data,
-            rows.strides[0],
-            shape.queries,
-            shape.keys,
-            shape.dim,
-            positions.ctypes.data,
-            tables.ctypes.data,
-            *offsets,
-            out.ctypes.data,
-            out.strides[0],
-            window or 0,
-            scale.ctypes.data,
-            count.ctypes.data,
-            shape.head_bytes,
-        ],
-        np.int64,
+    return words_of(
+        *rows_at(rows),
+        shape.queries,
+        shape.keys,
+        shape.dim,
+        address(positions, np.int64),
+        address(tables, np.int64),
+        *offsets,
+        *rows_at(out),
+        window or 0,
+        address(scale),
+        address(count, np.int64),
+        shape.head_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from numba import types
 from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic, register_jitable
 
+from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.elementwise import normalise
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes
@@ -64,42 +65,37 @@ def heads_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
 
 
 def heads_arguments(
+    *,
     rows: Numbers,
     shape: HeadsShape,
     norms: tuple[Numbers | None, Numbers | None],
     eps: Numbers,
     rotations: Numbers,
-    where: tuple[Numbers, Numbers],
+    positions: Numbers,
+    tables: Numbers,
     offsets: tuple[int, int],
     count: Numbers,
 ) -> Numbers:
     """Return its arguments.
 
     ``rows`` is float32 [tokens, heads * dim]; ``norms`` of queries and keys are [dim] or None,
-    ``rotations`` [tokens, 2, dim] as `angles_kernel` writes them, ``where`` positions and addresses
-    of page lists, ``offsets`` the bytes from the address of a page to a layer's keys and values;
+    ``rotations`` [tokens, 2, dim] as `angles_kernel` writes them, ``tables`` addresses of page
+    lists, ``offsets`` the bytes from the address of a page to a layer's keys and values;
     ``count``, int64 [1], the tokens of the run.
     """
-    query_norm, key_norm = (0 if norm is None else norm.ctypes.data for norm in norms)
-    positions, tables = where
-    return np.array(
-        [
-            rows.ctypes.data,
-            rows.strides[0],
-            shape.queries,
-            shape.keys,
-            shape.dim,
-            query_norm,
-            key_norm,
-            eps.ctypes.data,
-            rotations.ctypes.data,
-            positions.ctypes.data,
-            tables.ctypes.data,
-            *offsets,
-            shape.head_bytes,
-            count.ctypes.data,
-        ],
-        np.int64,
+    return words_of(
+        *rows_at(rows),
+        shape.queries,
+        shape.keys,
+        shape.dim,
+        *(address(norm) for norm in norms),
+        address(eps),
+        address(rotations),
+        address(positions, np.int64),
+        address(tables, np.int64),
+        *offsets,
+        shape.head_bytes,
+        address(count, np.int64),
     )
 
 

@@ -64,10 +64,18 @@ class Text:
     def write(self, rows: Numbers, start: int = 0) -> None:
         """Write the keys and values of some tokens, not rotated."""
         rotations = no_rotation(len(rows), self.shape.dim)
-        where = self.where(start, len(rows))
+        positions, tables = self.where(start, len(rows))
         count = np.array([len(rows)], np.int64)
         arguments = heads_arguments(
-            rows, self.shape, (None, None), EPS, rotations, where, self.offsets, count
+            rows=rows,
+            shape=self.shape,
+            norms=(None, None),
+            eps=EPS,
+            rotations=rotations,
+            positions=positions,
+            tables=tables,
+            offsets=self.offsets,
+            count=count,
         )
         items = len(rows) * (self.shape.queries + 2 * self.shape.keys)
         heads_kernel(self.shape.numbers)(0, items, arguments.ctypes.data)
@@ -100,12 +108,20 @@ def attended(
     kernel: Any,
     items: tuple[int, int],
 ) -> Numbers:
-    shape = texts[0].shape
+    shape, (positions, tables) = texts[0].shape, where
     out = np.full((len(rows), shape.queries * shape.dim), np.nan, np.float32)
     scale = np.array([shape.dim**-0.5], np.float32)
     count = np.array([len(rows)], np.int64)
     arguments = attend_arguments(
-        rows, shape, where, texts[0].offsets, out, texts[0].window, scale, count
+        rows=rows,
+        shape=shape,
+        positions=positions,
+        tables=tables,
+        offsets=texts[0].offsets,
+        out=out,
+        window=texts[0].window,
+        scale=scale,
+        count=count,
     )
     kernel(*items, arguments.ctypes.data)
     return out

@@ -44,10 +44,20 @@ def test_heads_are_normed_rotated_and_written(dim: int, numbers: Scheme, has_nor
         if has_norms:
             part[...] = F.rms_norm(part, (dim,), torch.from_numpy(norm), float(EPS[0]))
         part[...] = rotate(part, *table[:, start:])
-    where = text.where(start, tokens)
+    positions, tables = text.where(start, tokens)
     given = (norms[0], norms[1]) if has_norms else (None, None)
     count = np.array([tokens], np.int64)
-    arguments = heads_arguments(rows, shape, given, EPS, rotations, where, text.offsets, count)
+    arguments = heads_arguments(
+        rows=rows,
+        shape=shape,
+        norms=given,
+        eps=EPS,
+        rotations=rotations,
+        positions=positions,
+        tables=tables,
+        offsets=text.offsets,
+        count=count,
+    )
     heads_kernel(numbers)(0, tokens * 8, arguments.ctypes.data)
     queries = rows.reshape(tokens, -1, dim)[:, :4].transpose(1, 0, 2)
     assert np.abs(queries - expected[:4].numpy()).max() < 3e-6
