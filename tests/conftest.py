@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+_THEIRS = {"COLUMNS", "LINES", "SOURCE_DATE_EPOCH"}
 _SLOW = (HealthCheck.too_slow,)
 settings.register_profile("search", deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
@@ -28,8 +29,8 @@ settings.load_profile("same")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty EXPERT_HOME, and none of the user's EXPERT_* settings."""
-    for name in [n for n in os.environ if n.startswith("EXPERT_")]:
+    """An empty EXPERT_HOME, and no setting of the user that changes what is shown or built."""
+    for name in [n for n in os.environ if n.startswith("EXPERT_") or n in _THEIRS]:
         monkeypatch.delenv(name)
     root = tmp_path / "expert-home"
     monkeypatch.setenv("EXPERT_HOME", str(root))

@@ -131,7 +131,7 @@ def test_tokens_come_in_pages(olga: Asking) -> None:
 def test_a_token_lives_as_long_as_was_asked(olga: Asking) -> None:
     made = olga("POST", "tokens", {"name": "t", "expires_in": 3600})[1]
     lives = datetime.fromisoformat(made["expires"]) - datetime.fromisoformat(made["created"])
-    assert abs(lives - timedelta(hours=1)) <= timedelta(seconds=1)
+    assert abs(lives - timedelta(hours=1)) <= timedelta(seconds=30)
     assert olga("POST", "tokens", {"name": "t", "expires_in": None})[1]["expires"] is None
 
 
