@@ -2,21 +2,23 @@
 
 import io
 import sys
-import time
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 
 import pytest
 
-from expertctl.cli import app
+from expertctl.cli import app, stats
 from expertctl.digest import Digest
 from expertctl.schema.validation import problems_of
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.job import JobFigures, JobTimes, UsedExpert
 from tests.cli.commands import Commands, expertctl
-from tests.store.jobs import DAY, X, Y, a_gain, a_job
+from tests.store.jobs import X, Y, a_gain, a_job
 
 __all__ = ["expertctl"]
 
+TODAY = date.today() - timedelta(days=1)
+"""No midnight passes within it, and all of it is over."""
 
 FIGURES = JobFigures(
     prefill_ms=80.0,
@@ -29,6 +31,15 @@ FIGURES = JobFigures(
 )
 
 
+def noon(days_ago: int = 0) -> float:
+    return datetime.combine(TODAY - timedelta(days=days_ago), time(12)).timestamp()
+
+
+@pytest.fixture(autouse=True)
+def today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats, "_today", lambda: TODAY)
+
+
 @pytest.fixture
 def catalogue(home: Path) -> Catalogue:
     return Catalogue(home / "index.db")
@@ -37,13 +48,13 @@ def catalogue(home: Path) -> Catalogue:
 @pytest.fixture
 def used(catalogue: Catalogue) -> Catalogue:
     """A home with five runs of the last three days."""
-    now, times = time.time(), JobTimes(ttft=40.0, total=300.0)
+    times = JobTimes(ttft=40.0, total=300.0)
     for number, age in enumerate((2, 1, 0, 0)):
         experts = (X, Y) if number == 1 else (X,)
-        catalogue.history.record(a_job(number, *experts, at=now - age * DAY, times=times))
+        catalogue.history.record(a_job(number, *experts, at=noon(age), times=times))
     slow = JobTimes(ttft=90.0, decode=400.0, total=12_000.0)
     catalogue.history.record(
-        a_job(4, alone=True, at=now, validation="passed", times=slow, figures=FIGURES)
+        a_job(4, alone=True, at=noon(), validation="passed", times=slow, figures=FIGURES)
     )
     catalogue.history.judge(a_job(0).job_id, "good")
     return catalogue
@@ -114,13 +125,13 @@ def test_no_line_is_wider_than_the_terminal(
     columns: int, expertctl: Commands, used: Catalogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = UsedExpert("acme/" + "very-" * 20 + "long@1.0.0", Digest.of(b"long"))
-    used.history.record(a_job(9, long, X, Y, at=time.time()))
+    used.history.record(a_job(9, long, X, Y, at=noon()))
     monkeypatch.setenv("COLUMNS", str(columns))
     assert width_of(expertctl("stats", "--days", "366").out) <= columns
 
 
 def test_days_without_runs_are_said(expertctl: Commands, catalogue: Catalogue) -> None:
-    catalogue.history.record(a_job(1, at=time.time() - 40 * DAY))
+    catalogue.history.record(a_job(1, at=noon(40)))
     assert "\nno runs in 14 days\n" in expertctl("stats").out
 
 
