@@ -1,6 +1,6 @@
 """One torch thread, the same numbers for each test, tiny models of transformers as oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import transformers
 
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
+from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kv_cache import KVCache
 from expertctl.package.model_config import read_config
 from tests.engine.kept_code import keeps_code, kept_folder
@@ -24,6 +25,8 @@ CLASSES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
 }
 TOLERANCE = 1e-5
+FITTING: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
+"""Sizes that fill the blocks of kernels."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -98,6 +101,21 @@ def oracle(tmp_path: Path) -> MakeOracle:
 def shared_oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     """One Qwen3 model for tests that only read it."""
     return build_oracle(tmp_path_factory.mktemp("shared") / "model")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Two who compute."""
+    crew = Crew(2)
+    yield crew
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One model for kernels, which tests only read."""
+    directory = tmp_path_factory.mktemp("qwen3") / "model"
+    return build_oracle(directory, max_position_embeddings=256, **FITTING)
 
 
 def run_decoder(

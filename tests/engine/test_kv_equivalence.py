@@ -6,7 +6,7 @@ rows are computed.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,13 @@ from expertctl.engine.packed_base import pack_base
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.tiers import Tiers
 from expertctl.package.model_config import read_config
-from tests.engine.conftest import MakeOracle, Oracle, build_oracle
+from tests.engine.conftest import FITTING, MakeOracle, Oracle
 from tests.engine.test_packed_decoder import assert_exact
 
 VECTORS = Path(__file__).parent.parent / "vectors" / "runtime.json"
 KV = json.loads(VECTORS.read_text(encoding="utf-8"))["kv_equivalence"]
 SIZES: dict[str, Any] = {
-    "head_dim": 16,
-    "hidden_size": 48,
-    "intermediate_size": 80,
+    **FITTING,
     "num_attention_heads": KV["q_heads"],
     "num_key_value_heads": KV["kv_heads"],
     "max_position_embeddings": 256,
@@ -108,18 +106,6 @@ class Desk:
         return rows
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return build_oracle(tmp_path_factory.mktemp("qwen3") / "model", **SIZES)
-
-
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
 def test_prefill_and_decode_equal_one_full_forward(
     arch: str, oracle: MakeOracle, crew: Crew
@@ -191,7 +177,7 @@ def test_sixteen_texts_with_one_system_prompt_read_it_once(
         caches = []
         for text in texts:
             loan = stack.enter_context(desk.pool.borrow(desk.wanted(text)))
-            assert loan.reused == (48 if caches else 0)
+            assert loan.reused >= 60 if caches else loan.reused == 0
             caches.append(loan.cache)
             rows.append([desk.decoder.prefill(text[loan.reused :], loan.cache).logits])
         for step in range(3):

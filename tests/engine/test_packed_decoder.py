@@ -1,6 +1,5 @@
 """The decoder of compiled kernels against transformers; with plans, against the torch decoder."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -23,44 +22,31 @@ from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import (
+    FITTING,
     TOLERANCE,
     MakeOracle,
     Oracle,
     assert_same_logits,
-    build_oracle,
     run_decoder,
 )
 from tests.engine.plans import packed_plan, random_expert, torch_plan
 from tests.engine.shapes import KERNELS
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
-SIZES: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    return build_oracle(tmp_path_factory.mktemp("qwen3") / "model", **SIZES)
 
 
 def assert_exact(ours: torch.Tensor, oracle: Oracle, ids: list[int]) -> None:
     """Compare scores of the last rows with transformers in float64.
 
-    The bound is 1e-5 or twice what transformers itself loses in float32: on these weights it loses
-    up to 1.1e-5.
+    The bound is 1e-5 or three times what transformers itself loses in float32. On these weights it
+    loses up to 1.1e-5, and we .7 to 2.4 times as much as it: which, depends on the draw alone.
     """
     with torch.inference_mode():
         model = deepcopy(oracle.model).double()
         theirs = model(torch.tensor([ids]), use_cache=False).logits[0][-len(ours) :]
     lost = float((oracle.logits(ids)[-len(ours) :] - theirs).abs().max())
     assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
-    assert float((ours - theirs).abs().max()) <= max(TOLERANCE, 2 * lost)
+    assert float((ours - theirs).abs().max()) <= max(TOLERANCE, 3 * lost)
 
 
 def packed(oracle: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32, **options: Any) -> Any:
@@ -84,7 +70,7 @@ def scores(decoder: Any, ids: list[int], *, prefill: int, **options: Any) -> tor
 def test_scores_are_those_of_transformers(
     arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
 ) -> None:
-    reference = oracle(arch, **{**SIZES, **config})
+    reference = oracle(arch, **{**FITTING, **config})
     ours = scores(packed(reference, crew), IDS, prefill=9)
     assert_exact(ours, reference, IDS)
 
@@ -121,7 +107,7 @@ def test_a_plan_changes_what_it_changes_in_the_torch_decoder(
     arch: str, kinds: tuple[str, ...], oracle: MakeOracle, crew: Crew
 ) -> None:
     bias = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
-    reference = oracle(arch, **SIZES, **bias)
+    reference = oracle(arch, **FITTING, **bias)
     decoder = reference.decoder()
     experts = chain(decoder.config, kinds)
     deltas = torch_plan(decoder.config, experts).deltas

@@ -1,7 +1,7 @@
 """One step for several texts: each row has its own cache and plan, and the bits it has alone."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from expertctl.engine.packed_decoder import PROGRAMS, PackedDecoder, StepRow, bu
 from expertctl.engine.packed_delta import AdapterDtype, PackedDeltas
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
-from tests.engine.conftest import Oracle, build_oracle
+from tests.engine.conftest import FITTING, Oracle, build_oracle
 from tests.engine.measured import fewest_allocations
 from tests.engine.plans import packed_plan, random_expert
 
@@ -34,20 +34,11 @@ OBJECTS = 2 << 10
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return build_oracle(
         tmp_path_factory.mktemp("llama") / "model",
         "llama",
-        head_dim=16,
-        hidden_size=48,
-        intermediate_size=80,
+        **FITTING,
         attention_bias=True,
         mlp_bias=True,
     )
@@ -294,7 +285,7 @@ def test_threads_that_call_at_once_get_what_they_get_alone(model: Oracle, crew: 
 
 def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, crew: Crew) -> None:
     """Counts of one run that the next began with would let B begin before A is done."""
-    model = build_oracle(tmp_path / "qwen3", head_dim=16, hidden_size=48, intermediate_size=80)
+    model = build_oracle(tmp_path / "qwen3", **FITTING)
     config = read_config(model.directory)
     base = pack_base(config, load_base(model.directory, config), Scheme.FLOAT32)
     plan = packed_plan(config, [random_expert(config)])
