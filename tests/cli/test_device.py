@@ -1,5 +1,7 @@
 """``--device`` from the outside, on a machine without a CUDA device."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,16 @@ def test_config_keeps_a_device_that_is_known(expertctl: Commands) -> None:
     for device in ("cpu", "cuda", "auto"):
         expertctl("config", "set", "device", device)
         assert expertctl("config", "get", "device").out == f"{device}\n"
+
+
+def test_a_run_on_a_processor_imports_nothing_for_devices() -> None:
+    code = (
+        "import sys\n"
+        "from expertctl.cli import app\n"
+        f"code = app.run(['run', {PROMPT!r}, '--greedy', '--max-tokens', '2'])\n"
+        "here = 'expertctl.engine.'\n"
+        "own = ('static_', 'cuda_', 'accelerator')\n"
+        "print(code, [n for n in sys.modules if n.removeprefix(here).startswith(own)])\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[-1] == "0 []"

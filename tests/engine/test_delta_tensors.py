@@ -7,7 +7,7 @@ from expertctl.engine.compose import Form, compose
 from expertctl.engine.delta_tensors import _moved
 from expertctl.package.model_config import read_config
 from tests.engine.conftest import Oracle
-from tests.engine.plans import form_of, random_expert, torch_plan
+from tests.engine.plans import form_of, random_expert
 
 ELSEWHERE = torch.device("meta")
 """A device whose tensors have shapes and no numbers."""
@@ -42,8 +42,10 @@ def test_every_part_is_found_again_in_a_copy_of_the_block(
 ) -> None:
     config = read_config(shared_oracle.directory)
     chain = [random_expert(config, kind, seed=n, weight=0.5) for n, kind in enumerate(kinds)]
-    for module, delta in torch_plan(config, chain).deltas.items():
-        whole = torch.empty(0).set_(delta.tensors[0].untyped_storage())
+    wider = Form(config.linear_shapes(), config.hidden_size, torch.float64, torch.device("cpu"))
+    for module, delta in compose(chain, wider).compile().deltas.items():  # of which none is shared
+        storage = delta.tensors[0].untyped_storage()
+        whole = torch.empty(0, dtype=torch.float64).set_(storage)
         copied = _moved({module: delta}, whole.clone())[module]
         for one, other in zip(delta.tensors, copied.tensors, strict=True):
             assert torch.equal(one, other)

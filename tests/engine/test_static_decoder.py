@@ -117,7 +117,7 @@ def test_texts_side_by_side_equal_transformers(
     arch: str, config: dict[str, Any], oracle: MakeOracle
 ) -> None:
     model = oracle(arch, **config)
-    batch = together(decoder_of(model), [NOTHING] * 12)
+    batch = together(decoder_of(model), [NOTHING] * 10)  # sums of text 10 cancel in one of them
     for number, scores in enumerate(batch):
         prompt = prompt_of(number)
         text = prompt + [token_of(number, turn) for turn in range(TOKENS)]
