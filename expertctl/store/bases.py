@@ -40,7 +40,7 @@ from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base
 from expertctl.store.copies_folder import (
     QUANTISED,
     STAGED,
-    is_left,
+    left_below,
     make_copies_folder,
     put_in_place,
     remove_entry,
@@ -246,8 +246,7 @@ class BaseStore:
     def garbage(self) -> tuple[Path, ...]:
         """Return the folders that killed processes left; changes nothing."""
         staged = [path for path in staged_below(self.folder) if not is_held(path)]
-        removed = [path for path in self.folder.glob("[!.]*") if path.is_dir() and is_left(path)]
-        return tuple(sorted([*staged, *removed]))
+        return tuple(sorted([*staged, *left_below(self.folder)]))
 
     def check_integrity(self) -> None:
         """Raise unless every record can be read and every base is what was added."""

@@ -1,7 +1,8 @@
 """The folder of a base's quantised copies: an ordinary one, or a link or a mount to another disk.
 
 Then it may hold what is not ours. So only what has a name of ours is ever removed there:
-``<scheme>-<version>``, and the folders in which a copy is being written.
+``<scheme>-<version>``, and the folders in which a copy is being written. Where others may write,
+nothing is: a link could take the place of a folder while that is emptied.
 """
 
 import errno
@@ -10,6 +11,7 @@ import re
 import stat
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from expertctl.durable import make_folders, remove_tree, sync_folder
 from expertctl.store.base_record import COPY
@@ -30,14 +32,29 @@ def copies_in(folder: Path) -> list[Path]:
 
 
 def staged_in(folder: Path) -> list[Path]:
-    """Return the folders in which copies are being written, or were by killed processes."""
-    return _named(folder, _STAGED)
+    """Return the folders in which something is being written, or was by killed processes."""
+    found = _named(folder, _STAGED)
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def removable_in(folder: Path) -> list[Path]:
+    """Return what is named like ours in a folder of copies that only this user writes."""
+    return [*copies_in(folder), *staged_in(folder)] if is_own(folder) else []
 
 
 def staged_below(bases: Path) -> list[Path]:
     """Return such folders of all bases, and those in which bases are being copied."""
-    copies = [left for folder in bases.glob(f"*/{QUANTISED}") for left in staged_in(folder)]
-    return [*bases.glob(f"{STAGED}*"), *copies]
+    own = [folder for folder in bases.glob(f"*/{QUANTISED}") if is_own(folder)]
+    return [left for folder in (bases, *own) for left in staged_in(folder)]
+
+
+def left_below(bases: Path) -> list[Path]:
+    """Return the folders of bases whose records are gone; never where a link leads.
+
+    Folders of other names are not ours, such as the ``lost+found`` of a disk.
+    """
+    found = [path for path in bases.glob("[!.]*") if path.is_dir() and not path.is_symlink()]
+    return [path for path in found if _has_own_name(path) and _is_left(path)]
 
 
 def put_in_place(staged: Path, place: Path) -> None:
@@ -83,36 +100,61 @@ def remove_entry(path: Path) -> None:
 
 
 def remove_home(home: Path) -> None:
-    """Remove the folder of a base with its copies; what is not ours among them stays."""
+    """Remove the folder of a base with its copies; what is not ours among them stays.
+
+    Where it is a link, other things may lie where that leads: they stay, too.
+    """
     copies = home / QUANTISED
-    for path in (*copies_in(copies), *staged_in(copies)):
+    for path in removable_in(copies):
         remove_entry(path)
     with suppress(FileNotFoundError):
-        for path in list(home.iterdir()):
-            if path.name != QUANTISED or not path.is_dir() or path.is_symlink():
+        for path in [home / COPY] if home.is_symlink() else list(home.iterdir()):
+            if path != copies or not path.is_dir() or path.is_symlink():
                 remove_entry(path)
     for folder in (copies, home):
-        try:
-            folder.rmdir()
-        except OSError as error:
-            if error.errno not in _STAYS:
-                raise
+        _remove_emptied(folder)
 
 
-def is_left(home: Path) -> bool:
+def _remove_emptied(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink(missing_ok=True)
+        return
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno not in _STAYS:
+            raise
+
+
+def _is_left(home: Path) -> bool:
     """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
     try:
         ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED}
-    except FileNotFoundError:  # removed meanwhile
+        return ours and not _stays(home / QUANTISED)
+    except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
         return False
-    return ours and not _stays(home / QUANTISED)
+
+
+def _has_own_name(home: Path) -> bool:
+    return quote(unquote(home.name), safe="") == home.name
+
+
+def is_own(folder: Path) -> bool:
+    """Tell whether only this user writes a folder, on a system that says so."""
+    if not hasattr(os, "geteuid"):
+        return False
+    try:
+        demand_own(folder.stat())
+    except OSError:
+        return False
+    return True
 
 
 def _stays(folder: Path) -> bool:
     """Tell whether removing a base would leave this folder: a mount, or with other things in it."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    ours = {*copies_in(folder), *staged_in(folder)}
+    ours = set(removable_in(folder))
     return os.path.ismount(folder) or any(path not in ours for path in folder.iterdir())
 
 

@@ -26,7 +26,7 @@ from expertctl.errors import ExpertError
 from expertctl.store.base_files import refuse_changes
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
-from expertctl.store.copies_folder import copies_in, demand_own
+from expertctl.store.copies_folder import copies_in, demand_own, is_own
 
 VERSION = 2
 """To be raised with whatever gives other bytes for the same base: quantising, or the layout."""
@@ -49,7 +49,8 @@ def copies_of(bases: BaseStore, base: StoredBase) -> "QuantisedCopies | None":
 
 def outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
     """Return what lies among the copies of every base and is none of this version's."""
-    found = (path for base in bases.bases() for path in copies_in(bases.copies_of(base)))
+    folders = (bases.copies_of(base) for base in bases.bases())
+    found = (path for folder in folders if is_own(folder) for path in copies_in(folder))
     return tuple(sorted(path for path in found if not _is_of_this_version(path)))
 
 
@@ -141,6 +142,8 @@ class QuantisedCopies:
         scheme = path.name.rpartition("-")[0]
         if not _is_of_this_version(path):
             return "another version of expertctl made it"
+        if not is_own(path.parent):
+            return "others may write its folder, until you `chmod go-w` it"
         try:
             with _opened(path) as handle:
                 size = os.fstat(handle).st_size - _SEAL_BYTES

@@ -84,7 +84,7 @@ def test_a_base_that_goes_while_all_are_read_is_left_out(
 
 def test_only_copies_that_nobody_makes_are_swept(bases: BaseStore, directory: Path) -> None:
     bases.add(directory)
-    left = bases.folder / ".new-left"
+    left = bases.folder / ".new-0123456789abcdef"
     (left / "files").mkdir(parents=True)
     with claim(bases.folder, prefix=".new-") as held:
         bases.add(directory, name="another")

@@ -4,7 +4,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -347,6 +347,100 @@ def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
     bases.remove(base)
     assert [path.name for path in place.iterdir()] == ["lost+found"]
     assert (garbage(house.store, bases).folders, bases.bases()) == ((), [])
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    """A folder of the user's own that has nothing to do with bases."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    (folder / "letter").write_text("not ours")
+    return folder
+
+
+def test_a_collector_empties_nothing_to_which_a_link_leads(
+    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, documents: Path
+) -> None:
+    """Whoever may put a link into such a folder must not choose what is removed."""
+    write(copies)
+    (documents / "copy").mkdir()
+    places = (bases.folder, copies.path("int8").parent)
+    links = [place / ".new-0123456789abcdef" for place in places]
+    links += [bases.folder / "gone", bases.folder / ".new-mine"]
+    for link in links:
+        link.symlink_to(documents)
+    only_copies = documents.parent / "only"
+    (only_copies / "copy").mkdir(parents=True)
+    (bases.folder / "left").symlink_to(only_copies)
+    (bases.folder / ".new-fedcba9876543210").write_text("no folder")
+    (bases.folder / ".new-notes").mkdir()
+    assert garbage(house.store, bases).folders == ()
+    assert collect(house.store, bases).folders == ()
+    bases.add(base.path)  # whoever changes a base looks for what was left, too
+    assert (documents / "letter").read_text() == "not ours"
+    assert all(link.is_symlink() for link in links)
+    assert (only_copies / "copy").is_dir()
+    assert (bases.folder / ".new-notes").is_dir()
+    assert read(copies) == DATA
+
+
+def test_nothing_is_removed_where_others_may_write(
+    house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    """They could swap a folder for a link while it is emptied."""
+    write(copies)
+    folder = copies.path("int8").parent
+    (folder / ".new-0123456789abcdef").mkdir()
+    (folder / "int4-0").write_bytes(b"123")
+    before = sorted(folder.iterdir())
+    folder.chmod(0o777)
+    assert read(copies) is None
+    why = "others may write its folder, until you `chmod go-w` it"
+    assert copies.problems()[copies.path("int8")] == why
+    found = garbage(house.store, bases)
+    assert (found.folders, found.copies) == ((), ())
+    assert collect(house.store, bases).copies == ()
+    bases.remove(base)
+    assert sorted(folder.iterdir()) == before
+    assert garbage(house.store, bases).folders == ()
+    assert bases.bases() == []
+
+
+def test_a_disk_may_be_mounted_where_the_bases_are(
+    house: House, bases: BaseStore, base: StoredBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a folder of root's own, empty or not to be read."""
+    lost, others = bases.folder / "lost+found", bases.folder / "others"
+    lost.mkdir()
+    others.mkdir()
+    list_folder = Path.iterdir
+
+    def refuse(self: Path) -> Iterator[Path]:
+        if self == others:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+        return list_folder(self)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert garbage(house.store, bases).folders == ()
+    assert collect(house.store, bases).folders == ()
+    assert lost.is_dir()
+    assert others.is_dir()
+
+
+def test_a_base_whose_folder_is_a_link_goes_and_what_else_lies_there_stays(
+    house: House, bases: BaseStore, directory: Path, documents: Path
+) -> None:
+    base = bases.add_copy(directory, name="moved")
+    home, copies = bases.folder / "moved", QuantisedCopies(bases, base)
+    write(copies)
+    for path in list(home.iterdir()):
+        path.rename(documents / path.name)
+    home.rmdir()
+    home.symlink_to(documents)
+    bases.remove(bases.find("moved"))
+    assert [path.name for path in documents.iterdir()] == ["letter"]
+    assert not home.is_symlink()
+    assert garbage(house.store, bases).folders == ()
 
 
 @pytest.fixture
