@@ -20,10 +20,10 @@ from expertctl.settings import (
     parse_age,
     parse_names,
     parse_size,
+    parse_switch,
     read_config,
 )
 
-_TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 _SWITCHES = {"offline", "allow_http", "deterministic"}
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "adapter_dtype": ADAPTER_DTYPES}
 _MAX_VALUE = 1000
@@ -148,8 +148,8 @@ def _checked(key: str, value: str) -> str:
         raise UsageError(f"{key} {value[:40]!r} is not supported", hint=hint)
     if key in _READERS:
         _READERS[key](value)
-    if key in _SWITCHES and value.lower() not in _TRUE | _FALSE:
-        raise UsageError(f"{value[:40]!r} is not true or false", hint=f"{key} is true or false")
+    if key in _SWITCHES:
+        parse_switch(key, value)
     return value
 
 

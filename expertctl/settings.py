@@ -29,6 +29,7 @@ _MOST_WHOLE = 10_000
 """A whole number of units from here on is chance: nobody types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
+_TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
 CONFIG_KEYS = {
     "registry": "EXPERT_REGISTRY",
     "offline": "EXPERT_OFFLINE",
@@ -99,6 +100,18 @@ def parse_age(text: str) -> timedelta:
     if match is None:
         raise UsageError(f"{text[:40]!r} is not a span of time", hint="write 12h, 3d or 2w")
     return timedelta(minutes=int(match[1] or 0) * _MINUTES[match[2] or "m"])
+
+
+def parse_switch(key: str, text: str) -> bool:
+    """Read a setting that is true or false.
+
+    Raises:
+        UsageError: for anything else: that would count as false, unseen.
+    """
+    if text.lower() not in _TRUE | _FALSE:
+        hint = f"{key} is true or false; {CONFIG_KEYS[key]} is 1 or 0"
+        raise UsageError(f"{key}: {text[:40]!r} is not true or false", hint=hint)
+    return text.lower() in _TRUE
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -243,16 +256,16 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     return Settings(
         home=home,
         registry=values.get("registry"),
-        offline=_is_true(values.get("offline")),
+        offline=parse_switch("offline", values.get("offline", "no")),
         ca_file=Path(values["ca_file"]).expanduser() if "ca_file" in values else None,
-        allow_http=_is_true(values.get("allow_http")),
+        allow_http=parse_switch("allow_http", values.get("allow_http", "no")),
         minimum_release_age=parse_age(age) if age else None,
         minimum_release_age_exclude=parse_names(values.get("minimum_release_age_exclude", "")),
         device=values.get("device"),
         memory_budget=parse_size(budget) if budget else None,
         dtype=values.get("dtype"),
         adapter_dtype=values.get("adapter_dtype"),
-        deterministic=_is_true(values.get("deterministic")),
+        deterministic=parse_switch("deterministic", values.get("deterministic", "no")),
         encoder=values.get("encoder"),
     )
 
@@ -273,10 +286,6 @@ def read_config(path: Path) -> dict[str, str]:
     if problems:
         raise InvalidPackageError(str(path), problems, hint=f"known: {', '.join(CONFIG_KEYS)}")
     return {key: str(value) for key, value in document.items()}
-
-
-def _is_true(value: str | None) -> bool:
-    return (value or "").lower() in {"1", "true", "yes"}
 
 
 def _root(text: str | None) -> Path:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from expertctl.errors import InvalidPackageError, UsageError
-from expertctl.settings import human_limit, load_settings, parse_age, parse_names, parse_size
+from expertctl.settings import (
+    CONFIG_KEYS,
+    human_limit,
+    load_settings,
+    parse_age,
+    parse_names,
+    parse_size,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +83,18 @@ def test_a_span_of_time_is_read(text: str, minutes: int) -> None:
 def test_what_is_no_span_of_time_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="span of time"):
         parse_age(text)
+
+
+@pytest.mark.parametrize("key", ["offline", "allow_http", "deterministic"])
+def test_a_switch_that_is_neither_on_nor_off_is_refused(key: str, home: Path) -> None:
+    """Whoever writes EXPERT_OFFLINE=on must not be online."""
+    name = CONFIG_KEYS[key]
+    with pytest.raises(UsageError, match=f"{key}: 'on' is not true or false") as refused:
+        load_settings({"EXPERT_HOME": str(home), name: "on"})
+    assert refused.value.hint == f"{key} is true or false; {name} is 1 or 0"
+    for text, meant in (("TRUE", True), ("yes", True), ("1", True), ("False", False), ("", False)):
+        found = load_settings({"EXPERT_HOME": str(home), name: text})
+        assert getattr(found, key) is meant
 
 
 def test_who_need_not_wait_is_a_list_of_names(home: Path) -> None:
