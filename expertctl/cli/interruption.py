@@ -17,6 +17,8 @@ from expertctl.cli.output import note
 
 STOPPED = "stopped"
 _CALLS_BACK, _SOON_SECONDS = "llvmlite", 0.02
+_NOT_OURS = (signal.SIG_IGN, None)
+"""Handlers that stay: of a signal that is ignored, and those that Python does not know."""
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -50,17 +52,21 @@ class Ending:
 
     @contextmanager
     def heeding(self, *signals: signal.Signals) -> Iterator[None]:
-        """Take these signals as the wish to end the answer; a second one ends the command."""
-        before = {number: signal.signal(number, self._ask) for number in signals}
+        """Take these signals as the wish to end the answer; a second one ends the command.
+
+        One that is ignored stays so, as of a command that a script started in the background.
+        """
+        heeded = [number for number in signals if signal.getsignal(number) not in _NOT_OURS]
+        before = {number: signal.signal(number, self._ask) for number in heeded}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+    def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
-            raise KeyboardInterrupt
+            _end(number, frame)
         self._asked = True
 
 

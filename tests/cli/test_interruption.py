@@ -17,7 +17,7 @@ from expertctl.cli.interruption import Ending
 from expertctl.engine.admission import Admission
 from expertctl.schema.validation import problems_of
 from expertctl.store.paths import StorePaths
-from tests.cli.test_chat import talkative
+from tests.cli.test_chat import Terminal, talkative
 from tests.cli.test_run import PROMPT, Expertctl, expertctl
 
 __all__ = ["expertctl", "talkative"]
@@ -188,6 +188,54 @@ def test_the_first_signal_asks_and_the_second_ends() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_answer_does_not_end_by_a_signal_that_is_ignored() -> None:
+    """As SIGINT is for what a script started with ``&``: it is meant for another command."""
+    ending, before = Ending(), signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending.heeding(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+        assert not ending()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@BOTH
+def test_a_second_signal_that_comes_while_c_calls_python_is_not_lost(number: int) -> None:
+    """In a chat kernels are compiled while its first answer is wanted, or not any more."""
+    change = (
+        "import ctypes\n"
+        "from expertctl.cli.interruption import Ending\n"
+        "from expertctl.routing.planner import Planner\n"
+        f"once = ' os.kill(os.getpid(), {int(number)})\\n for _ in [1, 2]: pass\\n'\n"
+        "body = 'def called():\\n' + once + once\n"
+        "exec(compile(body, '/x/llvmlite/binding.py', 'exec'), space := {'os': os})\n"
+        "def work(*_, **__):\n"
+        "    with Ending().heeding(signal.SIGINT, signal.SIGTERM):\n"
+        "        ctypes.CFUNCTYPE(None)(space['called'])()\n"
+        "        signal.pause()\n"
+        "Planner.open = work"
+    )
+    said = patched(change, "route", PROMPT)
+    assert (said.returncode, said.stdout, said.stderr) == (130, "", "stopped\n")
+
+
+def test_sigterm_ends_a_chat_that_waits_at_its_prompt(talkative: None) -> None:
+    """It is sent until it is heard: between the prompt and its waiting, Python is deaf."""
+    terminal = Terminal("--no-experts")
+    try:
+        terminal.wait_for("> ")
+        for _ in range(12):
+            terminal.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                terminal.process.wait(5)
+                break
+        assert terminal.process.returncode == 130
+        terminal.wait_for("\r\nstopped\r\n")
+    finally:
+        terminal.close()
 
 
 @BOTH
