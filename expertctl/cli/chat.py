@@ -223,10 +223,15 @@ class _Session:
             while (said := self._next(read_line)) is not None and not _leaves(said):
                 if said.text.strip():
                     self._handle(said)
-        finally:  # what was said is kept, also when the chat is interrupted
-            if self._as_json:
-                print_json({"turns": self._documents})
+        except KeyboardInterrupt:  # what was said is kept; of all else there is another document
+            self._print_turns()
+            raise
+        self._print_turns()
         return OK if self._interactive else self._code
+
+    def _print_turns(self) -> None:
+        if self._as_json:
+            print_json({"turns": self._documents})
 
     def _next(self, read_line: ReadLine) -> Said | None:
         """Return what is said next; Ctrl-C twice in a row is the end, where there is a prompt."""

@@ -391,6 +391,15 @@ def test_ctrl_c_twice_in_an_answer_is_the_end(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_with_json_a_chat_that_fails_whole_is_one_document(
+    workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Typist("/help\n", MemoryError))
+    outcome = expertctl("chat", "--json", *QUIET)
+    assert outcome.code == 7
+    assert outcome.document["error"]["message"] == "there is not enough memory"
+
+
 def test_ctrl_c_at_the_prompt_leaves_only_when_pressed_twice_in_a_row(
     workshop: Workshop, expertctl: Expertctl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
