@@ -6,6 +6,7 @@ stripped of control characters before a terminal sees it.
 
 import json
 import os
+import re
 import sys
 import textwrap
 import unicodedata
@@ -22,6 +23,8 @@ from expertctl.settings import human_size as human_size
 
 _NARROWEST = 20
 """Columns that folded text has at least."""
+_JOINT = "\0"
+"""Stands for a space at which nothing is broken; `printable` leaves none in a text."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
@@ -116,7 +119,10 @@ def terminal_width(stream: TextIO) -> int:
 
 
 def fold(line: str, width: int) -> str:
-    """Break a line at spaces; what follows stands below the last column of the left half."""
+    """Break a line at spaces; what follows stands below the last column of the left half.
+
+    What two spaces end is a cell, such as ``2.6 MB``: broken only where it has no line to itself.
+    """
     if len(line) <= width:
         return line
     indent = len(line) - len(line.lstrip())
@@ -126,8 +132,12 @@ def fold(line: str, width: int) -> str:
     if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins behind the middle
         start = hanging = start + wide_gap
     room = max(width - hanging, _NARROWEST)
-    parts = textwrap.wrap(line[start:], room, break_long_words=False, break_on_hyphens=False)
-    return line[:start] + f"\n{' ' * hanging}".join(parts)
+    cells = re.split("( {2,})", line[start:])
+    whole = "".join(
+        cell.replace(" ", _JOINT) if 0 < len(cell.strip()) <= room else cell for cell in cells
+    )
+    parts = textwrap.wrap(whole, room, break_long_words=False, break_on_hyphens=False)
+    return line[:start] + f"\n{' ' * hanging}".join(parts).replace(_JOINT, " ")
 
 
 def _encodable(text: str, stream: TextIO) -> str:

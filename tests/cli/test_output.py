@@ -65,6 +65,8 @@ def test_an_error_shows_the_fact_then_the_way_out(capsys: pytest.CaptureFixture[
         ("a plain line of many words", "a plain line of many\n  words"),
         ("  an indented line of words", "  an indented line of\n    words"),
         ("NAME  the last column is long", "NAME  the last column is\n      long"),
+        ("base  float32  8.1 MB  2 MB", "base  float32  8.1 MB\n      2 MB"),
+        ("base  float32  12345678.9 MB", "base  float32\n      12345678.9 MB"),
         ("signed by sha256:" + "0" * 64, "signed by\n  sha256:" + "0" * 64),
         ("", ""),
     ],
