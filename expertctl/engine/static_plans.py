@@ -170,10 +170,9 @@ class PlanSlots:
     def _put(self, plan: Deltas) -> int:
         """Write a plan into a slot that is free, or that of the plan used longest ago."""
         _check_finite(plan)
-        slot = len(self._plans) + 1
-        if slot > self.slots:
-            slot = next(iter(self._plans))
-            del self._plans[slot]
+        free = (slot for slot in range(1, self.slots + 1) if slot not in self._plans)
+        slot = next(free, None) or next(iter(self._plans))
+        self._plans.pop(slot, None)  # nobody's, should writing not come to its end
         for module, stack in self.stacks.items():
             stack.put(slot, plan.get(module))
         self._plans[slot] = plan

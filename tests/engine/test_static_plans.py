@@ -12,6 +12,7 @@ from expertctl.engine.static_plans import (
     NO_SLOT,
     Need,
     PlanSlots,
+    Stack,
     apply_stack,
     kind_of,
     merged,
@@ -101,6 +102,28 @@ def test_the_plan_used_longest_ago_gives_up_its_slot_and_leaves_nothing_there() 
     assert torch.equal(place[:2], wanted.a if wanted.a is not None else draw(0))
     assert not place[2:].any()
     assert not stack.b[2 : stack.rank].any()
+
+
+def test_a_plan_that_was_not_written_to_its_end_takes_no_slot_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[Deltas] = [{UP: lora(3, seed=seed)} for seed in range(5)]
+    room = slots_of(plans, slots=4)
+    room.place(plans[:4])
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Stack, "put", interrupted)
+        room.place([plans[4]])
+    rows = [plans[4], plans[3], plans[2], plans[1]]
+    slots = torch.tensor(room.place(rows))
+    x, layer = draw(4, 8, seed=22), Linear(UP, draw(8, 8, seed=20), None)
+    given = apply_stack(x, layer, room.stacks[UP], slots, room.foreign(slots))
+    for row, plan in enumerate(rows):
+        wanted = linear(x[row : row + 1], layer.weight, None, plan[UP])
+        assert torch.allclose(given[row : row + 1], wanted, atol=1e-5)
 
 
 def test_factors_of_a_slot_are_neutral_again_after_another_plan() -> None:
