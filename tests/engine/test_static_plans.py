@@ -114,9 +114,10 @@ def test_a_plan_that_was_not_written_to_its_end_takes_no_slot_of_another(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(Stack, "put", interrupted)
-        room.place([plans[4]])
+        with pytest.raises(KeyboardInterrupt):
+            room.place([plans[4]])
     rows = [plans[4], plans[3], plans[2], plans[1]]
     slots = torch.tensor(room.place(rows))
     x, layer = draw(4, 8, seed=22), Linear(UP, draw(8, 8, seed=20), None)
