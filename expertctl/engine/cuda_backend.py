@@ -68,7 +68,8 @@ class CudaBackend:
 
     def new_keeper(self, tiers: Tiers) -> KVSlot:
         """Return an owner of arenas of one row."""
-        return KVSlot(tiers, CacheKind(self._row, lambda wanted: self.kv_bytes(wanted.capacity)))
+        kind = CacheKind(self.kv_kind, self._row, lambda wanted: self.kv_bytes(wanted.capacity))
+        return KVSlot(tiers, kind)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "CudaModel":
         """Read the weights onto the device.

@@ -1,10 +1,10 @@
 """What stays of a finished generation, so that the next turn need not be read from its beginning.
 
-One generation is kept. It serves a request of the same cache key and the same plan identity, as far
-as the tokens agree; at least one token is always read, for its scores. While it is in use it is
-taken out, and put back only when that generation completed: one that failed, was stopped or was
-given up leaves nothing, nor does one whose key is forgotten meanwhile. Another plan under the same
-key is a miss, which ends the entry.
+One generation is kept of each kind of cache. It serves a request of the same cache key and the same
+plan identity, as far as the tokens agree; at least one token is always read, for its scores. While
+it is in use it is taken out, and put back only when that generation completed: one that failed, was
+stopped or was given up leaves nothing, nor does one whose key is forgotten meanwhile. Another plan
+under the same key is a miss, which ends the entry.
 
 A cache is lent with exactly the room that is asked for. The bytes of what is kept count as ``kv``;
 they are given up before a request is refused, or an expert evicted, for want of memory. Soft
@@ -21,8 +21,6 @@ from expertctl.digest import Digest
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.tiers import Tier, Tiers
-
-_PLACE = (Tier.DEVICE, Digest.of(b"the keys and values of the last generation"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,13 +43,15 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What caches of some base are: how one is made, and what it takes, known before."""
+    """What caches of some base are: their name, how one is made, what it takes, known before."""
 
+    name: str
     make: Callable[[KVWanted], KVCache]
     nbytes: Callable[[KVWanted], int]
 
 
 PLAIN = CacheKind(
+    "torch",
     make=lambda wanted: KVCache(wanted.config, wanted.capacity),
     nbytes=lambda wanted: wanted.nbytes,
 )
@@ -59,11 +59,12 @@ PLAIN = CacheKind(
 
 
 class KVSlot:
-    """The owner of the one generation that is kept."""
+    """The owner of the one generation that is kept of a kind."""
 
     def __init__(self, tiers: Tiers, kind: CacheKind = PLAIN) -> None:
         """Begin with none; its memory is that of the device tier."""
         self._tiers, self._kind = tiers, kind
+        self._place = Tier.DEVICE, Digest.of(f"the last generation in {kind.name}".encode())
         self._running: list[_Text] = []
 
     @contextmanager
@@ -95,11 +96,11 @@ class KVSlot:
     def _drop(self, cache_key: str) -> None:
         kept = self._peek()
         if kept is not None and kept.cache_key == cache_key:
-            self._tiers.forget(_PLACE)
+            self._tiers.forget(self._place)
 
     def clear(self) -> None:
         """Drop what is kept."""
-        self._tiers.forget(_PLACE)
+        self._tiers.forget(self._place)
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +120,7 @@ class KVSlot:
         assert not self._running
 
     def _peek(self) -> KeptKV | None:
-        return cast(KeptKV | None, self._tiers.kept(_PLACE))
+        return cast(KeptKV | None, self._tiers.kept(self._place))
 
     def _reused(self, wanted: KVWanted) -> KVLoan[KVCache] | None:
         """Take out what is kept, if some of it can be used."""
@@ -139,7 +140,7 @@ class KVSlot:
 
     def _take(self, wanted: KVWanted) -> KeptKV | None:
         if self.holds(wanted.cache_key, wanted.identity):
-            return cast(KeptKV, self._tiers.take(_PLACE))
+            return cast(KeptKV, self._tiers.take(self._place))
         if wanted.cache_key is not None:
             self._drop(wanted.cache_key)
         return None
@@ -171,7 +172,7 @@ class KVSlot:
             return
         ids = loan.completed[: cache.length - wanted.virtual]
         kept = KeptKV(wanted.cache_key, wanted.identity, ids, cache)
-        self._tiers.keep(_PLACE, kept, cache.nbytes, purpose="kv")
+        self._tiers.keep(self._place, kept, cache.nbytes, purpose="kv")
 
     def _release(self, size: int) -> None:
         self._tiers.release(Tier.DEVICE, "kv", size)

@@ -113,6 +113,22 @@ def test_a_text_that_was_kept_is_not_read_again(engine: Engine) -> None:
     assert engine.budget.held("kv") == 0
 
 
+def test_what_is_kept_in_each_dtype_is_counted_once(engine: Engine) -> None:
+    wanted = [
+        request(route={**ON_CUDA, "dtype": dtype}, cache_key=f"chat in {dtype}")
+        for dtype in ("float32", "bf16")
+    ]
+    kept = []
+    for each in wanted:
+        run(engine, each)
+        engine.check_integrity()
+        kept.append(engine.budget.held("kv"))
+    assert kept[1] == kept[0] + kept[0] // 2
+    assert run(engine, wanted[0]).kv_reused_tokens > 0
+    engine.forget("chat in float32")
+    engine.check_integrity()
+
+
 def test_a_traced_run_says_the_same_and_tells_each_layer(
     engine: Engine, house: House, market: Market
 ) -> None:
