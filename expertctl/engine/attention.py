@@ -59,7 +59,8 @@ def attend_folded(queries: Tensor, keys: Tensor, values: Tensor, view: View) -> 
     """Return the same as `attend`, with the heads that share keys as more tokens of one head.
 
     No fused kernel of CUDA takes both a mask and shared heads; without one, torch would copy the
-    keys for each head and keep all scores.
+    keys for each head and keep all scores. In what order a kernel leaves heads and tokens in memory
+    differs.
     """
     heads, tokens, width = queries.shape
     shares = heads // keys.shape[0]
@@ -72,7 +73,8 @@ def attend_folded(queries: Tensor, keys: Tensor, values: Tensor, view: View) -> 
         values[None, :, view.first :],
         attn_mask=None if mask is None else mask.repeat(shares, 1),
     )
-    return out.view(heads, tokens, width).transpose(0, 1).flatten(1).to(queries.dtype)
+    split = out.view(-1, shares, tokens, width)  # by key head; a view whatever their order
+    return split.permute(2, 0, 1, 3).flatten(1).to(queries.dtype)
 
 
 def attend_plainly(queries: Tensor, keys: Tensor, values: Tensor, *, window: int | None) -> Tensor:
