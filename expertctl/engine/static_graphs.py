@@ -45,8 +45,12 @@ class Graphs:
         self._graphs, self._pool = {}, None
 
     def _capture(self, function: Function) -> torch.cuda.CUDAGraph:
-        """Call once so that libraries have what they need, then record."""
-        if self._pool is None:
+        """Call once so that libraries have what they need, then record.
+
+        Other threads may use the device meanwhile. A pool that no graph has is gone: where the
+        first one fails, the next begins with another.
+        """
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self._device)
         side = self._side = self._side or _new_stream(self._device)
@@ -55,7 +59,9 @@ class Graphs:
             function()
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+        ):
             function()
         self.captured += 1
         return graph

@@ -1,0 +1,124 @@
+"""Which step is replayed when, with a device in play that calls again what it captured.
+
+A graph that outlived the memory it reads and writes would replay a step over that memory, so scores
+would be those of another text or plan. What a true device does is in ``test_on_cuda``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.static_decoder import StaticDecoder, StaticRow
+from expertctl.engine.static_graphs import Graphs
+from tests.engine.conftest import MakeOracle, assert_same_logits
+from tests.engine.test_static_decoder import (
+    alone,
+    arena_of,
+    decoder_of,
+    plans_of,
+    prompt_of,
+    token_of,
+)
+
+
+class Device:
+    """What of CUDA graphs uses; pools that no graph has are gone, as torch's allocator has it."""
+
+    def __init__(self) -> None:
+        self.pools = count(1)
+        self.gone = set[int]()
+        self.used = list[int]()
+        self.calls: list[Callable[[], None]] = []
+
+    @contextmanager
+    def capture(self, graph: Any, *, pool: int, **_: object) -> Iterator[None]:
+        assert pool not in self.gone, "a pool that is gone cannot be used again"
+        self.used.append(pool)
+        try:
+            yield
+        except BaseException:
+            self.gone |= {pool} if self.used.count(pool) == 1 else set()
+            raise
+        graph.replay = self.calls[-1]
+
+    def recorded(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Hear what is called, to call it again at each replay."""
+
+        def call() -> None:
+            self.calls.append(function)
+            function()
+
+        return call
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    for name, value in {
+        "graph_pool_handle": lambda: next(found.pools),
+        "current_stream": lambda _: stream,
+        "Stream": lambda _: stream,
+        "stream": lambda _: nullcontext(),
+        "CUDAGraph": SimpleNamespace,
+        "graph": found.capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    run = Graphs.run
+    monkeypatch.setattr(
+        Graphs, "run", lambda graphs, key, function: run(graphs, key, found.recorded(function))
+    )
+    return found
+
+
+def capturing(decoder: StaticDecoder) -> StaticDecoder:
+    decoder.graphs._captures = True  # where its weights are does not matter then
+    return decoder
+
+
+def test_what_is_replayed_belongs_to_the_texts_and_plans_of_the_step(
+    device: Device, oracle: MakeOracle
+) -> None:
+    """Batches and arenas that grow, plans that come, go and are wider, and rests between."""
+    model = oracle("llama", attention_bias=True, mlp_bias=True)
+    decoder, plain = capturing(decoder_of(model)), model.decoder()
+    plans = plans_of(decoder.config)
+    wanted = [alone(plain, number, plan) for number, plan in enumerate(plans)]
+    arenas = [arena_of(decoder, 4), arena_of(decoder, 2), arena_of(decoder, 4, capacity=30)]
+    for turn, numbers in enumerate([(0,), (1,), (0,), (2, 3), (1, 0), (4, 5, 6), (0, 1), (6, 2)]):
+        arena = arenas[0 if len(numbers) > 2 else turn % 3]
+        rows = [arena.row(place) for place in range(len(numbers))]
+        texts = list(zip(numbers, rows, strict=True))
+        for number, row in texts:
+            decoder.prefill(prompt_of(number), row, plans[number])
+        for step in range(3):
+            batch = [StaticRow(token_of(n, step), row, plans[n]) for n, row in texts]
+            for number, scores in zip(numbers, decoder.step(batch), strict=True):
+                assert_same_logits(scores[None], wanted[number][step + 1 : step + 2])
+        if turn % 4 == 2:
+            decoder.rest()
+    assert 0 < decoder.graphs.captured < 8 * 3, "some were replayed"
+
+
+def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(device: Device) -> None:
+    graphs, done = Graphs(torch.device("cuda")), list[str]()
+
+    def full() -> None:
+        if len(device.used) > len(done):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.run("a step", full)
+    assert graphs.captured == 0
+    for name in ("a step", "another", "a step"):
+        graphs.run(name, lambda name=name: done.append(name))  # type: ignore[misc]
+    assert done == ["a step"] * 3 + ["another"] * 3 + ["a step"]
+    assert device.used == [1, 2, 2]
+    graphs.clear()
+    graphs.run("a step", lambda: None)
+    assert device.used == [1, 2, 2, 3]
