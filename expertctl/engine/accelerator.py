@@ -1,8 +1,11 @@
 """The CUDA device: whether there is one, and how much of its memory an engine may take."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from expertctl.errors import NotFoundError
+from expertctl.errors import BudgetError, NotFoundError
 
 CUDA = torch.device("cuda")
 RESERVE = 512 << 20
@@ -45,6 +48,29 @@ def device_budget(wanted: int | None) -> int:
 
 
 def free_bytes() -> int:
-    """Return how much of the device's memory nobody has taken."""
+    """Return how much of the device's memory nobody has taken.
+
+    What torch keeps of tensors that are gone goes back first.
+    """
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(CUDA)
     return free
+
+
+@contextmanager
+def told_when_full() -> Iterator[None]:
+    """Give what torch raises where the device has no memory left its way out.
+
+    Others may take what was free when the budget was set, and sizes of passes are known about.
+
+    Raises:
+        BudgetError: in its place.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BudgetError(
+            "the CUDA device has less memory left than the budget allows",
+            hint="end other programs on the device, set a smaller --memory-budget, shorten the "
+            f"prompt, {_ON_THE_CPU}",
+        ) from error

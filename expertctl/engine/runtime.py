@@ -7,7 +7,7 @@ know becomes a warning, and the result is the document of ``run --json``.
 import threading
 import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +119,7 @@ class Engine:
             stack.enter_context(self._alone())
             stack.enter_context(self._presence.answering())
             stack.enter_context(self._noting())
+            stack.enter_context(_told_when_full(self._device))
             self.tiers.begin_request()
             loads, moved = self.tiers.traffic[Tier.RAM].loads, self._residents.moved
             files = self._files(request, stack)
@@ -364,6 +365,15 @@ def _limit(budget: int | None, device: DeviceName) -> int:
     from expertctl.engine.accelerator import device_budget
 
     return device_budget(budget)
+
+
+def _told_when_full(device: DeviceName) -> AbstractContextManager[None]:
+    """Give an error of a device that is full its way out."""
+    if device == "cpu":
+        return nullcontext()
+    from expertctl.engine.accelerator import told_when_full
+
+    return told_when_full()
 
 
 def _read_of(files: Files) -> int:

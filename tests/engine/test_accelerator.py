@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from expertctl.engine import accelerator
-from expertctl.engine.accelerator import RESERVE, check_cuda, device_budget
+from expertctl.engine.accelerator import RESERVE, check_cuda, device_budget, free_bytes
 from expertctl.errors import NotFoundError
 
 
@@ -34,3 +34,10 @@ def test_the_budget_leaves_a_reserve(
     monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
     monkeypatch.setattr(accelerator, "free_bytes", lambda: free)
     assert device_budget(wanted) == given
+
+
+def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [100]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(130))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 200))
+    assert free_bytes() == 130

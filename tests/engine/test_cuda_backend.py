@@ -13,6 +13,7 @@ from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import Wish, backend_of
 from expertctl.engine.runtime import Engine
+from expertctl.engine.static_decoder import StaticDecoder
 from expertctl.engine.static_kv import KVArena
 from expertctl.engine.tiers import Tier
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
@@ -200,6 +201,29 @@ def test_weights_take_what_was_announced(dtype: str, market: Market, tmp_path: P
     assert not model.is_at_rest
     model.rest()
     assert model.is_at_rest
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(KVArena, "__init__"), (StaticDecoder, "prefill"), (StaticDecoder, "decode")],
+)
+def test_a_device_that_is_full_refuses_a_run_and_answers_the_next(
+    owner: type, name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run(engine, request(route=ON_CUDA)).generated.tokens
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, full)
+        with pytest.raises(BudgetError, match="less memory left") as refused:
+            run(engine, request(route=ON_CUDA))
+    assert "--memory-budget" in refused.value.hint
+    engine.check_integrity()
+    again = run(engine, request(route=ON_CUDA))
+    assert again.generated.tokens == before
+    assert again.bytes_read.ssd == 0
 
 
 def test_without_a_device_no_engine_is_made(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
