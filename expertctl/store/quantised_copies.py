@@ -140,10 +140,10 @@ class QuantisedCopies:
 
     def _problem(self, path: Path) -> str:
         scheme = path.name.rpartition("-")[0]
-        if not _is_of_this_version(path):
-            return "another version of expertctl made it"
         if not is_own(path.parent):
             return "others may write its folder, until you `chmod go-w` it"
+        if not _is_of_this_version(path):
+            return "another version of expertctl made it"
         try:
             with _opened(path) as handle:
                 size = os.fstat(handle).st_size - _SEAL_BYTES
