@@ -92,34 +92,38 @@ def check_request(request: RouteRequest) -> None:
 
 def _check_engine(request: RouteRequest) -> None:
     """Refuse what only the kernels of our own engine can do of another one."""
-    narrow = request.adapter_dtype != "published"
-    asked = (
-        (f"--dtype {request.dtype}", "--dtype float32", request.dtype in QUANTISED),
-        (f"--adapter-dtype {request.adapter_dtype}", "--adapter-dtype published", narrow),
-        ("--deterministic", "--no-deterministic", request.deterministic),
-    )
-    refused = [(option, other) for option, other, given in asked if given]
-    if refused and request.engine == "transformers":  # settings say such things, too
+    refused = _of_kernels(request)
+    if refused and request.engine == "transformers":
         raise UsageError(
-            f"--engine transformers does not know {', '.join(option for option, _ in refused)}",
-            hint=f"leave out --engine transformers, or {' '.join(other for _, other in refused)}",
+            f"--engine transformers does not know {', '.join(refused)}",
+            hint=f"leave out --engine transformers, or {' '.join(refused.values())}",
         )
 
 
 def _check_device(request: RouteRequest) -> None:
     """Refuse what only a processor can do of a CUDA device."""
-    asked = {
-        f"--dtype {request.dtype}": request.dtype in QUANTISED,
-        f"--adapter-dtype {request.adapter_dtype}": request.adapter_dtype != "published",
-        "--deterministic": request.deterministic,
-        f"--engine {request.engine}": request.engine != "native",
-    }
-    refused = [option for option, given in asked.items() if given]
+    refused = _of_kernels(request)
+    if request.engine != "native":
+        refused |= {f"--engine {request.engine}": "--engine native"}
     if refused and request.device == "cuda":
         raise UsageError(
             f"--device cuda does not know {', '.join(refused)}",
-            hint=f"leave out {' and '.join(refused)}, or compute with --device cpu",
+            hint=f"{' '.join(refused.values())}, or compute with --device cpu",
         )
+
+
+def _of_kernels(request: RouteRequest) -> dict[str, str]:
+    """Return what is asked of the kernels of processors, and what asks for nothing of them.
+
+    A setting may say so, which no person can leave out.
+    """
+    dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
+    asked = (
+        (dtype, "--dtype float32", request.dtype in QUANTISED),
+        (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
+        ("--deterministic", "--no-deterministic", request.deterministic),
+    )
+    return {option: other for option, other, given in asked if given}
 
 
 def parse_forced(text: str) -> Forced:

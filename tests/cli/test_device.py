@@ -66,6 +66,21 @@ def test_what_a_device_cannot_do_is_said_before_it_is_looked_for(
     assert said.document["plan"]["identity"].startswith("sha256:")
 
 
+def test_what_settings_ask_of_a_device_in_vain_can_be_taken_back(
+    expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can leave out an option that was never given."""
+    for name, value in (("DTYPE", "int8"), ("ADAPTER_DTYPE", "fp16"), ("DETERMINISTIC", "1")):
+        monkeypatch.setenv(f"EXPERT_{name}", value)
+    monkeypatch.setattr("expertctl.engine.accelerator.check_cuda", lambda: None)
+    said = expertctl("route", PROMPT, "--device", "cuda", code=2)
+    refused = "--dtype int8, --adapter-dtype fp16, --deterministic"
+    way_out = "--dtype float32 --adapter-dtype published --no-deterministic"
+    assert f"--device cuda does not know {refused}\n" in said.err
+    assert f"hint: {way_out}, or compute with --device cpu" in said.err
+    expertctl("route", PROMPT, "--device", "cuda", *way_out.split())
+
+
 def test_config_keeps_a_device_that_is_known(expertctl: Commands) -> None:
     for device in ("cpu", "cuda", "auto"):
         expertctl("config", "set", "device", device)
