@@ -1,8 +1,13 @@
 """Attention against the textbook formula, for every split of a text and every window."""
 
+from typing import Any
+
+import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from expertctl.engine.attention import attend, attend_folded, attend_plainly, view_of
 
@@ -55,3 +60,22 @@ def test_a_narrow_cache_answers_in_the_dtype_of_the_queries() -> None:
     assert got.dtype == torch.float32
     wanted = attend_plainly(queries, keys, values, window=None)
     assert float((got - wanted).norm() / wanted.norm()) < 0.03
+
+
+def test_it_does_not_matter_in_what_order_a_kernel_leaves_heads_and_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA's kernel for masks leaves all heads of a token beside each other."""
+    plain = F.scaled_dot_product_attention
+
+    def by_tokens(*args: Any, **options: Any) -> Tensor:
+        return plain(*args, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_tokens)
+    generator = torch.Generator().manual_seed(1)
+    for start, tokens in ((0, 5), (7, 4), (7, 1)):
+        queries = torch.randn(6, tokens, 4, generator=generator)
+        keys, values = torch.randn(2, 2, start + tokens, 4, generator=generator)
+        got = attend_folded(queries, keys, values, view_of(start, tokens, None))
+        wanted = attend_plainly(queries, keys, values, window=None)
+        torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
