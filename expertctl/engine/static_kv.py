@@ -2,8 +2,9 @@
 
 Layout ``[layer, row, kv_head, capacity + 1, head_dim]``: a text is a row, and the rows of a batch
 are the first ones, so nothing is gathered. The last position of each row is a place to write to for
-rows of a batch that no text stands in. Memory is cleared once: attention over a length bucket
-multiplies what no token has written by zero, and zero times whatever lay there must be zero.
+rows of a batch that no text stands in. A row is cleared for each text: attention over a length
+bucket multiplies what no token has written by zero, and that must be zero too after a text whose
+numbers were none.
 """
 
 import torch
@@ -28,11 +29,11 @@ class KVArena:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take and clear the memory, once."""
+        """Take the memory, once."""
         shape = (config.layers, rows, config.kv_heads, capacity + SPARE, config.head_dim)
         self.rows, self.capacity = rows, capacity
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,7 @@ class KVArena:
         return self.keys.nbytes + self.values.nbytes
 
     def row(self, number: int) -> "ArenaRow":
-        """Return the room of one text; each has one owner."""
+        """Return the room of one text, cleared; each has one owner."""
         return ArenaRow(self, number)
 
 
@@ -48,11 +49,13 @@ class ArenaRow(KVCache):
     """The room of one text in an arena."""
 
     def __init__(self, arena: KVArena, number: int) -> None:
-        """Begin without a token, in memory that is there."""
+        """Begin without a token, in memory that is there; clear it."""
         KVRoom.__init__(self, arena.capacity)
         self.arena, self.number = arena, number
         self._keys = arena.keys[:, number]  # [layer, kv_head, capacity + 1, head_dim]
         self._values = arena.values[:, number]
+        self._keys.zero_()
+        self._values.zero_()
 
 
 def arena_bytes(config: ModelConfig, *, capacity: int, dtype: torch.dtype, rows: int = 1) -> int:

@@ -191,6 +191,18 @@ def test_an_arena_serves_again(model: Oracle) -> None:
         assert_same_logits(torch.stack(scores), model.logits(text)[1:])
 
 
+@pytest.mark.parametrize("left", [float("nan"), float("inf"), -1e38])
+def test_what_another_text_left_in_a_row_changes_nothing(left: float, model: Oracle) -> None:
+    decoder = decoder_of(model)
+    arena, text = arena_of(decoder, 2), [5, 9, 1, 7, 3, 3, 8]
+    for memory in (arena.keys, arena.values):
+        memory.fill_(left)
+    row = arena.row(1)
+    scores = [decoder.prefill(text[:2], row).logits]
+    scores += [decoder.step([StaticRow(token, row)])[0] for token in text[2:]]
+    assert_same_logits(torch.stack(scores), model.logits(text)[1:])
+
+
 def test_plans_take_turns_in_few_slots(model: Oracle) -> None:
     """More plans than slots, later ones wider and of other kinds, and back again."""
     decoder, plain = decoder_of(model), model.decoder()

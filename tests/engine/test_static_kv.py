@@ -23,6 +23,7 @@ def test_it_takes_what_was_announced(dtype: torch.dtype) -> None:
 
 def test_a_row_is_written_where_steps_look_for_it_and_nowhere_else() -> None:
     whole = arena()
+    whole.keys.zero_()
     row = whole.row(1)
     row.write(0, rows(2, 1.0), rows(2, 50.0))
     row.advance(2)
