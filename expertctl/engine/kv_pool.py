@@ -159,8 +159,8 @@ class KVPool:
         blocks = self._tree.rented(rent.origin, rent.prompt[: count * PAGE], own)
         own.clear()
         rent.pages.share([block.page for block in blocks])
-        self._tree.give_back(rent.blocks)
-        rent.blocks, rent.nbytes = blocks, rent.pages.nbytes
+        had, rent.blocks, rent.nbytes = rent.blocks, blocks, rent.pages.nbytes
+        self._tree.give_back(had)
         self._release(before - self.nbytes)
 
     def _share(self, rent: _Rent, blocks: tuple[Block, ...]) -> None:
@@ -170,8 +170,8 @@ class KVPool:
     def _exchange(self, rent: _Rent, blocks: tuple[Block, ...]) -> None:
         """Rent these blocks for a text, and no longer those that it had."""
         self._tree.rent(blocks)
-        self._tree.give_back(rent.blocks)
-        rent.blocks = blocks
+        before, rent.blocks = rent.blocks, blocks  # an interrupt gives nothing back twice
+        self._tree.give_back(before)
 
     def _reserve(self, wanted: KVWanted, found: Found, rent: _Rent) -> None:
         """Enter the bytes of the pages that a text does not share."""
