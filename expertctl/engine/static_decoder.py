@@ -120,9 +120,11 @@ class StaticDecoder:
         arena = rows[0].cache.arena
         assert all(row.cache.arena is arena for row in rows), "texts of a batch share an arena"
         assert len({row.cache.number for row in rows}) == len(rows), "each text has its own row"
+        shape = (len(rows), self.config.vocab_size)
+        assert out is None or tuple(out.shape) == shape, f"scores are {shape}"
         for row in rows:
             row.cache.require(1)
-        logits = torch.empty(len(rows), self.config.vocab_size) if out is None else out
+        logits = torch.empty(shape) if out is None else out
         with self._lock:
             self._step(rows, tokens, arena, logits)
         return logits
@@ -187,6 +189,7 @@ class StaticDecoder:
         scores = room.receive(count)
         for place, row in enumerate(rows):
             out[place].copy_(scores[row.cache.number])
+        for row in rows:
             row.cache.advance(1)
 
     def _prepared_room(self, arena: KVArena, *, rows: int) -> StepRoom:

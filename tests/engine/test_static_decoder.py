@@ -256,6 +256,9 @@ def test_what_does_not_belong_to_the_base_is_refused_before_anything_is_read(
         decoder.step([StaticRow(3, rows[0]), StaticRow(3, arena_of(decoder, 1).row(0))])
     with pytest.raises(AssertionError, match="its own row"):
         decoder.step([StaticRow(3, rows[0]), StaticRow(3, arena.row(0))])
+    for few in (torch.empty(1, 61), torch.empty(2, 60)):
+        with pytest.raises(AssertionError, match="scores are"):
+            decoder.step([StaticRow(3, row) for row in rows], out=few)
     assert [row.length for row in rows] == [0, 0]
 
 
