@@ -55,14 +55,14 @@ class Graphs:
         here = torch.cuda.current_stream(self._device)
         side = self._side = self._side or _new_stream(self._device)
         side.wait_stream(here)
-        with torch.cuda.stream(side):
-            function()
-        here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-        ):
+        with torch.cuda.stream(side):  # torch itself does not leave it where a capture ends badly
             function()
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            ):
+                function()
+        here.wait_stream(side)
         self.captured += 1
         return graph
 

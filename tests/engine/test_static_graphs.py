@@ -5,7 +5,7 @@ would be those of another text or plan. What a true device does is in ``test_on_
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -34,17 +34,32 @@ class Device:
         self.gone = set[int]()
         self.used = list[int]()
         self.calls: list[Callable[[], None]] = []
+        self.current = self.usual = self.new_stream()
+
+    def new_stream(self, _: object = None) -> SimpleNamespace:
+        return SimpleNamespace(wait_stream=lambda _: None)
 
     @contextmanager
-    def capture(self, graph: Any, *, pool: int, **_: object) -> Iterator[None]:
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def capture(
+        self, graph: Any, *, pool: int, stream: SimpleNamespace, **_: object
+    ) -> Iterator[None]:
         assert pool not in self.gone, "a pool that is gone cannot be used again"
         self.used.append(pool)
+        before, self.current = self.current, stream  # which stays where it ends badly
         try:
             yield
         except BaseException:
             self.gone |= {pool} if self.used.count(pool) == 1 else set()
             raise
-        graph.replay = self.calls[-1]
+        graph.replay, self.current = self.calls[-1], before
 
     def recorded(self, function: Callable[[], None]) -> Callable[[], None]:
         """Hear what is called, to call it again at each replay."""
@@ -59,12 +74,11 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device()
-    stream = SimpleNamespace(wait_stream=lambda _: None)
     for name, value in {
         "graph_pool_handle": lambda: next(found.pools),
-        "current_stream": lambda _: stream,
-        "Stream": lambda _: stream,
-        "stream": lambda _: nullcontext(),
+        "current_stream": lambda _: found.current,
+        "Stream": found.new_stream,
+        "stream": found.stream,
         "CUDAGraph": SimpleNamespace,
         "graph": found.capture,
     }.items():
@@ -115,6 +129,7 @@ def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(devic
     with pytest.raises(torch.OutOfMemoryError):
         graphs.run("a step", full)
     assert graphs.captured == 0
+    assert device.current is device.usual
     for name in ("a step", "another", "a step"):
         graphs.run(name, lambda name=name: done.append(name))  # type: ignore[misc]
     assert done == ["a step"] * 3 + ["another"] * 3 + ["a step"]
