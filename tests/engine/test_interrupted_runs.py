@@ -129,11 +129,10 @@ class Bench:
     def check(self, line: Line, time: int) -> bool:
         """Interrupt once, then all is as it should be; tell if it came to that.
 
-        What another thread did this time comes to a line of ours less often than before.
+        What another thread did this time takes this one past lines that it came to before.
         """
         engine = self.engine()
         interrupted = interrupted_at(line, time, lambda: some_runs(engine))
-        assert interrupted or time > 1
         result = self.answer(engine)
         assert result.generated.tokens == self.right.generated.tokens
         for purpose in ("base", "buffers"):
