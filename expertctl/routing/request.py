@@ -96,7 +96,7 @@ def _check_engine(request: RouteRequest) -> None:
     if refused and request.engine == "transformers":
         raise UsageError(
             f"--engine transformers does not know {', '.join(refused)}",
-            hint=f"leave out --engine transformers, or {' '.join(refused.values())}",
+            hint=f"leave out --engine transformers, or give {' '.join(refused.values())}",
         )
 
 
@@ -108,7 +108,7 @@ def _check_device(request: RouteRequest) -> None:
     if refused and request.device == "cuda":
         raise UsageError(
             f"--device cuda does not know {', '.join(refused)}",
-            hint=f"{' '.join(refused.values())}, or compute with --device cpu",
+            hint=f"give {' '.join(refused.values())}, or compute with --device cpu",
         )
 
 

@@ -43,7 +43,7 @@ def here(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (
             ["run", "x", "--engine", "transformers", "--dtype", "int8"],
             2,
-            "leave out --engine transformers, or --dtype int8",
+            "leave out --engine transformers, or give --dtype float32",
         ),
         (["run", "-", "--body", "-"], 2, "write one to a file: --body FILE"),
         (["run", "-", "--plan", "-"], 2, "write the plan to a file: --plan FILE"),

@@ -604,4 +604,4 @@ def test_a_setting_that_the_slow_engine_does_not_know_can_be_overruled(
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     outcome = expertctl("run", PROMPT, "--engine", "transformers")
     assert outcome.code == 2
-    assert "leave out --engine transformers, or --dtype float32" in outcome.err
+    assert "leave out --engine transformers, or give --dtype float32" in outcome.err
