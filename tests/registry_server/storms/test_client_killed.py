@@ -161,5 +161,6 @@ def test_two_hundred_killed_installs_leave_whole_experts_and_use_what_came(
     scene: Scene, tmp_path: Path
 ) -> None:
     stages = survive(scene, tmp_path, kills=200, homes=4, seed=2)
-    assert {"no blob", "half a blob", "some blobs"} <= set(stages)
+    assert {"no blob", "half a blob"} <= set(stages)
+    assert len(stages) > 2, "between two blobs, or later: each is short, one of them was hit"
     assert scene.continued() > 0
