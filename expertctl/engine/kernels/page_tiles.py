@@ -44,40 +44,19 @@ def score_pages(_context: Any, half: Any, *operands: Any) -> Any:
 
     ``half`` is a constant: whether pages hold float16.
     """
-    is_half = _constant(half)
-
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
-        _Scoring(Lanes(builder), is_half, *found).emit()
-        return context.get_dummy_value()
-
-    return types.void(half, _integers(len(operands))), emit
+    return _emitted(_Scoring, half, operands)
 
 
 @intrinsic(prefer_literal=True)
 def add_pages(_context: Any, half: Any, *operands: Any) -> Any:
     """Multiply sums by their corrections and add weighted values of pages; see `_Adding`."""
-    is_half = _constant(half)
-
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
-        _Adding(Lanes(builder), is_half, *found).emit()
-        return context.get_dummy_value()
-
-    return types.void(half, _integers(len(operands))), emit
+    return _emitted(_Adding, half, operands)
 
 
 @intrinsic(prefer_literal=True)
 def gather_pages(_context: Any, half: Any, *operands: Any) -> Any:
     """Copy some vectors of four pages, widened to float32; see `_Gathering`."""
-    is_half = _constant(half)
-
-    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
-        _Gathering(Lanes(builder), is_half, *found).emit()
-        return context.get_dummy_value()
-
-    return types.void(half, _integers(len(operands))), emit
+    return _emitted(_Gathering, half, operands)
 
 
 @intrinsic
@@ -106,6 +85,18 @@ def total_at(_context: Any, address: Any) -> Any:
         return lanes.across_sum(lanes.floats(values[0]))
 
     return types.float32(types.int64), emit
+
+
+def _emitted(part: Any, half: Any, operands: Any) -> Any:
+    """Return what an intrinsic of a part of attention is: its types, and what writes it."""
+    is_half = _constant(half)
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        found = (builder.extract_value(values[1], place) for place in range(len(operands)))
+        part(Lanes(builder), is_half, *found).emit()
+        return context.get_dummy_value()
+
+    return types.void(half, _integers(len(operands))), emit
 
 
 def _constant(half: Any) -> bool:

@@ -77,6 +77,7 @@ class Storm:
     zygote: Zygote
     homes: list[House]
     clock: random.Random
+    kills: int = 0
     stages: Counter[str] = field(default_factory=Counter)
     """What was there after each kill."""
 
@@ -87,14 +88,15 @@ class Storm:
         """Kill within the time that an install takes that is not killed, as it is by now."""
         longest = 0.0
         for number in range(kills * 10):
-            if self.stages.total() == kills:
+            if self.kills == kills:
                 return
             house = self.homes[number % len(self.homes)]
             begun = time.monotonic()
             code = self.install(house, self.clock.uniform(0, longest) if number else None)
             assert code in {0, SIGKILL}, self.zygote.log.read_text()
             if code == SIGKILL:
-                self.stages[stage_of(house)] += 1
+                self.kills += 1
+                self.stages.update(stages_of(house))
             else:
                 longest = max(time.monotonic() - begun, longest * 0.8)
             look(house)
@@ -110,14 +112,16 @@ class Storm:
             house.check()
 
 
-def stage_of(house: House) -> str:
-    """How far an install came."""
+def stages_of(house: House) -> set[str]:
+    """How far an install came; one that has whole blobs may be in the middle of another."""
     if house.refs():
-        return "all there" if house.refs() == REFS else "some there"
+        return {"all there" if house.refs() == REFS else "some there"}
     registries = house.home.registries
-    if any(path.stat().st_size for path in (registries / "partial").glob("*.part")):
-        return "half a blob"
-    return "some blobs" if any((registries / "arrived").glob("*")) else "no blob"
+    found = {
+        "half a blob": any(p.stat().st_size for p in (registries / "partial").glob("*.part")),
+        "some blobs": any((registries / "arrived").glob("*")),
+    }
+    return {stage for stage, is_so in found.items() if is_so} or {"no blob"}
 
 
 def look(house: House) -> None:
@@ -161,6 +165,5 @@ def test_two_hundred_killed_installs_leave_whole_experts_and_use_what_came(
     scene: Scene, tmp_path: Path
 ) -> None:
     stages = survive(scene, tmp_path, kills=200, homes=4, seed=2)
-    assert {"no blob", "half a blob"} <= set(stages)
-    assert len(stages) > 2, "between two blobs, or later: each is short, one of them was hit"
+    assert {"no blob", "half a blob", "some blobs"} <= set(stages)
     assert scene.continued() > 0
