@@ -8,7 +8,7 @@ as it is, and that is said in the warnings.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from jinja2.exceptions import TemplateAssertionError, TemplateError, TemplateSyntaxError
@@ -16,7 +16,7 @@ from jinja2.exceptions import TemplateAssertionError, TemplateError, TemplateSyn
 from expertctl.engine.message import Message
 from expertctl.engine.template_budget import Budget, paying_from
 from expertctl.engine.template_sandbox import ChatSandbox
-from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.tokenizer import Marks, Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
 from expertctl.schema.strict_json import JsonValue
@@ -74,7 +74,7 @@ class ChatTemplate:
         values = {
             "tools": None,
             "documents": None,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "messages": [{**m.fields, "role": m.role, "content": m.content} for m in messages],
             "add_generation_prompt": add_generation_prompt,
             **special_tokens,
             **(variables or {}),
@@ -126,10 +126,10 @@ def encode_chat(
     template = template or config.template
     if template is None:
         return _without_template(tokenizer, messages)
-    contents = [message.content for message in messages]
-    marks = tokenizer.marks_for(contents, template=template.text)
+    marks = tokenizer.marks_for(_texts(messages, variables), template=template.text)
     if marks is not None:
-        messages = [Message(m.role, tokenizer.mark(m.content, marks)) for m in messages]
+        messages = [_marked_message(message, tokenizer, marks) for message in messages]
+        variables = _marked_object(variables or {}, tokenizer, marks)
     clock_uses: list[str] = []
     text = ChatTemplate(template, clock=clock).render(
         messages,
@@ -142,6 +142,60 @@ def encode_chat(
     if marks is not None:
         text = text.replace(marks.begin, "").replace(marks.end, "")
     return Prompt(text, tuple(ids), tuple(clock_uses[:1]))
+
+
+def encode_plain(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prompt:
+    """Return what the decoder reads for one text that is no message of a chat.
+
+    Raises:
+        UsageError: for several messages.
+    """
+    return replace(_without_template(tokenizer, messages), warnings=())
+
+
+def _texts(messages: Sequence[Message], variables: Mapping[str, JsonValue] | None) -> list[str]:
+    """Return every text of a user that a template may write, names of fields too."""
+    given = [m.content for m in messages]
+    return (
+        given + [t for m in messages for t in _strings_of(m.fields)] + _strings_of(variables or {})
+    )
+
+
+def _strings_of(value: Mapping[str, JsonValue] | JsonValue) -> list[str]:
+    """Return all strings in a value, those of keys too."""
+    match value:
+        case str():
+            return [value]
+        case list():
+            return [text for item in value for text in _strings_of(item)]
+        case Mapping():
+            return [text for key, item in value.items() for text in (key, *_strings_of(item))]
+        case _:
+            return []
+
+
+def _marked_message(message: Message, tokenizer: Tokenizer, marks: Marks) -> Message:
+    content = tokenizer.mark(message.content, marks)
+    return Message(message.role, content, _marked_object(message.fields, tokenizer, marks))
+
+
+def _marked_object(
+    given: Mapping[str, JsonValue], tokenizer: Tokenizer, marks: Marks
+) -> dict[str, JsonValue]:
+    """Mark control tokens in values; a top name is the template's, names below are the user's."""
+
+    def marked(value: JsonValue) -> JsonValue:
+        match value:
+            case str():
+                return tokenizer.mark(value, marks)
+            case list():
+                return [marked(item) for item in value]
+            case dict():
+                return {tokenizer.mark(key, marks): marked(item) for key, item in value.items()}
+            case _:
+                return value
+
+    return {name: marked(value) for name, value in given.items()}
 
 
 def _without_template(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prompt:

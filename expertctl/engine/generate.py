@@ -24,7 +24,7 @@ CacheIn = TypeVar("CacheIn", contravariant=True)
 DeltasIn = TypeVar("DeltasIn", contravariant=True)
 Cache = TypeVar("Cache", bound=KVRoom)
 PlanDeltas = TypeVar("PlanDeltas")
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 Cancelled = Callable[[], bool]
 """Asked between two steps whether the answer is still wanted."""
 
@@ -102,6 +102,8 @@ class Generated:
     """From the start of prefill to the first token."""
     decode_ms: float
     decode_steps: int
+    stopped_by: str | None = None
+    """The stop string that ended it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -148,6 +150,7 @@ def generate(
         first_token_ms=first_ms,
         decode_ms=decode_ms,
         decode_steps=steps,
+        stopped_by=writer.stopped_by,
     )
 
 
@@ -207,10 +210,15 @@ class Writer:
             text += self._rest()
         return self._kept(text)
 
-    def give_up(self) -> str:
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stops.found
+
+    def give_up(self, why: Literal["cancelled", "timeout"] = "cancelled") -> str:
         """End the text where it is; return what was held back."""
         text = self._rest()
-        self.finish_reason = "cancelled"
+        self.finish_reason = why
         return self._kept(text)
 
     def _rest(self) -> str:

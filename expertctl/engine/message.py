@@ -6,11 +6,13 @@ at again. Routing sees the prompt only.
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from expertctl.errors import UsageError
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS, check_prompt
+from expertctl.schema.strict_json import JsonValue
 
 NOT_READ = "the template has no {prompt}: the prompt chose the experts, the model does not read it"
 _PLACES = re.compile(r"\{(prompt|body)\}")
@@ -24,6 +26,8 @@ class Message:
 
     role: Role
     content: str
+    fields: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What else a chat template sees of it, ``tool_calls`` say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

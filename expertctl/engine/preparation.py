@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from expertctl.engine.budget import Budget, Purpose
-from expertctl.engine.chat_template import Prompt, encode_chat
+from expertctl.engine.chat_template import Prompt, encode_chat, encode_plain
 from expertctl.engine.compat import plan_one
 from expertctl.engine.compat_base import CompatBase, open_compat
 from expertctl.engine.compose import Form
@@ -233,7 +233,7 @@ def _prepared(
     base: OpenBase | CompatBase,
 ) -> Prepared:
     template = choose_template(planned, _reader(planner, files))
-    prompt = _fitted(request.messages, base, planned, template, truncate=request.truncate)
+    prompt = _fitted(request, base, planned, template)
     wish = _wish(request, planned.base)
     return Prepared(_with_rounding_told(planned, wish), base, template, prompt, wish)
 
@@ -274,22 +274,20 @@ def _reader(planner: Planner, files: Files) -> Callable[[Installed, str], bytes]
 
 
 def _fitted(
-    messages: Sequence[Message],
-    base: OpenBase | CompatBase,
-    planned: Planned,
-    template: TemplateChoice,
-    *,
-    truncate: bool,
+    request: RunRequest, base: OpenBase | CompatBase, planned: Planned, template: TemplateChoice
 ) -> FittedPrompt:
     def encode(messages: Sequence[Message]) -> Prompt:
-        return encode_chat(base.tokenizer, messages, template=template.source)
+        if request.plain:
+            return encode_plain(base.tokenizer, messages)
+        variables = request.variables
+        return encode_chat(base.tokenizer, messages, template=template.source, variables=variables)
 
     return fit_context(
-        messages,
+        request.messages,
         encode,
         context=base.context,
         max_tokens=planned.result.plan.params.max_tokens,
-        truncate=truncate,
+        truncate=request.truncate,
         virtual=_virtual_tokens(planned),
     )
 

@@ -1,7 +1,8 @@
 """What a caller asks the engine: a message, experts from the store or from files, and limits."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +11,7 @@ from expertctl.package.read import names_file
 from expertctl.routing.plan import Plan
 from expertctl.routing.plan_file import SavedPlan
 from expertctl.routing.request import Forced, RouteRequest, parse_forced, parse_weight
+from expertctl.schema.strict_json import JsonValue
 
 _WEIGHT = r"(?::(?P<weight>[^:/\\]*))?"
 _PACKAGE = re.compile(rf"(?P<path>.*\.expert){_WEIGHT}", re.DOTALL)
@@ -38,7 +40,8 @@ class RunRequest:
 
     In a conversation ``history`` stands before the message, and the experts of the plan ``before``
     answer again when routing finds none. What is computed for it is kept for the next request of
-    the same ``cache_key``.
+    the same ``cache_key``. A conversation that is no user's turn at its end is given whole, as
+    ``turns``: it is read instead, and the message is what it is routed by.
     """
 
     message: UserMessage
@@ -49,6 +52,11 @@ class RunRequest:
     truncate: bool = False
     verify_base: bool = False
     history: tuple[Message, ...] = ()
+    turns: tuple[Message, ...] = ()
+    variables: Mapping[str, JsonValue] = field(default_factory=dict)
+    """What the chat template is given besides: ``tools``, say."""
+    plain: bool = False
+    """Whether the message is read as it is, by no chat template."""
     before: Plan | None = None
     cache_key: str | None = None
     on_budget: OnBudget = "refuse"
@@ -62,7 +70,7 @@ class RunRequest:
         Raises:
             UsageError: when the message is empty, too long or not text.
         """
-        return (*self.history, Message("user", self.message.text()))
+        return self.turns or (*self.history, Message("user", self.message.text()))
 
 
 def parse_expert(text: str) -> NamedExpert:

@@ -1,0 +1,30 @@
+"""What a batch is: its base, its limits, and what it does where memory is short."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from expertctl.routing.request import AdapterDtype, DeviceName, Dtype
+
+ROWS, QUEUE = 16, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSettings:
+    """One base in one form, and how many texts of it are written at a time."""
+
+    base: str | None = None
+    """Its name; None: the only one there is, or the one that `expertctl base` prefers."""
+    budget: int | None = None
+    """Bytes of the device's memory; None: as much as `run` would take."""
+    device: DeviceName = "cpu"
+    dtype: Dtype | None = None
+    adapter_dtype: AdapterDtype = "published"
+    deterministic: bool = False
+    rows: int = ROWS
+    """How many texts are written at a time."""
+    queue: int = QUEUE
+    """How many jobs may wait; more are refused."""
+    on_budget: Literal["queue", "fewer"] = "queue"
+    """What is done when experts do not fit beside those in use: wait, or leave some out."""
+    warm: tuple[str, ...] = ()
+    """Prompts that are answered with a few tokens before the first job is taken."""

@@ -1,0 +1,95 @@
+"""What is asked of the batch, and what comes back: events, each to the sink of its job."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.errors import ExpertError
+from expertctl.routing.plan import Plan
+
+DEFAULT_PRIORITY = 5
+"""Of 0 to 9; 9 is served first."""
+Check = Callable[[str], Checked]
+"""Tells whether an answer has the form that was asked for; called once, with the whole answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that takes part in the batch, and who asked.
+
+    ``owner`` is whom fairness is measured by; keys of kept texts begin with it, which the caller
+    sees to. ``deadline`` is a time of `time.monotonic`: what is there by then is the answer.
+    """
+
+    id: str
+    request: RunRequest
+    owner: str = ""
+    priority: int = DEFAULT_PRIORITY
+    deadline: float | None = None
+    texts: int = 1
+    """How many answers, each drawn with a seed of its own."""
+    logprobs: int | None = None
+    """With how many of the likeliest tokens beside each that was drawn; None: no scores at all."""
+    check: Check | None = None
+    """None: the form that the experts or the prompt call for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Likely:
+    """A token, its text and bytes as far as it has one, the logarithm of how likely it was."""
+
+    token: int
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token of an answer, and the likeliest in its place, the first one first."""
+
+    chosen: Likely
+    likeliest: tuple[Likely, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The plan is made and the prompt is being read."""
+
+    plan: Plan
+    prompt_tokens: int
+    reused_tokens: int
+    """Tokens of the prompt that an earlier text of the same key and plan had read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that has become certain; of which answer, and the tokens drawn for it if asked for.
+
+    Text may be empty where there are tokens: it is not certain yet.
+    """
+
+    number: int
+    text: str
+    drawn: tuple[Drawn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """All answers of a job, in order."""
+
+    results: tuple[RunResult, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Why there is no answer, or no more of it."""
+
+    error: ExpertError
+
+
+Event = Started | Piece | Finished | Failed
+"""`Finished` or `Failed` comes last, and once; a job that is cancelled gets `Finished`, too."""
+Sink = Callable[[Event], None]
+"""Called by the threads of the engine, one after the other; returns at once and never raises."""

@@ -1,0 +1,1 @@
+"""The generation server: HTTP in front of `expertctl.engine.serving`."""

@@ -1,0 +1,74 @@
+"""The way between requests and the threads of the engine: events of a job, in an event loop.
+
+A job lives as long as the ``async with`` that began it. Who leaves early, because the client did or
+for any other reason, cancels it: its row is free within one step.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from expertctl.engine.serving.job import Event, Failed, Finished, Job, Sink
+
+
+class Jobs(Protocol):
+    """What the server needs of the engine."""
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        """Take a job into the queue.
+
+        Raises:
+            RateLimitError: when the queue is full.
+        """
+
+    def cancel(self, job_id: str) -> None:
+        """End a job where it is; one that is unknown or at its end stays as it is."""
+
+
+@asynccontextmanager
+async def events_of(jobs: Jobs, job: Job) -> AsyncIterator[AsyncIterator[Event]]:
+    """Begin a job and give its events, the last one `Finished`.
+
+    Raises:
+        ExpertError: when it is refused, or fails before or while its events are read.
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
+    jobs.submit(job, _into(queue, loop))
+    try:
+        yield _events(queue)
+    finally:
+        jobs.cancel(job.id)
+
+
+async def finished(jobs: Jobs, job: Job) -> Finished:
+    """Begin a job and return what it came to.
+
+    Raises:
+        ExpertError: when it is refused or fails.
+    """
+    async with events_of(jobs, job) as events:
+        async for event in events:
+            if isinstance(event, Finished):
+                return event
+    raise AssertionError("a job ends with Finished or Failed")
+
+
+def _into(queue: asyncio.Queue[Event], loop: asyncio.AbstractEventLoop) -> Callable[[Event], None]:
+    def put(event: Event) -> None:
+        try:
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            return
+
+    return put
+
+
+async def _events(queue: asyncio.Queue[Event]) -> AsyncIterator[Event]:
+    while True:
+        event = await queue.get()
+        if isinstance(event, Failed):
+            raise event.error
+        yield event
+        if isinstance(event, Finished):
+            return
