@@ -1,0 +1,108 @@
+"""`ThinkingFilter`: what a model thinks, ``<think>`` to ``</think>``, parted from its answer.
+
+Nothing is lost: what was thought is given out, too, as something else. White space inside a block,
+at its ends, belongs to the tags, and so does that around a block which no answer stands before. A
+block that is not closed ends with the text. How the text is cut into pieces does not matter, and
+no more is held back than a tag and white space.
+"""
+
+from dataclasses import dataclass
+
+OPEN, CLOSE = "<think>", "</think>"
+MAX_SPACE = 1024
+"""White space that is held back because a tag may follow it; what is more is text."""
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what was thought."""
+
+    text: str
+
+
+Part = Answer | Thought
+
+
+def opens_thinking(prompt: str) -> bool:
+    """Whether a prompt ends inside a block, so that the model goes on thinking at once."""
+    return prompt.rstrip(_SPACE).endswith(OPEN)
+
+
+class ThinkingFilter:
+    """Parts one answer."""
+
+    def __init__(self, *, opened: bool = False) -> None:
+        """Begin in the answer, or inside a block that the prompt opened."""
+        self._thinking = opened
+        self._held = ""
+        self._space = ""
+        self._fresh = opened
+        """Whether white space that comes next belongs to a tag."""
+        self._answered = False
+
+    def push(self, text: str) -> list[Part]:
+        """Take the next piece, return what is certain now."""
+        self._held += text
+        parts: list[Part] = []
+        while (at := self._held.find(self._tag)) >= 0:
+            parts += self._give(self._held[:at])
+            self._held = self._held[at + len(self._tag) :]
+            self._turn()
+        certain = len(self._held) - _overlap(self._held, self._tag)
+        parts += self._give(self._held[:certain])
+        self._held = self._held[certain:]
+        return parts
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        parts = self._give(self._held)
+        space, self._held, self._space = self._space, "", ""
+        return parts if self._thinking or not space else [*parts, Answer(space)]
+
+    @property
+    def _tag(self) -> str:
+        return CLOSE if self._thinking else OPEN
+
+    def _turn(self) -> None:
+        """Pass a tag, and with it the white space that was held back."""
+        self._thinking, self._space = not self._thinking, ""
+        self._fresh = self._thinking or not self._answered
+
+    def _give(self, text: str) -> list[Part]:
+        """Give out text, but for white space that may belong to a tag behind it."""
+        text = self._space + text
+        text = text.lstrip(_SPACE) if self._fresh else text
+        certain = max(self._body(text), len(text) - MAX_SPACE)
+        self._space, text = text[certain:], text[:certain]
+        if not text:
+            return []
+        self._fresh = False
+        self._answered = self._answered or not self._thinking
+        return [Thought(text) if self._thinking else Answer(text)]
+
+    def _body(self, text: str) -> int:
+        """How much of a text no tag can take away."""
+        body = len(text.rstrip(_SPACE))
+        return body if self._thinking or not (self._answered or body) else len(text)
+
+
+def thoughts_of(text: str, *, opened: bool = False) -> tuple[str, str]:
+    """Part a whole text; return the answer, and what was thought."""
+    parting = ThinkingFilter(opened=opened)
+    parts = [*parting.push(text), *parting.finish()]
+    answer = "".join(part.text for part in parts if isinstance(part, Answer))
+    return answer, "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many letters at the end could be the beginning of a tag."""
+    counts = range(min(len(tag) - 1, len(text)), 0, -1)
+    return next((n for n in counts if tag.startswith(text[-n:])), 0)

@@ -1,0 +1,75 @@
+"""`CallFormat`: how the models of one family write a call of a tool.
+
+Which family it is shows in the chat template: it writes earlier calls as the model learnt to write
+them. Control tokens are no text (see `expertctl.engine.tokenizer`), so where a family marks a call
+by one, the mark may be missing: then a call counts only at the very beginning of an answer, or
+behind another call.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+_TOOLS = re.compile(r"\btools\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What stands before the JSON of a call."""
+
+    text: str
+    brackets: str
+    """How the JSON begins; white space may stand between."""
+    tool: str | None = None
+    """The tool, where the JSON is its arguments alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family writes calls."""
+
+    mark: str
+    """What begins a call, wherever it stands."""
+    brackets: str = "{"
+    end: str = ""
+    """What stands behind the JSON."""
+    bare: bool = False
+    """Whether the mark may be missing."""
+    separator: str = ""
+    """What may stand between two calls."""
+    named: str | None = None
+    """What stands between the name of a tool and its arguments; None: no name stands outside."""
+
+    def openings(self, tools: Iterable[str], *, bare: bool) -> Iterator[Opening]:
+        """Yield all ways to begin a call of these tools, with or without the mark."""
+        mark = "" if bare else self.mark
+        yield Opening(mark, self.brackets)
+        if self.named is None:
+            return
+        for tool in tools:
+            yield Opening(f"{mark}{tool}{self.named}", "{", tool)
+            yield Opening(f"{mark}{tool}", "{", tool)
+
+
+HERMES = CallFormat("<tool_call>", end="</tool_call>")
+"""``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen, and many after them."""
+LLAMA = CallFormat("<|python_tag|>", bare=True, separator=";")
+"""``{"name": …, "parameters": {…}}`` as the answer: Llama 3.1 and later."""
+MISTRAL = CallFormat("[TOOL_CALLS]", brackets="[{", bare=True, named="[ARGS]")
+"""``[TOOL_CALLS][{"name": …, "arguments": {…}}]``, later ``[TOOL_CALLS]name[ARGS]{…}``."""
+
+
+def format_of(template: str) -> CallFormat:
+    """Return the format that a chat template writes; that of Hermes where it writes none."""
+    if HERMES.mark in template:
+        return HERMES
+    if MISTRAL.mark in template:
+        return MISTRAL
+    if LLAMA.mark in template or '"parameters": ' in template:
+        return LLAMA
+    return HERMES
+
+
+def reads_tools(template: str) -> bool:
+    """Whether a chat template looks at the tools it is given: without, a model learns of none."""
+    return _TOOLS.search(template) is not None

@@ -1,0 +1,197 @@
+"""`ToolCallScanner`: the calls in an answer, parted from its text while it is being written.
+
+Text that could still become a call is held back; what turns out to be none is given out as it was
+written. White space around a call belongs to it. An answer that ends inside a call has the call
+all the same where nothing but its end mark is missing. How the text is cut into pieces does not
+matter, and no more is held back than the longest call may have.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from expertctl.server.tool_calls.call import MAX_CALL_CHARACTERS, Call, call_of, calls_in
+from expertctl.server.tool_calls.call_format import CallFormat, Opening
+from expertctl.server.tool_calls.json_span import JsonSpan
+
+MAX_SPACE = 1024
+"""White space next to a call or inside it; what is more is text, and no call is behind it."""
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer that is no call."""
+
+    text: str
+
+
+Part = Text | Call
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What may be a call: how it opens, and its JSON in the text that is held."""
+
+    opening: Opening
+    json: JsonSpan
+    bare: bool
+
+
+class ToolCallScanner:
+    """Parts one answer."""
+
+    def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
+        """Look for calls of these tools."""
+        self._form, self._tools = form, frozenset(tools)
+        self._marked = tuple(form.openings(sorted(self._tools), bare=False))
+        self._bare = tuple(form.openings(sorted(self._tools), bare=True)) if form.bare else ()
+        self._held = ""
+        self._space = ""
+        self._candidate: _Candidate | None = None
+        self._mark_may_miss = form.bare
+        self._behind_call = False
+
+    def push(self, text: str) -> list[Part]:
+        """Take the next piece, return what is certain now."""
+        if not self._tools:
+            return [Text(text)] if text else []
+        self._held += text
+        return list(self._parts(final=False))
+
+    def finish(self) -> list[Part]:
+        """Return what was held back."""
+        parts = list(self._parts(final=True))
+        space, self._space = self._space, ""
+        return [*parts, Text(space)] if space else parts
+
+    def _parts(self, *, final: bool) -> Iterator[Part]:
+        while self._held:
+            parts = self._seek(final=final) if self._candidate is None else self._read(final=final)
+            if parts is None:
+                return
+            yield from parts
+
+    def _seek(self, *, final: bool) -> list[Part] | None:
+        """Give out the text before the next candidate; None: more text must come first."""
+        if self._mark_may_miss:
+            return self._seek_bare(final=final)
+        at = _find(self._held, self._form.mark)
+        parts = self._give(at)
+        begun = _begun(self._held, self._marked, bare=False)
+        if isinstance(begun, _Candidate):
+            self._candidate = begun
+        elif begun == "perhaps" and not final:
+            return parts or None
+        else:
+            parts += self._give(len(self._form.mark))
+        return parts
+
+    def _seek_bare(self, *, final: bool) -> list[Part] | None:
+        """Look for a call right here; where there is none, the next one needs its mark."""
+        between = _SPACE + (self._form.separator if self._behind_call else "")
+        begun = _begun(self._held, self._bare, bare=True, skip=between)
+        if begun == "perhaps" and not final:
+            return None
+        self._candidate = begun if isinstance(begun, _Candidate) else None
+        self._mark_may_miss = False
+        return []
+
+    def _read(self, *, final: bool) -> list[Part] | None:
+        """Give out the candidate as calls, if it is whole; None: more text must come first."""
+        assert self._candidate is not None
+        json = self._candidate.json
+        json.follow(self._held)
+        end = _end_of(self._held, json, self._form.end, final=final)
+        if end == "perhaps":
+            return None
+        calls = None if end is None else self._calls(self._candidate)
+        if end is None or calls is None:
+            return self._refuse(self._candidate)
+        self._held, self._space, self._candidate = self._held[end:], "", None
+        self._behind_call, self._mark_may_miss = True, self._form.bare
+        return list(calls)
+
+    def _calls(self, candidate: _Candidate) -> tuple[Call, ...] | None:
+        text = self._held[candidate.json.start : candidate.json.end]
+        tool = candidate.opening.tool
+        return calls_in(text, tools=self._tools) if tool is None else call_of(tool, text)
+
+    def _refuse(self, candidate: _Candidate) -> list[Part]:
+        """Give out the mark, behind which a call may begin; without one, look for a mark here."""
+        self._candidate = None
+        return [] if candidate.bare else self._give(len(self._form.mark))
+
+    def _give(self, count: int) -> list[Part]:
+        """Give out so much of what is held, but for the white space at its end."""
+        text, self._held = self._space + self._held[:count], self._held[count:]
+        text = text.lstrip(_SPACE) if self._behind_call else text
+        body = len(text.rstrip(_SPACE))
+        self._behind_call = self._behind_call and body == 0
+        certain = max(body, len(text) - MAX_SPACE)
+        self._space = text[certain:]
+        return [Text(text[:certain])] if certain else []
+
+
+def parted(text: str, form: CallFormat, tools: Collection[str]) -> list[Part]:
+    """Part a whole answer; the texts between two calls are one."""
+    scanner = ToolCallScanner(form, tools)
+    parts: list[Part] = []
+    for part in (*scanner.push(text), *scanner.finish()):
+        last = parts[-1] if parts else None
+        if isinstance(part, Text) and isinstance(last, Text):
+            parts[-1] = Text(last.text + part.text)
+        else:
+            parts.append(part)
+    return parts
+
+
+def _find(text: str, mark: str) -> int:
+    """Where a mark begins, whole or as far as the text goes; the length of the text: nowhere."""
+    at = text.find(mark)
+    if at >= 0:
+        return at
+    counts = range(min(len(mark) - 1, len(text)), 0, -1)
+    return len(text) - next((n for n in counts if mark.startswith(text[-n:])), 0)
+
+
+def _begun(
+    text: str, openings: Iterable[Opening], *, bare: bool, skip: str = ""
+) -> _Candidate | Literal["perhaps"] | None:
+    """Return the candidate that a text begins with; one may yet come of it, or none."""
+    first = len(text) - len(text.lstrip(skip)) if skip else 0
+    perhaps = False
+    for opening in openings if first <= MAX_SPACE else ():
+        begin = first + len(opening.text)
+        if not text.startswith(opening.text, first):
+            perhaps = perhaps or opening.text.startswith(text[first:])
+            continue
+        start = begin + _spaces(text, begin)
+        if start < len(text) and text[start] in opening.brackets and start - begin <= MAX_SPACE:
+            return _Candidate(opening, JsonSpan(start), bare)
+        perhaps = perhaps or start == len(text) <= begin + MAX_SPACE
+    return "perhaps" if perhaps else None
+
+
+def _end_of(
+    text: str, json: JsonSpan, mark: str, *, final: bool
+) -> int | Literal["perhaps"] | None:
+    """Return where a candidate ends; it may yet, or does not."""
+    if json.state == "broken" or json.end - json.start > MAX_CALL_CHARACTERS:
+        return None
+    if json.state == "open":
+        return None if final else "perhaps"
+    begin = json.end + (_spaces(text, json.end) if mark else 0)
+    if begin - json.end > MAX_SPACE:
+        return None
+    if text.startswith(mark, begin):
+        return begin + len(mark)
+    if not mark.startswith(text[begin:]):
+        return None
+    return len(text) if final else "perhaps"
+
+
+def _spaces(text: str, start: int) -> int:
+    """How much white space there is from here on."""
+    rest = text[start : start + MAX_SPACE + 1]
+    return len(rest) - len(rest.lstrip(_SPACE))
