@@ -25,7 +25,10 @@
     │   ├── DiskFullError
     │   └── TooLargeError                     one object beyond its limit
     ├── InvalidPackageError          exit 8   a package or an input file is malformed
-    └── StoreError                   exit 1   the store cannot be used (read-only, damaged)
+    ├── StoreError                   exit 1   the store cannot be used (read-only, damaged)
+    └── NoAnswerError                exit 1   a job ended before there was anything of its answer
+        ├── TimedOutError                     the time that was given for it was over
+        └── CancelledError                    whoever asked does not want it any more
 
 A message names the thing, the fact and, in ``hint``, the way out. Exit codes and HTTP statuses are
 mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
@@ -212,3 +215,21 @@ class InvalidPackageError(ExpertError):
             else f"{len(self.problems)} problems\n" + "\n".join(f"  - {p}" for p in self.problems)
         )
         super().__init__(f"{what}: {body}", hint=hint)
+
+
+class NoAnswerError(ExpertError):
+    """A job ended before there was anything of its answer."""
+
+    code = "no_answer"
+
+
+class TimedOutError(NoAnswerError):
+    """The time that was given for an answer was over before it began."""
+
+    code = "timeout"
+
+
+class CancelledError(NoAnswerError):
+    """Whoever asked does not want the answer any more."""
+
+    code = "cancelled"

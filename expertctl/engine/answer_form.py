@@ -99,11 +99,11 @@ def _asked(prompt: str) -> Form | None:
 
 def _parts(text: str, form: Form) -> Iterable[str]:
     """Return what must be of the form: the code blocks of that language, else the whole answer."""
-    blocks = [code for tag, code in _blocks(text) if tag in _TAGS[form]]
+    blocks = [code for tag, code in code_blocks(text) if tag in _TAGS[form]]
     return blocks or [text]
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
+def code_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the code blocks that are closed, each with its language."""
     tag, lines = None, list[str]()
     for line in text.split("\n"):

@@ -4,6 +4,7 @@ A backend knows before anything is loaded what all of it will take, to the byte.
 and a plan that meet were made by the same one.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,13 +49,19 @@ class Model(Protocol):
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of them."""
 
-    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
-        """Make beforehand what a prompt of so many tokens and an answer are read with."""
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
+        """Make beforehand what a prompt of so many tokens, and ``rows`` answers, are read with."""
 
     def reading(
         self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
     ) -> Reading:
         """Begin or go on with a text; ``progress`` counts tokens of its prompt and may raise."""
+
+    def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
+        """Read one more token of each of several texts; return scores, float32 [texts, vocab].
+
+        What a text gets is what it would get alone.
+        """
 
     def matrix(self, module: str) -> Tensor:
         """Return the weights [out, in] of a linear layer, by its module name."""
@@ -97,6 +104,10 @@ class KVKeeper(Protocol):
     def nbytes(self) -> int:
         """Bytes of all keys and values that it holds."""
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of those that nobody was lent."""
+
     def check_integrity(self) -> None:
         """Assert what always holds."""
 
@@ -130,10 +141,10 @@ class Backend(Protocol):
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
-        """What a pass over so many tokens needs besides weights and cache.
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+        """What a pass over so many tokens, or one token of ``rows`` texts, needs besides.
 
-        ``width`` is that of the compiled plan.
+        ``width`` is that of the widest compiled plan.
         """
 
     @property

@@ -4,6 +4,7 @@ Weights are float32 or bfloat16, keys and values the same, activations and exper
 else is here, so on a processor the same classes run in tests.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from expertctl.engine import accelerator
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.compose import CompiledPlan, Form
-from expertctl.engine.generate import NativeReading, Reading
+from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import CacheKind, KVSlot
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.kv_room import KVRoom
@@ -57,8 +58,11 @@ class CudaBackend:
         """What the keys and values of so many tokens take."""
         return arena_bytes(self.config, capacity=tokens, dtype=torch_dtype(self.dtype))
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
-        """What a pass over so many tokens needs besides weights and cache, at most about."""
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+        """What a pass over so many tokens needs besides weights and cache, at most about.
+
+        Texts of a batch are read one after the other.
+        """
         return buffer_bytes(self.config, capacity=tokens, width=width)
 
     @property
@@ -114,7 +118,7 @@ class CudaModel:
         """What a person should know of them."""
         return self.weights.warnings
 
-    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Take the memory of steps and put the plan into its slot; graphs come with the steps."""
         assert isinstance(cache, ArenaRow)
         self.decoder.prepare(cache, plan.deltas)
@@ -125,6 +129,10 @@ class CudaModel:
         """Begin or go on with a text."""
         assert isinstance(cache, ArenaRow)
         return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+
+    def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
+        """Read one more token of each of several texts, one after the other."""
+        return step_each(texts)
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
         """Have the time of each part of what is read meanwhile added; steps are not captured."""

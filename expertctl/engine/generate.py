@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
@@ -86,6 +87,11 @@ class NativeReading(Generic[Cache, PlanDeltas]):
     def decode(self, token: int) -> DecodeResult:
         """Read one more token."""
         return self.decoder.decode(token, self.cache, self.deltas)
+
+
+def step_each(texts: Sequence[tuple[Reading, int]]) -> Tensor:
+    """Read one more token of each text, one after the other; return scores [texts, vocab]."""
+    return torch.stack([reading.decode(token).logits for reading, token in texts])
 
 
 @dataclass(frozen=True, slots=True)

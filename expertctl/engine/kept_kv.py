@@ -108,6 +108,11 @@ class KVSlot:
         kept = self._peek()
         return 0 if kept is None else kept.cache.nbytes
 
+    @property
+    def kept_bytes(self) -> int:
+        """The same: what is lent is no entry."""
+        return self.nbytes
+
     def check_integrity(self) -> None:
         """Assert that what is kept has a row for each of its tokens."""
         kept = self._peek()

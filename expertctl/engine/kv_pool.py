@@ -93,6 +93,11 @@ class KVPool:
         """Bytes of all pages, of texts that run and of those that are kept."""
         return self._tree.nbytes + sum(rent.nbytes for rent in self._rents)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pages that no text that runs has."""
+        return self._tree.idle_bytes
+
     def check_integrity(self) -> None:
         """Assert what always holds: each block is rented by the texts that share it, no other."""
         with self._tiers.lock:

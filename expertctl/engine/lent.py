@@ -12,6 +12,9 @@ from expertctl.engine.residents import Ready
 from expertctl.engine.run_result import BytesRead
 from expertctl.routing.planner import Planned
 
+AFTERWARDS = "post"
+"""The step behind the generation."""
+
 
 class Clock:
     """Milliseconds since the request came, and of its steps."""
@@ -22,16 +25,22 @@ class Clock:
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """End a step."""
+        """End a step; its time counts since the last one ended."""
         now = time.perf_counter()
-        self._laps[name], self._last = (now - self._last) * 1e3, now
+        self._laps[name] = self._laps.get(name, 0.0) + (now - self._last) * 1e3
+        self._last = now
+
+    def resume(self) -> None:
+        """Let the next step begin now: what was between is told by itself."""
+        self._last = time.perf_counter()
 
     def timings(self, generated: Generated) -> dict[str, float]:
         """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
+        before = (ms for name, ms in self._laps.items() if name != AFTERWARDS)
         return {
             **self._laps,
             "prefill": generated.prefill_ms,
-            "ttft": sum(self._laps.values()) + generated.first_token_ms,
+            "ttft": sum(before) + generated.first_token_ms,
             "decode": generated.decode_ms,
             "total": (time.perf_counter() - self._begun) * 1e3,
         }

@@ -65,9 +65,10 @@ class OpenBase:
         """What the keys and values of so many tokens take."""
         return self.backend.kv_bytes(tokens)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """What reading the weights, and then a pass over so many tokens, needs besides."""
-        return max(self.backend.buffer_bytes(tokens, width=width), self.backend.loading_bytes)
+        passing = self.backend.buffer_bytes(tokens, width=width, rows=rows)
+        return max(passing, self.backend.loading_bytes)
 
     def is_same(self, other: "OpenBase") -> bool:
         """Tell whether the weights of another base are these, held in the same way."""

@@ -4,6 +4,7 @@ Importing this imports numba. Compiled code is kept below the home, and a senten
 some has to be made.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, packed_bytes
-from expertctl.engine.packed_decoder import PackedDecoder, buffer_bytes
+from expertctl.engine.packed_decoder import ADAPTERS, PackedDecoder, StepRow, buffer_bytes
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import load_packed_base, packing_scratch
 from expertctl.engine.sampling import sample_bytes
@@ -90,9 +91,15 @@ class PackedBackend:
         """What the keys and values of so many tokens take, by whole pages."""
         return pages_bytes(self.config, tokens, self.kv_numbers)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
-        """What a pass over so many tokens needs besides weights and cache."""
-        passing = buffer_bytes(self.config, self.scheme, tokens=tokens, width=width)
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+        """What a pass over so many tokens, or rows, needs besides weights and cache.
+
+        Plans that meet in a batch may be in any scheme.
+        """
+        mixed = ADAPTERS if width and rows > 1 else None
+        passing = buffer_bytes(
+            self.config, self.scheme, tokens=tokens, rows=rows, width=width, adapters=mixed
+        )
         return passing + sample_bytes(self.config.vocab_size)
 
     @property
@@ -135,10 +142,14 @@ class PackedModel:
         """What a person should know of them."""
         return self.base.warnings
 
-    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Make what reads so many tokens, compiling what is not compiled yet."""
         assert isinstance(cache, KVPages)
-        self.decoder.prepare(cache, plan.packed, tokens=tokens)
+        self.decoder.prepare(cache, plan.packed, tokens=tokens, rows=rows)
+
+    def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
+        """Read one more token of each of several texts, in one pass over the weights."""
+        return self.decoder.step([_row(reading, token) for reading, token in texts])
 
     def reading(
         self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
@@ -172,3 +183,8 @@ class PackedModel:
     def close(self) -> None:
         """End the threads."""
         self._crew.close()
+
+
+def _row(reading: Reading, token: int) -> StepRow:
+    assert isinstance(reading, NativeReading), "a text of a base that kernels hold"
+    return StepRow(token, reading.cache, reading.deltas)

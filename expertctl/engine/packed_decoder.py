@@ -45,7 +45,8 @@ PROGRAMS = 4
 
 Or, while layers are timed, with one kind in operations of its own and fused.
 """
-_ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
+ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
+"""What plans may be stored in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,13 +173,20 @@ class PackedDecoder:
         finally:
             self._times = None
 
-    def prepare(self, cache: KVPages, deltas: PackedDeltas | None = None, *, tokens: int) -> None:
-        """Make beforehand what a prompt of so many tokens, and then single tokens, are read with.
+    def prepare(
+        self,
+        cache: KVPages,
+        deltas: PackedDeltas | None = None,
+        *,
+        tokens: int,
+        rows: int = 1,
+    ) -> None:
+        """Make beforehand what a prompt of so many tokens, and then rows of one, are read with.
 
         Whatever of it is not compiled yet is compiled here.
         """
         with self._lock:
-            room = self._prepared_room(tokens=min(tokens, self._chunk), rows=1)
+            room = self._prepared_room(tokens=min(tokens, self._chunk), rows=rows)
             for together in (True, False):
                 self._program(room, [cache], [deltas], together=together)
 
@@ -326,7 +334,7 @@ def buffer_bytes(
     """
     room = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
     own = room_bytes(config, scheme, tokens=room[0], rows=room[1])
-    each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in _ADAPTERS}
+    each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in ADAPTERS}
     if adapters is None:
         adapters = [max(each, key=lambda s: each[s])] if width else []
     plans = factor_bytes(tokens=room[0]) + sum(each[s] for s in set(adapters))

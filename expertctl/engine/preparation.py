@@ -136,24 +136,24 @@ def prepare(
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    base = _opened(planner, request, planned, torch_below)
-    return _prepared(planner, request, planned, files, base)
+    base = opened(planner, request, planned, torch_below=torch_below)
+    return prepare_on(base, planner, request, planned, files)
 
 
 def prepare_fewer(
+    base: OpenBase | CompatBase,
     planner: Planner,
     request: RunRequest,
     planned: Planned,
     files: Files,
     *,
     limit: int,
-    torch_below: int = TORCH_BELOW,
 ) -> Prepared:
-    """Prepare a plan without the experts that do not fit; raises as `prepare` does."""
-    base = _opened(planner, request, planned, torch_below)
+    """Prepare a plan without the experts that do not fit; raises as `prepare_on` does."""
     dropped: tuple[Dropped, ...] = ()
     while True:
-        prepared = replace(_prepared(planner, request, planned, files, base), dropped=dropped)
+        prepared = prepare_on(base, planner, request, planned, files)
+        prepared = replace(prepared, dropped=dropped)
         try:
             check_fits(needs(planner, prepared, files), limit)
         except BudgetError as error:
@@ -215,23 +215,32 @@ def _wish(request: RunRequest, base: StoredBase) -> Wish:
     return Wish(dtype, route.adapter_dtype, route.deterministic, route.device)
 
 
-def _opened(
-    planner: Planner, request: RunRequest, planned: Planned, torch_below: int
+def opened(
+    planner: Planner, request: RunRequest, planned: Planned, *, torch_below: int = TORCH_BELOW
 ) -> OpenBase | CompatBase:
-    """Check the files of the base, every byte of them when that was asked for."""
+    """Check the files of the base, every byte of them when that was asked for.
+
+    Raises:
+        BaseMismatchError: when the base is not what was added.
+    """
     bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
     if request.route.engine == "transformers":
         return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
     return open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
 
 
-def _prepared(
+def prepare_on(
+    base: OpenBase | CompatBase,
     planner: Planner,
     request: RunRequest,
     planned: Planned,
     files: Files,
-    base: OpenBase | CompatBase,
 ) -> Prepared:
+    """Fit the conversation into the context of an open base.
+
+    Raises:
+        UsageError: when the conversation does not fit.
+    """
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request, base, planned, template)
     wish = _wish(request, planned.base)

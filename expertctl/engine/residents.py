@@ -5,7 +5,7 @@ base is, into what room is left, and its plan comes last.
 """
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from expertctl.digest import Digest, Progress
@@ -166,8 +166,8 @@ class Residents:
     ) -> Ready:
         """Bring everything into memory; what is certain to be needed is reserved first."""
         self._base.reserve(base)
-        wanted = _kv_wanted(base, prepared, cache_key)
-        kv = stack.enter_context(self._keeper(base.backend).borrow(wanted))
+        wanted = kv_wanted(base, prepared, cache_key)
+        kv = stack.enter_context(self.keeper(base.backend).borrow(wanted))
         certain = prepared.buffer_bytes()
         self._hold_buffers(certain, prepared, stack)
         model, plan = self._loaded(base, prepared.planned, files, threads, stack)
@@ -180,7 +180,8 @@ class Residents:
         what = f"the buffers of {prepared.prompt.capacity} tokens"
         stack.enter_context(self.tiers.holding(Tier.DEVICE, "buffers", size, what=what))
 
-    def _keeper(self, backend: Backend) -> KVKeeper:
+    def keeper(self, backend: Backend) -> KVKeeper:
+        """Return the owner of such keys and values as the models of a backend read."""
         if backend.kv_kind not in self._kv:
             self._kv[backend.kv_kind] = backend.new_keeper(self.tiers)
         return self._kv[backend.kv_kind]
@@ -195,6 +196,28 @@ class Residents:
             tell=self._tell,
         )
 
+    def hold_base(self, base: OpenBase, *, threads: int) -> Model:
+        """Have a base in memory, in the place of any other, and return it.
+
+        Raises:
+            BudgetError: when it does not fit.
+            InvalidPackageError: when its tensors are not those of its configuration.
+        """
+        self._base.reserve(base)
+        return self._base.load(self._around(base, threads), progress=self._progress)
+
+    @contextmanager
+    def plan(self, base: OpenBase, model: Model, planned: Planned) -> Iterator[CompiledPlan]:
+        """Borrow what the installed experts of a plan are compiled to, bringing what is absent.
+
+        Raises:
+            ExpertError: whatever is wrong with the experts or the budget.
+        """
+        with ExitStack() as stack:
+            with self._chain(planned, {}) as chain:
+                plan = stack.enter_context(self._compiled(base, model, planned, chain))
+            yield plan
+
     def _loaded(
         self, base: OpenBase, planned: Planned, files: Files, threads: int, stack: ExitStack
     ) -> tuple[Model, CompiledPlan]:
@@ -202,9 +225,18 @@ class Residents:
         identity = planned.result.plan.identity
         with self._chain(planned, files) as chain, self._expected(chain, identity):
             model = self._base.load(self._around(base, threads), progress=self._progress)
-            target = _target(base, model, self._derived)
-            plan = compiled(self.tiers, chain, identity=identity, target=target)
+            plan = self._compiled(base, model, planned, chain)
             return model, stack.enter_context(plan)
+
+    def _compiled(
+        self,
+        base: OpenBase,
+        model: Model,
+        planned: Planned,
+        chain: Sequence[tuple[ExpertSource, float]],
+    ) -> AbstractContextManager[CompiledPlan]:
+        target = _target(base, model, self._derived)
+        return compiled(self.tiers, chain, identity=planned.result.plan.identity, target=target)
 
     @contextmanager
     def _expected(
@@ -255,7 +287,8 @@ def _target(base: OpenBase, model: Model, derived: Derived) -> Target:
     return Target(backend.form, GainSource(content, model.matrix, derived))
 
 
-def _kv_wanted(base: OpenBase, prepared: Prepared, cache_key: str | None) -> KVWanted:
+def kv_wanted(base: OpenBase, prepared: Prepared, cache_key: str | None) -> KVWanted:
+    """Return the room that the answer to a request needs, and whose earlier texts may begin it."""
     prompt = prepared.prompt
     return KVWanted(
         cache_key=cache_key,

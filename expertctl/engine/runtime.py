@@ -5,21 +5,20 @@ know becomes a warning, and the result is the document of ``run --json``.
 """
 
 import threading
-import uuid
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.admission import Admission, Seat, pause
-from expertctl.engine.answer_form import Checked
 from expertctl.engine.budget import PURPOSES, Budget
 from expertctl.engine.experts import local_expert
-from expertctl.engine.generate import Cancelled, Generated, never
-from expertctl.engine.lent import Clock, Lent, told_of
+from expertctl.engine.generate import Cancelled, never
+from expertctl.engine.lent import Clock, Lent
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.memory import usual_budget
+from expertctl.engine.outcome import Outcome
 from expertctl.engine.outline import local_outline
 from expertctl.engine.preparation import (
     Files,
@@ -27,13 +26,14 @@ from expertctl.engine.preparation import (
     certain_needs,
     check_fits,
     needs,
+    opened,
     paths_of,
     plan_request,
     prepare,
     prepare_fewer,
 )
 from expertctl.engine.presence import Presence
-from expertctl.engine.recording import check_answer, failures_of, figures_of, record
+from expertctl.engine.recording import check_answer, failures_of
 from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Residents
 from expertctl.engine.run_result import MemoryUse, RunResult
@@ -103,7 +103,9 @@ class Engine:
             trace = Trace() if request.trace else None
             generated = yield from lent.ready.generate(prompt, plan, cancelled, trace=trace)
             memory = self._memory()
-        return self._result(request, lent, generated, memory, trace)
+        form = check_answer(generated, lent.prepared.planned, request.route.prompt)
+        outcome = Outcome(request, lent, generated, form, memory, trace=trace)
+        return outcome.remembered(self._planner.catalogue, notes=self.take_notes)
 
     @contextmanager
     def lend(self, request: RunRequest) -> Iterator[Lent]:
@@ -257,8 +259,9 @@ class Engine:
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
         planner, below = self._planner, self._torch_below
         if request.on_budget == "fewer":
+            base = opened(planner, request, planned, torch_below=below)
             limit = self.budget.limit
-            return prepare_fewer(planner, request, planned, files, limit=limit, torch_below=below)
+            return prepare_fewer(base, planner, request, planned, files, limit=limit)
         return prepare(planner, request, planned, files, torch_below=below)
 
     def _seat(
@@ -289,64 +292,6 @@ class Engine:
             if file.source.content_digest != digests[path]:
                 raise DigestError(f"{path} changed while it was read", hint="run it again")
         return now
-
-    def _result(
-        self,
-        request: RunRequest,
-        lent: Lent,
-        generated: Generated,
-        memory: MemoryUse,
-        trace: Trace | None,
-    ) -> RunResult:
-        """Remember a run and return what it came to, with all that a person should know."""
-        prepared, ready = lent.prepared, lent.ready
-        planned, timings_ms = prepared.planned, lent.clock.timings(generated)
-        form, job_id = check_answer(generated, planned, request.route.prompt), uuid.uuid4().hex
-        unsaved = self._record(lent, generated, form, job_id=job_id, timings_ms=timings_ms)
-        return RunResult(
-            job_id=job_id,
-            planned=planned,
-            dropped=prepared.dropped,
-            generated=generated,
-            validation_passed=form.passed,
-            prompt_tokens=len(prepared.prompt.ids),
-            timings_ms=timings_ms,
-            memory=memory,
-            experts_loaded=lent.loads,
-            kv_reused_tokens=ready.reused,
-            numerics=prepared.numerics,
-            threads=lent.threads,
-            warnings=(*told_of(request, lent, generated, form), *unsaved),
-            bytes_read=lent.moved,
-            trace=trace,
-        )
-
-    def _record(
-        self,
-        lent: Lent,
-        generated: Generated,
-        form: Checked,
-        *,
-        job_id: str,
-        timings_ms: Mapping[str, float],
-    ) -> tuple[str, ...]:
-        """Remember a run; return what of it, or of what it made, could not be written."""
-        unsaved = record(
-            self._planner.catalogue,
-            lent.prepared.planned,
-            generated,
-            job_id=job_id,
-            form=form,
-            prompt_tokens=len(lent.prepared.prompt.ids),
-            timings_ms=timings_ms,
-            figures=figures_of(
-                generated,
-                kv_reused_tokens=lent.ready.reused,
-                threads=lent.threads,
-                bytes_read=lent.moved,
-            ),
-        )
-        return (*unsaved, *self.take_notes())
 
     def _tell_what_is_held(self, prepared: Prepared) -> None:
         """Let `doctor --memory` know."""

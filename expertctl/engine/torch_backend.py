@@ -1,5 +1,6 @@
 """A base that torch holds and runs: every size, tiny ones before numba would even be imported."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, load_base
 from expertctl.engine.compose import CompiledPlan, Form
 from expertctl.engine.decoder import Decoder, pass_bytes
-from expertctl.engine.generate import NativeReading, Reading
+from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import KVSlot
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_room import KVRoom
@@ -62,8 +63,11 @@ class TorchBackend:
         """What the keys and values of so many tokens take."""
         return self.config.kv_bytes(tokens, itemsize=_FLOAT_BYTES)
 
-    def buffer_bytes(self, tokens: int, *, width: int = 0) -> int:
-        """What a pass over so many tokens needs besides weights and cache, at most about."""
+    def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
+        """What a pass over so many tokens needs besides weights and cache, at most about.
+
+        Texts of a batch are read one after the other.
+        """
         return pass_bytes(self.config, tokens) + sample_bytes(self.config.vocab_size)
 
     @property
@@ -116,7 +120,7 @@ class TorchModel:
         """What a person should know of them."""
         return self.weights.warnings
 
-    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int) -> None:
+    def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Do nothing: torch makes nothing beforehand."""
 
     def reading(
@@ -125,6 +129,10 @@ class TorchModel:
         """Begin or go on with a text."""
         assert isinstance(cache, KVCache)
         return NativeReading(self.decoder, cache, plan.deltas, plan.soft_prompt, progress)
+
+    def step(self, texts: Sequence[tuple[Reading, int]]) -> Tensor:
+        """Read one more token of each of several texts, one after the other."""
+        return step_each(texts)
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
         """Have the time of each part of what is read meanwhile added."""

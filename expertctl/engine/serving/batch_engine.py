@@ -1,0 +1,143 @@
+"""`BatchEngine`: jobs of many callers, answered together on one base that stays in memory.
+
+::
+
+    submit -> line -> desk: plan, tokenise -> loader: experts into memory -> press: batch -> desk
+
+Three threads: the next jobs are planned and loaded while others are written. A few more than there
+are rows free are prepared; all others wait in the line, where order is decided late.
+
+Memory that is not there yet is waited for as long as another job may give some back. A job that
+could not have it even alone is refused.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.request import RunRequest
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.board import Board
+from expertctl.engine.serving.desk import Desk
+from expertctl.engine.serving.house import House
+from expertctl.engine.serving.job import Job, Sink
+from expertctl.engine.serving.press import Press
+from expertctl.engine.serving.snapshot import Snapshot
+from expertctl.engine.serving.ticket import Ticket
+from expertctl.errors import UsageError
+from expertctl.routing.planner import Planned, Planner
+from expertctl.telling import Tell, tell_nobody
+
+
+class BatchEngine:
+    """The engine of a server; once it is started any thread may call it."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        settings: BatchSettings,
+        *,
+        tell: Tell = tell_nobody,
+        torch_below: int = TORCH_BELOW,
+    ) -> None:
+        """Hold nothing yet; ``tell`` gets what whoever runs the server should know.
+
+        Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
+        """
+        self.settings = settings
+        self._house = House(planner, settings, tell=tell, torch_below=torch_below)
+        self._board = Board(queue=settings.queue, rows=settings.rows)
+        self._desk = Desk(planner, self._house, self._board, tell=tell)
+        self._tell = tell
+        self._press: Press | None = None
+
+    def start(self) -> None:
+        """Read the base and warm up; only then jobs are taken.
+
+        Raises:
+            NotFoundError: when there is no such base.
+            BudgetError: when it does not fit.
+        """
+        self._desk.open_house()
+        self._press = Press(self._house, self._board, self._desk, tell=self._tell)
+        self._press.start()
+
+    @property
+    def base_name(self) -> str:
+        """Which base is served."""
+        return self._house.base.stored.name
+
+    @property
+    def context(self) -> int:
+        """How many tokens it reads, with the answer."""
+        return self._house.base.context
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        """Take a job into the queue; its events come to the sink from now on.
+
+        Raises:
+            RateLimitError: when the queue is full, or the server ends.
+            UsageError: when it wants what is not done here.
+        """
+        rows = self.settings.rows
+        if job.texts > rows:
+            raise UsageError(f"{job.texts} answers are asked for, {rows} are written at a time")
+        request = self._house.bound(job.request)
+        self._board.enter(Ticket(replace(job, request=request), sink))
+        self._desk.prepare_next()
+
+    def cancel(self, job_id: str) -> None:
+        """End a job where it is; one that is unknown or at its end stays as it is."""
+        self._board.call_off(job_id)
+
+    def plan(self, request: RunRequest) -> Planned:
+        """Return the plan that a request would have; it takes a while.
+
+        Raises:
+            ExpertError: whatever is wrong with the request or the experts.
+        """
+        return self._desk.plan(self._house.bound(request))
+
+    def forget(self, cache_key: str) -> None:
+        """Drop what is kept for the next request of a key, soon."""
+        with self._board.lock:
+            self._board.errands.append(partial(self._house.residents.forget, cache_key))
+            self._board.changed.notify_all()
+
+    def snapshot(self) -> Snapshot:
+        """Return what goes on now."""
+        assert self._press is not None, "start comes first"
+        board, house, batch = self._board, self._house, self._press.batch
+        with board.lock:
+            memory, texts = house.memory, batch.texts
+            prepared = [t for t in board.tickets if t.stage in {"preparing", "ready"}]
+            beside = sum(size for purpose, size in memory.held.items() if purpose != "kv")
+            return Snapshot(
+                waiting=len(board.line),
+                preparing=len(prepared),
+                running=len(texts),
+                rows=batch.rows,
+                totals=replace(board.totals),
+                counts=replace(batch.counts),
+                held=memory.held,
+                limit=memory.budget,
+                peak=memory.peak,
+                kv_limit=memory.budget - beside,
+                kv_in_use=house.kv_in_use,
+                traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
+                running_plans=tuple(text.ticket.refs for text in texts),
+                waiting_plans=tuple(ticket.refs for ticket in prepared),
+            )
+
+    def close(self, *, seconds: float = 0.0) -> None:
+        """Take no more jobs; those that are here may end within so many seconds."""
+        self._board.close(seconds=seconds)
+        if self._press is not None:
+            self._press.join()
+        self._desk.close()
+        self._house.close()
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        self._board.check_integrity()
+        self._house.check_integrity()

@@ -1,0 +1,205 @@
+"""`Board`: which job is in which stage. Its lock is the one that an engine's threads decide under.
+
+A job is *waiting* in the line, then *preparing* at the desk or the loader, then *ready* for a row,
+*running*, *concluding*, and gone.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from expertctl.engine.serving.job import Failed, Finished
+from expertctl.engine.serving.snapshot import Totals
+from expertctl.engine.serving.ticket import Ticket
+from expertctl.engine.serving.waiting_line import WaitingLine
+from expertctl.errors import CancelledError, ExpertError, RateLimitError
+
+AHEAD = 2
+"""How many jobs are prepared beyond those that rows are free for."""
+LOOK_SECONDS = 0.5
+"""How long a thread sleeps at most before it looks for jobs whose time is over."""
+_LONGEST_WAIT = 60
+_FORGETS = 0.8
+"""How much of what was known of a job's time stays when another one ended."""
+
+
+class Board:
+    """The owner of all jobs that are not at their end."""
+
+    def __init__(self, *, queue: int, rows: int) -> None:
+        """Begin without a job."""
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.line = WaitingLine[Ticket](queue)
+        self.ready: deque[Ticket] = deque()
+        self.errands: deque[Callable[[], None]] = deque()
+        """What the writer is to do between two passes."""
+        self.totals = Totals()
+        self.freed = 0
+        """How often memory was given back."""
+        self.free_rows = self._rows = rows
+        self.is_closing = False
+        self._tickets: dict[str, Ticket] = {}
+        self._preparing = 0
+        self._job_seconds = 1.0
+
+    @property
+    def tickets(self) -> tuple[Ticket, ...]:
+        """All jobs that are here."""
+        return tuple(self._tickets.values())
+
+    @property
+    def preparing(self) -> int:
+        """How many jobs the desk and the loader have."""
+        return self._preparing
+
+    def enter(self, ticket: Ticket) -> None:
+        """Put a new job into the line.
+
+        Raises:
+            RateLimitError: when it is full, or the engine ends.
+        """
+        with self.lock:
+            assert ticket.job.id not in self._tickets, "a job has an id of its own"
+            if self.is_closing or self.line.is_full:
+                self.totals.refused += 1
+                raise self._refusal()
+            self._tickets[ticket.job.id] = ticket
+            self.line.add(ticket, now=time.monotonic())
+            self.changed.notify_all()
+
+    def next_to_prepare(self) -> Ticket | None:
+        """Take who is next out of the line, if there may soon be a row for it."""
+        with self.lock:
+            if self._preparing + len(self.ready) >= AHEAD + self.free_rows:
+                return None
+            ticket = self.line.take(now=time.monotonic())
+            if ticket is not None:
+                ticket.stage = "preparing"
+                self._preparing += 1
+            return ticket
+
+    def is_ready(self, ticket: Ticket) -> None:
+        """Let a job wait for rows; all that it needs but keys and values is in memory."""
+        with self.lock:
+            self._preparing -= 1
+            ticket.stage = "ready"
+            self.ready.append(ticket)
+            self.changed.notify_all()
+
+    def send_back(self, ticket: Ticket) -> None:
+        """Have a job that is ready prepared again; what it holds is free for others meanwhile."""
+        with self.lock:
+            self.ready.remove(ticket)
+            ticket.stage = "preparing"
+            self._preparing += 1
+        self.give_back(ticket)
+
+    def has_begun(self, ticket: Ticket) -> None:
+        """Let a job be ready no longer: all its texts have rows."""
+        with self.lock:
+            self.ready.remove(ticket)
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Let go of what is pinned for a job, and tell who waits for memory."""
+        ticket.release()
+        self.tell_freed()
+
+    def tell_freed(self) -> None:
+        """Say that memory was given back."""
+        with self.lock:
+            self.freed += 1
+            self.changed.notify_all()
+
+    def call_off(self, job_id: str) -> None:
+        """Say that nobody wants a job any more; one that waits ends at once."""
+        with self.lock:
+            ticket = self._tickets.get(job_id)
+            if ticket is None:
+                return
+            ticket.is_cancelled = True
+            waits = self.line.remove(ticket)
+            self.changed.notify_all()
+        if waits:
+            self.fail(ticket, CancelledError("the job was cancelled"))
+
+    def fail(self, ticket: Ticket, error: ExpertError) -> None:
+        """End a job that has no text in the batch."""
+        with self.lock:
+            if not self._leave(ticket):
+                return
+            if isinstance(error, CancelledError):
+                self.totals.cancelled += 1
+            else:
+                self.totals.failed += 1
+        self.give_back(ticket)
+        ticket.tell(Failed(error))
+
+    def finish(self, ticket: Ticket, finished: Finished) -> None:
+        """End a job with its answers."""
+        with self.lock:
+            if not self._leave(ticket):
+                return
+            self._count(ticket, finished)
+        ticket.tell(finished)
+
+    def close(self, *, seconds: float) -> None:
+        """Take no more jobs; wait so long for those that are here, then call them off."""
+        until = time.monotonic() + seconds
+        with self.lock:
+            self.is_closing = True
+            while self._tickets and (left := until - time.monotonic()) > 0:
+                self.changed.wait(left)
+        for ticket in self.tickets:
+            self.call_off(ticket.job.id)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no job is here, nor will be."""
+        return self.is_closing and not self._tickets
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        with self.lock:
+            self.line.check_integrity()
+            stages = [ticket.stage for ticket in self._tickets.values()]
+            assert "ended" not in stages
+            assert stages.count("waiting") == len(self.line)
+            assert stages.count("preparing") == self._preparing
+            assert all(ticket.job.id in self._tickets for ticket in self.ready)
+            assert all(ticket.memory is None for ticket in self.line)
+
+    def _leave(self, ticket: Ticket) -> bool:
+        """Take a job off the board; False when it was off already."""
+        if self._tickets.pop(ticket.job.id, None) is None:
+            return False
+        if ticket.stage == "preparing":
+            self._preparing -= 1
+        if ticket in self.ready:
+            self.ready.remove(ticket)
+        ticket.stage = "ended"
+        self.changed.notify_all()
+        return True
+
+    def _count(self, ticket: Ticket, finished: Finished) -> None:
+        results, totals = finished.results, self.totals
+        if ticket.is_cancelled:
+            totals.cancelled += 1
+        else:
+            totals.finished += 1
+        totals.prompt_tokens += sum(result.prompt_tokens for result in results)
+        totals.reused_tokens += sum(result.kv_reused_tokens for result in results)
+        totals.generated_tokens += sum(len(result.generated.tokens) for result in results)
+        took = time.monotonic() - ticket.came
+        self._job_seconds = _FORGETS * self._job_seconds + (1 - _FORGETS) * took
+
+    def _refusal(self) -> RateLimitError:
+        if self.is_closing:
+            return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
+        waits = (1 + len(self.line)) * self._job_seconds / self._rows
+        return RateLimitError(
+            f"{len(self.line)} jobs wait already, and no more may",
+            retry_after=max(1, min(round(waits), _LONGEST_WAIT)),
+            hint="send it again later",
+        )

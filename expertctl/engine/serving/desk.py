@@ -1,0 +1,146 @@
+"""`Desk`: what happens to a job before and after it is in the batch, in two threads.
+
+One plans, fits the prompt into the context, and remembers what came of it. The other brings experts
+into memory; where what is missing is held by others, it waits until they give it back.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.generate import Generated
+from expertctl.engine.outcome import Outcome
+from expertctl.engine.preparation import plan_request
+from expertctl.engine.recording import check_answer, failures_of
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.board import LOOK_SECONDS, Board
+from expertctl.engine.serving.house import House
+from expertctl.engine.serving.job import Finished
+from expertctl.engine.serving.ticket import Ticket
+from expertctl.errors import BudgetError, ExpertError
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.session import PlanningSession
+from expertctl.telling import Tell
+
+
+class Desk:
+    """The owner of the two threads; only they plan, and only they load."""
+
+    def __init__(self, planner: Planner, house: House, board: Board, *, tell: Tell) -> None:
+        """Begin no thread before there is work."""
+        self._planner, self._house, self._board, self._tell = planner, house, board, tell
+        self._session = PlanningSession(planner)
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
+        self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
+
+    def open_house(self) -> None:
+        """Have the base read; raises as `House.open` does."""
+        self._planning.submit(self._house.open, self._session).result()
+
+    def plan(self, request: RunRequest) -> Planned:
+        """Plan a request that is not answered; any thread may wait for it.
+
+        Raises:
+            ExpertError: whatever is wrong with it.
+        """
+        return self._planning.submit(plan_request, self._session, request, {}).result()
+
+    def prepare_next(self) -> None:
+        """Begin to prepare jobs, as many as there may soon be rows for."""
+        while (ticket := self._board.next_to_prepare()) is not None:
+            self._planning.submit(self._guarded, ticket, self._plan)
+
+    def load_again(self, ticket: Ticket) -> None:
+        """Bring again what a job that was ready gave back."""
+        self._loading.submit(self._guarded, ticket, self._load)
+
+    def conclude(self, ticket: Ticket) -> None:
+        """Check the answers of a job, remember them, and tell whoever asked."""
+        self._planning.submit(self._guarded, ticket, self._conclude)
+
+    def close(self) -> None:
+        """End the threads, once what they have is done."""
+        self._loading.shutdown()
+        self._planning.shutdown()
+
+    def _guarded(self, ticket: Ticket, work: Callable[[Ticket], None]) -> None:
+        """Do a stage of a job; where it fails, the job does, and nothing else."""
+        try:
+            work(ticket)
+        except ExpertError as error:
+            self._board.fail(ticket, error)
+        except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+            self._tell(f"error: a job failed\n{traceback.format_exc()}")
+            self._board.fail(ticket, ExpertError("the server failed to answer this"))
+        self.prepare_next()
+
+    def _plan(self, ticket: Ticket) -> None:
+        ticket.clock.lap("queue")
+        ticket.demand_wanted()
+        request = ticket.job.request
+        ticket.planned = plan_request(self._session, request, {})
+        with failures_of(ticket.planned, self._planner.catalogue):
+            ticket.prepared = self._house.prepared(request, ticket.planned)
+        ticket.clock.lap("route")
+        self._loading.submit(self._guarded, ticket, self._load)
+
+    def _load(self, ticket: Ticket) -> None:
+        assert ticket.prepared is not None
+        with failures_of(ticket.prepared.planned, self._planner.catalogue):
+            while ticket.memory is None:
+                with self._awaiting_memory(ticket):
+                    ticket.memory = self._house.in_memory(ticket.prepared)
+        ticket.clock.lap("load")
+        self._board.is_ready(ticket)
+
+    @contextmanager
+    def _awaiting_memory(self, ticket: Ticket) -> Iterator[None]:
+        """Where something does not fit, return when somebody gave memory back.
+
+        Raises:
+            BudgetError: when nobody can.
+        """
+        board, seen = self._board, self._board.freed
+        try:
+            ticket.demand_wanted()
+            yield
+        except BudgetError:
+            with board.lock:
+                held_by_others = board.ready or board.free_rows < self._house.settings.rows
+                if not held_by_others and board.freed == seen:
+                    raise
+                while board.freed == seen:
+                    ticket.demand_wanted()
+                    board.changed.wait(LOOK_SECONDS)
+
+    def _conclude(self, ticket: Ticket) -> None:
+        ticket.clock.resume()
+        forms = [self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)]
+        ticket.clock.lap("post")
+        pairs = zip(sorted(ticket.ended), forms, strict=True)
+        results = tuple(self._remembered(ticket, number, form) for number, form in pairs)
+        self._board.finish(ticket, Finished(results))
+
+    def _checked(self, ticket: Ticket, generated: Generated) -> Checked:
+        """Check the form of an answer, by what the job says or by what its prompt calls for."""
+        job = ticket.job
+        if job.check is not None and generated.finish_reason not in {"cancelled", "timeout"}:
+            return job.check(generated.text)
+        assert ticket.prepared is not None
+        return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
+
+    def _remembered(self, ticket: Ticket, number: int, form: Checked) -> RunResult:
+        job, lent = ticket.job, ticket.lents[number]
+        outcome = Outcome(
+            job.request,
+            lent,
+            ticket.ended[number],
+            form,
+            self._house.memory,
+            job_id=job.id if number == 0 else f"{job.id}-{number}",
+        )
+        notes = self._house.residents.take_notes
+        return outcome.remembered(self._planner.catalogue, notes=notes)

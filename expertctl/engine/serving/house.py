@@ -1,0 +1,239 @@
+"""`House`: the one base that is served, its memory, and what a batch of it computes in.
+
+What all rows share, base and buffers, is held from the start; what each needs, its plan and its
+keys and values, is lent to it. The buffers grow with the widest plan that comes.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+from expertctl.engine.admission import Admission, Seat
+from expertctl.engine.budget import PURPOSES, Budget
+from expertctl.engine.compose import BASE_ALONE
+from expertctl.engine.kv_loan import KVWanted
+from expertctl.engine.loaded_base import OpenBase
+from expertctl.engine.memory import usual_budget
+from expertctl.engine.message import UserMessage
+from expertctl.engine.preparation import (
+    Prepared,
+    check_fits,
+    needs,
+    opened,
+    prepare_fewer,
+    prepare_on,
+)
+from expertctl.engine.presence import Presence
+from expertctl.engine.request import RunRequest
+from expertctl.engine.residents import Ready, Residents, kv_wanted
+from expertctl.engine.run_result import MemoryUse
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.ticket import InMemory
+from expertctl.engine.threads import choose_threads
+from expertctl.engine.tiers import Tier
+from expertctl.errors import BaseMismatchError, UsageError
+from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.request import RouteRequest
+from expertctl.routing.session import PlanningSession
+from expertctl.telling import Tell
+
+_ANY_PROMPT = "?"
+"""The base alone does not depend on the prompt."""
+_WHAT = "the buffers of the batch"
+
+
+class House:
+    """The owner of the memory of a server; its parts are used by the threads that are named."""
+
+    def __init__(
+        self, planner: Planner, settings: BatchSettings, *, tell: Tell, torch_below: int
+    ) -> None:
+        """Hold nothing yet."""
+        self.settings = settings
+        self.budget = Budget(usual_budget() if settings.budget is None else settings.budget)
+        self.residents = Residents(planner, self.budget, progress=lambda _: None, tell=tell)
+        self._planner, self._torch_below = planner, torch_below
+        self._presence = Presence(planner.home.engines, self.budget)
+        self._admission = Admission(planner.store.paths.running)
+        self._stack = ExitStack()
+        self._seat: Seat | None = None
+        self._buffers = 0
+
+    def open(self, session: PlanningSession) -> None:
+        """Find the base, read it, and compile what it is run with.
+
+        Raises:
+            NotFoundError: when there is no such base.
+            BudgetError: when it does not fit.
+        """
+        route = RouteRequest(prompt=_ANY_PROMPT, base_alone=True)
+        first = RunRequest(
+            message=UserMessage(prompt=_ANY_PROMPT), route=route, base=self.settings.base
+        )
+        request = self._as_held(first)
+        planned = session.plan(request.route, base=request.base)
+        base = opened(self._planner, request, planned, torch_below=self._torch_below)
+        assert isinstance(base, OpenBase), "only our own engine serves"
+        self.base = base
+        self.threads = choose_threads(base.weight_bytes)
+        self._widen(base.buffer_bytes(1, rows=self.settings.rows))
+        self.model = self.residents.hold_base(base, threads=self.threads)
+        self._seat = self._stack.enter_context(self._admission.seat(self.budget.used))
+        self._warm(planned)
+
+    def bound(self, request: RunRequest) -> RunRequest:
+        """Return a request as it is answered here: on this base, in the form it is held in.
+
+        Raises:
+            UsageError: when it wants what a server does not do.
+        """
+        if request.base not in {None, self.base.stored.name}:
+            raise UsageError(
+                f"this server answers on {self.base.stored.name}, not on {request.base}",
+                hint="leave out the base, or ask a server of that base",
+            )
+        return self._as_held(replace(request, base=self.base.stored.name))
+
+    def prepared(self, request: RunRequest, planned: Planned) -> Prepared:
+        """Fit a prompt into the context; for the desk.
+
+        Raises:
+            UsageError: when it does not fit.
+            BudgetError: when the job could not have its memory even alone.
+            BaseMismatchError: when the base was changed behind the server.
+        """
+        if planned.base.identity != self.base.stored.identity:
+            raise BaseMismatchError(
+                f"{planned.base.name} is another base now than the one that is served",
+                hint="start the server again",
+            )
+        if self.settings.on_budget == "fewer":
+            prepared = prepare_fewer(
+                self.base, self._planner, request, planned, {}, limit=self.budget.limit
+            )
+        else:
+            prepared = prepare_on(self.base, self._planner, request, planned, {})
+        self._check_alone(prepared)
+        return prepared
+
+    def in_memory(self, prepared: Prepared) -> InMemory:
+        """Bring the experts of a plan and pin what they are compiled to; for the loader.
+
+        Raises:
+            BudgetError: when they do not fit beside what is in use now.
+            ExpertError: whatever is wrong with the experts.
+        """
+        tiers = self.residents.tiers
+        tiers.begin_request()
+        loads, moved = tiers.traffic[Tier.RAM].loads, self.residents.moved
+        with ExitStack() as pins:
+            planned = prepared.planned
+            plan = pins.enter_context(self.residents.plan(self.base, self.model, planned))
+            loads = tiers.traffic[Tier.RAM].loads - loads
+            return InMemory(
+                self.model, plan, pins.pop_all(), loads, self.residents.moved.since(moved)
+            )
+
+    @contextmanager
+    def lent(
+        self, prepared: Prepared, memory: InMemory, *, cache_key: str | None
+    ) -> Iterator[Ready]:
+        """Lend keys and values to one text, and make what reads it; for the writer.
+
+        Raises:
+            BudgetError: when they do not fit beside what is in use now.
+        """
+        wanted = kv_wanted(self.base, prepared, cache_key)
+        self._widen(
+            self.base.buffer_bytes(
+                wanted.capacity, width=memory.plan.width, rows=self.settings.rows
+            )
+        )
+        with self.residents.keeper(self.base.backend).borrow(wanted) as kv:
+            tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
+            self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
+            refs = (expert.ref for expert in prepared.planned.result.plan.experts)
+            self._presence.holds(base=self.base.stored.name, experts=tuple(refs))
+            yield Ready(self.base, self.model, kv, memory.plan)
+
+    def rest(self) -> bool:
+        """Give back the buffers of wide plans, while nothing runs; False if there are none."""
+        least = self.base.buffer_bytes(1, rows=self.settings.rows)
+        if self._buffers <= least:
+            return False
+        self.model.rest()
+        self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers - least)
+        self._buffers = least
+        return True
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Who holds how much now."""
+        held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
+        return MemoryUse(self.budget.limit, self.budget.peak, held)
+
+    @property
+    def kv_in_use(self) -> int:
+        """Bytes of keys and values of texts that run, without those that are only kept."""
+        keeper = self.residents.keeper(self.base.backend)
+        return self.budget.held("kv") - keeper.kept_bytes
+
+    def close(self) -> None:
+        """Let go of everything; nothing runs any more."""
+        if self._buffers:
+            self.model.rest()
+            self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers)
+            self._buffers = 0
+        self.residents.close()
+        self._presence.close()
+        self._stack.close()
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        self.residents.tiers.check_integrity()
+        assert self.budget.held("buffers") >= self._buffers
+
+    def _as_held(self, request: RunRequest) -> RunRequest:
+        settings = self.settings
+        route = replace(
+            request.route,
+            dtype=settings.dtype,
+            adapter_dtype=settings.adapter_dtype,
+            deterministic=settings.deterministic,
+            device=settings.device,
+            memory_budget=self.budget.limit,
+        )
+        return replace(request, route=route)
+
+    def _check_alone(self, prepared: Prepared) -> None:
+        """Refuse what could not run if it were alone, in words about its own part."""
+        own = [
+            need for need in needs(self._planner, prepared, {}) if need.purpose in {"experts", "kv"}
+        ]
+        check_fits(own, self.budget.limit - self.base.weight_bytes - self._buffers)
+
+    def _widen(self, wanted: int) -> None:
+        """Hold as many bytes of buffers as are wanted, if more than now."""
+        extra = wanted - self._buffers
+        if extra > 0:
+            tiers = self.residents.tiers
+            tiers.reserve(Tier.DEVICE, "buffers", extra, what=_WHAT)
+            self._buffers = wanted
+
+    def _warm(self, planned: Planned) -> None:
+        """Compile what the base is run with, and read a token with it."""
+        base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
+        identity = planned.result.plan.identity
+        wanted = KVWanted(
+            cache_key=None,
+            identity=identity,
+            config=base.config,
+            ids=ids,
+            virtual=0,
+            capacity=len(ids) + 1,
+        )
+        with self.residents.keeper(base.backend).borrow(wanted) as kv:
+            self.model.prepare(kv.cache, BASE_ALONE, tokens=len(ids), rows=self.settings.rows)
+            reading = self.model.reading(kv.cache, BASE_ALONE)
+            reading.prefill(ids)
+            self.model.step([(reading, ids[-1])])

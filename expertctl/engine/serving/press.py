@@ -1,0 +1,179 @@
+"""`Press`: the thread that computes. It lends keys and values, runs the batch, and ends texts.
+
+Nobody else begins or ends a text, so between two passes it may look at all of them.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from expertctl.engine.generate import Writer
+from expertctl.engine.lent import Lent
+from expertctl.engine.residents import Ready
+from expertctl.engine.serving.batch import Batch
+from expertctl.engine.serving.board import LOOK_SECONDS, Board
+from expertctl.engine.serving.desk import Desk
+from expertctl.engine.serving.house import House
+from expertctl.engine.serving.job import Started
+from expertctl.engine.serving.text import Text
+from expertctl.engine.serving.ticket import Ticket
+from expertctl.errors import BudgetError, ExpertError
+from expertctl.telling import Tell
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    """What one text is written with, until the stack is closed."""
+
+    ready: Ready
+    stack: ExitStack
+
+
+class Press:
+    """The owner of the batch and of what is lent to its texts."""
+
+    def __init__(self, house: House, board: Board, desk: Desk, *, tell: Tell) -> None:
+        """Begin without a text; the base is in memory."""
+        self.batch = Batch(house.model, rows=house.settings.rows)
+        self._house, self._board, self._desk, self._tell = house, board, desk, tell
+        self._lent: dict[Text, _Loan] = {}
+        self._thread = threading.Thread(target=self._work, name="press", daemon=True)
+
+    def start(self) -> None:
+        """Begin to compute."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Return when the board is closed and no job is left."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while self._has_work():
+            while self._board.errands:
+                self._board.errands.popleft()()
+            self._expire()
+            self._begin_texts()
+            self._compute()
+            self._desk.prepare_next()
+
+    def _has_work(self) -> bool:
+        """Wait for something to do; False when the board is closed and empty."""
+        board = self._board
+        with board.lock:
+            if not (self.batch.texts or board.ready or board.errands or board.is_done):
+                board.changed.wait(LOOK_SECONDS)
+            return not board.is_done
+
+    def _expire(self) -> None:
+        """End jobs of the line whose time is over."""
+        with self._board.lock:
+            late = [ticket for ticket in self._board.line if ticket.stopped()]
+            for ticket in late:
+                self._board.line.remove(ticket)
+        for ticket in late:
+            self._refuse(ticket, ticket.demand_wanted)
+
+    def _refuse(self, ticket: Ticket, why: Callable[[], None]) -> None:
+        try:
+            why()
+        except ExpertError as error:
+            self._board.fail(ticket, error)
+
+    def _begin_texts(self) -> None:
+        """Give rows to texts of jobs that are ready, as far as there are rows and memory."""
+        while self.batch.free and self._board.ready:
+            ticket = self._board.ready[0]
+            try:
+                ticket.demand_wanted()
+                self._begin(ticket)
+            except BudgetError as error:
+                if self.batch.texts:
+                    return  # one of them ends and gives back what is missing
+                if not self._made_room(ticket):
+                    self._board.fail(ticket, error)
+            except ExpertError as error:
+                self._put_out(ticket, error)
+
+    def _begin(self, ticket: Ticket) -> None:
+        """Begin the next text of a job."""
+        prepared, memory, number = ticket.prepared, ticket.memory, ticket.begun
+        assert prepared is not None
+        assert memory is not None
+        plan, prompt = prepared.planned.result.plan, prepared.prompt
+        with ExitStack() as stack:
+            lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key)
+            ready = stack.enter_context(lending)
+            if number == 0:
+                ticket.clock.lap("queue")
+                ticket.tell(Started(plan, len(prompt.ids), ready.reused))
+            tokenizer = ready.base.tokenizer
+            text = Text(
+                ticket,
+                number,
+                ready.model.reading(ready.kv.cache, ready.plan),
+                Writer(
+                    tokenizer, plan.params, seed=plan.seed + number, max_tokens=prompt.max_tokens
+                ),
+                unread=prompt.ids[ready.reused :],
+                tokenizer=tokenizer,
+            )
+            made_with = memory.loads, memory.moved, self._house.threads
+            ticket.lents[number] = Lent(prepared, ready, *made_with, ticket.clock)
+            self._lent[text] = _Loan(ready, stack.pop_all())
+        self.batch.add(text)
+        ticket.begun += 1
+        if ticket.begun == ticket.job.texts:
+            self._board.has_begun(ticket)
+        self._count_rows()
+
+    def _made_room(self, ticket: Ticket) -> bool:
+        """While nothing runs, take from those that only wait; False when they have nothing."""
+        others = [other for other in self._board.ready if other is not ticket]
+        for other in others:
+            self._board.send_back(other)
+            self._desk.load_again(other)
+        return self._house.rest() or bool(others)
+
+    def _compute(self) -> None:
+        """Do one pass, and part with the texts that are over."""
+        try:
+            over = self.batch.advance()
+        except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
+            self._tell(f"error: a pass failed\n{traceback.format_exc()}")
+            over = self.batch.abandon(ExpertError("the server failed to answer this"))
+        for text in over:
+            if text.error is not None:
+                self._put_out(text.ticket, text.error)
+            elif text in self._lent:  # else one of the same job failed
+                self._end(text)
+        self._count_rows()
+
+    def _end(self, text: Text) -> None:
+        """Take an answer, and keep its keys and values if it is whole."""
+        ticket, generated = text.ticket, text.generated()
+        assert ticket.prepared is not None
+        if generated.finish_reason in {"stop", "length"}:
+            kv = self._lent[text].ready.kv
+            kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
+        self._lent.pop(text).stack.close()
+        ticket.ended[text.number] = generated
+        if ticket.is_cancelled and ticket.begun < ticket.job.texts:
+            self._board.has_begun(ticket)
+        if len(ticket.ended) == ticket.begun and ticket not in self._board.ready:
+            ticket.stage = "concluding"
+            self._board.give_back(ticket)
+            self._desk.conclude(ticket)
+
+    def _put_out(self, ticket: Ticket, error: ExpertError) -> None:
+        """End a job with all its texts."""
+        for text in [text for text in self._lent if text.ticket is ticket]:
+            self.batch.remove(text)
+            self._lent.pop(text).stack.close()
+        self._board.fail(ticket, error)
+
+    def _count_rows(self) -> None:
+        with self._board.lock:
+            self._board.free_rows = self.batch.free

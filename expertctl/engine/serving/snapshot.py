@@ -1,0 +1,51 @@
+"""What the engine of a server is doing, in numbers: read now and then, by whoever shows them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.engine.budget import Purpose
+from expertctl.engine.serving.batch import Counts
+from expertctl.engine.tiers import Traffic
+
+
+@dataclass(slots=True)
+class Totals:
+    """What became of jobs so far."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    """For want of a place in the queue."""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One moment; sizes in bytes, counts since the start."""
+
+    waiting: int
+    """Jobs in the queue."""
+    preparing: int
+    """Jobs whose plan is made, or whose experts are brought."""
+    running: int
+    """Texts in the batch."""
+    rows: int
+    """How many there may be."""
+    totals: Totals
+    counts: Counts
+    held: Mapping[Purpose, int]
+    limit: int
+    peak: int
+    kv_limit: int
+    """What keys and values may take beside what else is held."""
+    kv_in_use: int
+    """Keys and values of texts that run; `held` counts those that are kept, too."""
+    traffic: Mapping[str, Traffic]
+    """By tier."""
+    running_plans: tuple[tuple[str, ...], ...]
+    """The experts of each text in the batch."""
+    waiting_plans: tuple[tuple[str, ...], ...]
+    """Of each job that is prepared."""

@@ -1,0 +1,130 @@
+"""`Text`: one answer that is being written, in its row of the batch."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from expertctl.engine.generate import Generated, Reading, Writer
+from expertctl.engine.serving.job import Drawn, Likely, Piece
+from expertctl.engine.serving.ticket import Stopped, Ticket
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.errors import ExpertError
+
+
+class Text:
+    """First its prompt is read, a stretch at a time, then it is written, token by token."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        number: int,
+        reading: Reading,
+        writer: Writer,
+        *,
+        unread: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Begin with ``unread`` tokens of the prompt, at least one."""
+        assert unread, "at least one token is read, for its scores"
+        self.ticket, self.number, self.reading, self.writer = ticket, number, reading, writer
+        self.served = 0
+        """In which pass it was served last."""
+        self.error: ExpertError | None = None
+        """Why it cannot go on."""
+        self._unread, self._tokenizer = list(unread), tokenizer
+        self._begun = time.perf_counter()
+        self._prefilled, self._prefill_ms, self._first_ms = 0, 0.0, 0.0
+        self._decode_ms, self._steps = 0.0, 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is not read to its end."""
+        return bool(self._unread)
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of its prompt are left."""
+        return len(self._unread)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is written."""
+        return self.writer.finish_reason is not None or self.error is not None
+
+    @property
+    def last_token(self) -> int:
+        """What is read next, while it is written."""
+        return self.writer.tokens[-1]
+
+    def read(self, most: int) -> None:
+        """Read so many tokens of the prompt at most; behind its last one the first is drawn.
+
+        Raises:
+            ExpertError: when its scores are not numbers.
+        """
+        now, self._unread = self._unread[:most], self._unread[most:]
+        result = self.reading.prefill(now)
+        self._prefilled += result.tokens
+        self._prefill_ms += result.ms
+        if not self._unread:
+            self.take(result.logits)
+            self._first_ms = (time.perf_counter() - self._begun) * 1e3
+
+    def count_step(self, ms: float) -> None:
+        """Count a step that it took part in."""
+        self._decode_ms, self._steps = self._decode_ms + ms, self._steps + 1
+
+    def take(self, logits: Tensor) -> None:
+        """Draw the next token from scores [vocab], and tell what is certain now.
+
+        Raises:
+            IncompatibleError: when they are not numbers.
+        """
+        wanted, known = self.ticket.job.logprobs, len(self.writer.tokens)
+        text = self.writer.take(logits)
+        drawn: tuple[Drawn, ...] = ()
+        if wanted is not None and len(self.writer.tokens) > known:
+            drawn = (_drawn(self.writer.tokens[-1], logits, wanted, self._tokenizer),)
+        self._tell(text, drawn)
+
+    def give_up(self, why: Stopped) -> None:
+        """End it where it is."""
+        self._unread = []
+        self._tell(self.writer.give_up(why), ())
+
+    def generated(self) -> Generated:
+        """Return what came of it, once it is at its end."""
+        reason = self.writer.finish_reason
+        assert reason is not None, "a text that goes on is not generated"
+        return Generated(
+            text="".join(self.writer.pieces),
+            tokens=tuple(self.writer.tokens),
+            finish_reason=reason,
+            prefill_tokens=self._prefilled,
+            prefill_ms=self._prefill_ms,
+            first_token_ms=self._first_ms or (time.perf_counter() - self._begun) * 1e3,
+            decode_ms=self._decode_ms,
+            decode_steps=self._steps,
+            stopped_by=self.writer.stopped_by,
+        )
+
+    def _tell(self, text: str, drawn: tuple[Drawn, ...]) -> None:
+        if text or drawn:
+            self.ticket.tell(Piece(self.number, text, drawn))
+
+
+def _drawn(token: int, logits: Tensor, most: int, tokenizer: Tokenizer) -> Drawn:
+    """Return a token with its probability, by the model alone: before temperature and penalties."""
+    scores: np.ndarray[Any, Any] = logits.float().numpy().astype(np.float64)
+    best = scores.max()
+    scores -= best + np.log(np.exp(scores - best).sum())
+    top = np.argpartition(scores, -most)[-most:].tolist() if most else []
+    order = sorted(top, key=lambda other: (-scores[other], other))
+
+    def likely(one: int) -> Likely:
+        return Likely(one, tokenizer.decode([one]), float(scores[one]))
+
+    return Drawn(likely(token), tuple(likely(one) for one in order))

@@ -1,0 +1,111 @@
+"""`Ticket`: one job on its way through the engine, and what has been gathered for it."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import monotonic as now
+from typing import Literal
+
+from expertctl.engine.backend import Model
+from expertctl.engine.compose import CompiledPlan
+from expertctl.engine.generate import Generated
+from expertctl.engine.lent import Clock, Lent
+from expertctl.engine.preparation import Prepared
+from expertctl.engine.run_result import BytesRead
+from expertctl.engine.serving.job import Event, Job, Sink
+from expertctl.errors import CancelledError, TimedOutError
+from expertctl.routing.planner import Planned
+
+Stage = Literal["waiting", "preparing", "ready", "running", "concluding", "ended"]
+Stopped = Literal["cancelled", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A plan that is pinned, until ``pins`` are closed."""
+
+    model: Model
+    plan: CompiledPlan
+    pins: ExitStack
+    loads: int
+    """How many experts were read for it."""
+    moved: BytesRead
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One job; in each stage one thread works at it, and hands it on."""
+
+    job: Job
+    sink: Sink
+    came: float = field(default_factory=now)
+    clock: Clock = field(default_factory=Clock)
+    stage: Stage = "waiting"
+    is_cancelled: bool = False
+    planned: Planned | None = None
+    prepared: Prepared | None = None
+    memory: InMemory | None = None
+    begun: int = 0
+    """How many of its texts have begun."""
+    lents: dict[int, Lent] = field(default_factory=dict)
+    ended: dict[int, Generated] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> str:
+        """Who asked."""
+        return self.job.owner
+
+    @property
+    def priority(self) -> int:
+        """0 to 9."""
+        return self.job.priority
+
+    @property
+    def cost(self) -> float:
+        """How many answers it wants."""
+        return float(self.job.texts)
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """The experts of its plan, once there is one."""
+        return tuple(e.ref for e in self.planned.result.plan.experts) if self.planned else ()
+
+    def stopped(self) -> Stopped | None:
+        """Why it is not to go on, if so."""
+        if self.is_cancelled:
+            return "cancelled"
+        deadline = self.job.deadline
+        return "timeout" if deadline is not None and now() >= deadline else None
+
+    def demand_wanted(self) -> None:
+        """Go no further with what nobody waits for.
+
+        Raises:
+            CancelledError: when it was called off.
+            TimedOutError: when its time is over.
+        """
+        match self.stopped():
+            case "cancelled":
+                raise CancelledError("the job was cancelled")
+            case "timeout":
+                raise TimedOutError(
+                    "the time for this answer was over before it began",
+                    hint="give it more time, or send it when fewer wait",
+                )
+            case None:
+                return
+
+    @property
+    def cache_key(self) -> str | None:
+        """Whose earlier texts may begin its own; answers to one prompt share it in any case."""
+        given = self.job.request.cache_key
+        return f"\0{self.job.id}" if given is None and self.job.texts > 1 else given
+
+    def tell(self, event: Event) -> None:
+        """Give an event to whoever asked."""
+        self.sink(event)
+
+    def release(self) -> None:
+        """Let go of what is pinned for it."""
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.pins.close()

@@ -1,0 +1,115 @@
+"""Who is next: jobs in a bounded line, by priority, and fairly among those who asked.
+
+Of the jobs of the highest priority that one is taken whose owner was served least of late, and of
+an owner's own the one that came first. What was served counts from the moment an owner comes, so
+nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). A job that waits
+rises by one priority every `RISE_SECONDS`, so none waits for ever.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+RISE_SECONDS = 10.0
+
+
+class Waiting(Protocol):
+    """What the line needs to know of a job."""
+
+    @property
+    def owner(self) -> str:
+        """Who asked."""
+
+    @property
+    def priority(self) -> int:
+        """0 to 9; 9 is served first."""
+
+    @property
+    def cost(self) -> float:
+        """How much of a turn it takes; 1 is one answer."""
+
+
+Item = TypeVar("Item", bound=Waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place(Generic[Item]):
+    item: Item
+    number: int
+    since: float
+
+    def level(self, now: float) -> int:
+        return self.item.priority + int((now - self.since) / RISE_SECONDS)
+
+
+class WaitingLine(Generic[Item]):
+    """Jobs that nobody works at yet; times are seconds of one clock."""
+
+    def __init__(self, bound: int) -> None:
+        """Let at most so many wait."""
+        self.bound = bound
+        self._places: list[_Place[Item]] = []
+        self._served: dict[str, float] = {}
+        self._begun = 0.0
+        """What the owner that was taken last had been served before."""
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yield who waits, in the order they came."""
+        return (place.item for place in self._places)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may come."""
+        return len(self._places) >= self.bound
+
+    def add(self, item: Item, *, now: float) -> None:
+        """Put a job into the line, which is not full."""
+        assert not self.is_full, "whoever adds has looked"
+        self._numbers += 1
+        self._places.append(_Place(item, self._numbers, now))
+        self._served[item.owner] = max(self._served.get(item.owner, 0.0), self._begun)
+
+    def take(self, *, now: float) -> Item | None:
+        """Take who is next out of the line; None when nobody waits."""
+        if not self._places:
+            return None
+        place = min(self._places, key=lambda place: self._order(place, now))
+        self._places.remove(place)
+        owner = place.item.owner
+        self._begun = self._served[owner]
+        self._served[owner] += place.item.cost
+        self._forget_absent()
+        return place.item
+
+    def remove(self, item: Item) -> bool:
+        """Take a job out of the line that is not wanted any more; False when it was not there."""
+        for place in self._places:
+            if place.item is item:
+                self._places.remove(place)
+                self._forget_absent()
+                return True
+        return False
+
+    def check_integrity(self) -> None:
+        """Assert what always holds."""
+        assert len(self._places) <= self.bound
+        assert {place.item.owner for place in self._places} <= self._served.keys()
+        numbers = [place.number for place in self._places]
+        assert numbers == sorted(set(numbers))
+
+    def _order(self, place: _Place[Item], now: float) -> tuple[float, float, int]:
+        return -place.level(now), self._served[place.item.owner], place.number
+
+    def _forget_absent(self) -> None:
+        """Forget owners who have no advantage to lose: they come back as new ones would."""
+        here = {place.item.owner for place in self._places}
+        self._served = {
+            owner: served
+            for owner, served in self._served.items()
+            if owner in here or served > self._begun
+        }

@@ -1,0 +1,360 @@
+"""The engine of a server: what each job gets is what it would get alone."""
+
+import queue
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.message import UserMessage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.engine.serving import ticket
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.job import Event, Failed, Finished, Job, Piece, Started
+from expertctl.errors import (
+    BudgetError,
+    CancelledError,
+    NotFoundError,
+    RateLimitError,
+    TimedOutError,
+    UsageError,
+)
+from expertctl.reference import Reference
+from expertctl.routing.planner import Planner
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import Forced, RouteRequest
+from expertctl.settings import Home, Settings
+from tests.engine.market import Market, market
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house", "market"]
+
+NAMES = ("sql", "go", "rust", "lisp")
+
+
+@pytest.fixture(autouse=True)
+def known(house: House, market: Market) -> None:
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+    house.install(*(market.package(f"acme/{name}", seed=n) for n, name in enumerate(NAMES)))
+
+
+def planner(house: House) -> Planner:
+    return Planner.open(Settings(Home(house.root), encoder="lexical"))
+
+
+@pytest.fixture
+def settings() -> BatchSettings:
+    return BatchSettings(budget=32 << 20, rows=4, queue=32)
+
+
+@pytest.fixture(params=[TORCH_BELOW, 0], ids=["torch", "kernels"])
+def torch_below(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def engine(house: House, settings: BatchSettings, torch_below: int) -> Iterator[BatchEngine]:
+    engine = BatchEngine(planner(house), settings, torch_below=torch_below)
+    engine.start()
+    try:
+        yield engine
+        engine.check_integrity()
+    finally:
+        engine.close()
+    engine.check_integrity()
+
+
+def request(
+    prompt: str = "Sort: 3, 1, 2", *experts: str, max_tokens: int = 12, **wishes: Any
+) -> RunRequest:
+    wished = SamplingWishes(max_tokens=max_tokens, **(wishes or {"greedy": True}))
+    route = RouteRequest(prompt=prompt, seed=0, wishes=wished, base_alone=not experts)
+    forced = tuple(Forced(Reference.parse(f"acme/{name}")) for name in experts)
+    return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=forced)
+
+
+ENDLESS = request("Sort: 1", "sql", max_tokens=100_000)
+"""Goes on until the context is full."""
+
+
+def job(wanted: RunRequest, **options: Any) -> Job:
+    return Job(id=uuid.uuid4().hex, request=wanted, **options)
+
+
+class Reader:
+    """Takes the events of one job."""
+
+    def __init__(self, engine: BatchEngine, wanted: Job) -> None:
+        self.events: list[Event] = []
+        self._queue: queue.Queue[Event] = queue.Queue()
+        self.id = wanted.id
+        engine.submit(wanted, self._queue.put)
+
+    def next(self) -> Event:
+        event = self._queue.get(timeout=60)
+        self.events.append(event)
+        return event
+
+    def end(self) -> Finished:
+        while not isinstance(event := self.next(), Finished):
+            if isinstance(event, Failed):
+                raise event.error
+        assert self._queue.empty()
+        return event
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+
+def alone(house: House, wanted: RunRequest, torch_below: int) -> RunResult:
+    """What `run` answers."""
+    engine = Engine(planner(house), budget=32 << 20, torch_below=torch_below)
+    stream = engine.run(wanted)
+    result = yield_of(stream)
+    assert isinstance(result, RunResult)
+    return result
+
+
+def yield_of(stream: Generator[str, None, RunResult]) -> RunResult:
+    while True:
+        try:
+            next(stream)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]  # of the stream
+
+
+def test_jobs_with_different_plans_get_what_each_gets_alone(
+    engine: BatchEngine, house: House, torch_below: int
+) -> None:
+    wanted = [request(f"Sort: {n}, 1", name) for n, name in enumerate(NAMES)]
+    wanted += [request("Sort: 9, 1"), request("Say it", "sql", "go")]
+    readers = [Reader(engine, job(one)) for one in wanted]
+    for one, reader in zip(wanted, readers, strict=True):
+        [result] = reader.end().results
+        expected = alone(house, one, torch_below)
+        assert result.generated.tokens == expected.generated.tokens
+        assert result.generated.text == expected.generated.text == reader.text
+        assert result.planned.result.plan.identity == expected.planned.result.plan.identity
+        assert result.prompt_tokens == expected.prompt_tokens
+        assert isinstance(reader.events[0], Started)
+    assert len({reader.text for reader in readers}) > 3  # the experts say different things
+
+
+def test_several_answers_to_one_prompt_have_seeds_of_their_own_and_the_first_is_that_of_a_run(
+    engine: BatchEngine, house: House, torch_below: int
+) -> None:
+    wanted = request("Sort: 3, 1", "sql", temperature=1.5, max_tokens=16)
+    reader = Reader(engine, job(wanted, texts=3))
+    results = reader.end().results
+    assert [len(result.generated.tokens) for result in results] == [16, 16, 16]
+    assert len({result.generated.tokens for result in results}) == 3
+    assert results[0].generated.tokens == alone(house, wanted, torch_below).generated.tokens
+    for number, result in enumerate(results):
+        pieces = [e for e in reader.events if isinstance(e, Piece) and e.number == number]
+        assert "".join(piece.text for piece in pieces) == result.generated.text
+
+
+def test_more_answers_than_rows_are_refused_at_once(engine: BatchEngine) -> None:
+    with pytest.raises(UsageError, match="5 answers are asked for, 4 are written at a time"):
+        engine.submit(job(request(), texts=5), lambda _: None)
+
+
+def test_more_jobs_than_rows_are_all_answered_in_turn(engine: BatchEngine) -> None:
+    readers = [Reader(engine, job(request(f"Sort: {n}"))) for n in range(12)]
+    ends = [reader.end() for reader in readers]
+    assert len({end.results[0].generated.tokens for end in ends}) >= 1
+    assert engine.snapshot().totals.finished == 12
+    assert engine.snapshot().waiting == engine.snapshot().running == 0
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_again(house: House) -> None:
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1, queue=2))
+    engine.start()
+    try:
+        readers, refused = list[Reader](), list[RateLimitError]()
+        for number in range(20):
+            try:
+                readers.append(Reader(engine, job(request(f"Sort: {number}", max_tokens=64))))
+            except RateLimitError as error:
+                refused.append(error)
+        assert refused
+        assert "2 jobs wait already" in refused[0].message
+        assert 1 <= refused[0].retry_after <= 60
+        assert engine.snapshot().totals.refused == len(refused)
+        for reader in readers:
+            reader.end()
+    finally:
+        engine.close()
+
+
+def test_a_cancelled_text_ends_where_it_is_and_frees_its_row(engine: BatchEngine) -> None:
+    reader = Reader(engine, job(ENDLESS))
+    while not isinstance(reader.next(), Piece):
+        pass
+    engine.cancel(reader.id)
+    [result] = reader.end().results
+    assert result.generated.finish_reason == "cancelled"
+    assert 0 < len(result.generated.tokens) < 4096
+    assert engine.snapshot().running == 0
+    assert engine.snapshot().totals.cancelled == 1
+
+
+def test_a_job_that_is_cancelled_while_it_waits_never_begins(house: House) -> None:
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1, queue=8))
+    engine.start()
+    try:
+        first = Reader(engine, job(ENDLESS))
+        others = [Reader(engine, job(request(f"Sort: {n}"))) for n in range(5)]
+        engine.cancel(others[-1].id)
+        with pytest.raises(CancelledError):
+            others[-1].end()
+        assert not any(isinstance(event, Started) for event in others[-1].events)
+        engine.cancel(first.id)
+        for other in others[:-1]:
+            other.end()
+    finally:
+        engine.close()
+
+
+def test_a_deadline_gives_what_is_there_and_says_so(
+    engine: BatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Reader(engine, job(ENDLESS, deadline=time.monotonic() + 1000))
+    while not isinstance(reader.next(), Piece):
+        pass
+    later = time.monotonic() + 1000
+    monkeypatch.setattr(ticket, "now", lambda: later)
+    [result] = reader.end().results
+    assert result.generated.finish_reason == "timeout"
+    assert reader.text == result.generated.text != ""
+
+
+def test_a_deadline_before_the_answer_begins_is_an_error(engine: BatchEngine) -> None:
+    reader = Reader(engine, job(request(), deadline=time.monotonic() - 1))
+    with pytest.raises(TimedOutError, match="was over before it began"):
+        reader.end()
+
+
+def test_an_unknown_expert_fails_its_own_job_and_no_other(engine: BatchEngine) -> None:
+    bad = Reader(engine, job(request("Sort: 1", "cobol")))
+    good = Reader(engine, job(request("Sort: 1", "sql")))
+    with pytest.raises(NotFoundError, match="cobol"):
+        bad.end()
+    assert good.end().results[0].generated.tokens
+
+
+def test_a_prompt_that_cannot_fit_is_refused_and_the_next_is_answered(engine: BatchEngine) -> None:
+    with pytest.raises(UsageError, match="tokens"):
+        Reader(engine, job(request("word " * 9000))).end()
+    assert Reader(engine, job(request())).end().results[0].generated.tokens
+
+
+def test_the_scores_of_tokens_are_those_of_the_model(engine: BatchEngine) -> None:
+    reader = Reader(engine, job(request("Sort: 1", "sql"), logprobs=3))
+    [result] = reader.end().results
+    drawn = [one for e in reader.events if isinstance(e, Piece) for one in e.drawn]
+    assert tuple(one.chosen.token for one in drawn) == result.generated.tokens
+    for one in drawn:
+        assert one.likeliest[0].token == one.chosen.token  # greedy
+        assert len(one.likeliest) == 3
+        scores = [likely.logprob for likely in one.likeliest]
+        assert scores == sorted(scores, reverse=True)
+        assert scores[0] < 0
+
+
+def test_the_next_turn_of_a_conversation_reads_only_what_is_new(engine: BatchEngine) -> None:
+    wanted = replace(request("one two three four five six seven eight"), cache_key="a/1")
+    first = Reader(engine, job(wanted)).end().results[0]
+    again = Reader(engine, job(wanted)).end().results[0]
+    other = Reader(engine, job(replace(wanted, cache_key="b/1"))).end().results[0]
+    assert again.kv_reused_tokens == first.prompt_tokens - 1
+    assert other.kv_reused_tokens == 0
+    assert again.generated.tokens == first.generated.tokens == other.generated.tokens
+    engine.forget("a/1")
+    assert Reader(engine, job(wanted)).end().results[0].kv_reused_tokens == 0
+
+
+def test_another_base_is_refused(engine: BatchEngine) -> None:
+    with pytest.raises(UsageError, match="answers on market-base, not on other"):
+        engine.submit(job(replace(request(), base="other")), lambda _: None)
+
+
+def test_closing_lets_what_is_here_end_within_its_time(house: House) -> None:
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1))
+    engine.start()
+    readers = [Reader(engine, job(request(f"Sort: {n}", "sql"))) for n in range(3)]
+    engine.close(seconds=60)
+    assert [len(reader.end().results[0].generated.tokens) for reader in readers] == [12, 12, 12]
+    engine.check_integrity()
+
+
+def test_closing_at_once_calls_off_what_is_here_and_takes_nothing_more(house: House) -> None:
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1))
+    engine.start()
+    first, second = Reader(engine, job(ENDLESS)), Reader(engine, job(ENDLESS))
+    while not isinstance(first.next(), Piece):
+        pass
+    engine.close()
+    assert first.end().results[0].generated.finish_reason == "cancelled"
+    with pytest.raises(CancelledError):
+        second.end()
+    with pytest.raises(RateLimitError, match="ending"):
+        engine.submit(job(request()), lambda _: None)
+    engine.check_integrity()
+
+
+def bytes_at_rest(house: House, settings: BatchSettings) -> int:
+    engine = BatchEngine(planner(house), settings)
+    engine.start()
+    try:
+        snapshot = engine.snapshot()
+        return snapshot.limit - snapshot.kv_limit
+    finally:
+        engine.close()
+
+
+def test_a_job_that_could_not_have_its_memory_even_alone_is_refused_alone(
+    house: House, settings: BatchSettings
+) -> None:
+    budget = bytes_at_rest(house, settings) + (100 << 10)
+    engine = BatchEngine(planner(house), replace(settings, budget=budget))
+    engine.start()
+    try:
+        with pytest.raises(BudgetError, match="the KV cache of 512 tokens"):
+            Reader(engine, job(request("Sort: 2", max_tokens=100_000))).end()
+        assert Reader(engine, job(request("Sort: 1"))).end().results[0].generated.tokens
+        assert engine.snapshot().peak <= budget
+    finally:
+        engine.close()
+
+
+def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
+    house: House, settings: BatchSettings
+) -> None:
+    """Room for the plan of one expert, its loading, and little more."""
+    with_one = BatchEngine(planner(house), settings)
+    with_one.start()
+    Reader(with_one, job(request("Sort: 1", "sql"))).end()
+    budget = with_one.snapshot().peak
+    with_one.close()
+    engine = BatchEngine(planner(house), replace(settings, budget=budget))
+    engine.start()
+    try:
+        readers = [
+            Reader(engine, job(request(f"Sort: {n}", name))) for n in range(3) for name in NAMES
+        ]
+        assert all(reader.end().results[0].generated.tokens for reader in readers)
+        assert engine.snapshot().peak <= budget
+        assert engine.snapshot().traffic["device"].evictions >= len(NAMES) - 1
+        engine.check_integrity()
+    finally:
+        engine.close()

@@ -1,0 +1,126 @@
+"""Who is next: by priority, fairly among callers, and nobody waits for ever."""
+
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from expertctl.engine.serving.waiting_line import RISE_SECONDS, WaitingLine
+
+
+@dataclass(frozen=True)
+class Job:
+    owner: str = "a"
+    priority: int = 5
+    cost: float = 1.0
+    number: int = 0
+
+
+def taken(line: WaitingLine[Job], *, now: float = 0.0) -> list[Job]:
+    found = []
+    while (job := line.take(now=now)) is not None:
+        found.append(job)
+    return found
+
+
+def line_of(*jobs: Job, bound: int = 100) -> WaitingLine[Job]:
+    line = WaitingLine[Job](bound)
+    for job in jobs:
+        line.add(job, now=0.0)
+    return line
+
+
+def test_the_highest_priority_is_served_first_and_equal_ones_as_they_came() -> None:
+    jobs = [Job(priority=p, number=n) for n, p in enumerate((5, 9, 0, 9, 5))]
+    assert [job.number for job in taken(line_of(*jobs))] == [1, 3, 0, 4, 2]
+
+
+def test_one_caller_with_many_jobs_does_not_hold_up_another_with_one() -> None:
+    jobs = [Job("greedy", number=n) for n in range(5)] + [Job("modest", number=9)]
+    assert [job.number for job in taken(line_of(*jobs))] == [0, 9, 1, 2, 3, 4]
+
+
+def test_jobs_of_more_answers_count_for_more() -> None:
+    jobs = [Job("a", cost=3), Job("a", number=1), *(Job("b", number=n) for n in (2, 3, 4))]
+    assert [job.number for job in taken(line_of(*jobs))] == [0, 2, 3, 4, 1]
+
+
+def test_who_was_away_has_not_saved_up_turns() -> None:
+    line = line_of(*(Job("a", number=n) for n in range(4)))
+    assert [line.take(now=0.0) for _ in range(2)] == [Job("a", number=0), Job("a", number=1)]
+    for number in range(4, 8):
+        line.add(Job("b", number=number), now=0.0)
+    assert [job.owner for job in taken(line)] == ["b", "a", "b", "a", "b", "b"]
+
+
+def test_a_job_that_waits_rises_until_it_is_next() -> None:
+    line = line_of(Job("old", priority=0))
+    line.add(Job("new", priority=9), now=9 * RISE_SECONDS - 1)
+    assert [j.owner for j in taken(line, now=9 * RISE_SECONDS - 1)] == ["new", "old"]
+    line = line_of(Job("old", priority=0))
+    line.add(Job("new", priority=9), now=10 * RISE_SECONDS)
+    assert [j.owner for j in taken(line, now=10 * RISE_SECONDS)] == ["old", "new"]
+
+
+def test_a_job_that_is_removed_is_not_served() -> None:
+    first, second = Job(number=1), Job(number=2)
+    line = line_of(first, second)
+    assert line.remove(first)
+    assert not line.remove(first)
+    assert taken(line) == [second]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=40))
+def test_everybody_is_served_once_and_no_priority_before_a_higher_one(
+    asked: list[tuple[str, int]],
+) -> None:
+    jobs = [Job(owner, priority, number=n) for n, (owner, priority) in enumerate(asked)]
+    order = taken(line_of(*jobs))
+    assert sorted(job.number for job in order) == list(range(len(jobs)))
+    priorities = [job.priority for job in order]
+    assert priorities == sorted(priorities, reverse=True)
+
+
+class Lines(RuleBasedStateMachine):
+    """Callers that come, go and give up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.now, self.number = WaitingLine[Job](6), 0.0, 0
+        self.here: list[Job] = []
+
+    @precondition(lambda self: len(self.here) < 6)
+    @rule(owner=st.sampled_from("abcd"), priority=st.integers(0, 9), cost=st.integers(1, 4))
+    def add(self, owner: str, priority: int, cost: int) -> None:
+        self.number += 1
+        job = Job(owner, priority, cost, self.number)
+        self.line.add(job, now=self.now)
+        self.here.append(job)
+
+    @rule(seconds=st.floats(0, 100))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def take(self) -> None:
+        job = self.line.take(now=self.now)
+        assert (job is None) == (not self.here)
+        if job is not None:
+            self.here.remove(job)
+
+    @precondition(lambda self: self.here)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        job = data.draw(st.sampled_from(self.here))
+        assert self.line.remove(job)
+        self.here.remove(job)
+
+    @invariant()
+    def all_are_there(self) -> None:
+        self.line.check_integrity()
+        assert list(self.line) == self.here
+        assert self.line.is_full == (len(self.here) == 6)
+
+
+TestLines = Lines.TestCase
