@@ -1,0 +1,141 @@
+"""A validator of the operator's own: a program that reads the answer and ends with 0 if it passes.
+
+Which programs there are is said when the server starts, never by a request. No shell reads the
+words. The program sees the answer on stdin and none of the server's secrets in its environment.
+What it says on stderr is the reason that people are told. It is ended when its time is up.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from threading import Thread
+from typing import IO
+
+from expertctl.engine.answer_form import MAX_CHARACTERS, Checked
+from expertctl.errors import NotFoundError, UsageError
+
+SECONDS = 5.0
+"""How long a validator may take."""
+MAX_OUTPUT = 2000
+"""Bytes of its stderr that are kept; what is more is read and dropped."""
+_KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program with its arguments, and how long it may take."""
+
+    words: tuple[str, ...]
+    seconds: float = SECONDS
+
+    def check(self, name: str, text: str) -> Checked:
+        """Ask the program about an answer; where it does not say, nothing is known."""
+        if len(text) > MAX_CHARACTERS:
+            return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
+        try:
+            code, said = self._run(text)
+        except subprocess.TimeoutExpired:
+            return Checked(None, f"the validator {name} took longer than {self.seconds:g} seconds")
+        except OSError as error:
+            return Checked(None, f"the validator {name} could not be started: {error.strerror}")
+        if code < 0:
+            return Checked(None, f"the validator {name} was ended by signal {-code}")
+        if code > 0:
+            return Checked(False, f"the validator {name} refuses the answer: {said or code}")
+        return Checked(True)
+
+    def _run(self, text: str) -> tuple[int, str]:
+        """Return the exit code, and what was said."""
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(text.encode("utf-8", "replace"))
+            stdin.seek(0)
+            process = subprocess.Popen(  # noqa: S603  # the operator's own words, by no shell
+                self.words,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={name: os.environ[name] for name in _KEPT if name in os.environ},
+                start_new_session=True,
+            )
+        assert process.stderr is not None
+        hearing = _Hearing(process.stderr)
+        try:
+            return process.wait(self.seconds), hearing.said()
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise
+
+
+class _Hearing:
+    """Reads what a program says, in a thread, so that it is never kept waiting."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._kept = b""
+        self._thread = Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def said(self) -> str:
+        """Return it as one printable line."""
+        self._thread.join(1.0)  # a program that outlives its group may hold the pipe
+        words = self._kept.decode("utf-8", "replace").split()
+        return "".join(c if c.isprintable() else "?" for c in " ".join(words))
+
+    def _read(self) -> None:
+        with self._stream as stream:
+            self._kept = stream.read(MAX_OUTPUT)
+            while stream.read(65536):
+                pass
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a program and what it started."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)  # its leader is still to be waited for
+    process.kill()
+    process.wait()
+
+
+def read_commands(options: Iterable[str]) -> Mapping[str, Command]:
+    """Read ``NAME=PROGRAM [ARGUMENT…]``, the words as a shell would split them.
+
+    Raises:
+        UsageError: when one is not of that form, or a name is given twice.
+        NotFoundError: when there is no such program.
+    """
+    commands = dict[str, Command]()
+    for option in options:
+        name, words = _split(option)
+        if name in commands:
+            raise UsageError(f"there are two validators {name!r}", hint="give them other names")
+        commands[name] = Command((_program(words[0]), *words[1:]))
+    return commands
+
+
+def _split(option: str) -> tuple[str, list[str]]:
+    name, _, line = option.partition("=")
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"the validator {option[:80]!r}: {error}") from error
+    if not words or not name or len(name) > 64 or not name.isprintable():
+        raise UsageError(
+            f"{option[:80]!r} is not a validator",
+            hint="write NAME=PROGRAM, such as iban=/usr/local/bin/check-iban",
+        )
+    return name, words
+
+
+def _program(word: str) -> str:
+    found = shutil.which(word)
+    if found is None:
+        raise NotFoundError(
+            f"the validator {word[:200]!r} is no program",
+            hint="give its path, and make it runnable",
+        )
+    return str(os.path.abspath(found))  # noqa: PTH100  # symbolic links are kept

@@ -1,0 +1,59 @@
+"""Answers that are to be JSON and nothing else, so that a program can read them as they are.
+
+A code block round the JSON is a fault here: who asks for a form by name reads the whole answer.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import NoReturn
+
+from expertctl.engine.answer_form import MAX_CHARACTERS, Checked
+from expertctl.schema.strict_json import JsonValue
+
+_LONGEST_INTEGER = 4000
+"""Digits that Python turns into an integer; a longer one counts as the float next to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The JSON value that an answer is."""
+
+    value: JsonValue
+
+
+def check_value(text: str) -> Checked:
+    """Check that an answer is one JSON value."""
+    found = read_answer(text)
+    return found if isinstance(found, Checked) else Checked(True)
+
+
+def check_object(text: str) -> Checked:
+    """Check that an answer is one JSON object."""
+    found = read_answer(text)
+    if isinstance(found, Checked):
+        return found
+    if isinstance(found.value, dict):
+        return Checked(True)
+    return Checked(False, "the answer is JSON, but no object")
+
+
+def read_answer(text: str) -> Answer | Checked:
+    """Return the value that an answer is, or why it is none."""
+    if len(text) > MAX_CHARACTERS:
+        return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
+    if not text.strip():
+        return Checked(False, "the answer is empty")
+    try:
+        return Answer(json.loads(text, parse_int=_integer, parse_constant=_refuse))
+    except ValueError as error:
+        return Checked(False, f"the answer is not JSON: {error}")
+    except RecursionError:
+        return Checked(False, "the answer is not JSON that can be read: it is nested too deep")
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits)
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,0 +1,131 @@
+"""Answers that must fit a JSON Schema that came with the request.
+
+The schema is nobody's we know: its size and depth are bounded, nothing it refers to is fetched, its
+patterns run in linear time, and how often it looks at a value is counted before it does.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from operator import mul
+from typing import NoReturn
+
+import jsonschema_rs
+
+from expertctl.engine.answer_form import Checked
+from expertctl.errors import UsageError
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.post_processing.json_answer import read_answer
+from expertctl.server.post_processing.schema_cost import SchemaCost, read_cost
+
+MAX_VALUES = 50_000
+MAX_DEPTH = 64
+MAX_LOOKS = 5_000_000
+"""Beyond so many looks at its values an answer is not checked."""
+_PATTERN_BYTES = 1 << 20
+_MOST_SHOWN = 300
+_HINT = "correct the schema; patterns have neither look-around nor references back"
+_NEWEST = "https://json-schema.org/draft/2020-12/schema"
+_DIALECTS: Mapping[str, type[jsonschema_rs.Validator]] = {
+    _NEWEST: jsonschema_rs.Draft202012Validator,
+    "https://json-schema.org/draft/2019-09/schema": jsonschema_rs.Draft201909Validator,
+    "http://json-schema.org/draft-07/schema": jsonschema_rs.Draft7Validator,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSchema:
+    """A schema that was read, and what it costs."""
+
+    validator: jsonschema_rs.Validator
+    cost: SchemaCost
+
+    def check(self, text: str) -> Checked:
+        """Check that an answer is JSON that fits the schema."""
+        found = read_answer(text)
+        if isinstance(found, Checked):
+            return found
+        values = list(islice(_levels(found.value), MAX_DEPTH + 1))
+        if len(values) > MAX_DEPTH:
+            return Checked(None, f"the answer is not checked: nested deeper than {MAX_DEPTH}")
+        if sum(map(mul, values, self.cost.looks(len(values)))) > MAX_LOOKS:
+            return Checked(None, "the answer is not checked: its schema would take too long")
+        return self._fitting(found.value)
+
+    def _fitting(self, value: JsonValue) -> Checked:
+        try:
+            error = next(iter(self.validator.iter_errors(value)), None)
+        except ValueError as unreadable:  # deeper than the library goes
+            return Checked(None, f"the answer is not checked: {unreadable}"[:_MOST_SHOWN])
+        if error is None:
+            return Checked(True)
+        place = "/".join(map(str, error.instance_path)) or "the whole"
+        problem = f"the answer does not fit its schema: {place[:100]}: {error.message}"
+        return Checked(False, _shortened(problem))
+
+
+def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
+    """Read a schema that came with a request.
+
+    Raises:
+        UsageError: when it is too large, refers to other places or is none, with the place.
+    """
+    _check_size(schema, where)
+    dialect = _dialect(schema, where)
+    cost = read_cost(schema, where=where)
+    try:
+        validator = dialect(
+            schema,
+            offline=True,
+            pattern_options=jsonschema_rs.RegexOptions(size_limit=_PATTERN_BYTES),
+        )
+    except jsonschema_rs.ValidationError as error:
+        place = "/".join([where, *map(str, error.instance_path)])
+        raise UsageError(f"{_shortened(place)}: {_shortened(error.message)}", hint=_HINT) from error
+    except (ValueError, jsonschema_rs.ReferencingError) as error:
+        raise UsageError(f"{where}: {_shortened(str(error))}", hint=_HINT) from error
+    return AnswerSchema(validator, cost)
+
+
+def _check_size(schema: JsonObject, where: str) -> None:
+    values = 0
+    for depth, count in enumerate(_levels(schema)):
+        values += count
+        if values > MAX_VALUES or depth > MAX_DEPTH:
+            raise UsageError(
+                f"{where} has over {MAX_VALUES} values, or is nested deeper than {MAX_DEPTH}",
+                hint="use a smaller schema",
+            )
+
+
+def _dialect(schema: JsonObject, where: str) -> type[jsonschema_rs.Validator]:
+    named = schema.get("$schema", _NEWEST)
+    found = _DIALECTS.get(named.removesuffix("#")) if isinstance(named, str) else None
+    if found is None:
+        raise UsageError(f"{where}/$schema is none that is known", hint=f"use {_NEWEST}")
+    return found
+
+
+def _levels(value: JsonValue) -> Iterator[int]:
+    """Yield how many values there are at each level."""
+    level = [value]
+    while level:
+        yield len(level)
+        level = [child for one in level for child in _children(one)]
+
+
+def _children(value: JsonValue) -> Iterable[JsonValue]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _refuse(uri: str) -> NoReturn:
+    raise ValueError(f"{uri[:200]} is not fetched")
+
+
+def _shortened(text: str) -> str:
+    """Cut the middle out: what is wrong comes last."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN // 2]}…{text[-_MOST_SHOWN // 2 + 1 :]}"

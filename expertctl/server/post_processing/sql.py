@@ -1,0 +1,90 @@
+"""Answers that are to be SQL: each statement is parsed, none is run.
+
+Nobody said which SQL, so one dialect that reads it all is enough. A parser that reads any words as
+an expression would take ``hello world`` for SQL: only statements count. What the parser takes as a
+whole, without looking inside, is left open.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import sqlglot
+from sqlglot import expressions
+from sqlglot.errors import ParseError, SqlglotError
+
+from expertctl.engine.answer_form import Checked, code_blocks
+
+MAX_CHARACTERS = 20_000
+"""A longer answer is not checked: the parser is slow."""
+_DIALECTS = ("", "postgres", "mysql", "tsql")
+"""The one that reads most, and those that quote in ways of their own."""
+_TAGS = frozenset({"", "sql", "mysql", "postgresql", "postgres", "sqlite", "tsql"})
+_STATEMENTS = (
+    expressions.Query,
+    expressions.DDL,
+    expressions.DML,
+    expressions.Alter,
+    expressions.Analyze,
+    expressions.Comment,
+    expressions.Commit,
+    expressions.Copy,
+    expressions.Describe,
+    expressions.Drop,
+    expressions.Grant,
+    expressions.Merge,
+    expressions.Pragma,
+    expressions.Rollback,
+    expressions.Set,
+    expressions.Show,
+    expressions.Transaction,
+    expressions.TruncateTable,
+    expressions.Use,
+    expressions.Values,
+)
+_NOT_SQL = "the answer is not SQL"
+
+logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings show the text
+
+
+def check_sql(text: str) -> Checked:
+    """Check that an answer, or each of its blocks of SQL, is statements of SQL."""
+    if not text.strip():
+        return Checked(False, "the answer is empty")
+    if len(text) > MAX_CHARACTERS:
+        return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
+    blocks = [code for tag, code in code_blocks(text) if tag in _TAGS]
+    return _worst(_checked(part) for part in blocks or [text])
+
+
+def _checked(text: str) -> Checked:
+    """Return what the dialect says that likes the text best."""
+    found = [_read(text, dialect) for dialect in _DIALECTS]
+    return next((one for one in found if one.passed), None) or found[0]
+
+
+def _read(text: str, dialect: str) -> Checked:
+    try:
+        statements = [one for one in sqlglot.parse(text, read=dialect) if one is not None]
+    except SqlglotError as error:
+        return Checked(False, f"{_NOT_SQL}: {_fault(error)}")
+    except RecursionError:
+        return Checked(None, "the answer is not checked: its SQL is nested too deep")
+    if any(isinstance(one, expressions.Command) for one in statements):
+        return Checked(None, "the answer is not checked: it has a statement that is not read")
+    if not statements or not all(isinstance(one, _STATEMENTS) for one in statements):
+        return Checked(False, f"{_NOT_SQL}: it is no statement")
+    return Checked(True)
+
+
+def _fault(error: SqlglotError) -> str:
+    """Return what is wrong and where, without the text that is shown in colours beside it."""
+    first = error.errors[0] if isinstance(error, ParseError) and error.errors else {}
+    if not first:
+        return "it cannot be split into words"
+    fact = str(first["description"]).partition(" but got <")[0]
+    return f"{fact[:200]}, line {first['line']}, column {first['col']}"
+
+
+def _worst(found: Iterable[Checked]) -> Checked:
+    """Return the first that failed, else the first that is open."""
+    return min(found, key=lambda one: {False: 0, None: 1, True: 2}[one.passed])
