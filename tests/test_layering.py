@@ -11,8 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"errors"},
+    {"client"},
     {"digest", "reference", "settings", "durable", "config_file", "regular_file", "telling"},
     {"schema"},
+    {"http"},
     {"trust"},
     {"package"},
     {"registry"},
@@ -20,6 +22,7 @@ LAYERS = (
     {"routing"},
     {"install"},
     {"engine"},
+    {"server"},
     {"cli"},
     {"__main__"},
 )
@@ -83,7 +86,7 @@ def test_only_the_compat_engine_imports_what_replaces_our_own_and_only_when_it_r
 def test_the_registry_server_needs_neither_the_engine_nor_the_command_line(path: Path) -> None:
     used = {stage(name) for name in imported(path)} - {None}
     assert used <= {"errors", "digest", "reference", "durable", "settings", "regular_file",
-                    "schema", "trust", "package", "registry"}  # fmt: skip
+                    "schema", "http", "trust", "package", "registry"}  # fmt: skip
     assert not {n.split(".")[0] for n in imported(path)} & {"torch", "numpy", *COMPAT}
 
 
@@ -110,6 +113,7 @@ def test_stages_are_in_the_order_of_the_design() -> None:
     order = [
         "errors",
         "schema",
+        "http",
         "trust",
         "package",
         "registry",
@@ -117,6 +121,7 @@ def test_stages_are_in_the_order_of_the_design() -> None:
         "routing",
         "install",
         "engine",
+        "server",
         "cli",
     ]
     assert all(LEVEL[a] < LEVEL[b] for a, b in pairwise(order))

@@ -1,0 +1,75 @@
+"""The body of a request as a value: JSON read strictly, every field checked.
+
+How many bytes come, and how fast, is looked at before: see `expertctl.server.guard`.
+"""
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
+from expertctl.schema.shape import shape
+from expertctl.schema.strict_json import JsonValue, load_object
+from expertctl.server.field_error import FieldError
+
+JSON = "application/json"
+_Kind = TypeVar("_Kind")
+_PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
+
+
+async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
+    """Return the body of a request as a value of a kind.
+
+    Raises:
+        MediaTypeError: when it is not said to be JSON.
+        UsageError: when it is no strict JSON object, or does not come whole.
+        FieldError: when it does not have the shape; it names the field.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != JSON:
+        raise MediaTypeError(f"the body must be {JSON}")
+    try:
+        data = await request.body()
+    except ClientDisconnect as error:
+        raise UsageError("the body of the request did not come whole") from error
+    return parse_body(data, kind)
+
+
+def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
+    """Read a JSON object as a value of a kind; raises as `read_body` does."""
+    try:
+        fields = load_object(data, what="the body", max_bytes=len(data))
+    except InvalidPackageError as error:
+        raise UsageError(error.message) from error
+    try:
+        return shape(fields, kind)
+    except msgspec.ValidationError as error:
+        return _with_whole_numbers(fields, kind, error)
+
+
+def _with_whole_numbers(
+    fields: JsonValue, kind: type[_Kind], first: msgspec.ValidationError
+) -> _Kind:
+    """To JSON Schema ``5.0`` is an integer like ``5``."""
+    try:
+        return shape(_whole(fields), kind)
+    except msgspec.ValidationError:
+        place = _PLACE.search(str(first))
+        fact = str(first)[: place.start()] if place else str(first)
+        field = place[1].removeprefix(".") if place else ""
+        where = f"`{field}` of the body" if field else "the body"
+        raise FieldError(f"{where}: {fact}", field=field) from first
+
+
+def _whole(value: JsonValue) -> JsonValue:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole(item) for item in value]
+        case dict():
+            return {key: _whole(item) for key, item in value.items()}
+        case _:
+            return value

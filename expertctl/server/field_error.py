@@ -1,0 +1,12 @@
+"""A body with a field that is not as it must be."""
+
+from expertctl.errors import UsageError
+
+
+class FieldError(UsageError):
+    """A field of a request is wrong; ``field`` is its path, such as ``messages[0].role``."""
+
+    def __init__(self, message: str, *, field: str, hint: str = "") -> None:
+        """Keep the message and the path; an empty one is the body itself."""
+        super().__init__(message, hint=hint)
+        self.field = field

@@ -1,0 +1,56 @@
+"""The ``model`` of a request: a base, ``auto``, or a plan of installed experts.
+
+Nothing here is loaded or looked up: what is no base, no ``auto`` and no name of packages is not
+found. There are no paths, no addresses and no registries in it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.reference import NAME_PATTERN
+from expertctl.routing.presets import LIMITS
+from expertctl.routing.request import Forced, parse_forced
+
+AUTO = "auto"
+MAX_LENGTH = 2000
+_EXPERT = re.compile(rf"{NAME_PATTERN}/{NAME_PATTERN}(@[0-9A-Za-z.^~<>=,*-]+)?(:[0-9.eE+-]+)?")
+_BETWEEN = re.compile(r"\+(?=[a-z0-9-]+/)")
+"""A plus sign that begins another expert; others are those of numbers."""
+
+
+class ModelNotFoundError(NotFoundError):
+    """There is no such base, and it names no experts."""
+
+    code: ClassVar[str] = "model_not_found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Who shall answer: named experts, the base alone, or whom the router finds."""
+
+    force: tuple[Forced, ...] = ()
+    base_alone: bool = False
+    auto: bool = False
+
+
+def chosen(model: str, *, base_name: str) -> Choice:
+    """Read the ``model`` of a request to a server of one base.
+
+    Raises:
+        ModelNotFoundError: when it is none.
+        UsageError: when there are too many experts, or a weight is not in its limits.
+    """
+    if model == base_name:
+        return Choice(base_alone=True)
+    if model == AUTO:
+        return Choice(auto=True)
+    parts = _BETWEEN.split(model) if len(model) <= MAX_LENGTH else []
+    if not parts or not all(_EXPERT.fullmatch(part) for part in parts):
+        hint = f"{base_name}, auto, or experts such as acme/sql or acme/sql:0.5+acme/json"
+        raise ModelNotFoundError(f"there is no model {model[:80]!r} here", hint=hint)
+    _, most = LIMITS["max_experts"]
+    if len(parts) > most:
+        raise UsageError(f"{len(parts)} experts in one model, at most {most:g} are allowed")
+    return Choice(force=tuple(parse_forced(part) for part in parts))

@@ -1,0 +1,35 @@
+"""How the generation server is run: where it listens, what it takes, and the batch behind it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from expertctl.engine.serving.batch_settings import BatchSettings
+
+DEFAULT_PORT = 8000
+BODY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """All settings of one server."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    url: str | None = None
+    """The address that users see; by default made from host and port. Never from a header."""
+    certificate: Path | None = None
+    private_key: Path | None = None
+    body_bytes: int = BODY_BYTES
+    timeout: float | None = None
+    """Seconds after which an answer ends with what is there, where a request names no time."""
+    log_prompts: bool = False
+    batch: BatchSettings = field(default_factory=BatchSettings)
+
+    @property
+    def public_url(self) -> str:
+        """The scheme, host and port that clients use, without a slash at the end."""
+        if self.url:
+            return self.url.rstrip("/")
+        scheme = "https" if self.certificate else "http"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{scheme}://{host}:{self.port}"

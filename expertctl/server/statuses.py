@@ -1,0 +1,57 @@
+"""HTTP statuses of the generation server, in one table; the most specific class decides.
+
+What the same request can never get is below 500 and no 409: clients try those again by themselves.
+"""
+
+from expertctl.errors import (
+    BudgetError,
+    DigestError,
+    DiskFullError,
+    ExpertError,
+    ForbiddenError,
+    IncompatibleError,
+    InvalidPackageError,
+    MediaTypeError,
+    NotFoundError,
+    RateLimitError,
+    RegistryError,
+    StoreError,
+    TooLargeError,
+    TrustError,
+    UnauthenticatedError,
+    UsageError,
+)
+
+RETRY_SECONDS = 5
+"""What ``Retry-After`` says when the server cannot tell."""
+
+_BY_CLASS: dict[type[ExpertError], int] = {
+    UsageError: 400,
+    MediaTypeError: 415,
+    UnauthenticatedError: 401,
+    ForbiddenError: 403,
+    TrustError: 403,
+    NotFoundError: 404,
+    TooLargeError: 413,
+    IncompatibleError: 422,
+    BudgetError: 422,
+    RateLimitError: 429,
+    DigestError: 500,
+    InvalidPackageError: 500,
+    RegistryError: 503,
+    StoreError: 503,
+    DiskFullError: 507,
+}
+
+
+def status_of(error: ExpertError) -> int:
+    """Return the HTTP status of an error."""
+    statuses = (_BY_CLASS.get(cls) for cls in type(error).__mro__)
+    return next((status for status in statuses if status is not None), 500)
+
+
+def retry_after(error: ExpertError) -> int | None:
+    """Return the seconds after which the same request may succeed, None when that is no matter."""
+    if isinstance(error, RateLimitError):
+        return error.retry_after
+    return RETRY_SECONDS if status_of(error) == 503 else None

@@ -1,0 +1,122 @@
+"""Errors in the shapes of three APIs, read by the types of the official clients."""
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.types import ErrorResponse
+from openai.types import ErrorObject
+
+from expertctl.errors import (
+    BudgetError,
+    ExpertError,
+    ForbiddenError,
+    MediaTypeError,
+    NotFoundError,
+    RateLimitError,
+    StoreError,
+    TooLargeError,
+    UnauthenticatedError,
+    UsageError,
+)
+from expertctl.server.error_bodies import error_event, error_response
+from expertctl.server.field_error import FieldError
+from expertctl.server.model_name import ModelNotFoundError
+
+OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/acme/sql")
+ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
+
+
+def scope(path: str) -> dict[str, Any]:
+    return {"type": "http", "path": path, "state": {"request_id": "req_1"}}
+
+
+def answered(error: ExpertError, path: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    response = error_response(error, scope(path))
+    return response.status_code, json.loads(response.body), dict(response.headers)
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_openai_gets_its_own_error_object(path: str) -> None:
+    status, body, _ = answered(FieldError("too hot", field="temperature"), path)
+    assert (status, set(body)) == (400, {"error"})
+    error = ErrorObject.model_validate(body["error"], strict=True)
+    assert (error.message, error.type) == ("too hot", "invalid_request_error")
+    assert error.param == "temperature"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "code"),
+    [
+        (UsageError("x"), 400, "invalid_request_error", None),
+        (UnauthenticatedError("x"), 401, "authentication_error", "invalid_api_key"),
+        (ForbiddenError("x"), 403, "permission_error", None),
+        (ModelNotFoundError("x"), 404, "invalid_request_error", "model_not_found"),
+        (RateLimitError("x"), 429, "rate_limit_error", "rate_limit_exceeded"),
+        (ExpertError("x"), 500, "server_error", None),
+    ],
+)
+def test_openai_gets_the_types_and_codes_that_it_knows(
+    error: ExpertError, status: int, kind: str, code: str | None
+) -> None:
+    found, body, _ = answered(error, "/v1/chat/completions")
+    told = ErrorObject.model_validate(body["error"], strict=True)
+    assert (found, told.type, told.code) == (status, kind, code)
+
+
+@pytest.mark.parametrize("path", ANTHROPIC)
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (UsageError("x"), 400, "invalid_request_error"),
+        (MediaTypeError("x"), 415, "invalid_request_error"),
+        (UnauthenticatedError("x"), 401, "authentication_error"),
+        (ForbiddenError("x"), 403, "permission_error"),
+        (NotFoundError("x"), 404, "not_found_error"),
+        (BudgetError("x"), 422, "invalid_request_error"),
+        (RateLimitError("x"), 429, "rate_limit_error"),
+        (ExpertError("x"), 500, "api_error"),
+        (StoreError("x"), 503, "overloaded_error"),
+    ],
+)
+def test_anthropic_gets_its_own_error_object(
+    path: str, error: ExpertError, status: int, kind: str
+) -> None:
+    found, body, _ = answered(error, path)
+    told = ErrorResponse.model_validate(body, strict=True)
+    assert (found, told.error.type, told.error.message) == (status, kind, "x")
+    assert body["request_id"] == "req_1"
+
+
+def test_anthropic_calls_a_body_that_is_too_large_by_a_name_of_its_own() -> None:
+    """It is in the reference of the API, though not in the types of the client."""
+    status, body, _ = answered(TooLargeError("x"), "/v1/messages")
+    assert (status, body["error"]["type"]) == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("path", ["/v1/infer", "/healthz", "/", "/v1/messagesx", "/v1/chat"])
+def test_everything_else_gets_ours(path: str) -> None:
+    _, body, _ = answered(UsageError("no", hint="do"), path)
+    assert body == {"error": {"code": "usage", "message": "no", "hint": "do"}}
+
+
+def test_headers_say_when_to_come_again_and_how_to_say_who_one_is() -> None:
+    _, _, headers = answered(RateLimitError("x", retry_after=7), "/v1/messages")
+    assert headers["retry-after"] == "7"
+    _, _, headers = answered(UnauthenticatedError("x"), "/v1/models")
+    assert headers["www-authenticate"] == "Bearer"
+
+
+def test_a_message_is_bounded_and_printable() -> None:
+    _, body, _ = answered(UsageError("\x1b[31m" + "a" * 5000), "/v1/models")
+    assert body["error"]["message"].startswith("?[31maaa")
+    assert len(body["error"]["message"]) == 1001
+
+
+def test_an_error_in_a_stream_is_an_event_of_its_api() -> None:
+    error = ExpertError("broken")
+    assert error_event(error, scope("/v1/chat/completions")).startswith(b'data: {"error":{')
+    event = error_event(error, scope("/v1/messages"))
+    assert event.startswith(b'event: error\ndata: {"type":"error",')
+    assert event.endswith(b"\n\n")
+    assert error_event(error, scope("/v1/infer")).startswith(b'event: error\ndata: {"error":')

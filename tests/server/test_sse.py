@@ -1,0 +1,206 @@
+"""Events as they are read: when they come, when nothing comes, when somebody goes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from expertctl.errors import ExpertError, RateLimitError
+from expertctl.server.error_bodies import error_response
+from expertctl.server.sse import (
+    KEEP_ALIVE,
+    EventStream,
+    event,
+    event_stream,
+    named_event,
+    while_connected,
+)
+from tests.server.listener import Listener
+
+Result = TypeVar("Result")
+PATH = "/v1/messages"
+
+
+def within(work: Coroutine[Any, Any, Result]) -> Result:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+class Source:
+    """Events that a test lets out, and whether somebody still asks for them."""
+
+    def __init__(self) -> None:
+        self.queue = asyncio.Queue[bytes | ExpertError | None]()
+        self.closed = asyncio.Event()
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        try:
+            while (item := await self.queue.get()) is not None:
+                if isinstance(item, ExpertError):
+                    raise item
+                yield item
+        finally:
+            self.closed.set()
+
+
+def app_of(source: Source, *, quiet_seconds: float = 10) -> Starlette:
+    async def stream(request: Request) -> Response:
+        await request.body()
+        if quiet_seconds == 10:
+            return event_stream(request, source.lines())
+        return EventStream(request, source.lines(), quiet_seconds=quiet_seconds)
+
+    return _app(stream)
+
+
+def _app(endpoint: Any) -> Starlette:
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ExpertError)
+        return error_response(error, request.scope)
+
+    async def left(_: Request, __: Exception) -> Response:
+        return Response(status_code=499)
+
+    route = Route(PATH, endpoint, methods=["POST"])
+    return Starlette(
+        routes=[route], exception_handlers={ExpertError: refused, ClientDisconnect: left}
+    )
+
+
+def test_events_are_written_as_the_standard_says() -> None:
+    assert event(b'{"a":1}') == b'data: {"a":1}\n\n'
+    assert named_event("ping", b"{}") == b"event: ping\ndata: {}\n\n"
+
+
+def test_each_event_is_sent_as_it_comes() -> None:
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source), PATH, {}) as listener:
+            source.queue.put_nowait(event(b"1"))
+            status, headers = await listener.head()
+            assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+            assert headers["cache-control"] == "no-store"
+            assert "content-length" not in headers
+            assert await listener.piece() == b"data: 1\n\n"
+            source.queue.put_nowait(event(b"2"))
+            assert await listener.piece() == b"data: 2\n\n"
+            source.queue.put_nowait(None)
+            assert await listener.piece() == b""
+            await listener.done()
+
+    within(read())
+
+
+def test_an_error_before_the_first_event_is_an_ordinary_answer() -> None:
+    async def read() -> None:
+        source = Source()
+        source.queue.put_nowait(RateLimitError("full", retry_after=3))
+        async with Listener(app_of(source), PATH, {}) as listener:
+            status, headers = await listener.head()
+            assert (status, headers["retry-after"]) == (429, "3")
+            assert b'"rate_limit_error"' in await listener.piece()
+
+    within(read())
+
+
+def test_an_error_after_the_first_event_is_the_last_one() -> None:
+    async def read() -> None:
+        source = Source()
+        source.queue.put_nowait(event(b"1"))
+        source.queue.put_nowait(ExpertError("broken"))
+        async with Listener(app_of(source), PATH, {}) as listener:
+            assert (await listener.head())[0] == 200
+            assert await listener.piece() == b"data: 1\n\n"
+            assert (await listener.piece()).startswith(b'event: error\ndata: {"type":"error"')
+            assert await listener.piece() == b""
+            await listener.done()
+
+    within(read())
+
+
+def test_while_nothing_comes_a_comment_says_that_the_server_is_there() -> None:
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source, quiet_seconds=0.01), PATH, {}) as listener:
+            assert (await listener.head())[0] == 200
+            assert await listener.piece() == KEEP_ALIVE
+            assert await listener.piece() == KEEP_ALIVE
+            source.queue.put_nowait(ExpertError("broken"))
+            while (piece := await listener.piece()) == KEEP_ALIVE:
+                pass
+            assert piece.startswith(b"event: error")
+
+    within(read())
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_who_leaves_ends_the_events(sent: int) -> None:
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source), PATH, {}) as listener:
+            for _ in range(sent):
+                source.queue.put_nowait(event(b"1"))
+                await listener.head()
+            listener.leave()
+            await listener.done()
+            assert source.closed.is_set()
+
+    within(read())
+
+
+def test_who_leaves_without_having_read_ends_the_events() -> None:
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source), PATH, {}) as listener:
+            listener.may_read.clear()
+            source.queue.put_nowait(event(b"1"))
+            listener.leave()
+            await listener.done()
+            assert source.closed.is_set()
+
+    within(read())
+
+
+def test_work_for_who_has_left_is_cancelled() -> None:
+    ended = []
+
+    async def endpoint(request: Request) -> Response:
+        await request.body()
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append("work")
+
+        await while_connected(request, work())
+        raise AssertionError("it never ends by itself")
+
+    async def read() -> None:
+        async with Listener(_app(endpoint), PATH, {}) as listener:
+            listener.leave()
+            assert (await listener.head())[0] == 499
+
+    within(read())
+    assert ended == ["work"]
+
+
+def test_work_that_ends_is_answered_and_what_it_raises_is_told() -> None:
+    async def endpoint(request: Request) -> Response:
+        text = (await request.body()).decode()
+
+        async def work() -> str:
+            if text == "bad":
+                raise RateLimitError("full")
+            return text
+
+        return Response(await while_connected(request, work()))
+
+    client = TestClient(_app(endpoint))
+    assert client.post(PATH, content=b"good").text == "good"
+    assert client.post(PATH, content=b"bad").status_code == 429
