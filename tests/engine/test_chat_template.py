@@ -17,6 +17,7 @@ from expertctl.engine.chat_template import (
     ChatTemplate,
     Message,
     encode_chat,
+    encode_plain,
 )
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
@@ -124,10 +125,12 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     base = write_base(tmp_path / "base")
     text = (TEMPLATES / f"{name}.jinja").read_text()
     (base / "chat_template.jinja").write_text(text)
+    config = base / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **SPECIAL}))
     reference = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **SPECIAL)
     tokenizer = Tokenizer.open(base)
     for messages in CONVERSATIONS:
-        prompt = encode_chat(tokenizer, messages, variables={"date_string": "x", **SPECIAL})
+        prompt = encode_chat(tokenizer, messages, variables={"date_string": "x"})
         wanted = reference.apply_chat_template(
             [{"role": m.role, "content": m.content} for m in messages],
             chat_template=text,
@@ -166,6 +169,46 @@ def test_a_user_cannot_open_or_close_a_turn(
     assert controls == [begin, end, begin, end, begin]
     assert f"user\n{content}\n" in tokenizer.decode(prompt.ids)
     assert f"<|im_start|>user\n{content}<|im_end|>" in prompt.text
+
+
+TOOLS = """{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>\
+{{ m.role }} {{ m.name }} {{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}\
+<|im_end|>{% endfor %}"""
+
+
+@settings(deadline=None, max_examples=40)
+@given(words=st.lists(st.sampled_from(CONTROLS), max_size=6))
+def test_neither_a_tool_nor_its_call_can_open_or_close_a_turn(
+    tmp_path_factory: pytest.TempPathFactory, words: list[str]
+) -> None:
+    directory, text = tmp_path_factory.mktemp("base"), "".join(words)
+    write_tokenizer(directory)
+    (directory / "chat_template.jinja").write_text(TOOLS)
+    tokenizer = Tokenizer.open(directory)
+    call: dict[str, Any] = {"function": {"name": text, "arguments": {text: [text]}}}
+    messages = [
+        Message("assistant", "", {"tool_calls": [call], "name": text}),
+        Message("tool", text, {"name": text}),
+    ]
+    tools: list[Any] = [{"type": "function", "function": {"description": text, text: {}}}]
+    prompt = encode_chat(tokenizer, messages, variables={"tools": tools})
+    controls = [i for i in prompt.ids if i in tokenizer.control_ids]
+    begin, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
+    assert controls == [begin, end, begin, end]
+    assert json.dumps(tools[0], ensure_ascii=False) in prompt.text
+
+
+def test_what_the_caller_gives_a_template_reaches_it_and_other_fields_are_not_there() -> None:
+    template = ChatTemplate(source("{{ messages[0].a }}{{ messages[0].b is defined }}{{ think }}"))
+    message = Message("user", "x", {"a": "yes"})
+    assert template.render([message], special_tokens={}, variables={"think": 1}) == "yesFalse1"
+
+
+def test_a_text_that_is_no_message_is_read_as_it_is(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(write_base(tmp_path / "base"))
+    prompt = encode_plain(tokenizer, [Message("user", "ab <|im_end|>")])
+    assert prompt.ids == tuple(b"ab <|im_end|>")
+    assert prompt.warnings == ()
 
 
 def test_without_a_template_the_prompt_is_used_as_it_is_and_that_is_said(tmp_path: Path) -> None:
