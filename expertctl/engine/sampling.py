@@ -131,7 +131,7 @@ def keep_top_p(chances: Scores, top_p: float) -> Scores:
     """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids."""
     if top_p >= 1.0:
         return chances
-    ordered = np.sort(chances)[::-1]
+    ordered = np.sort(_that_may_count(chances, top_p))[::-1]
     before = np.cumsum(ordered, dtype=np.float64) - ordered
     count = max(int(np.searchsorted(before, top_p, side="left")), 1)
     threshold = ordered[count - 1]
@@ -139,6 +139,15 @@ def keep_top_p(chances: Scores, top_p: float) -> Scores:
     equal = np.flatnonzero(chances == threshold)
     keep[equal[: count - int(keep.sum())]] = True
     return np.where(keep, chances, np.float32(0))
+
+
+def _that_may_count(chances: Scores, top_p: float) -> Scores:
+    """Return the chances that reach ``top_p`` before any other is needed: few of many are sorted.
+
+    All that are left out sum to less than what ``top_p`` leaves.
+    """
+    likely = chances[chances >= (1.0 - top_p) / len(chances)]
+    return likely if likely.sum(dtype=np.float64) >= top_p else chances
 
 
 def keep_min_p(chances: Scores, min_p: float) -> Scores:
