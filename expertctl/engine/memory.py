@@ -9,6 +9,8 @@ import os
 import sys
 from pathlib import Path
 
+from expertctl.routing.request import DeviceName
+
 HUGE = 2 << 20
 MACHINE_SHARE = 0.8
 """How much of the machine's memory is the budget when nobody set one."""
@@ -36,6 +38,20 @@ def available() -> int:
 def usual_budget() -> int:
     """Return the budget of an engine that nobody gave one."""
     return int(available() * MACHINE_SHARE)
+
+
+def budget_limit(wanted: int | None, device: DeviceName) -> int:
+    """Return how many bytes an engine may take of the memory that it computes in.
+
+    Raises:
+        NotFoundError: when there is no such device.
+        BudgetError: when a device has less free than is wanted.
+    """
+    if device == "cpu":
+        return usual_budget() if wanted is None else wanted
+    from expertctl.engine.accelerator import device_budget
+
+    return device_budget(wanted)
 
 
 def machine() -> int:

@@ -17,7 +17,7 @@ from expertctl.engine.experts import local_expert
 from expertctl.engine.generate import Cancelled, never
 from expertctl.engine.lent import Clock, Lent
 from expertctl.engine.loaded_base import TORCH_BELOW
-from expertctl.engine.memory import usual_budget
+from expertctl.engine.memory import budget_limit, usual_budget
 from expertctl.engine.outcome import Outcome
 from expertctl.engine.outline import local_outline
 from expertctl.engine.preparation import (
@@ -76,7 +76,7 @@ class Engine:
             NotFoundError: when there is no such device.
         """
         self._device = device
-        self.budget = Budget(_limit(budget, device))
+        self.budget = Budget(budget_limit(budget, device))
         self._torch_below = torch_below
         self._turn = threading.Lock()
         self._answer: object | None = None
@@ -301,15 +301,6 @@ class Engine:
     def _memory(self) -> MemoryUse:
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
         return MemoryUse(self.budget.limit, self.budget.peak, held)
-
-
-def _limit(budget: int | None, device: DeviceName) -> int:
-    """Return how many bytes an engine may take of the memory that it computes in."""
-    if device == "cpu":
-        return usual_budget() if budget is None else budget
-    from expertctl.engine.accelerator import device_budget
-
-    return device_budget(budget)
 
 
 def _told_when_full(device: DeviceName) -> AbstractContextManager[None]:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+from expertctl.digest import no_progress
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.budget import PURPOSES, Budget
 from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.loaded_base import OpenBase
-from expertctl.engine.memory import usual_budget
+from expertctl.engine.memory import budget_limit, usual_budget
 from expertctl.engine.message import UserMessage
 from expertctl.engine.preparation import (
     Prepared,
@@ -28,10 +29,12 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Ready, Residents, kv_wanted
 from expertctl.engine.run_result import MemoryUse
 from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
 from expertctl.errors import BaseMismatchError, UsageError
+from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
@@ -50,8 +53,9 @@ class House:
     ) -> None:
         """Hold nothing yet."""
         self.settings = settings
-        self.budget = Budget(usual_budget() if settings.budget is None else settings.budget)
-        self.residents = Residents(planner, self.budget, progress=lambda _: None, tell=tell)
+        self.budget = Budget(budget_limit(settings.budget, settings.device))
+        ram = None if settings.device == "cpu" else Budget(usual_budget())
+        self.residents = Residents(planner, self.budget, ram=ram, progress=no_progress, tell=tell)
         self._planner, self._torch_below = planner, torch_below
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running)
@@ -155,6 +159,12 @@ class House:
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
             self._presence.holds(base=self.base.stored.name, experts=tuple(refs))
             yield Ready(self.base, self.model, kv, memory.plan)
+
+    def expert_here(self, expert: Installed) -> ExpertHere:
+        """Return what an installed expert is to this server now."""
+        unfit = misfit(expert, self.base.stored.identity, allow_mismatch=False)
+        in_memory = self.residents.tiers.holds((Tier.RAM, expert.digest))
+        return ExpertHere(expert=expert, fits=not unfit, in_memory=in_memory)
 
     def rest(self) -> bool:
         """Give back the buffers of wide plans, while nothing runs; False if there are none."""
