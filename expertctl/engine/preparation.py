@@ -294,7 +294,7 @@ def _fitted(
     return fit_context(
         request.messages,
         encode,
-        context=base.context,
+        context=min(base.context, request.context_size or base.context),
         max_tokens=planned.result.plan.params.max_tokens,
         truncate=request.truncate,
         virtual=_virtual_tokens(planned),

@@ -57,6 +57,8 @@ class RunRequest:
     """What the chat template is given besides: ``tools``, say."""
     plain: bool = False
     """Whether the message is read as it is, by no chat template."""
+    context_size: int | None = None
+    """How many tokens prompt and answer may have together; never more than the base reads."""
     before: Plan | None = None
     cache_key: str | None = None
     on_budget: OnBudget = "refuse"

@@ -11,22 +11,32 @@ Memory that is not there yet is waited for as long as another job may give some 
 could not have it even alone is refused.
 """
 
+import uuid
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 
 from expertctl.engine.loaded_base import TORCH_BELOW
+from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.board import Board
 from expertctl.engine.serving.desk import Desk
+from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
-from expertctl.engine.serving.job import Job, Sink
+from expertctl.engine.serving.job import Event, Failed, Finished, Job, Sink
 from expertctl.engine.serving.press import Press
 from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.engine.serving.ticket import Ticket
+from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
 from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import RouteRequest
 from expertctl.telling import Tell, tell_nobody
+
+WARM_TOKENS = 24
+"""How long the answers to prompts are that warm up."""
 
 
 class BatchEngine:
@@ -44,6 +54,8 @@ class BatchEngine:
 
         Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
         """
+        if settings.device == "cuda":
+            settings = replace(settings, rows=1)  # its steps are captured for one text
         self.settings = settings
         self._house = House(planner, settings, tell=tell, torch_below=torch_below)
         self._board = Board(queue=settings.queue, rows=settings.rows)
@@ -61,11 +73,18 @@ class BatchEngine:
         self._desk.open_house()
         self._press = Press(self._house, self._board, self._desk, tell=self._tell)
         self._press.start()
+        for prompt in self.settings.warm:
+            self._answer_first(prompt)
 
     @property
     def base_name(self) -> str:
         """Which base is served."""
         return self._house.base.stored.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """How the base's text is tokens, and what its chat template is."""
+        return self._house.base.tokenizer
 
     @property
     def context(self) -> int:
@@ -97,6 +116,15 @@ class BatchEngine:
             ExpertError: whatever is wrong with the request or the experts.
         """
         return self._desk.plan(self._house.bound(request))
+
+    def experts(self) -> tuple[ExpertHere, ...]:
+        """Return the installed experts that can be read; it takes a while."""
+        inventory = self._desk.inventory()
+        return tuple(self._house.expert_here(one) for one in inventory.experts)
+
+    def expected_wait(self) -> float:
+        """Return about how many seconds a job would wait that came now."""
+        return self._board.expected_wait()
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for the next request of a key, soon."""
@@ -136,6 +164,18 @@ class BatchEngine:
             self._press.join()
         self._desk.close()
         self._house.close()
+
+    def _answer_first(self, prompt: str) -> None:
+        """Answer a prompt with a few tokens, so that its experts and kernels are there."""
+        wishes = SamplingWishes(greedy=True, max_tokens=WARM_TOKENS)
+        route = RouteRequest(prompt=prompt, wishes=wishes)
+        request = RunRequest(message=UserMessage(prompt=prompt), route=route)
+        events = SimpleQueue[Event]()
+        self.submit(Job(id=uuid.uuid4().hex, request=request), events.put)
+        while not isinstance(event := events.get(), Finished | Failed):
+            pass
+        if isinstance(event, Failed):
+            self._tell(f"warning: warming up with {prompt[:60]!r}: {event.error.message}")
 
     def check_integrity(self) -> None:
         """Assert what always holds."""

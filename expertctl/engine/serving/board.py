@@ -96,6 +96,13 @@ class Board:
             self._preparing += 1
         self.give_back(ticket)
 
+    def expected_wait(self) -> float:
+        """Return about how many seconds a job would wait that came now."""
+        with self.lock:
+            ahead = len(self.line) + self._preparing + len(self.ready)
+            waiting = 1 + len(self.line) if ahead >= self.free_rows else 0
+            return waiting * self._job_seconds / self._rows
+
     def has_begun(self, ticket: Ticket) -> None:
         """Let a job be ready no longer: all its texts have rows."""
         with self.lock:
@@ -197,7 +204,7 @@ class Board:
     def _refusal(self) -> RateLimitError:
         if self.is_closing:
             return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
-        waits = (1 + len(self.line)) * self._job_seconds / self._rows
+        waits = self.expected_wait()
         return RateLimitError(
             f"{len(self.line)} jobs wait already, and no more may",
             retry_after=max(1, min(round(waits), _LONGEST_WAIT)),

@@ -21,7 +21,7 @@ from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Finished
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.errors import BudgetError, ExpertError
-from expertctl.routing.planner import Planned, Planner
+from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
 
@@ -47,6 +47,10 @@ class Desk:
             ExpertError: whatever is wrong with it.
         """
         return self._planning.submit(plan_request, self._session, request, {}).result()
+
+    def inventory(self) -> Inventory:
+        """Return the installed experts; any thread may wait for it."""
+        return self._planning.submit(lambda: self._session.inventory).result()
 
     def prepare_next(self) -> None:
         """Begin to prepare jobs, as many as there may soon be rows for."""

@@ -258,6 +258,42 @@ def test_a_prompt_that_cannot_fit_is_refused_and_the_next_is_answered(engine: Ba
     assert Reader(engine, job(request())).end().results[0].generated.tokens
 
 
+def test_a_context_that_is_asked_for_holds_prompt_and_answer(engine: BatchEngine) -> None:
+    whole = Reader(engine, job(request())).end().results[0]
+    size = whole.prompt_tokens + 3
+    [cut] = Reader(engine, job(replace(request(), context_size=size))).end().results
+    assert cut.generated.finish_reason == "length"
+    assert cut.generated.tokens == whole.generated.tokens[:3]
+    with pytest.raises(UsageError, match=f"reads {whole.prompt_tokens} with the answer"):
+        Reader(engine, job(replace(request(), context_size=whole.prompt_tokens))).end()
+    beyond = replace(request(), context_size=10**9)
+    assert Reader(engine, job(beyond)).end().results[0].generated.tokens == whole.generated.tokens
+
+
+def test_the_experts_are_told_with_those_that_are_in_memory(engine: BatchEngine) -> None:
+    def in_memory() -> set[str]:
+        return {one.expert.ref for one in engine.experts() if one.in_memory}
+
+    assert {str(one.expert.stored.package) for one in engine.experts()} == {
+        f"acme/{name}" for name in NAMES
+    }
+    assert all(one.fits for one in engine.experts())
+    assert in_memory() == set()
+    Reader(engine, job(request("Sort: 1", "go"))).end()
+    assert in_memory() == {"acme/go@1.0.0"}
+
+
+def test_what_a_job_would_wait_is_known_before_it_comes(house: House) -> None:
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1))
+    engine.start()
+    assert engine.expected_wait() == 0
+    readers = [Reader(engine, job(ENDLESS)) for _ in range(3)]
+    assert engine.expected_wait() > 0
+    for reader in readers:
+        engine.cancel(reader.id)
+    engine.close()
+
+
 def test_the_scores_of_tokens_are_those_of_the_model(engine: BatchEngine) -> None:
     reader = Reader(engine, job(request("Sort: 1", "sql"), logprobs=3))
     [result] = reader.end().results
@@ -356,5 +392,23 @@ def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
         assert engine.snapshot().peak <= budget
         assert engine.snapshot().traffic["device"].evictions >= len(NAMES) - 1
         engine.check_integrity()
+    finally:
+        engine.close()
+
+
+def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
+    house: House, settings: BatchSettings
+) -> None:
+    told = list[str]()
+    warm = replace(settings, warm=("sql sql", "word " * 9000))
+    engine = BatchEngine(planner(house), warm, tell=told.append)
+    engine.start()
+    try:
+        snapshot = engine.snapshot()
+        assert snapshot.totals.finished == 1
+        assert 1 <= snapshot.totals.generated_tokens <= 24
+        [said] = told
+        assert "warming up" in said
+        assert "tokens" in said
     finally:
         engine.close()
