@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from expertctl.errors import ExpertError
-from registry_server.operation.listening import Listening
+from expertctl.http.listening import Listening
 from registry_server.operation.serve import serve
 from registry_server.settings_file import overridden, read_settings
 

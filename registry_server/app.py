@@ -22,8 +22,8 @@ from registry_server.errors import error_response
 from registry_server.oci import routes as oci
 from registry_server.oci.errors import OciCode, OciError
 from registry_server.operation import health
-from registry_server.operation.limits import RequestLimits
-from registry_server.operation.request_log import RequestLog
+from registry_server.operation.limits import request_limits
+from registry_server.operation.request_log import request_log
 from registry_server.publishing import routes as publishing
 from registry_server.registry import Registry, open_registry
 from registry_server.settings import ServerSettings
@@ -50,8 +50,8 @@ def app_of(registry: Registry) -> Starlette:
     app = Starlette(
         routes=_routes(registry),
         middleware=[
-            Middleware(RequestLog, registry),
-            Middleware(RequestLimits, registry.settings),
+            Middleware(request_log, registry),
+            Middleware(request_limits, registry.settings),
             Middleware(Authentication, registry),
         ],
         exception_handlers={

@@ -11,12 +11,12 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from expertctl.errors import ExpertError, ForbiddenError
+from expertctl.http.printable import printable
 from registry_server.access.sessions import PREFIX as SESSION_PREFIX
 from registry_server.oci.errors import CODE_OF_STATUS, OciCode, OciError
 from registry_server.settings import ServerSettings
 from registry_server.statuses import retry_after, status_of
 
-MAX_TEXT = 1000
 _REPOSITORY = re.compile(r"/v2/([a-z0-9._/-]{1,255})/(?:blobs|manifests|tags|referrers)/")
 
 
@@ -54,12 +54,6 @@ def _shows_session(scope: Scope) -> bool:
     """Tell whether a token from ``/token`` was shown: another may allow more (RFC 6750, 3.1)."""
     shown = dict(scope.get("headers", ())).get(b"authorization", b"")
     return bool(shown.lower().startswith(b"bearer " + SESSION_PREFIX.encode("ascii")))
-
-
-def printable(text: str) -> str:
-    """Return a text that can be shown: bounded, without control characters."""
-    shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text[: MAX_TEXT + 1])
-    return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
 
 
 def _oci_body(error: ExpertError, status: int) -> dict[str, object]:

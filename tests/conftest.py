@@ -46,8 +46,10 @@ def seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def log_as_before() -> Iterator[None]:
-    """The log of a registry that a test ran here does not go on, to a stream that is closed."""
-    loggers = [logging.getLogger(name) for name in ("registry_server", "_granian")]
+    """The log of a server that a test ran here does not go on, to a stream that is closed."""
+    loggers = [
+        logging.getLogger(name) for name in ("registry_server", "expertctl.server", "_granian")
+    ]
     before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
     yield
     for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):

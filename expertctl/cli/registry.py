@@ -97,7 +97,7 @@ def serve(
     Example: expertctl registry serve /srv/registry --port 8080
     """
     with _server_extra():
-        from registry_server.operation.listening import Listening
+        from expertctl.http.listening import Listening
         from registry_server.operation.serve import serve as serve_registry
         from registry_server.settings_file import overridden, read_settings
     settings = overridden(

@@ -20,12 +20,12 @@ from expertctl.errors import (
     StoreError,
     UnauthenticatedError,
 )
+from expertctl.http.rates import Rates
 from registry_server.access import tokens
 from registry_server.access.address import client_address, limit_key, networks
 from registry_server.access.authorization import names_nobody, secret_of
 from registry_server.access.identity import Identity
 from registry_server.access.known import KnownSecrets
-from registry_server.access.rates import Rates
 from registry_server.access.sessions import SessionKey
 from registry_server.errors import error_response
 from registry_server.registry import Registry

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import ForbiddenError, UnauthenticatedError
+from expertctl.http.listening import is_loopback
 from registry_server.access.identity import Action, Identity
-from registry_server.operation.listening import is_loopback
 from registry_server.operation.metrics import CONTENT_TYPE
 from registry_server.operation.readiness import look
 from registry_server.registry import Registry

@@ -1,177 +1,37 @@
-"""What a request must be like before anything else looks at it.
+"""What a request to the registry must be like: its names, its pages, and how large a body may be.
 
-- ``Host`` is a name of this registry: a page elsewhere cannot reach it by a name of its own. Nor
-  can it write with the login that a browser remembers: its ``Origin`` is not ours.
-- Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
-  route takes, and no longer pause than `STALL_SECONDS` between two pieces.
-- The path has one reading: encoded slashes, empty or dot segments, and control characters are
-  refused, so that a proxy in front and the routes behind never mean different things.
+Only writing needs a page of our own: reading in the name of somebody else shows them nothing.
 """
 
-import ipaddress
-import re
-from dataclasses import dataclass
-from urllib.parse import urlsplit
+from functools import partial
 
-import anyio
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
 
-from expertctl.errors import ExpertError, ForbiddenError, TooLargeError, UsageError
+from expertctl.http.limits import STALL_SECONDS, Bounds, Refusal, RequestLimits, names_of
+from expertctl.http.listening import is_loopback
 from registry_server.errors import error_response
-from registry_server.operation.listening import is_loopback
 from registry_server.settings import Limits, ServerSettings
 
-MAX_HEADER_BYTES = 32 << 10
-MAX_HEADERS = 100
-MAX_PATH = 4096
-STALL_SECONDS = 30.0
-_READING = {"GET", "HEAD"}
-_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-_DOUBTFUL_RAW = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
-_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9.-]{1,253}))(?::[0-9]{1,5})?")
+
+def request_limits(
+    app: ASGIApp, settings: ServerSettings, *, stall_seconds: float = STALL_SECONDS
+) -> RequestLimits:
+    """Guard the application of a registry."""
+    bounds = Bounds(
+        names=names_of(settings.host, settings.public_url),
+        addresses=not is_loopback(settings.host),
+        origins=frozenset({settings.public_url}),
+        body_limit=partial(_body_limit, settings.limits),
+        refuse=partial(_refused, settings),
+        whose="this registry",
+        host_hint="set `url` in registry.toml to the address that users see",
+        stall_seconds=stall_seconds,
+    )
+    return RequestLimits(app, bounds)
 
 
-class RequestLimits:
-    """ASGI middleware that refuses what no client of ours sends."""
-
-    def __init__(
-        self, app: ASGIApp, settings: ServerSettings, *, stall_seconds: float = STALL_SECONDS
-    ) -> None:
-        """Guard ``app``."""
-        self.app = app
-        self.settings = settings
-        self.stall_seconds = stall_seconds
-        own = urlsplit(settings.public_url).hostname or settings.host
-        self._names = {*_LOOPBACK_NAMES, settings.host.lower(), own.lower()}
-        self._public = not is_loopback(settings.host)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] == "websocket":
-            return
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        if refused := self._refused(scope, headers):
-            await self._refuse(refused, scope, receive, send)
-            return
-        body = _Body(receive, _body_limit(scope["path"], self.settings.limits), self.stall_seconds)
-        await self._within(body, scope, send)
-
-    async def _within(self, body: "_Body", scope: Scope, send: Send) -> None:
-        """Run the request; answer instead of the app what the body was refused for."""
-        started = False
-        sent_body = _has_body(Headers(scope=scope))
-
-        async def watched(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start" and sent_body and not body.whole:
-                MutableHeaders(scope=message)["Connection"] = "close"
-            if body.refused is None or started:
-                started = True
-                await send(message)
-
-        try:
-            await self.app(scope, body.receive, watched)
-        except Exception:
-            if body.refused is None or started:
-                raise
-        if body.refused is not None and not started:
-            await self._refuse(body.refused, scope, body.receive, send)
-
-    def _refused(self, scope: Scope, headers: Headers) -> "Refusal | None":
-        sizes = [len(name) + len(value) for name, value in scope["headers"]]
-        if sum(sizes) > MAX_HEADER_BYTES or len(sizes) > MAX_HEADERS:
-            return Refusal(431, UsageError("the headers of the request are too large"))
-        path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogateescape")
-        if len(path) > MAX_PATH:
-            return Refusal(414, UsageError("the path of the request is too long"))
-        if not _is_plain(path):
-            return Refusal(400, UsageError("the path of the request has more than one reading"))
-        if not self._is_ours(headers.getlist("host")):
-            hint = "set `url` in registry.toml to the address that users see"
-            return Refusal(421, UsageError("this registry has another name", hint=hint))
-        if scope["method"] not in _READING and not self._is_own_page(headers.getlist("origin")):
-            return Refusal(403, ForbiddenError("a page of another site may not write here"))
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            return Refusal(415, UsageError("the body of a request must not be compressed"))
-        limit = _body_limit(scope["path"], self.settings.limits)
-        length = headers.get("content-length", "0")
-        if limit is not None and (not length.isdecimal() or int(length[:20]) > limit):
-            return Refusal(413, _too_large(limit))
-        return None
-
-    def _is_ours(self, hosts: list[str]) -> bool:
-        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-        if match is None:
-            return False
-        name = (match.group(1) or match.group(2)).lower().rstrip(".")
-        return name in self._names or (self._public and _is_address(name))
-
-    def _is_own_page(self, origins: list[str]) -> bool:
-        """Only browsers name the page that asks; programs that are no page send none."""
-        return all(origin == self.settings.public_url for origin in origins)
-
-    async def _refuse(self, refusal: "Refusal", scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(refusal.error, scope, self.settings)
-        response.status_code = refusal.status
-        response.headers["Connection"] = "close"
-        await response(scope, receive, send)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request is not looked at, and the status that says so."""
-
-    status: int
-    error: ExpertError
-
-
-class _Body:
-    """The body of a request, counted and timed."""
-
-    def __init__(self, receive: Receive, limit: int | None, seconds: float) -> None:
-        self.refused: Refusal | None = None
-        self._source = receive
-        self._limit = limit
-        self._seconds = seconds
-        self._size = 0
-        self.whole = False
-        """Whether it came to its end; else the connection is of no use for another request."""
-
-    async def receive(self) -> Message:
-        """Return the next piece; a disconnect once the body is refused."""
-        if self.refused is not None:
-            return {"type": "http.disconnect"}
-        if self.whole:
-            return await self._source()
-        message: Message | None = None
-        with anyio.move_on_after(self._seconds):
-            message = await self._source()
-        if message is None:
-            stalled = UsageError(f"no byte of the body came for {self._seconds:g} seconds")
-            return self._refuse(Refusal(408, stalled))
-        return self._counted(message)
-
-    def _counted(self, message: Message) -> Message:
-        self._size += len(message.get("body") or b"")
-        self.whole = message["type"] != "http.request" or not message.get("more_body", False)
-        if self._limit is not None and self._size > self._limit:
-            return self._refuse(Refusal(413, _too_large(self._limit)))
-        return message
-
-    def _refuse(self, refusal: Refusal) -> Message:
-        self.refused = refusal
-        return {"type": "http.disconnect"}
-
-
-def _has_body(headers: Headers) -> bool:
-    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-
-
-def _body_limit(path: str, limits: Limits) -> int | None:
+def _body_limit(limits: Limits, path: str) -> int | None:
     """Return how many bytes a route takes; blobs have a limit and a quota of their own."""
     if path.startswith("/v2/"):
         if "/blobs/uploads/" in path:
@@ -181,22 +41,7 @@ def _body_limit(path: str, limits: Limits) -> int | None:
     return limits.body_bytes
 
 
-def _too_large(limit: int) -> TooLargeError:
-    return TooLargeError(f"the body of the request is larger than {limit} bytes")
-
-
-def _is_plain(path: bytes) -> bool:
-    """Tell whether a path, as it was sent, means the same to everybody."""
-    if not path.startswith(b"/") or _DOUBTFUL_RAW.search(path):
-        return False
-    segments = path.lower().replace(b"%2e", b".").split(b"/")
-    return not {b".", b".."} & set(segments)
-
-
-def _is_address(name: str) -> bool:
-    """An IP address is no name that somebody else could point here."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+def _refused(settings: ServerSettings, refusal: Refusal, scope: Scope) -> Response:
+    response = error_response(refusal.error, scope, settings)
+    response.status_code = refusal.status
+    return response

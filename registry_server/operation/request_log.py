@@ -1,18 +1,12 @@
-"""Around every request: an id, one line in the log, and the counters.
-
-It is the outermost layer, so it also answers what nothing inside expected: with 500 and no detail,
-the traceback goes to the log under the same id.
-"""
+"""What the registry counts and logs of its requests, and how it says that it failed."""
 
 import secrets
-import time
-from dataclasses import dataclass
 
-from starlette.datastructures import MutableHeaders
-from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
 
 from expertctl.errors import ExpertError
+from expertctl.http.request_log import Exchange, RequestLog, route_of
 from registry_server.access.identity import ANONYMOUS, Identity
 from registry_server.errors import error_response
 from registry_server.operation.log import REQUESTS
@@ -20,116 +14,54 @@ from registry_server.registry import Registry
 from registry_server.web.pages import error_page, wants_page
 
 
-@dataclass(slots=True)
-class Exchange:
-    """One request, as far as it has come."""
-
-    id: str
-    began: float
-    received: int = 0
-    sent: int = 0
-    status: int = 0
-    promised: int = 0
-    """The ``Content-Length`` of the answer, which is what a file sent by its path counts as."""
+def request_log(app: ASGIApp, registry: Registry) -> RequestLog:
+    """Watch the application of a registry."""
+    return RequestLog(app, RegistryWatch(registry))
 
 
-class RequestLog:
-    """ASGI middleware that watches and never changes a request."""
+class RegistryWatch:
+    """Counts in the metrics of the registry."""
 
-    def __init__(self, app: ASGIApp, registry: Registry) -> None:
-        """Watch ``app``."""
-        self.app = app
+    log = REQUESTS
+    id_headers: tuple[str, ...] = ("X-Request-Id",)
+
+    def __init__(self, registry: Registry) -> None:
+        """Watch the requests to one registry."""
         self.registry = registry
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        scope.setdefault("state", {})
-        exchange = Exchange(id=secrets.token_hex(8), began=time.perf_counter())
+    def new_id(self) -> str:
+        """Return the id of a request."""
+        return secrets.token_hex(8)
+
+    def begun(self) -> None:
+        """Count a request that is being answered."""
         self.registry.metrics.running.inc()
-        try:
-            await self._watched(scope, receive, send, exchange)
-        finally:
-            self.registry.metrics.running.dec()
-            self._note(scope, exchange)
 
-    async def _watched(
-        self, scope: Scope, receive: Receive, send: Send, exchange: Exchange
-    ) -> None:
-        async def counted_receive() -> Message:
-            message = await receive()
-            exchange.received += len(message.get("body") or b"")
-            return message
-
-        async def counted_send(message: Message) -> None:
-            _count(message, exchange)
-            await send(message)
-
-        try:
-            await self.app(scope, counted_receive, counted_send)
-        except Exception:  # the last resort of the server: whatever it is, it is told and answered
-            REQUESTS.exception("unexpected", extra={"fields": {"id": exchange.id}})
-            if exchange.status:
-                raise
-            await self._apologise(scope, counted_receive, counted_send, exchange)
-
-    async def _apologise(
-        self, scope: Scope, receive: Receive, send: Send, exchange: Exchange
-    ) -> None:
-        hint = f"tell whoever runs this registry the request {exchange.id}"
-        error = ExpertError("the registry failed to answer this", hint=hint)
-        if wants_page(scope):
-            response = error_page(self.registry, ANONYMOUS, error)
-        else:
-            response = error_response(error, scope, self.registry.settings)
-        await response(scope, receive, send)
-
-    def _note(self, scope: Scope, exchange: Exchange) -> None:
-        seconds = time.perf_counter() - exchange.began
+    def ended(self, scope: Scope, exchange: Exchange) -> None:
+        """Count and log a request that was answered."""
+        self.registry.metrics.running.dec()
         identity = scope["state"].get("identity")
-        method, route = scope["method"], _template(scope)
         self.registry.metrics.answered(
-            method=method,
-            route=route,
+            method=scope["method"],
+            route=route_of(scope),
             status=exchange.status,
-            seconds=seconds,
+            seconds=exchange.seconds,
             received=exchange.received,
             sent=exchange.sent,
         )
-        fields = {
-            "id": exchange.id,
-            "method": method,
-            "path": scope["path"],
-            "route": route,
-            "status": exchange.status,
-            "received": exchange.received,
-            "sent": exchange.sent,
-            "ms": round(seconds * 1000, 2),
+        fields = exchange.fields(scope) | {
             "user": identity.name if isinstance(identity, Identity) else None,
             "address": _address(scope, identity),
         }
         REQUESTS.info("request", extra={"fields": fields})
 
-
-def _count(message: Message, exchange: Exchange) -> None:
-    if message["type"] == "http.response.start":
-        exchange.status = message["status"]
-        headers = MutableHeaders(raw=list(message.get("headers", [])))
-        exchange.promised = int(headers.get("content-length", "0"))
-        headers["X-Request-Id"] = exchange.id
-        message["headers"] = headers.raw
-    elif message["type"] == "http.response.pathsend":
-        exchange.sent += exchange.promised
-    else:
-        exchange.sent += len(message.get("body", b""))
-
-
-def _template(scope: Scope) -> str:
-    """Return the path of the route that answered, which is one of a few."""
-    route = scope.get("route")
-    return str(getattr(route, "path", "")) if isinstance(route, BaseRoute) else "none"
+    def apology(self, scope: Scope, exchange: Exchange) -> Response:
+        """Return the answer where nobody expected what happened."""
+        hint = f"tell whoever runs this registry the request {exchange.id}"
+        error = ExpertError("the registry failed to answer this", hint=hint)
+        if wants_page(scope):
+            return error_page(self.registry, ANONYMOUS, error)
+        return error_response(error, scope, self.registry.settings)
 
 
 def _address(scope: Scope, identity: object) -> str | None:

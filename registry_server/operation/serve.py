@@ -1,49 +1,31 @@
 """Serving a registry under granian; any other ASGI server calls `application`.
 
-One process listens for signals and keeps the lock of the data folder, its workers answer. When it
-is killed they end with it; when it is told to end, requests that run are finished first, for
-`DRAIN_SECONDS` at most.
+One process keeps the lock of the data folder, its workers answer; see `expertctl.http.hosting`.
 """
 
-import asyncio
-import ctypes
 import os
-import signal
-import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from granian.constants import HTTPModes, Interfaces
-from granian.errors import ConfigurationError
-from granian.http import HTTP1Settings
-from granian.log import LogLevels
-from granian.server import MPServer
 from starlette.applications import Starlette
 
-from expertctl.errors import RegistryError, UsageError
-from registry_server.operation.connections import MAX_CONNECTIONS, allow_files
+from expertctl.errors import UsageError
+from expertctl.http.hosting import Hosting, Report, new_server, report_soon, run
+from expertctl.http.listening import held_address
+from expertctl.http.log import configure_log
 from registry_server.operation.data_lock import serving
-from registry_server.operation.ending import heed_first_signal, heed_signals, ignore_signals
-from registry_server.operation.listening import Listening, demand_secure, held_address, is_answering
-from registry_server.operation.log import LOGGING, configure_log
+from registry_server.operation.listening import demand_secure
+from registry_server.operation.log import LOGGING
 from registry_server.settings import ServerSettings
 from registry_server.settings_file import check_settings, read_settings
 
 DATA_VARIABLE = "EXPERT_REGISTRY_DATA"
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 DRAIN_SECONDS = 30
-START_SECONDS = 120
 MAX_WORKERS = 64
-HEADER_MILLISECONDS = 15_000
-_LOOK_SECONDS = 0.02
-_DEATH_SIGNAL = 1
-"""``PR_SET_PDEATHSIG`` of prctl(2)."""
 
 
 def application() -> Starlette:
@@ -60,7 +42,7 @@ def application() -> Starlette:
     if not folder:
         raise UsageError(f"{DATA_VARIABLE} is not set", hint="set it to the data folder")
     settings = read_settings(Path(folder))
-    configure_log()
+    configure_log(LOGGING)
     lock = ExitStack()
     lock.enter_context(serving(settings.data))
     app = _create_app(settings)
@@ -68,9 +50,7 @@ def application() -> Starlette:
     return app
 
 
-def serve(
-    settings: ServerSettings, *, workers: int, insecure: bool, report: Callable[[Listening], None]
-) -> None:
+def serve(settings: ServerSettings, *, workers: int, insecure: bool, report: Report) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once it answers there.
 
     Raises:
@@ -83,65 +63,31 @@ def serve(
         raise UsageError(f"{workers} workers: there can be 1 to {MAX_WORKERS}")
     if not insecure:
         demand_secure(settings)
-    with serving(settings.data), held_address(settings) as address, ExitStack() as stack:
+    secure = settings.certificate is not None
+    hosting = _hosting(settings, workers)
+    with (
+        serving(settings.data),
+        held_address(settings.host, settings.port, secure=secure) as address,
+        ExitStack() as stack,
+    ):
         if workers > 1:
             shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="expertctl-metrics-"))
             os.environ[SHARED_METRICS] = shared
-        allow_files()
-        server = _server(settings, address, workers)
+        server = new_server(hosting, address)
         _check_data(settings)
-        server.on_startup(partial(heed_signals, server))
-        server.on_startup(partial(_report_soon, address, report))
-        server.on_shutdown(ignore_signals)
-        load = partial(_load_worker, replace(settings, port=address.port), os.getpid())
-        _run(server, load)
+        server.on_startup(partial(report_soon, address, report))
+        run(server, hosting, partial(_create_app, replace(settings, port=address.port)))
 
 
-def _server(settings: ServerSettings, address: Listening, workers: int) -> MPServer:
-    try:
-        return MPServer(
-            "registry",
-            address=address.host,
-            port=address.port,
-            interface=Interfaces.ASGI,
-            workers=workers,
-            workers_kill_timeout=DRAIN_SECONDS,
-            backpressure=MAX_CONNECTIONS,
-            http=HTTPModes.http1,
-            http1_settings=HTTP1Settings(header_read_timeout=HEADER_MILLISECONDS),
-            websockets=False,
-            log_level=LogLevels.warning,
-            log_dictconfig=LOGGING,
-            ssl_cert=settings.certificate,
-            ssl_key=settings.private_key,
-        )
-    except (OSError, ValueError, ConfigurationError) as error:
-        named = f"{settings.certificate} and {settings.private_key}"
-        message = f"{named} are no certificate and its key: {error}"
-        raise UsageError(message, hint="both in PEM form, the key without passphrase") from error
-
-
-def _run(server: MPServer, load: Callable[[], Starlette]) -> None:
-    try:
-        server.serve(target_loader=load, wrap_loader=False)
-    except SystemExit as error:
-        if error.code and not server.interrupt_signal:
-            message = "a worker of the server ended by itself"
-            raise RegistryError(message, hint="the lines above say why") from error
-
-
-def _report_soon(address: Listening, report: Callable[[Listening], None]) -> None:
-    """Tell the address when the first worker accepts connections, in a thread."""
-
-    def watch() -> None:
-        ended = time.monotonic() + START_SECONDS
-        while time.monotonic() < ended:
-            time.sleep(_LOOK_SECONDS)
-            if is_answering(address):
-                report(address)
-                return
-
-    threading.Thread(target=watch, daemon=True).start()
+def _hosting(settings: ServerSettings, workers: int) -> Hosting:
+    return Hosting(
+        name="registry",
+        log=LOGGING,
+        drain_seconds=DRAIN_SECONDS,
+        workers=workers,
+        certificate=settings.certificate,
+        private_key=settings.private_key,
+    )
 
 
 def _check_data(settings: ServerSettings) -> None:
@@ -151,24 +97,8 @@ def _check_data(settings: ServerSettings) -> None:
     open_registry(settings).close()
 
 
-def _load_worker(settings: ServerSettings, parent: int) -> Starlette:
-    """Make the application in a worker process, which is to end with its parent."""
-    _die_with(parent)
-    heed_first_signal(asyncio.get_event_loop())
-    configure_log()
-    return _create_app(settings)
-
-
 def _create_app(settings: ServerSettings) -> Starlette:
     """Make the application; imported only now, when it is known how workers share their counts."""
     from registry_server.app import create_app
 
     return create_app(settings)
-
-
-def _die_with(parent: int) -> None:
-    """Have the system kill this process when its parent is killed (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)

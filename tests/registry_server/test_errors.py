@@ -5,7 +5,7 @@ import pytest
 from starlette.responses import Response
 
 from expertctl import errors
-from registry_server.errors import error_response, printable
+from registry_server.errors import error_response
 from registry_server.oci.errors import OciCode, OciError
 from registry_server.settings import ServerSettings
 
@@ -76,12 +76,6 @@ def test_who_has_to_wait_is_told_how_long() -> None:
 
 def test_no_answer_to_an_error_is_kept_by_a_cache() -> None:
     assert answer(errors.NotFoundError("x"), "/v2/x").headers["Cache-Control"] == "no-store"
-
-
-def test_a_message_can_be_shown_on_any_terminal() -> None:
-    shown = printable("a\x1b[31mb\r\x00\u202ec\ud800é" + "x" * 5000)
-    assert shown.startswith("a?[31mb???c?é")
-    assert len(shown) == 1001
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from sqlalchemy import text
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
+from expertctl.http.log import JsonFormatter
 from registry_server.access import tokens
 from registry_server.access.authentication import Authentication
 from registry_server.access.identity import Identity
-from registry_server.operation.log import JsonFormatter
 from tests.registry_server.conftest import NewRegistry
 from tests.registry_server.served import URL, Served, serve
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from registry_server.operation.connections import MAX_CONNECTIONS, allow_files
+from expertctl.http.connections import MAX_CONNECTIONS, allow_files
 from tests.registry_server.operation.running import new_registry, running
 
 SILENT = 1100

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from registry_server.operation.limits import MAX_HEADER_BYTES, RequestLimits
+from expertctl.http.limits import MAX_HEADER_BYTES
+from registry_server.operation.limits import request_limits
 from registry_server.settings import Limits, ServerSettings
 from tests.registry_server.served import URL
 
@@ -27,7 +28,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 def client(tmp_path: Path, **settings: Any) -> TestClient:
     given = ServerSettings(data=tmp_path, limits=SMALL, **settings)
-    return TestClient(RequestLimits(echo, given), base_url=URL)
+    return TestClient(request_limits(echo, given), base_url=URL)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def status_of(tmp_path: Path, scope: dict[str, Any]) -> int:
         sent.append(message)
 
     settings = ServerSettings(data=tmp_path, limits=SMALL)
-    anyio.run(RequestLimits(echo, settings), scope, receive, send)
+    anyio.run(request_limits(echo, settings), scope, receive, send)
     status = sent[0]["status"]
     assert isinstance(status, int)
     return status
@@ -242,7 +243,7 @@ def stalled(tmp_path: Path, app: Any, *first: dict[str, Any]) -> list[Any]:
     settings = ServerSettings(data=tmp_path, limits=SMALL)
     scope = {"type": "http", "method": "PUT", "path": "/", "raw_path": b"/"}
     scope = {**scope, "headers": [(b"host", b"localhost")]}
-    anyio.run(RequestLimits(app, settings, stall_seconds=0.01), scope, receive, send)
+    anyio.run(request_limits(app, settings, stall_seconds=0.01), scope, receive, send)
     return sent
 
 
@@ -302,8 +303,8 @@ def test_a_websocket_is_not_answered(tmp_path: Path) -> None:
         sent.append(message)
 
     settings = replace(ServerSettings(data=tmp_path), limits=SMALL)
-    anyio.run(RequestLimits(echo, settings), {"type": "websocket"}, None, send)
-    anyio.run(RequestLimits(echo, settings), {"type": "lifespan"}, None, send)
+    anyio.run(request_limits(echo, settings), {"type": "websocket"}, None, send)
+    anyio.run(request_limits(echo, settings), {"type": "lifespan"}, None, send)
     assert sent == []
 
 
@@ -326,6 +327,6 @@ def test_who_sent_a_body_that_nobody_read_is_told_that_the_connection_ends(
     app: Any, body: Any, told: str | None, tmp_path: Path
 ) -> None:
     """The server cannot find the next request behind it, and closes in any case."""
-    limits = RequestLimits(app, ServerSettings(data=tmp_path, limits=SMALL))
+    limits = request_limits(app, ServerSettings(data=tmp_path, limits=SMALL))
     answer = TestClient(limits, base_url=URL).put("/", content=body)
     assert answer.headers.get("Connection") == told

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
 
-from registry_server.operation.request_log import RequestLog
+from registry_server.operation.request_log import request_log
 from tests.registry_server.served import Served
 
 HTML = {"Accept": "text/html"}
@@ -32,7 +32,7 @@ def broken(served: Served, *, started: bool) -> TestClient:
             await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("secret detail /etc/passwd")
 
-    return TestClient(RequestLog(app, served.registry), raise_server_exceptions=False)
+    return TestClient(request_log(app, served.registry), raise_server_exceptions=False)
 
 
 def test_a_request_leaves_one_line(served: Served, lines: pytest.LogCaptureFixture) -> None:
@@ -80,7 +80,7 @@ def test_a_file_sent_by_its_path_counts_with_its_length(
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
 
-    anyio.run(RequestLog(app, served.registry), scope, None, keep)
+    anyio.run(request_log(app, served.registry), scope, None, keep)
     assert [line["sent"] for line in fields_of(lines)] == [12345]
     assert sent[1] == {"type": "http.response.pathsend", "path": "/blob"}
 

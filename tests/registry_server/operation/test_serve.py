@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from expertctl.errors import StoreError, UsageError
+from expertctl.http.listening import Listening
 from registry_server.__main__ import main
-from registry_server.operation.listening import Listening
 from registry_server.operation.serve import DATA_VARIABLE, application, serve
 from registry_server.settings import ServerSettings
 from registry_server.settings_file import read_settings, write_settings

@@ -1,6 +1,6 @@
 from dataclasses import dataclass
 
-from registry_server.access.rates import Rates
+from expertctl.http.rates import Rates
 
 
 @dataclass

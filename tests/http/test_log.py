@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from registry_server.operation.log import LOGGING, MAX_TEXT, JsonFormatter, configure_log, safe
+from expertctl.http.log import MAX_TEXT, JsonFormatter, configure_log, log_config, safe
 
-SECRET = "xpt_" + "Ab1-_" * 8 + "xyz"
+SECRET = "xpk_" + "Ab1-_" * 8 + "xyz"
 
 
 def line_of(message: str, **fields: object) -> str:
@@ -63,7 +63,7 @@ def test_a_traceback_is_one_line_without_secrets_too() -> None:
         record = logging.LogRecord("x", logging.ERROR, "f", 1, "broke", None, sys.exc_info())
     line = JsonFormatter().format(record)
     assert SECRET not in line
-    assert "ValueError: token xpt_***" in json.loads(line)["traceback"]
+    assert "ValueError: token xpk_***" in json.loads(line)["traceback"]
 
 
 def test_long_text_is_cut() -> None:
@@ -77,8 +77,9 @@ def test_fields_keep_their_kinds() -> None:
 
 
 def test_the_log_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_log()
+    config = log_config("registry_server")
+    configure_log(config)
     logging.getLogger("registry_server.requests").info("hello")
     out, err = capsys.readouterr()
     assert (out, json.loads(err)["message"]) == ("", "hello")
-    assert set(LOGGING["loggers"]) == {"registry_server", "_granian"}
+    assert set(config["loggers"]) == {"registry_server", "_granian"}

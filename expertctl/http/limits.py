@@ -1,0 +1,247 @@
+"""What a request must be like before anything else looks at it.
+
+- ``Host`` is a name of this server: a page elsewhere cannot reach it by a name of its own. Nor
+  can it use the login that a browser remembers, or that it runs on this machine: its ``Origin`` is
+  not ours.
+- Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
+  route takes, and no longer pause than `STALL_SECONDS` between two pieces.
+- The path has one reading: encoded slashes, empty or dot segments, and control characters are
+  refused, so that a proxy in front and the routes behind never mean different things.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import anyio
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from expertctl.errors import (
+    ExpertError,
+    ForbiddenError,
+    MediaTypeError,
+    TooLargeError,
+    UsageError,
+)
+
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 100
+MAX_PATH = 4096
+STALL_SECONDS = 30.0
+READING = frozenset({"GET", "HEAD"})
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+_DOUBTFUL_RAW = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]{2,45})\]|([A-Za-z0-9.-]{1,253}))(?::[0-9]{1,5})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not looked at, and the status that says so."""
+
+    status: int
+    error: ExpertError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What requests one server takes, and how it refuses others."""
+
+    names: frozenset[str]
+    """What ``Host`` may be, in lower case; see `names_of`."""
+    addresses: bool
+    """Whether it may be any IP address, too."""
+    origins: frozenset[str]
+    """Whose pages may ask for all that there is."""
+    open_methods: frozenset[str] = READING
+    """What pages of others may ask for."""
+    body_limit: Callable[[str], int | None]
+    """The most bytes of a body, by the path; None where its route has a limit of its own."""
+    media_type: str | None = None
+    """What a body must be; None: each route says."""
+    refuse: Callable[[Refusal, Scope], Response]
+    whose: str
+    """What is said of the server: ``this registry``."""
+    host_hint: str = ""
+    """How it gets another name."""
+    stall_seconds: float = STALL_SECONDS
+
+
+def names_of(host: str, url: str) -> frozenset[str]:
+    """Return what a server that listens on ``host`` is called, by those who use it at ``url``."""
+    own = urlsplit(url).hostname or host
+    return frozenset({*_LOOPBACK_NAMES, host.lower(), own.lower()})
+
+
+class RequestLimits:
+    """ASGI middleware that refuses what no client of ours sends."""
+
+    def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
+        """Guard ``app``."""
+        self.app = app
+        self.bounds = bounds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "websocket":
+            return
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        if refused := self._refused(scope, headers):
+            await self._refuse(refused, scope, receive, send)
+            return
+        limit = self.bounds.body_limit(scope["path"])
+        body = _Body(receive, limit, self.bounds.stall_seconds)
+        await self._within(body, scope, send)
+
+    async def _within(self, body: "_Body", scope: Scope, send: Send) -> None:
+        """Run the request; answer instead of the app what the body was refused for."""
+        started = False
+        sent_body = _has_body(Headers(scope=scope))
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start" and sent_body and not body.whole:
+                MutableHeaders(scope=message)["Connection"] = "close"
+            if body.refused is None or started:
+                started = True
+                await send(message)
+
+        try:
+            await self.app(scope, body.receive, watched)
+        except Exception:
+            if body.refused is None or started:
+                raise
+        if body.refused is not None and not started:
+            await self._refuse(body.refused, scope, body.receive, send)
+
+    def _refused(self, scope: Scope, headers: Headers) -> Refusal | None:
+        return (
+            _oversized(scope)
+            or _doubtful_path(scope)
+            or self._foreign(scope, headers)
+            or self._unreadable(scope, headers)
+        )
+
+    def _foreign(self, scope: Scope, headers: Headers) -> Refusal | None:
+        """Refuse who means another server, or speaks for another site."""
+        bounds = self.bounds
+        if not self._is_ours(headers.getlist("host")):
+            error = UsageError(f"{bounds.whose} has another name", hint=bounds.host_hint)
+            return Refusal(421, error)
+        origins = headers.getlist("origin")  # only browsers name the page that asks
+        if scope["method"] not in bounds.open_methods and not bounds.origins.issuperset(origins):
+            verb = "write" if bounds.open_methods else "ask"
+            return Refusal(403, ForbiddenError(f"a page of another site may not {verb} here"))
+        return None
+
+    def _unreadable(self, scope: Scope, headers: Headers) -> Refusal | None:
+        """Refuse a body that is compressed, of another kind, or too large."""
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            return Refusal(415, UsageError("the body of a request must not be compressed"))
+        limit = self.bounds.body_limit(scope["path"])
+        length = headers.get("content-length", "0")
+        if limit is not None and (not length.isdecimal() or int(length[:20]) > limit):
+            return Refusal(413, _too_large(limit))
+        wanted = self.bounds.media_type
+        if wanted and (_has_body(headers) or scope["method"] == "POST"):
+            given = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if given != wanted:
+                return Refusal(415, MediaTypeError(f"the body of a request must be {wanted}"))
+        return None
+
+    def _is_ours(self, hosts: list[str]) -> bool:
+        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None:
+            return False
+        name = (match.group(1) or match.group(2)).lower().rstrip(".")
+        return name in self.bounds.names or (self.bounds.addresses and _is_address(name))
+
+    async def _refuse(self, refusal: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+        response = self.bounds.refuse(refusal, scope)
+        response.headers["Connection"] = "close"
+        await response(scope, receive, send)
+
+
+class _Body:
+    """The body of a request, counted and timed."""
+
+    def __init__(self, receive: Receive, limit: int | None, seconds: float) -> None:
+        self.refused: Refusal | None = None
+        self._source = receive
+        self._limit = limit
+        self._seconds = seconds
+        self._size = 0
+        self.whole = False
+        """Whether it came to its end; else the connection is of no use for another request."""
+
+    async def receive(self) -> Message:
+        """Return the next piece; a disconnect once the body is refused."""
+        if self.refused is not None:
+            return {"type": "http.disconnect"}
+        if self.whole:
+            return await self._source()
+        message: Message | None = None
+        with anyio.move_on_after(self._seconds):
+            message = await self._source()
+        if message is None:
+            stalled = UsageError(f"no byte of the body came for {self._seconds:g} seconds")
+            return self._refuse(Refusal(408, stalled))
+        return self._counted(message)
+
+    def _counted(self, message: Message) -> Message:
+        self._size += len(message.get("body") or b"")
+        self.whole = message["type"] != "http.request" or not message.get("more_body", False)
+        if self._limit is not None and self._size > self._limit:
+            return self._refuse(Refusal(413, _too_large(self._limit)))
+        return message
+
+    def _refuse(self, refusal: Refusal) -> Message:
+        self.refused = refusal
+        return {"type": "http.disconnect"}
+
+
+def _oversized(scope: Scope) -> Refusal | None:
+    sizes = [len(name) + len(value) for name, value in scope["headers"]]
+    if sum(sizes) > MAX_HEADER_BYTES or len(sizes) > MAX_HEADERS:
+        return Refusal(431, UsageError("the headers of the request are too large"))
+    return None
+
+
+def _doubtful_path(scope: Scope) -> Refusal | None:
+    path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogateescape")
+    if len(path) > MAX_PATH:
+        return Refusal(414, UsageError("the path of the request is too long"))
+    if not _is_plain(path):
+        return Refusal(400, UsageError("the path of the request has more than one reading"))
+    return None
+
+
+def _has_body(headers: Headers) -> bool:
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+
+def _too_large(limit: int) -> TooLargeError:
+    return TooLargeError(f"the body of the request is larger than {limit} bytes")
+
+
+def _is_plain(path: bytes) -> bool:
+    """Tell whether a path, as it was sent, means the same to everybody."""
+    if not path.startswith(b"/") or _DOUBTFUL_RAW.search(path):
+        return False
+    segments = path.lower().replace(b"%2e", b".").split(b"/")
+    return not {b".", b".."} & set(segments)
+
+
+def _is_address(name: str) -> bool:
+    """An IP address is no name that somebody else could point here."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
