@@ -1,0 +1,219 @@
+/**
+ * Every error of the server as a class, in the same tree as `expertctl.errors`.
+ *
+ * The server answers `{"error": {"code", "message", "hint"}}`; the code chooses the class. A code
+ * that is not known here is an `ExpertError` with that code. An `AbortSignal` that was given ends
+ * a call with the signal's own reason, which is none of these.
+ */
+
+/** What came with an error besides its message. */
+export interface ErrorFacts {
+  readonly hint?: string | undefined;
+  /** The status of the answer, if there was one. */
+  readonly status?: number | undefined;
+  /** The name that the server gave to the request, for its log. */
+  readonly requestId?: string | undefined;
+  /** Seconds after which the server asks to try again. */
+  readonly retryAfter?: number | undefined;
+  readonly cause?: unknown;
+  /** The code, where the class does not say it. */
+  readonly code?: string | undefined;
+}
+
+/** Root of the tree: a message, a stable `code`, and in `hint` the way out. */
+export class ExpertError extends Error {
+  static readonly code: string = "error";
+  readonly code: string;
+  readonly hint: string;
+  readonly status: number | undefined;
+  readonly requestId: string | undefined;
+  readonly retryAfter: number | undefined;
+
+  constructor(message: string, facts: ErrorFacts = {}) {
+    super(message, facts.cause === undefined ? undefined : { cause: facts.cause });
+    this.name = new.target.name;
+    this.code = facts.code ?? new.target.code;
+    this.hint = facts.hint ?? "";
+    this.status = facts.status;
+    this.requestId = facts.requestId;
+    this.retryAfter = facts.retryAfter;
+  }
+}
+
+/** The call itself is wrong: a field, an empty prompt, a bad combination. */
+export class UsageError extends ExpertError {
+  static override readonly code: string = "usage";
+}
+
+/** The body of a request is in a form that is not read there. */
+export class MediaTypeError extends UsageError {
+  static override readonly code: string = "media_type";
+}
+
+/** An expert, a base or a job does not exist. */
+export class NotFoundError extends ExpertError {
+  static override readonly code: string = "not_found";
+}
+
+/** An expert that another one requires is not installed. */
+export class MissingDependencyError extends NotFoundError {
+  static override readonly code: string = "missing_dependency";
+}
+
+/** Two things do not fit together. */
+export class IncompatibleError extends ExpertError {
+  static override readonly code: string = "incompatible";
+}
+
+/** An expert was made for another base. */
+export class BaseMismatchError extends IncompatibleError {
+  static override readonly code: string = "base_mismatch";
+}
+
+/** Two experts may not be used together. */
+export class ConflictError extends IncompatibleError {
+  static override readonly code: string = "conflict";
+}
+
+/** Nobody who is trusted for it vouches for the bytes of an expert. */
+export class TrustError extends ExpertError {
+  static override readonly code: string = "trust";
+}
+
+/** A signature does not verify. */
+export class SignatureError extends TrustError {
+  static override readonly code: string = "signature";
+}
+
+/** Bytes differ from the digest that was promised for them. */
+export class DigestError extends TrustError {
+  static override readonly code: string = "digest";
+}
+
+/** A signature is demanded and absent. */
+export class UnsignedError extends TrustError {
+  static override readonly code: string = "unsigned";
+}
+
+/** The signing key was revoked. */
+export class RevokedError extends TrustError {
+  static override readonly code: string = "revoked";
+}
+
+/** The network or the other side failed. */
+export class RegistryError extends ExpertError {
+  static override readonly code: string = "registry";
+}
+
+/** No API key came, or one that is wrong, expired or revoked. */
+export class UnauthenticatedError extends RegistryError {
+  static override readonly code: string = "unauthenticated";
+}
+
+/** Who asks is known, and has no right to do this. */
+export class ForbiddenError extends RegistryError {
+  static override readonly code: string = "forbidden";
+}
+
+/** Too many requests for now; `retryAfter` seconds later they are answered again. */
+export class RateLimitError extends RegistryError {
+  static override readonly code: string = "rate_limit";
+}
+
+/** The network is switched off for the server. */
+export class OfflineError extends RegistryError {
+  static override readonly code: string = "offline";
+}
+
+/** A connection failed or broke, or whoever answers is no such server, or cannot now. */
+export class UnreachableError extends RegistryError {
+  static override readonly code: string = "unreachable";
+}
+
+/** Nothing came within `timeoutMs` of the client; the request may have arrived. */
+export class SilenceError extends UnreachableError {}
+
+/** A limit of memory, disk or quota would be exceeded. */
+export class BudgetError extends ExpertError {
+  static override readonly code: string = "budget";
+}
+
+/** The disk of the server is full. */
+export class DiskFullError extends BudgetError {
+  static override readonly code: string = "disk_full";
+}
+
+/** One object is larger than the limit for its kind. */
+export class TooLargeError extends BudgetError {
+  static override readonly code: string = "too_large";
+}
+
+/** A package or an input file is malformed. */
+export class InvalidPackageError extends ExpertError {
+  static override readonly code: string = "invalid_package";
+}
+
+/** The store of the server cannot be used. */
+export class StoreError extends ExpertError {
+  static override readonly code: string = "store";
+}
+
+const CLASSES = [
+  ExpertError,
+  UsageError,
+  MediaTypeError,
+  NotFoundError,
+  MissingDependencyError,
+  IncompatibleError,
+  BaseMismatchError,
+  ConflictError,
+  TrustError,
+  SignatureError,
+  DigestError,
+  UnsignedError,
+  RevokedError,
+  RegistryError,
+  UnauthenticatedError,
+  ForbiddenError,
+  RateLimitError,
+  OfflineError,
+  UnreachableError,
+  BudgetError,
+  DiskFullError,
+  TooLargeError,
+  InvalidPackageError,
+  StoreError,
+];
+
+/** Code → class. */
+export const ERROR_CLASSES: ReadonlyMap<string, typeof ExpertError> = new Map(
+  CLASSES.map((one) => [one.code, one]),
+);
+
+/** Status → the class of an answer whose code says nothing, as that of a proxy. */
+const BY_STATUS: ReadonlyMap<number | undefined, typeof ExpertError> = new Map([
+  [400, UsageError],
+  [401, UnauthenticatedError],
+  [403, ForbiddenError],
+  [404, NotFoundError],
+  [413, TooLargeError],
+  [415, MediaTypeError],
+  [429, RateLimitError],
+  [502, UnreachableError],
+  [503, UnreachableError],
+  [504, UnreachableError],
+]);
+
+/** Make the error that a document `{"code", "message", "hint"}` stands for. */
+export function errorOf(document: unknown, facts: ErrorFacts): ExpertError {
+  const code = told(document, "code");
+  const message = told(document, "message") ?? `the server answered with status ${facts.status}`;
+  const Kind = ERROR_CLASSES.get(code ?? "") ?? BY_STATUS.get(facts.status) ?? ExpertError;
+  return new Kind(message, { ...facts, code, hint: told(document, "hint") });
+}
+
+function told(document: unknown, name: string): string | undefined {
+  if (typeof document !== "object" || document === null) return undefined;
+  const value: unknown = Reflect.get(document, name);
+  return typeof value === "string" ? value : undefined;
+}

@@ -1,0 +1,105 @@
+/**
+ * An answer as it is written.
+ *
+ * The request is sent when the first chunk is asked for. Whoever leaves the loop, or aborts by a
+ * signal, ends the connection, and the server stops writing.
+ */
+
+import { errorOf, UnreachableError, UsageError } from "./errors.js";
+import { eventsOf, type ServerEvent } from "./events.js";
+import { fromWire } from "./names.js";
+import type { InferResult, Started } from "./result.js";
+import { type Call, type CallOptions, readable, type Transport } from "./transport.js";
+import type { Watch } from "./watch.js";
+
+/** A piece of an answer, or what stands before it and after it. */
+export interface Chunk {
+  /** Text that has become certain; empty in the chunks that bring `started` or `result`. */
+  readonly text: string;
+  /** With the first chunk: who answers, and what was read. */
+  readonly started?: Started;
+  /** With the last chunk: the whole answer. */
+  readonly result?: InferResult;
+}
+
+/** The chunks of one answer; it can be read once. */
+export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
+  readonly #chunks: AsyncGenerator<Chunk, undefined>;
+  readonly #watch: Watch;
+  #result: InferResult | undefined;
+
+  constructor(transport: Transport, call: Call, options: CallOptions) {
+    this.#watch = transport.watch(options);
+    this.#chunks = this.#read(transport, call);
+  }
+
+  [Symbol.asyncIterator](): this {
+    return this;
+  }
+
+  next(): Promise<IteratorResult<Chunk, undefined>> {
+    return this.#chunks.next();
+  }
+
+  /** End the connection; a loop that is left does so by itself. */
+  return(): Promise<IteratorResult<Chunk, undefined>> {
+    this.#watch.close();
+    return this.#chunks.return(undefined);
+  }
+
+  /** Read to the end and give the whole answer. */
+  async result(): Promise<InferResult> {
+    for await (const { result } of this) this.#result = result;
+    if (this.#result === undefined) throw new UsageError("the stream was left before its end");
+    return this.#result;
+  }
+
+  async *#read(transport: Transport, call: Call): AsyncGenerator<Chunk, undefined> {
+    const watch = this.#watch;
+    try {
+      const response = await transport.open(call, watch);
+      for await (const event of eventsOf(bodyOf(response), () => watch.renew())) {
+        const chunk = chunkOf(event);
+        if (chunk === undefined) continue;
+        yield chunk;
+        if (chunk.result !== undefined) return undefined;
+      }
+      throw new UnreachableError("the stream ended before the answer did");
+    } catch (error) {
+      return await readable(Promise.reject(error), watch);
+    } finally {
+      watch.close();
+    }
+  }
+}
+
+function bodyOf(response: Response): ReadableStream<Uint8Array> {
+  const kind = response.headers.get("content-type") ?? "";
+  if (kind.startsWith("text/event-stream") && response.body !== null) return response.body;
+  throw new UnreachableError(`the answer is no stream of events but ${kind || "nothing"}`);
+}
+
+/** What an event brings; events of a later server that are not known here bring nothing. */
+function chunkOf(event: ServerEvent): Chunk | undefined {
+  switch (event.name) {
+    case "started":
+      return { text: "", started: fromWire<Started>(documentOf(event)) };
+    case "piece":
+      return { text: fromWire<{ text: string }>(documentOf(event)).text };
+    case "finished":
+      return { text: "", result: fromWire<InferResult>(documentOf(event)) };
+    case "failed":
+    case "error":
+      throw errorOf(fromWire<{ error: unknown }>(documentOf(event)).error, {});
+    default:
+      return undefined;
+  }
+}
+
+function documentOf(event: ServerEvent): unknown {
+  try {
+    return JSON.parse(event.data);
+  } catch (error) {
+    throw new UnreachableError(`the event ${event.name} is not JSON`, { cause: error });
+  }
+}

@@ -1,0 +1,64 @@
+/** What ends a call before its answer: the caller's own signal, or too long a silence. */
+
+import { SilenceError } from "./errors.js";
+
+/** A timer for longer than this would go off at once; so long is as good as without end. */
+const LONGEST_TIMER = 2 ** 31 - 1;
+
+/** One call's time. Whoever makes one ends it with `close`. */
+export class Watch {
+  readonly #controller = new AbortController();
+  readonly #given: AbortSignal | undefined;
+  readonly #milliseconds: number;
+  #timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(given: AbortSignal | undefined, milliseconds: number) {
+    this.#given = given;
+    this.#milliseconds = milliseconds;
+    if (given?.aborted) this.#leave();
+    given?.addEventListener("abort", this.#leave);
+    this.renew();
+  }
+
+  get signal(): AbortSignal {
+    return this.#controller.signal;
+  }
+
+  /** Something came: the time begins anew. */
+  renew(): void {
+    clearTimeout(this.#timer);
+    if (this.#milliseconds > LONGEST_TIMER) return;
+    this.#timer = setTimeout(() => this.#controller.abort(this.#silence()), this.#milliseconds);
+  }
+
+  /** End the call, if it still goes on, and the timer. */
+  close(): void {
+    clearTimeout(this.#timer);
+    this.#given?.removeEventListener("abort", this.#leave);
+    this.#controller.abort();
+  }
+
+  /** Wait, unless the call ends first. */
+  pause(milliseconds: number): Promise<void> {
+    return new Promise((resolve, reject) => {
+      const ended = (): void => {
+        clearTimeout(timer);
+        reject(this.signal.reason);
+      };
+      const timer = setTimeout(() => {
+        this.signal.removeEventListener("abort", ended);
+        resolve();
+      }, milliseconds);
+      if (this.signal.aborted) ended();
+      else this.signal.addEventListener("abort", ended, { once: true });
+    });
+  }
+
+  readonly #leave = (): void => this.#controller.abort(this.#given?.reason);
+
+  #silence(): SilenceError {
+    return new SilenceError(`nothing came from the server for ${this.#milliseconds} ms`, {
+      hint: "give the client a longer timeoutMs, or the request a timeoutMs of its own",
+    });
+  }
+}
