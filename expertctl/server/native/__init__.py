@@ -1,0 +1,1 @@
+"""Our own API: inference, jobs, routing and what is installed."""

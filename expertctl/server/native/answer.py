@@ -1,0 +1,49 @@
+"""The answer to ``/v1/infer``: the document of ``run --json``, and when and how it came about."""
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.job import Finished, Piece, Started
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.native.call import Call
+
+
+def answer_of(call: Call, finished: Finished) -> JsonObject:
+    """Return the document (``schemas/infer.schema.json``)."""
+    [result] = finished.results
+    experts = result.planned.result.plan.experts
+    return {
+        **result.to_json(),
+        "submitted_at": call.submitted_at,
+        "tokens_generated": len(result.generated.tokens),
+        "experts_used": list[JsonValue](expert.ref for expert in experts),
+        "latency_ms": round(call.arrival.since_ms, 3),
+        "stopped_by": result.generated.stopped_by,
+        "stages": _stages(call, result),
+    }
+
+
+def started_of(call: Call, event: Started) -> JsonObject:
+    """Return the first event of a stream."""
+    return {
+        "job_id": call.job.id,
+        "submitted_at": call.submitted_at,
+        "plan": event.plan.to_json(),
+        "tokens": {"prompt": event.prompt_tokens, "reused": event.reused_tokens},
+    }
+
+
+def piece_of(event: Piece) -> JsonObject:
+    """Return an event with more of the text."""
+    return {"text": event.text}
+
+
+def _stages(call: Call, result: RunResult) -> JsonObject:
+    """Return how long each stage took; waiting for a turn is none, and stands in the timings."""
+    took = result.timings_ms
+    stages = {
+        "reception": call.reception_ms,
+        "reasoning": took.get("route", 0.0),
+        "preparation": took.get("load", 0.0),
+        "inference": took.get("prefill", 0.0) + took.get("decode", 0.0),
+        "post_processing": took.get("post", 0.0),
+    }
+    return {name: round(ms, 3) for name, ms in stages.items()}

@@ -1,0 +1,129 @@
+"""The addresses of our own API: inference, jobs, routing, and what is installed."""
+
+from functools import partial
+
+import msgspec
+from anyio import to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from expertctl.errors import ExpertError
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.body import read_body
+from expertctl.server.caller import caller_of
+from expertctl.server.field_error import FieldError
+from expertctl.server.generation import finished
+from expertctl.server.native.answer import answer_of
+from expertctl.server.native.call import Arrival, Call, call_of
+from expertctl.server.native.expert_document import experts_document
+from expertctl.server.native.infer_request import InferRequest, RouteFields
+from expertctl.server.native.job_document import document_of
+from expertctl.server.native.job_store import JobStore, StoredJob
+from expertctl.server.native.stream import infer_lines
+from expertctl.server.service import Service
+from expertctl.server.sse import event_stream, while_connected
+
+INFER = "/v1/infer"
+JOBS = "/v1/jobs"
+JOB = "/v1/jobs/{job_id}"
+ROUTE = "/v1/route"
+EXPERTS = "/v1/experts"
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """Return the addresses, on one engine."""
+    wire = _Wire(service)
+    return [
+        Route(INFER, wire.infer, methods=["POST"]),
+        Route(JOBS, wire.submit, methods=["POST"]),
+        Route(JOB, wire.job, methods=["GET"]),
+        Route(JOB, wire.cancel, methods=["DELETE"]),
+        Route(ROUTE, wire.route, methods=["POST"]),
+        Route(EXPERTS, wire.experts, methods=["GET"]),
+    ]
+
+
+class _Wire:
+    """Answers the requests of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._jobs = JobStore()
+
+    async def infer(self, request: Request) -> Response:
+        """Answer a prompt, at once or piece by piece."""
+        arrival = Arrival()
+        body = await read_body(request, InferRequest)
+        call, engine = self._call(request, body, arrival), self._service.engine
+        if body.stream:
+            return event_stream(request, infer_lines(engine, call, request.scope))
+        return _json(answer_of(call, await while_connected(request, finished(engine, call.job))))
+
+    async def submit(self, request: Request) -> Response:
+        """Begin a job that nobody waits for."""
+        arrival = Arrival()
+        body = await read_body(request, InferRequest)
+        if body.stream:
+            raise FieldError(
+                "stream: a job has none",
+                field="stream",
+                hint=f"ask for the job now and then, or post to {INFER}",
+            )
+        call, engine = self._call(request, body, arrival), self._service.engine
+        expected_wait = engine.expected_wait()
+        job = self._jobs.add(
+            call.job.id,
+            owner=call.job.owner,
+            submitted=arrival.at,
+            describe=partial(answer_of, call),
+        )
+        try:
+            engine.submit(call.job, partial(self._jobs.hear, job.id))
+        except ExpertError:
+            self._jobs.drop(job.id)
+            raise
+        document = document_of(job, expected_wait=expected_wait)
+        return _json(document, status=202, headers={"Location": f"{JOBS}/{job.id}"})
+
+    async def job(self, request: Request) -> Response:
+        """Tell what became of a job."""
+        job = self._jobs.find(request.path_params["job_id"], owner=caller_of(request).id)
+        return self._told(job)
+
+    async def cancel(self, request: Request) -> Response:
+        """End a job where it is."""
+        job = self._jobs.call_off(request.path_params["job_id"], owner=caller_of(request).id)
+        self._service.engine.cancel(job.id)
+        return self._told(job)
+
+    async def route(self, request: Request) -> Response:
+        """Plan a prompt; nothing is loaded."""
+        body = await read_body(request, RouteFields)
+        planned = await to_thread.run_sync(self._service.engine.plan, body.planned())
+        return _json(planned.result.to_json())
+
+    async def experts(self, _: Request) -> Response:
+        """List what is installed."""
+        engine = self._service.engine
+        experts = await to_thread.run_sync(engine.experts)
+        return _json(experts_document(experts, base=engine.base_name))
+
+    def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:
+        return call_of(
+            body, caller=caller_of(request), settings=self._service.settings, arrival=arrival
+        )
+
+    def _told(self, job: StoredJob) -> Response:
+        return _json(document_of(job, expected_wait=self._service.engine.expected_wait()))
+
+
+def _json(
+    document: JsonObject | msgspec.Struct,
+    *,
+    status: int = 200,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    content = msgspec.json.encode(document)
+    own = {"Cache-Control": "no-store", **(headers or {})}
+    return Response(content, status, own, media_type="application/json")

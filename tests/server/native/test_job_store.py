@@ -1,0 +1,243 @@
+"""Jobs that nobody waits for, in any order of events, and whom they are told to."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from expertctl.engine.serving.job import Failed, Finished, Piece
+from expertctl.errors import CancelledError, ExpertError, NotFoundError, TimedOutError
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.native.job_store import JobStore, StoredJob
+from tests.server.native.results import STARTED, finished
+
+OWNERS = ("ada", "bob")
+Question = Callable[..., StoredJob]
+
+
+def describe(event: Finished) -> JsonObject:
+    return {"text": event.results[0].generated.text}
+
+
+class Clock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Told:
+    """What a job must look like, kept by the plainest of means."""
+
+    def __init__(self, owner: str, submitted: float) -> None:
+        self.owner, self.submitted = owner, submitted
+        self.status, self.text, self.size = "queued", "", 0
+        self.ended: float | None = None
+
+
+class Machine(RuleBasedStateMachine):
+    """Submits, starts, ends, calls off, waits and asks, as two callers."""
+
+    running = Bundle("running")
+    jobs = Bundle("jobs")
+
+    @initialize(seconds=st.integers(1, 50), count=st.integers(1, 4), size=st.integers(1, 6))
+    def begin(self, seconds: int, count: int, size: int) -> None:
+        self.seconds, self.count, self.most = seconds, count, 1200 * size
+        self.clock = Clock()
+        self.store = JobStore(
+            kept_seconds=seconds, kept_per_owner=count, kept_bytes=self.most, clock=self.clock
+        )
+        self.told: dict[str, Told] = {}
+        self.ended: list[str] = []
+        self.number = 0
+
+    @rule(target=running, owner=st.sampled_from(OWNERS))
+    def submit(self, owner: str) -> str:
+        self.number += 1
+        job_id = f"{self.number:032x}"
+        self.store.add(job_id, owner=owner, submitted=self.clock(), describe=describe)
+        self.told[job_id] = Told(owner, self.clock())
+        return job_id
+
+    @rule(job_id=consumes(running))
+    def refuse(self, job_id: str) -> None:
+        """The engine did not take it."""
+        self.store.drop(job_id)
+        del self.told[job_id]
+
+    @rule(job_id=running)
+    def start(self, job_id: str) -> None:
+        self.store.hear(job_id, STARTED)
+        told = self.told[job_id]
+        told.status = "processing" if told.status == "queued" else told.status
+
+    @rule(job_id=running, text=st.text("xü", max_size=5))
+    def write(self, job_id: str, text: str) -> None:
+        self.store.hear(job_id, Piece(0, text))
+        self.told[job_id].text += text
+
+    @rule(target=jobs, job_id=consumes(running), more=st.text("y", max_size=300))
+    def finish(self, job_id: str, more: str) -> str:
+        told = self.told[job_id]
+        reason = "cancelled" if told.status == "cancelled" else "length"
+        told.text += more
+        self.store.hear(job_id, finished(told.text, reason, job_id=job_id))
+        return self._end(job_id, "finished")
+
+    @rule(
+        target=jobs, job_id=consumes(running), error=st.sampled_from([TimedOutError, ExpertError])
+    )
+    def fail(self, job_id: str, error: type[ExpertError]) -> str:
+        self.store.hear(job_id, Failed(error("no")))
+        return self._end(job_id, "failed")
+
+    @rule(target=jobs, job_id=consumes(running))
+    def end_as_the_server_ends(self, job_id: str) -> str:
+        self.store.hear(job_id, Failed(CancelledError("the server ends")))
+        return self._end(job_id, "cancelled")
+
+    @rule(job_id=running)
+    def call_off(self, job_id: str) -> None:
+        told = self.told[job_id]
+        told.status = "cancelled"
+        self._compare(job_id, self.store.call_off(job_id, owner=told.owner))
+
+    @rule(job_id=jobs)
+    def call_off_what_is_over(self, job_id: str) -> None:
+        self._ask(job_id, self.store.call_off)
+
+    @rule(job_id=st.one_of(running, jobs))
+    def ask(self, job_id: str) -> None:
+        self._ask(job_id, self.store.find)
+
+    @rule(job_id=st.one_of(running, jobs))
+    def ask_as_somebody_else(self, job_id: str) -> None:
+        told = self.told[job_id]
+        [other] = set(OWNERS) - {told.owner}
+        for question in (self.store.find, self.store.call_off):
+            with pytest.raises(NotFoundError) as foreign:
+                question(job_id, owner=other)
+            unknown = job_id[:-1] + "z"
+            with pytest.raises(NotFoundError) as missing:
+                question(unknown, owner=other)
+            assert foreign.value.message.replace(job_id, unknown) == missing.value.message
+            assert foreign.value.hint == missing.value.hint
+
+    @rule(seconds=st.integers(1, 60))
+    def wait(self, seconds: int) -> None:
+        self.clock.now += seconds
+
+    @rule(job_id=jobs, text=st.text("z", min_size=1, max_size=3))
+    def hear_too_late(self, job_id: str, text: str) -> None:
+        """An event after the end changes nothing."""
+        self.store.hear(job_id, Piece(0, text))
+        self.store.hear(job_id, finished(text))
+        self._ask(job_id, self.store.find)
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "store"):
+            self.store.check_integrity()
+
+    def _end(self, job_id: str, status: str) -> str:
+        told = self.told[job_id]
+        told.status = told.status if told.status == "cancelled" else status
+        told.ended = self.clock()
+        self.ended.append(job_id)
+        kept = self.store.find(job_id, owner=told.owner)
+        told.size = kept.size
+        self._forget()
+        return job_id
+
+    def _forget(self) -> None:
+        """Who is kept: the newest of each owner, as long as there is time and room."""
+        while True:
+            gone = next(self._superfluous(), None)
+            if gone is None:
+                return
+            self.ended.remove(gone)
+
+    def _superfluous(self) -> Iterator[str]:
+        for owner in OWNERS:
+            own = [job_id for job_id in self.ended if self.told[job_id].owner == owner]
+            yield from own[: -self.count]
+        if sum(self.told[job_id].size for job_id in self.ended) > self.most:
+            yield from self.ended[:-1][:1]
+
+    def _ask(self, job_id: str, question: Question) -> None:
+        told = self.told[job_id]
+        is_old = told.ended is not None and told.ended < self.clock() - self.seconds
+        if told.ended is not None and (is_old or job_id not in self.ended):
+            with pytest.raises(NotFoundError):
+                question(job_id, owner=told.owner)
+        else:
+            self._compare(job_id, question(job_id, owner=told.owner))
+
+    def _compare(self, job_id: str, job: StoredJob) -> None:
+        told = self.told[job_id]
+        assert (job.status, job.text, job.submitted) == (told.status, told.text, told.submitted)
+        assert job.ended == told.ended
+
+
+TestJobs = Machine.TestCase
+TestJobs.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_a_job_tells_its_text_as_it_comes_and_then_its_result() -> None:
+    store = JobStore(clock=Clock())
+    store.add("a" * 32, owner="ada", submitted=999.5, describe=describe)
+    store.hear("a" * 32, STARTED)
+    store.hear("a" * 32, Piece(0, "1, "))
+    store.hear("a" * 32, Piece(0, "2"))
+    running = store.find("a" * 32, owner="ada")
+    assert (running.status, running.text, running.result) == ("processing", "1, 2", None)
+    assert (running.submitted, running.started, running.ended) == (999.5, 1000.0, None)
+    store.hear("a" * 32, finished("1, 2, 3"))
+    over = store.find("a" * 32, owner="ada")
+    assert (over.status, over.text, over.ended) == ("finished", "1, 2, 3", 1000.0)
+    assert over.result is not None
+    assert msgspec.json.decode(over.result) == {"text": "1, 2, 3"}
+
+
+def test_a_job_that_is_called_off_keeps_what_came_of_it() -> None:
+    store = JobStore(clock=Clock())
+    store.add("a" * 32, owner="ada", submitted=1.0, describe=describe)
+    assert store.call_off("a" * 32, owner="ada").status == "cancelled"
+    store.hear("a" * 32, finished("1, 2", "cancelled"))
+    over = store.find("a" * 32, owner="ada")
+    assert (over.status, over.text, over.error) == ("cancelled", "1, 2", None)
+
+
+def test_events_and_questions_from_many_threads_leave_it_in_order() -> None:
+    store = JobStore(kept_per_owner=5)
+    begin = threading.Barrier(4)
+
+    def work(owner: int) -> None:
+        begin.wait()
+        for number in range(200):
+            job_id, name = f"{owner}-{number}", f"owner-{owner % 2}"
+            store.add(job_id, owner=name, submitted=0.0, describe=describe)
+            store.hear(job_id, Piece(0, "x"))
+            assert store.find(job_id, owner=name).text == "x"
+            store.hear(job_id, finished("xy"))
+            store.check_integrity()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    store.check_integrity()
