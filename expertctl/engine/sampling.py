@@ -21,9 +21,11 @@ Mask = npt.NDArray[np.bool_]
 Counts = Mapping[int, int]
 """How often each token was generated."""
 
-_ARRAYS = 9
-"""How many arrays of scores are alive at once, those of `draw` and `keep_top_p` in float64."""
+_ARRAYS = 12
+"""How many arrays of scores are alive at once where all are alike, some of them in 64 bits."""
 _MAX_SEED = 2**64 - 1
+_MANTISSA_BITS = 23
+"""Of a float32."""
 
 
 class Draws:
@@ -128,26 +130,42 @@ def softmax(scores: Scores) -> Scores:
 
 
 def keep_top_p(chances: Scores, top_p: float) -> Scores:
-    """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids."""
+    """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids.
+
+    Few of many are sorted: those about as likely as the last one that is kept.
+    """
     if top_p >= 1.0:
         return chances
-    ordered = np.sort(_that_may_count(chances, top_p))[::-1]
-    before = np.cumsum(ordered, dtype=np.float64) - ordered
+    likely = _that_may_count(chances, top_p)
+    about = _steps_of(likely)
+    sums = np.bincount(about, weights=likely)[::-1].cumsum()[::-1]  # of a step and those above
+    step = max(int(np.searchsorted(-sums, -top_p, side="right")) - 1, 0)
+    above = sums[step + 1] if step + 1 < len(sums) else 0.0
+    near = np.sort(likely[about == step])[::-1]
+    before = above + np.cumsum(near, dtype=np.float64) - near
     count = max(int(np.searchsorted(before, top_p, side="left")), 1)
-    threshold = ordered[count - 1]
+    threshold = near[count - 1]
     keep = chances > threshold
     equal = np.flatnonzero(chances == threshold)
-    keep[equal[: count - int(keep.sum())]] = True
+    keep[equal[: count - int((near > threshold).sum())]] = True
     return np.where(keep, chances, np.float32(0))
 
 
 def _that_may_count(chances: Scores, top_p: float) -> Scores:
-    """Return the chances that reach ``top_p`` before any other is needed: few of many are sorted.
+    """Return the chances that reach ``top_p`` before any other is needed.
 
     All that are left out sum to less than what ``top_p`` leaves.
     """
     likely = chances[chances >= (1.0 - top_p) / len(chances)]
     return likely if likely.sum(dtype=np.float64) >= top_p else chances
+
+
+def _steps_of(chances: Scores) -> Any:
+    """Return how likely each is, in eighths of a power of two: the larger number, the likelier.
+
+    The bits of floats that are not negative are in the order of the floats.
+    """
+    return chances.view(np.uint32) >> np.uint32(_MANTISSA_BITS - 3)
 
 
 def keep_min_p(chances: Scores, min_p: float) -> Scores:
