@@ -1,0 +1,196 @@
+"""`MessageCall`: a request for a message as a job for the engine, and how its answer is read."""
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+
+from expertctl.engine.answer_form import UNCHECKED, Checked
+from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
+from expertctl.errors import UsageError
+from expertctl.routing.presets import DEFAULT_MAX_EXPERTS, SamplingWishes
+from expertctl.routing.request import RouteRequest, check_request, parse_target
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_reader import Reading
+from expertctl.server.anthropic.conversation import messages_of, routed_by
+from expertctl.server.anthropic.message_request import (
+    CountRequest,
+    MessageRequest,
+    ThinkingEnabled,
+    check_thinking,
+)
+from expertctl.server.anthropic.tool import Tool, offered, one_call
+from expertctl.server.base_text import BaseText
+from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.field_error import FieldError
+from expertctl.server.model_name import Choice, chosen
+from expertctl.server.post_processing.check import check_of
+from expertctl.server.post_processing.response_format import ResponseFormat
+
+NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
+_LEAST_TOP_P = 1e-9
+"""The likeliest token is always in: of nothing at all, it alone is left."""
+_AS_PUBLISHED = SamplingWishes(
+    temperature=1.0,
+    top_p=1.0,
+    top_k=0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    presence_penalty=0.0,
+    frequency_penalty=0.0,
+)
+"""What is done where the client is silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A conversation as the chat template is given it."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    variables: JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageCall:
+    """One request for a message, read."""
+
+    job: Job
+    reading: Reading
+    model: str
+    shows_thinking: bool
+    stop_sequences: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The id of the message."""
+        return f"msg_{self.job.id}"
+
+
+def asked_of(request: CountRequest, text: BaseText) -> Asked:
+    """Read what the model is to see.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+    """
+    tools = offered(request.tools or (), request.tool_choice)
+    if tools and not text.reads_tools:
+        raise FieldError("tools: the chat template of this base reads none", field="tools")
+    variables: JsonObject = {"enable_thinking": request.thinks}
+    if request.output_config is not None and request.output_config.effort is not None:
+        variables["reasoning_effort"] = request.output_config.effort
+    if tools:
+        variables["tools"] = [tool.to_json() for tool in tools]
+    messages = messages_of(request.system, request.messages)
+    return Asked(messages=messages, tools=tools, variables=variables)
+
+
+def message_call(
+    request: MessageRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    text: BaseText,
+    usual: float | None,
+) -> MessageCall:
+    """Read a request to a server of one base; ``usual`` seconds it has, where it names no time.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+        UsageError: when fields do not fit together.
+        ModelNotFoundError: when there is no such model.
+    """
+    check_thinking(request)
+    choice = chosen(request.model, base_name=base_name)
+    asked = asked_of(request, text)
+    reading = Reading(
+        form=text.form,
+        tools=frozenset(tool.name for tool in asked.tools),
+        one_call=one_call(request.tool_choice),
+        opened=text.opens_thinking(asked.variables),
+    )
+    job = Job(
+        id=uuid.uuid4().hex,
+        request=_run_request(request, asked, choice, caller),
+        owner=caller.id,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=_deadline(request, usual),
+        check=_check(request, reading),
+    )
+    return MessageCall(
+        job=job,
+        reading=reading,
+        model=request.model,
+        shows_thinking=request.shows_thinking,
+        stop_sequences=tuple(request.stop_sequences or ()),
+        warnings=(NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else (),
+    )
+
+
+def _run_request(
+    request: MessageRequest, asked: Asked, choice: Choice, caller: Caller
+) -> RunRequest:
+    prompt = routed_by(asked.messages)
+    most = request.max_experts
+    route = RouteRequest(
+        prompt=prompt,
+        exclude=tuple(parse_target(one) for one in request.exclude_experts or ()),
+        base_alone=choice.base_alone,
+        seed=request.seed,
+        wishes=_wishes(request, auto=choice.auto),
+        max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+    )
+    check_request(route)
+    return RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=route,
+        experts=choice.force,
+        turns=asked.messages,
+        variables=asked.variables,
+        cache_key=_cache_key(request, caller),
+    )
+
+
+def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
+    """Return how tokens are drawn: with ``auto``, silence leaves it to the experts."""
+    given = {
+        "temperature": request.temperature,
+        "top_p": _LEAST_TOP_P if request.top_p == 0 else request.top_p,
+        "top_k": request.top_k,
+    }
+    said = {name: value for name, value in given.items() if value is not None}
+    stop = None if request.stop_sequences is None else tuple(request.stop_sequences)
+    silent = SamplingWishes() if auto else _AS_PUBLISHED
+    return replace(silent, **said, max_tokens=request.max_tokens, stop=stop)  # type: ignore[arg-type]  # numbers, each of its field
+
+
+def _cache_key(request: MessageRequest, caller: Caller) -> str:
+    user = None if request.metadata is None else request.metadata.user_id
+    return cache_key_of(caller, request.cache_key, request.session_id, user)
+
+
+def _deadline(request: MessageRequest, usual: float | None) -> float | None:
+    seconds = usual if request.timeout_ms is None else request.timeout_ms / 1e3
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _check(request: MessageRequest, reading: Reading) -> Check | None:
+    """Return what the answer is checked for: what is said, not what is thought or called."""
+    wanted = request.output_config.format if request.output_config else None
+    if wanted is None:
+        return None
+    field = "output_config.format.schema"
+    try:
+        check = check_of(ResponseFormat(type="json_schema", schema=wanted.schema))
+    except UsageError as error:
+        fact = error.message.replace("response_format.schema", field)
+        raise FieldError(fact, field=field, hint=error.hint) from error
+    assert check is not None, "a schema is always checked"
+
+    def checked(text: str) -> Checked:
+        said, calls = reading.said(text)
+        return UNCHECKED if calls else check(said)
+
+    return checked

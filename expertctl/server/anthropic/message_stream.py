@@ -1,0 +1,81 @@
+"""`MessageStream`: the answer to a request for a message, told in events as it is written.
+
+The message begins when its prompt is being read, with what that took; then come its blocks, one
+after the other, then why it ended and what it took in all. What the published API has no place for
+stands beside the usage.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.anthropic.block_writer import BlockWriter
+from expertctl.server.anthropic.message_answer import head_of
+from expertctl.server.anthropic.message_call import MessageCall
+from expertctl.server.anthropic.outcome import extension_of, stop_of, usage_of, usage_of_result
+from expertctl.server.generation import Jobs, events_of
+from expertctl.server.sse import named_event
+
+
+async def message_lines(jobs: Jobs, call: MessageCall) -> AsyncIterator[bytes]:
+    """Begin the job of a request and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when it is refused, or fails on the way.
+    """
+    stream = MessageStream(call)
+    async with events_of(jobs, call.job) as events:
+        async for event in events:
+            for told in stream.told(event):
+                yield named_event(str(told["type"]), msgspec.json.encode(told))
+
+
+class MessageStream:
+    """Turns the events of one job into those of the published API."""
+
+    def __init__(self, call: MessageCall) -> None:
+        """Begin before the first event."""
+        self._call = call
+        self._blocks = BlockWriter(call)
+        self._has_begun = False
+
+    def told(self, event: Event) -> Iterator[JsonObject]:
+        """Yield what an event adds to the message."""
+        match event:
+            case Started(_, prompt, reused):
+                yield from self._begin(prompt=prompt, reused=reused)
+            case Piece(_, text):
+                yield from self._blocks.push(text)
+            case Finished(results):
+                yield from self._begin(prompt=results[0].prompt_tokens, reused=0)
+                yield from self._blocks.finish()
+                yield self._ended(results[0])
+                yield {"type": "message_stop"}
+            case Failed():
+                return
+
+    def _begin(self, *, prompt: int, reused: int) -> Iterator[JsonObject]:
+        """Begin the message, once: a job can be over before its prompt was read."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        message: JsonObject = {
+            **head_of(self._call),
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(prompt=prompt, reused=reused, written=0),
+        }
+        yield {"type": "message_start", "message": message}
+        yield {"type": "ping"}
+
+    def _ended(self, result: RunResult) -> JsonObject:
+        return {
+            "type": "message_delta",
+            "delta": stop_of(self._call, result, calls=self._blocks.calls),
+            "usage": usage_of_result(result),
+            "expertctl": extension_of(self._call, result, self._blocks.warnings),
+        }

@@ -1,0 +1,57 @@
+"""What an answer came to: why it ended, what it took, and what is told of it besides."""
+
+from collections.abc import Sequence
+
+from expertctl.engine.run_result import RunResult
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.anthropic.message_call import MessageCall
+
+
+def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> JsonObject:
+    """Return why an answer ended; what was cut off, for whatever cause, had no more tokens.
+
+    Strings that an expert ends its answers with are none of the request.
+    """
+    generated = result.generated
+    by = generated.stopped_by if generated.stopped_by in call.stop_sequences else None
+    if generated.finish_reason != "stop":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if by is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": by}
+    return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+
+
+def usage_of(*, prompt: int, reused: int, written: int) -> JsonObject:
+    """Return the ``usage``: tokens that were kept of earlier requests are not in ``input_tokens``.
+
+    Keeping them takes no tokens of its own.
+    """
+    return {
+        "input_tokens": prompt - reused,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": reused,
+        "output_tokens": written,
+    }
+
+
+def usage_of_result(result: RunResult) -> JsonObject:
+    """Return the ``usage`` of an answer that is whole."""
+    return usage_of(
+        prompt=result.prompt_tokens,
+        reused=result.kv_reused_tokens,
+        written=len(result.generated.tokens),
+    )
+
+
+def extension_of(call: MessageCall, result: RunResult, warnings: Sequence[str]) -> JsonObject:
+    """Return what the published API has no place for."""
+    told = dict.fromkeys((*call.warnings, *result.warnings, *warnings))
+    return {
+        "job_id": result.job_id,
+        "plan": result.planned.result.plan.to_json(),
+        "notes": list[JsonValue](result.planned.result.notes),
+        "finish_reason": result.generated.finish_reason,
+        "validation_passed": result.validation_passed,
+        "warnings": list[JsonValue](told),
+        "timings_ms": {name: round(ms, 3) for name, ms in result.timings_ms.items()},
+    }

@@ -1,0 +1,77 @@
+"""The addresses of the Anthropic API: messages, and how many tokens a conversation has.
+
+The version that a client names in ``anthropic-version`` makes no difference: there is one.
+"""
+
+import asyncio
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.anthropic.message_answer import message_of
+from expertctl.server.anthropic.message_call import asked_of, message_call
+from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
+from expertctl.server.anthropic.message_stream import message_lines
+from expertctl.server.base_text import BaseText
+from expertctl.server.body import read_body
+from expertctl.server.caller import caller_of
+from expertctl.server.generation import finished
+from expertctl.server.model_name import chosen
+from expertctl.server.service import Service
+from expertctl.server.sse import event_stream, while_connected
+
+MESSAGES = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """Return the addresses, on one engine."""
+    wire = _Wire(service)
+    return [
+        Route(MESSAGES, wire.create, methods=["POST"]),
+        Route(COUNT, wire.count, methods=["POST"]),
+    ]
+
+
+class _Wire:
+    """Answers the requests of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        """Answer with the next message of a conversation."""
+        body = await read_body(request, MessageRequest)
+        service = self._service
+        call = message_call(
+            body,
+            caller=caller_of(request),
+            base_name=service.engine.base_name,
+            text=self._text(),
+            usual=service.settings.timeout,
+        )
+        if body.stream:
+            return event_stream(request, message_lines(service.engine, call))
+        came = await while_connected(request, finished(service.engine, call.job))
+        return _json(message_of(call, came.results[0]))
+
+    async def count(self, request: Request) -> Response:
+        """Answer with the number of tokens that the base would read."""
+        body = await read_body(request, CountRequest)
+        chosen(body.model, base_name=self._service.engine.base_name)
+        text = self._text()
+        asked = asked_of(body, text)
+        counted = asyncio.to_thread(text.count, asked.messages, asked.variables)
+        tokens = await while_connected(request, counted)
+        return _json({"input_tokens": tokens})
+
+    def _text(self) -> BaseText:
+        return BaseText(self._service.engine.tokenizer)
+
+
+def _json(document: JsonObject) -> Response:
+    content = msgspec.json.encode(document)
+    return Response(content, headers={"Cache-Control": "no-store"}, media_type="application/json")

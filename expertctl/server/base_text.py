@@ -1,0 +1,90 @@
+"""`BaseText`: what the words of a base are like, as far as requests and answers depend on it.
+
+All of it follows from the tokenizer and the chat template, which do not change while a base is
+served: how it writes calls of tools, whether it begins to think at once, how many tokens a
+conversation has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from expertctl.engine.chat_template import ChatTemplate, encode_chat
+from expertctl.engine.message import Message
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.engine.tokenizer_config import TemplateSource
+from expertctl.errors import ExpertError
+from expertctl.schema.strict_json import JsonValue, canonical
+from expertctl.server.thinking import opens_thinking
+from expertctl.server.tool_calls.call_format import CallFormat, format_of, reads_tools
+
+_ANY_TURN = (Message("user", "?"),)
+"""How a template begins an answer does not depend on what was said."""
+_NOT_ASKED = frozenset({"tools", "documents"})
+_KEPT = 64
+
+
+@dataclass(frozen=True)
+class BaseText:
+    """The words of one base; any thread may ask."""
+
+    tokenizer: Tokenizer
+
+    @property
+    def form(self) -> CallFormat:
+        """How it writes calls of tools."""
+        return format_of(self._template)
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether it can be told of tools at all."""
+        return reads_tools(self._template)
+
+    def opens_thinking(self, variables: Mapping[str, JsonValue]) -> bool:
+        """Whether a prompt ends inside a thought, with these variables of the chat template."""
+        source = self.tokenizer.config.template
+        if source is None:
+            return False
+        names = tuple(self.tokenizer.config.special_tokens.items())
+        asked = {name: value for name, value in variables.items() if name not in _NOT_ASKED}
+        return _opens(source, names, _Variables(canonical(asked), asked))
+
+    def count(self, messages: Sequence[Message], variables: Mapping[str, JsonValue]) -> int:
+        """Return how many tokens the base reads for a conversation; it takes a while.
+
+        Raises:
+            ExpertError: when the conversation cannot be read.
+        """
+        return len(encode_chat(self.tokenizer, messages, variables=variables).ids)
+
+    @property
+    def _template(self) -> str:
+        source = self.tokenizer.config.template
+        return "" if source is None else source.text
+
+
+class _Variables:
+    """Variables that are told apart by their JSON."""
+
+    def __init__(self, key: bytes, values: Mapping[str, JsonValue]) -> None:
+        self.key, self.values = key, values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Variables) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@lru_cache(maxsize=_KEPT)
+def _opens(
+    source: TemplateSource, special_tokens: tuple[tuple[str, str], ...], given: _Variables
+) -> bool:
+    """A template that fails here fails for the request, too, which says so."""
+    try:
+        prompt = ChatTemplate(source).render(
+            _ANY_TURN, special_tokens=dict(special_tokens), variables=given.values
+        )
+    except ExpertError:
+        return False
+    return opens_thinking(prompt)

@@ -1,0 +1,167 @@
+"""Messages as they are sent, and as a chat template is given them."""
+
+from typing import Any
+
+import pytest
+
+from expertctl.engine.message import Message
+from expertctl.server.anthropic.conversation import messages_of, routed_by
+from expertctl.server.anthropic.message_request import CountRequest
+from expertctl.server.body import parse_body
+from expertctl.server.field_error import FieldError
+from tests.server.anthropic.bodies import body_of, text
+
+USE = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Paris"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "15 degrees"}
+CALL = {
+    "id": "toolu_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Paris"}},
+}
+IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="},
+}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}}
+
+
+def read(*turns: dict[str, Any], system: Any = None) -> tuple[Message, ...]:
+    body = parse_body(body_of(messages=list(turns), system=system), CountRequest)
+    return messages_of(body.system, body.messages)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def test_text_is_the_same_with_and_without_blocks() -> None:
+    plain = read(user("Hi"), assistant("Hello"), user("Bye"), system="Be brief.")
+    assert plain == (
+        Message("system", "Be brief."),
+        Message("user", "Hi"),
+        Message("assistant", "Hello"),
+        Message("user", "Bye"),
+    )
+    blocks = read(
+        user([text("Hi")]),
+        assistant([text("Hello")]),
+        user([text("Bye")]),
+        system=[{**text("Be brief."), "cache_control": {"type": "ephemeral", "ttl": "1h"}}],
+    )
+    assert blocks == plain
+
+
+def test_neighbours_of_one_role_are_one_turn() -> None:
+    assert read(
+        user("a"), user([text("b"), text("c")]), assistant("d"), assistant("e"), user("f")
+    ) == (Message("user", "a\nb\nc"), Message("assistant", "d\ne"), Message("user", "f"))
+
+
+def test_an_empty_system_prompt_is_none() -> None:
+    assert read(user("Hi"), system="") == read(user("Hi"), system=[]) == (Message("user", "Hi"),)
+
+
+def test_instructions_may_stand_in_the_middle() -> None:
+    assert read(user("Hi"), {"role": "system", "content": [text("Stop.")]}, user("Go")) == (
+        Message("user", "Hi"),
+        Message("system", "Stop."),
+        Message("user", "Go"),
+    )
+
+
+def test_a_call_and_its_answer_are_read_as_templates_know_them() -> None:
+    assert read(
+        user("Weather?"),
+        assistant([text("Let me look."), USE]),
+        user([RESULT, text("And now?")]),
+    ) == (
+        Message("user", "Weather?"),
+        Message("assistant", "Let me look.", {"tool_calls": [CALL]}),
+        Message("tool", "15 degrees", {"tool_call_id": "toolu_1", "name": "weather"}),
+        Message("user", "And now?"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "content"),
+    [
+        ({"content": [text("15"), text("degrees")]}, "15\ndegrees"),
+        ({"content": ""}, ""),
+        ({"content": []}, ""),
+        ({"content": "no such city", "is_error": True}, "Error: no such city"),
+        ({"content": "fine", "is_error": False}, "fine"),
+    ],
+)
+def test_what_a_tool_answers_may_be_text_blocks_nothing_or_an_error(
+    given: dict[str, Any], content: str
+) -> None:
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", **given}
+    assert read(user("?"), assistant([USE]), user([result]))[-1].content == content
+
+
+def test_several_calls_are_answered_in_any_order() -> None:
+    second = {**USE, "id": "toolu_2", "name": "now", "input": {}}
+    turns = read(
+        user("?"),
+        assistant([USE, second]),
+        user([{**RESULT, "tool_use_id": "toolu_2", "content": "noon"}, RESULT]),
+    )
+    assert [(m.content, m.fields["name"]) for m in turns[2:]] == [
+        ("noon", "now"),
+        ("15 degrees", "weather"),
+    ]
+
+
+def test_what_was_thought_goes_back_as_what_templates_call_reasoning() -> None:
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "msg_1"}
+    hidden = {"type": "redacted_thinking", "data": "xyz"}
+    turns = read(user("?"), assistant([thought, hidden, text("Yes.")]), user("Sure?"))
+    assert turns[1] == Message("assistant", "Yes.", {"reasoning_content": "Hm."})
+
+
+@pytest.mark.parametrize(
+    ("turns", "field"),
+    [
+        ([user([text("What is it?"), IMAGE])], "messages[0].content[1]"),
+        ([user([DOCUMENT])], "messages[0].content[0]"),
+        ([user("?"), assistant([IMAGE]), user("!")], "messages[1].content[0]"),
+        (
+            [user("?"), assistant([USE]), user([{**RESULT, "content": [text("a"), IMAGE]}])],
+            "messages[2].content[0].content[1]",
+        ),
+        ([user([])], "messages[0].content"),
+        ([user("")], "messages[0].content"),
+        ([user([RESULT])], "messages[0].content[0].tool_use_id"),
+        (
+            [user("?"), assistant([USE]), user([RESULT, RESULT])],
+            "messages[2].content[1].tool_use_id",
+        ),
+        ([user("?"), assistant([USE, USE]), user([RESULT])], "messages[1].content[1].id"),
+        ([user("?"), assistant([USE]), user("Well?")], "messages[2]"),
+        ([user("?"), assistant([USE]), assistant("Well?"), user("!")], "messages[2]"),
+        ([user("?"), assistant([USE])], "messages"),
+        ([user("Say it:"), assistant("It is")], "messages"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_its_place(turns: list[Any], field: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        read(*turns)
+    assert refused.value.field == field
+    assert field in refused.value.message
+
+
+def test_too_much_text_is_refused() -> None:
+    with pytest.raises(FieldError, match="500006 characters"):
+        read(user("x" * 250_000), assistant("y" * 250_000), user("more…z"))
+
+
+def test_experts_are_chosen_by_what_the_user_said_last() -> None:
+    turns = read(user("Weather?"), assistant([USE]), user([RESULT]), system="Be brief.")
+    assert routed_by(turns) == "Weather?"
+    assert routed_by([Message("system", "Go on.")]) == "Go on."
+    with pytest.raises(FieldError, match="any text"):
+        routed_by([Message("user", " \n")])

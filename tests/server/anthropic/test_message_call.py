@@ -1,0 +1,111 @@
+"""What the engine is asked for a request."""
+
+from typing import Any
+
+import pytest
+
+from expertctl.errors import UsageError
+from expertctl.routing.presets import SamplingWishes
+from expertctl.server.anthropic.message_call import MessageCall, message_call
+from expertctl.server.anthropic.message_request import MessageRequest
+from expertctl.server.base_text import BaseText
+from expertctl.server.body import parse_body
+from expertctl.server.caller import Caller
+from expertctl.server.field_error import FieldError
+from expertctl.server.model_name import ModelNotFoundError
+from tests.server.anthropic.bodies import WEATHER, body_of
+from tests.server.served import BASE, Served
+
+
+@pytest.fixture
+def text(scripted: Served) -> BaseText:
+    return BaseText(scripted.engine.tokenizer)
+
+
+def called(text: BaseText, *, usual: float | None = None, **fields: Any) -> MessageCall:
+    request = parse_body(body_of(**{"max_tokens": 16, **fields}), MessageRequest)
+    caller = Caller(id="key-1")
+    return message_call(request, caller=caller, base_name=BASE, text=text, usual=usual)
+
+
+def test_where_the_client_is_silent_tokens_are_drawn_as_published(text: BaseText) -> None:
+    call = called(text)
+    assert call.job.request.route.base_alone
+    assert call.job.request.route.wishes == SamplingWishes(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=16,
+    )
+
+
+def test_with_auto_silence_leaves_the_choice_to_the_experts(text: BaseText) -> None:
+    call = called(text, model="auto", top_k=5)
+    assert not call.job.request.route.base_alone
+    assert call.job.request.route.wishes == SamplingWishes(top_k=5, max_tokens=16)
+
+
+def test_experts_may_be_named_with_weights(text: BaseText) -> None:
+    call = called(text, model="acme/sql:0.5+acme/json")
+    assert [(str(e.target), e.weight) for e in call.job.request.experts] == [  # type: ignore[union-attr]  # none is a file
+        ("acme/sql", 0.5),
+        ("acme/json", 1.0),
+    ]
+
+
+def test_what_is_kept_is_kept_for_the_caller_and_the_user_apart(text: BaseText) -> None:
+    assert called(text).job.request.cache_key == "key-1/default"
+    assert called(text, metadata={"user_id": "u"}).job.request.cache_key == "key-1/u"
+    assert called(text, metadata={"user_id": "u"}, session_id="s").job.request.cache_key == (
+        "key-1/s"
+    )
+    assert called(text).job.owner == "key-1"
+
+
+def test_the_template_is_told_of_tools_and_of_thinking(text: BaseText) -> None:
+    variables = called(text, tools=[WEATHER]).job.request.variables
+    assert variables["enable_thinking"] is False
+    [tool] = variables["tools"]  # type: ignore[misc]  # a list of tools
+    assert tool["function"]["name"] == "weather"  # type: ignore[index, call-overload]  # of objects
+    assert called(text, thinking={"type": "adaptive"}).job.request.variables == {
+        "enable_thinking": True
+    }
+    asked = called(text, output_config={"effort": "high"}).job.request.variables
+    assert asked["reasoning_effort"] == "high"
+
+
+def test_a_request_has_the_usual_time_unless_it_names_another(text: BaseText) -> None:
+    assert called(text).job.deadline is None
+    usual, own = called(text, usual=1000.0), called(text, usual=1000.0, timeout_ms=1)
+    assert usual.job.deadline is not None
+    assert own.job.deadline is not None
+    assert usual.job.deadline - own.job.deadline > 900
+
+
+def test_priority_and_experts_that_are_not_wanted_are_passed_on(text: BaseText) -> None:
+    call = called(text, model="auto", priority=9, exclude_experts=["acme/sql"], max_experts=2)
+    assert call.job.priority == 9
+    assert [str(one) for one in call.job.request.route.exclude] == ["acme/sql"]
+    assert call.job.request.route.max_experts == 2
+    assert called(text).job.priority == 5
+
+
+def test_each_job_has_an_id_of_its_own(text: BaseText) -> None:
+    assert called(text).id != called(text).id
+
+
+def test_a_model_that_is_none_is_not_found(text: BaseText) -> None:
+    with pytest.raises(ModelNotFoundError):
+        called(text, model="claude-9")
+
+
+def test_what_cannot_go_together_is_refused(text: BaseText) -> None:
+    with pytest.raises(UsageError):
+        called(text, model="auto", exclude_experts=["not a name"])
+    wrong = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
+    with pytest.raises(FieldError, match=r"output_config\.format\.schema"):
+        called(text, output_config=wrong)

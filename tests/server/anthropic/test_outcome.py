@@ -1,0 +1,72 @@
+"""Why an answer ended, and what it took, of a result that is real but for its end."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from anthropic.types import Usage
+
+from expertctl.engine.generate import FinishReason
+from expertctl.engine.run_result import RunResult
+from expertctl.server.anthropic.message_call import MessageCall, message_call
+from expertctl.server.anthropic.message_request import MessageRequest
+from expertctl.server.anthropic.outcome import stop_of, usage_of
+from expertctl.server.base_text import BaseText
+from expertctl.server.body import parse_body
+from expertctl.server.caller import Caller
+from expertctl.server.generation import finished
+from tests.server.anthropic.bodies import body_of
+from tests.server.served import BASE, Served
+
+
+def a_call(served: Served, **fields: Any) -> MessageCall:
+    body = body_of(**{"max_tokens": 4, "temperature": 0, **fields})
+    return message_call(
+        parse_body(body, MessageRequest),
+        caller=Caller(id="key-1"),
+        base_name=BASE,
+        text=BaseText(served.engine.tokenizer),
+        usual=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def result(scripted: Served) -> RunResult:
+    import asyncio
+
+    return asyncio.run(finished(scripted.engine, a_call(scripted).job)).results[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "by", "calls", "wanted"),
+    [
+        ("stop", None, 0, ("end_turn", None)),
+        ("stop", None, 2, ("tool_use", None)),
+        ("stop", "END", 0, ("stop_sequence", "END")),
+        ("stop", "END", 1, ("stop_sequence", "END")),
+        ("stop", "an expert's own", 0, ("end_turn", None)),
+        ("length", None, 0, ("max_tokens", None)),
+        ("length", None, 1, ("max_tokens", None)),
+        ("timeout", None, 0, ("max_tokens", None)),
+        ("cancelled", None, 0, ("max_tokens", None)),
+    ],
+)
+def test_why_an_answer_ended_is_told_in_published_words(
+    scripted: Served,
+    result: RunResult,
+    reason: FinishReason,
+    by: str | None,
+    calls: int,
+    wanted: tuple[str, str | None],
+) -> None:
+    call = a_call(scripted, stop_sequences=["END", "FIN"])
+    ended = replace(result.generated, finish_reason=reason, stopped_by=by)
+    stop = stop_of(call, replace(result, generated=ended), calls=calls)
+    assert (stop["stop_reason"], stop["stop_sequence"]) == wanted
+
+
+def test_tokens_add_up_as_published() -> None:
+    usage = Usage.model_validate(usage_of(prompt=100, reused=60, written=7), strict=True)
+    cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+    assert usage.input_tokens + cached == 100
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (40, 60, 7)
