@@ -1,0 +1,71 @@
+"""`AnswerReader`: what a model writes, parted into what it says, thinks and calls, as it comes."""
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from expertctl.server.thinking import Part as Thinking
+from expertctl.server.thinking import ThinkingFilter, Thought
+from expertctl.server.tool_calls.call import Call
+from expertctl.server.tool_calls.call_format import CallFormat
+from expertctl.server.tool_calls.scanner import Part, Text, ToolCallScanner
+
+Read = Text | Thought | Call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How answers are read: how calls are written, of which tools, and how many count."""
+
+    form: CallFormat
+    tools: Collection[str] = ()
+    one_call: bool = False
+    """Whether only the first call counts, as the client asked."""
+    opened: bool = False
+    """Whether the prompt ends inside a thought."""
+
+    def said(self, text: str) -> tuple[str, int]:
+        """Return what is said in a whole answer, and how many calls there are besides."""
+        reader = AnswerReader(self)
+        read = [*reader.push(text), *reader.finish()]
+        return "".join(part.text for part in read if isinstance(part, Text)), reader.calls
+
+
+class AnswerReader:
+    """Reads one answer; how it is cut into pieces does not matter."""
+
+    def __init__(self, reading: Reading) -> None:
+        """Begin at its start."""
+        self.calls = self.calls_left_out = 0
+        self._one_call = reading.one_call
+        self._thinking = ThinkingFilter(opened=reading.opened)
+        self._scanner = ToolCallScanner(reading.form, reading.tools)
+
+    def push(self, text: str) -> list[Read]:
+        """Take the next piece, return what is certain now."""
+        return list(self._read(self._thinking.push(text)))
+
+    def finish(self) -> list[Read]:
+        """Return what was held back."""
+        return [*self._read(self._thinking.finish()), *self._counted(self._scanner.finish())]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What of the answer is not given out."""
+        if not self.calls_left_out:
+            return ()
+        return (f"calls of tools left out, since one was asked for: {self.calls_left_out}",)
+
+    def _read(self, parts: Iterable[Thinking]) -> Iterator[Read]:
+        for part in parts:
+            if isinstance(part, Thought):
+                yield part
+            else:
+                yield from self._counted(self._scanner.push(part.text))
+
+    def _counted(self, parts: Iterable[Part]) -> Iterator[Read]:
+        for part in parts:
+            if isinstance(part, Call) and self._one_call and self.calls:
+                self.calls_left_out += 1
+                continue
+            self.calls += isinstance(part, Call)
+            yield part

@@ -1,0 +1,181 @@
+"""`ChatCall`: a chat request as a job for the engine, and how its answers are to be read."""
+
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from expertctl.engine.answer_form import UNCHECKED, Checked
+from expertctl.engine.message import UserMessage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
+from expertctl.errors import UsageError
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_reader import Reading
+from expertctl.server.base_text import BaseText
+from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.field_error import FieldError
+from expertctl.server.model_name import Choice, chosen
+from expertctl.server.openai.chat_request import ChatRequest
+from expertctl.server.openai.conversation import messages_of, routed_by
+from expertctl.server.openai.neutral_values import check_neutral
+from expertctl.server.openai.shared_fields import deadline_of, route_of
+from expertctl.server.openai.tool import Tool, offered
+from expertctl.server.post_processing.check import check_of
+from expertctl.server.settings import ServeSettings
+
+_OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""What the chat template is given by the call itself."""
+
+MAX_CALLS = 1 << 20
+"""More calls than one answer can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCall:
+    """One chat request, read."""
+
+    job: Job
+    reading: Reading
+    model: str
+    created: int
+    with_usage: bool
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        return f"chatcmpl-{self.job.id}"
+
+
+def chat_call(
+    request: ChatRequest,
+    *,
+    caller: Caller,
+    base_name: str,
+    text: BaseText,
+    settings: ServeSettings,
+) -> ChatCall:
+    """Read a chat request to a server of one base.
+
+    Raises:
+        FieldError: when a field asks for what is not done here.
+        UsageError: when fields do not fit together.
+        ModelNotFoundError: when there is no such model.
+    """
+    check_neutral(request)
+    choice = chosen(request.model, base_name=base_name)
+    tools = _tools(request, text)
+    variables = _variables(request, tools)
+    reading = Reading(
+        form=text.form,
+        tools=frozenset(tool.function.name for tool in tools),
+        one_call=request.parallel_tool_calls is False,
+        opened=text.opens_thinking(variables),
+    )
+    job = Job(
+        id=uuid.uuid4().hex,
+        request=_run_request(request, choice, variables, _cache_key(request, caller)),
+        owner=caller.id,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=deadline_of(request, usual=settings.timeout),
+        texts=request.texts,
+        logprobs=_logprobs(request),
+        check=_check(request, reading, settings),
+    )
+    return ChatCall(
+        job=job,
+        reading=reading,
+        model=request.model,
+        created=int(time.time()),
+        with_usage=request.with_usage,
+    )
+
+
+def _run_request(
+    request: ChatRequest, choice: Choice, variables: JsonObject, cache_key: str
+) -> RunRequest:
+    turns = messages_of(request.messages)
+    prompt = routed_by(turns)
+    return RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=route_of(request, prompt, choice, max_tokens=_max_tokens(request)),
+        experts=choice.force,
+        turns=turns,
+        variables=variables,
+        cache_key=cache_key,
+    )
+
+
+def _tools(request: ChatRequest, text: BaseText) -> tuple[Tool, ...]:
+    tools = offered(request.tools or (), request.tool_choice)
+    if tools and not text.reads_tools:
+        raise FieldError("tools: the chat template of this base reads none", field="tools")
+    return tools
+
+
+def _max_tokens(request: ChatRequest) -> int | None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise FieldError(
+            f"max_tokens {old} and max_completion_tokens {new} say different things",
+            field="max_tokens",
+            hint="give max_completion_tokens alone",
+        )
+    return old if new is None else new
+
+
+def _logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs is not None:
+        raise FieldError(
+            "top_logprobs: it is for answers with logprobs only",
+            field="top_logprobs",
+            hint="give logprobs, too",
+        )
+    return None
+
+
+def _check(request: ChatRequest, reading: Reading, settings: ServeSettings) -> Check | None:
+    """Return what the answer is checked for: what is said, not what is thought or called."""
+    try:
+        check = check_of(request.response_format, commands=settings.validators)
+    except UsageError as error:
+        raise FieldError(error.message, field="response_format", hint=error.hint) from error
+    if check is None:
+        return None
+
+    def checked(text: str) -> Checked:
+        said, calls = reading.said(text)
+        return UNCHECKED if calls else check(said)
+
+    return checked
+
+
+def _cache_key(request: ChatRequest, caller: Caller) -> str:
+    metadata: Mapping[str, str] = request.metadata or {}
+    return cache_key_of(
+        caller,
+        request.cache_key,
+        request.prompt_cache_key,
+        request.session_id,
+        metadata.get("cache_key"),
+        metadata.get("session_id"),
+        request.user,
+        request.safety_identifier,
+    )
+
+
+def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
+    given = cast("JsonObject", request.chat_template_kwargs or {})
+    for name in sorted(_OURS & given.keys()):
+        field = f"chat_template_kwargs.{name}"
+        raise FieldError(f"{field}: the call itself says that", field=field)
+    said: JsonObject = {}
+    if request.reasoning_effort is not None:
+        said["reasoning_effort"] = request.reasoning_effort
+        said |= {"enable_thinking": False} if request.reasoning_effort == "none" else {}
+    if tools:
+        said["tools"] = [tool.to_json() for tool in tools]
+    return {**said, **given}

@@ -1,0 +1,143 @@
+"""`ChatStream`: the answers to a chat call, told in chunks as they are written.
+
+Per answer the role comes first, then what is said, thought and called, then why it ended. The last
+chunk of all, which is that of the usage where it is asked for, holds what is told besides.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+import msgspec
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.job import Drawn, Event, Failed, Finished, Piece, Started
+from expertctl.routing.plan import Plan
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.answer_reader import AnswerReader, Read
+from expertctl.server.generation import Jobs, events_of
+from expertctl.server.openai.chat_answer import tool_call_of
+from expertctl.server.openai.chat_call import ChatCall
+from expertctl.server.openai.logprobs import chat_logprobs
+from expertctl.server.openai.outcome import (
+    Answered,
+    extension_of,
+    fingerprint_of,
+    finish_reason_of,
+    usage_of,
+)
+from expertctl.server.sse import event as line
+from expertctl.server.thinking import Thought
+from expertctl.server.tool_calls.call import Call
+from expertctl.server.tool_calls.scanner import Text
+
+DONE = line(b"[DONE]")
+
+
+async def chat_lines(jobs: Jobs, call: ChatCall) -> AsyncIterator[bytes]:
+    """Begin the job of a call and yield the lines of its stream.
+
+    Raises:
+        ExpertError: when it is refused, or fails on the way.
+    """
+    stream = ChatStream(call)
+    async with events_of(jobs, call.job) as events:
+        async for event in events:
+            for chunk in stream.chunks(event):
+                yield line(msgspec.json.encode(chunk))
+    yield DONE
+
+
+class ChatStream:
+    """Turns the events of one job into chunks."""
+
+    def __init__(self, call: ChatCall) -> None:
+        """Begin before the first event."""
+        self._call = call
+        self._readers = [AnswerReader(call.reading) for _ in range(call.job.texts)]
+        self._calls = [0] * call.job.texts
+        self._fingerprint: str | None = None
+
+    def chunks(self, event: Event) -> Iterator[JsonObject]:
+        """Yield what an event adds to the answer."""
+        match event:
+            case Started(plan):
+                yield from self._begin(plan)
+            case Piece(index, text, drawn):
+                yield from self._said(index, self._readers[index].push(text), drawn)
+            case Finished(results):
+                yield from self._begin(results[0].planned.result.plan)
+                yield from self._ended(results)
+            case Failed():
+                return
+
+    def _begin(self, plan: Plan) -> Iterator[JsonObject]:
+        """Begin each answer, once: a job can be over before its prompt was read."""
+        if self._fingerprint is not None:
+            return
+        self._fingerprint = fingerprint_of(plan)
+        for index in range(self._call.job.texts):
+            yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def _said(
+        self, index: int, read: Iterable[Read], drawn: Iterable[Drawn] = ()
+    ) -> Iterator[JsonObject]:
+        """Yield a chunk per part; the tokens go with the first, if need be alone."""
+        scores = chat_logprobs(drawn) if drawn else None
+        deltas = [self._delta(index, part) for part in read]
+        for delta in deltas or ([{}] if scores else []):
+            yield self._chunk(index, delta, scores=scores)
+            scores = None
+
+    def _delta(self, index: int, part: Read) -> JsonObject:
+        match part:
+            case Text(text):
+                return {"content": text}
+            case Thought(text):
+                return {"reasoning_content": text}
+            case Call():
+                number = self._calls[index]
+                self._calls[index] += 1
+                called = tool_call_of(self._call, part, index=index, number=number)
+                return {"tool_calls": [{"index": number, **called}]}
+
+    def _ended(self, results: tuple[RunResult, ...]) -> Iterator[JsonObject]:
+        for index in range(len(results)):
+            yield from self._said(index, self._readers[index].finish())
+        ends = [self._end(index, result) for index, result in enumerate(results)]
+        if self._call.with_usage:
+            usage = usage_of([results])
+            ends.append({**self._head(), "choices": [], "usage": usage})
+        ends[-1]["expertctl"] = extension_of(
+            [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
+        )
+        yield from ends
+
+    def _end(self, index: int, result: RunResult) -> JsonObject:
+        calls = self._readers[index].calls
+        reason = finish_reason_of(result.generated.finish_reason, calls=calls)
+        return self._chunk(index, {}, reason=reason)
+
+    def _chunk(
+        self,
+        index: int,
+        delta: JsonObject,
+        *,
+        scores: JsonObject | None = None,
+        reason: str | None = None,
+    ) -> JsonObject:
+        choice: JsonObject = {
+            "index": index,
+            "delta": delta,
+            "logprobs": scores,
+            "finish_reason": reason,
+        }
+        usage: JsonObject = {"usage": None} if self._call.with_usage else {}
+        return {**self._head(), "choices": list[JsonValue]([choice]), **usage}
+
+    def _head(self) -> JsonObject:
+        return {
+            "id": self._call.id,
+            "object": "chat.completion.chunk",
+            "created": self._call.created,
+            "model": self._call.model,
+            "system_fingerprint": self._fingerprint,
+        }

@@ -1,0 +1,79 @@
+"""What is told of an answer besides its text: why it ended, its tokens, and what only we can tell.
+
+The last is the object ``expertctl``: who answered and why, how long it took, what was checked. The
+published API has no place for it; its clients keep fields that they do not know.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.generate import FinishReason
+from expertctl.engine.run_result import RunResult
+from expertctl.routing.plan import Plan
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One answer and its place among the choices, and what reading it warns of."""
+
+    index: int
+    result: RunResult
+    warnings: tuple[str, ...] = ()
+
+
+def finish_reason_of(reason: FinishReason, *, calls: int = 0) -> str:
+    """Return why an answer ended; what was cut off, for whatever cause, is ``length``."""
+    if reason != "stop":
+        return "length"
+    return "tool_calls" if calls else "stop"
+
+
+def usage_of(jobs: Sequence[Sequence[RunResult]]) -> JsonObject:
+    """Return the ``usage`` of jobs; a prompt with several answers was read once."""
+    prompt = sum(results[0].prompt_tokens for results in jobs)
+    cached = sum(results[0].kv_reused_tokens for results in jobs)
+    written = sum(len(one.generated.tokens) for results in jobs for one in results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def extension_of(answers: Sequence[Answered]) -> JsonObject:
+    """Return what is told of answers to one prompt, the plan and the times of the first one."""
+    first = answers[0].result
+    plan = first.planned.result.plan
+    warnings = (text for one in answers for text in (*one.result.warnings, *one.warnings))
+    return {
+        "job_id": first.job_id,
+        "plan": plan.to_json(),
+        "notes": list[JsonValue](first.planned.result.notes),
+        "validation_passed": _passed(one.result.validation_passed for one in answers),
+        "warnings": list[JsonValue](dict.fromkeys(warnings)),
+        "timings_ms": {name: round(ms, 3) for name, ms in first.timings_ms.items()},
+        "answers": [_answer(one) for one in answers],
+    }
+
+
+def fingerprint_of(plan: Plan) -> str:
+    """Return what changes where the same request and seed may be answered differently."""
+    return f"fp_{plan.identity.hex[:12]}"
+
+
+def _answer(answered: Answered) -> JsonObject:
+    result = answered.result
+    return {
+        "index": answered.index,
+        "finish_reason": result.generated.finish_reason,
+        "stopped_by": result.generated.stopped_by,
+        "validation_passed": result.validation_passed,
+    }
+
+
+def _passed(outcomes: Iterable[bool | None]) -> bool | None:
+    """Return False when one failed, None when nothing was to be checked."""
+    known = [outcome for outcome in outcomes if outcome is not None]
+    return all(known) if known else None

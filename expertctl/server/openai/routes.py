@@ -1,0 +1,97 @@
+"""The addresses of the OpenAI API: chat completions, completions, models."""
+
+import asyncio
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.base_text import BaseText
+from expertctl.server.body import read_body
+from expertctl.server.caller import caller_of
+from expertctl.server.openai.chat_answer import chat_completion
+from expertctl.server.openai.chat_call import chat_call
+from expertctl.server.openai.chat_request import ChatRequest
+from expertctl.server.openai.chat_stream import chat_lines
+from expertctl.server.openai.completion_answer import completion
+from expertctl.server.openai.completion_call import completion_call
+from expertctl.server.openai.completion_request import CompletionRequest
+from expertctl.server.openai.completion_stream import completion_lines
+from expertctl.server.openai.models import model_document, models_document
+from expertctl.server.openai.several_jobs import collected
+from expertctl.server.service import Service
+from expertctl.server.sse import event_stream, while_connected
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+
+
+def routes(service: Service) -> list[BaseRoute]:
+    """Return the addresses, on one engine."""
+    wire = _Wire(service)
+    return [
+        Route(CHAT, wire.chat, methods=["POST"]),
+        Route(COMPLETIONS, wire.complete, methods=["POST"]),
+        Route(MODELS, wire.models, methods=["GET"]),
+        Route(f"{MODELS}/{{name:path}}", wire.model, methods=["GET"]),
+    ]
+
+
+class _Wire:
+    """Answers the requests of one server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._since = int(time.time())
+
+    async def chat(self, request: Request) -> Response:
+        """Answer with the next message of a conversation."""
+        body = await read_body(request, ChatRequest)
+        engine = self._service.engine
+        call = chat_call(
+            body,
+            caller=caller_of(request),
+            base_name=engine.base_name,
+            text=BaseText(engine.tokenizer),
+            settings=self._service.settings,
+        )
+        if body.stream:
+            return event_stream(request, chat_lines(engine, call))
+        [came] = await while_connected(request, collected(engine, [call.job]))
+        return _json(chat_completion(call, came))
+
+    async def complete(self, request: Request) -> Response:
+        """Answer with what follows texts."""
+        body = await read_body(request, CompletionRequest)
+        engine = self._service.engine
+        call = completion_call(
+            body,
+            caller=caller_of(request),
+            base_name=engine.base_name,
+            settings=self._service.settings,
+        )
+        if body.stream:
+            return event_stream(request, completion_lines(engine, call))
+        came = await while_connected(request, collected(engine, call.jobs))
+        return _json(completion(call, came))
+
+    async def models(self, _: Request) -> Response:
+        """Answer with all models."""
+        engine = self._service.engine
+        experts = await asyncio.to_thread(engine.experts)
+        return _json(models_document(engine.base_name, experts, since=self._since))
+
+    async def model(self, request: Request) -> Response:
+        """Answer with one model."""
+        name, engine = request.path_params["name"], self._service.engine
+        experts = await asyncio.to_thread(engine.experts)
+        return _json(model_document(name, engine.base_name, experts, since=self._since))
+
+
+def _json(document: JsonObject) -> Response:
+    content = msgspec.json.encode(document)
+    return Response(content, headers={"Cache-Control": "no-store"}, media_type="application/json")

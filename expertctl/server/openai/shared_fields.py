@@ -1,0 +1,157 @@
+"""What both calls can be asked: how tokens are drawn, whose cache is used, how long it may take.
+
+The last group is our own. A field that is not written down here, or in the call, is refused.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from expertctl.routing.presets import (
+    DEFAULT_MAX_EXPERTS,
+    LIMITS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    SamplingWishes,
+)
+from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
+from expertctl.server.model_name import Choice
+
+MAX_TEXTS = 128
+_MAX_KEY = 512
+_MAX_SEED = 2**53
+_MAX_MS = 86_400_000
+_LEAST_TOP_P = 1e-9
+"""The likeliest token is always in: of nothing at all, it alone is left."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What the published API does, and for our own fields what changes nothing."""
+
+
+def _within(name: str) -> Meta:
+    low, high = LIMITS[name]
+    return Meta(ge=low, le=high)
+
+
+Key = Annotated[str, Meta(max_length=_MAX_KEY)]
+Tokens = Annotated[int, _within("max_tokens")]
+Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream holds besides the text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chat completions and completions have in common."""
+
+    model: Annotated[str, Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_TEXTS)] | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
+    seed: int | None = None
+    user: Key | None = None
+    logit_bias: dict[str, float] | None = None
+
+    priority: Annotated[int, _within("priority")] | None = None
+    timeout_ms: Annotated[int, Meta(ge=1, le=_MAX_MS)] | None = None
+    cache_key: Key | None = None
+    session_id: Key | None = None
+    top_k: Annotated[int, _within("top_k")] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
+    max_experts: Annotated[int, _within("max_experts")] | None = None
+
+    @property
+    def texts(self) -> int:
+        """How many answers there are to a prompt."""
+        return self.n or 1
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether the last chunk of a stream tells how many tokens there were."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def route_of(
+    fields: SharedFields, prompt: str, choice: Choice, *, max_tokens: int | None
+) -> RouteRequest:
+    """Return what is wanted of the plan.
+
+    Raises:
+        UsageError: when fields do not fit together, or an expert is named wrongly.
+    """
+    most = fields.max_experts
+    route = RouteRequest(
+        prompt=prompt,
+        exclude=_excluded(fields),
+        base_alone=choice.base_alone,
+        seed=None if fields.seed is None else fields.seed % _MAX_SEED,
+        wishes=wishes_of(fields, max_tokens=max_tokens, auto=choice.auto),
+        max_experts=DEFAULT_MAX_EXPERTS if most is None else most,
+    )
+    check_request(route)
+    return route
+
+
+def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> SamplingWishes:
+    """Return how tokens are drawn: as the published API does where the client is silent.
+
+    With ``auto`` what is not said is left to the experts and the preset of the task. So are, for
+    every model, the length and the strings that end an answer: an expert knows its own end.
+    """
+    top_p = _LEAST_TOP_P if fields.top_p == 0 else fields.top_p
+    given = SamplingWishes(
+        temperature=fields.temperature,
+        top_p=top_p,
+        top_k=fields.top_k,
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        max_tokens=max_tokens,
+        stop=_stops(fields.stop),
+    )
+    return given if auto else _completed(given)
+
+
+def deadline_of(fields: SharedFields, *, usual: float | None) -> float | None:
+    """Return by when the answer is wanted, of `time.monotonic`; ``usual`` seconds by default."""
+    seconds = usual if fields.timeout_ms is None else fields.timeout_ms / 1e3
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _completed(given: SamplingWishes) -> SamplingWishes:
+    silent = {name: value for name, value in _DEFAULTS.items() if getattr(given, name) is None}
+    return replace(given, **silent)
+
+
+def _excluded(fields: SharedFields) -> tuple[Target, ...]:
+    return tuple(parse_target(text) for text in fields.exclude_experts or ())
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...] | None:
+    if stop is None:
+        return None
+    return (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,0 +1,279 @@
+"""Answers to chat calls, read by the official client from a server whose words are known."""
+
+import math
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from tests.server.openai.clients import Client, told
+from tests.server.openai.scripted_base import ANSWER, HELLO
+from tests.server.served import Served
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells the weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def ask(client: Client, said: str = "Hi", **fields: Any) -> ChatCompletion:
+    given = {"model": "tiny", "messages": [{"role": "user", "content": said}], "temperature": 0}
+    answer = client.chat.completions.create(**{**given, **fields})
+    assert isinstance(answer, ChatCompletion)
+    ChatCompletion.model_validate(answer.model_dump(exclude_unset=True), strict=True)
+    return answer
+
+
+def test_an_answer_has_its_words_its_end_and_its_tokens(client: Client) -> None:
+    answer = ask(client)
+    assert answer.id.startswith("chatcmpl-")
+    assert (answer.object, answer.model) == ("chat.completion", "tiny")
+    [choice] = answer.choices
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
+    assert choice.message.role == "assistant"
+    assert choice.message.content == "".join(HELLO)
+    assert choice.message.refusal is None
+    assert choice.message.tool_calls is None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(HELLO)
+    assert answer.usage.prompt_tokens > 20
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + len(HELLO)
+
+
+def test_an_answer_tells_who_answered_and_how_long_it_took(client: Client) -> None:
+    answer = ask(client, model="acme/sql:0.5", seed=7)
+    extra = told(answer)
+    assert answer.id == f"chatcmpl-{extra['job_id']}"
+    assert [(e["ref"], e["weight"]) for e in extra["plan"]["experts"]] == [("acme/sql@1.0.0", 0.5)]
+    assert extra["plan"]["seed"] == 7
+    assert answer.system_fingerprint == f"fp_{extra['plan']['identity'][7:19]}"
+    assert extra["timings_ms"]["total"] > 0
+    assert extra["validation_passed"] is None
+    assert extra["answers"] == [
+        {"index": 0, "finish_reason": "stop", "stopped_by": None, "validation_passed": None}
+    ]
+
+
+def test_the_base_alone_answers_by_its_name_and_with_auto_the_router_chooses(
+    client: Client,
+) -> None:
+    assert told(ask(client))["plan"]["experts"] == []
+    assert told(ask(client, model="auto"))["plan"]["base"] == "tiny"
+
+
+def test_silence_means_the_defaults_of_the_api_but_with_auto_those_of_the_task(
+    client: Client,
+) -> None:
+    published = told(ask(client, temperature=None, max_tokens=2))["plan"]["params"]
+    assert (published["temperature"], published["top_p"]) == (1.0, 1.0)
+    assert published["repetition_penalty"] == 1.0
+    own = told(ask(client, model="auto", temperature=None, max_tokens=2))["plan"]["params"]
+    assert (own["temperature"], own["top_p"], own["repetition_penalty"]) == (0.6, 0.95, 1.1)
+
+
+def test_an_answer_ends_with_its_length(client: Client) -> None:
+    for limit in ({"max_tokens": 2}, {"max_completion_tokens": 2}):
+        answer = ask(client, **limit)
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.choices[0].message.content == "".join(HELLO[:2])
+
+
+@pytest.mark.parametrize("stop", ["wör", ["nothing", "wör"]], ids=["one", "several"])
+def test_an_answer_ends_before_a_stop_string(client: Client, stop: Any) -> None:
+    answer = ask(client, stop=stop)
+    assert answer.choices[0].message.content == "Hello, "
+    assert answer.choices[0].finish_reason == "stop"
+    assert told(answer)["answers"][0]["stopped_by"] == "wör"
+
+
+def test_several_answers_are_several_choices_and_their_prompt_is_counted_once(
+    client: Client,
+) -> None:
+    answer = ask(client, n=3)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"".join(HELLO)}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3 * len(HELLO)
+    assert answer.usage.prompt_tokens == ask(client).usage.prompt_tokens  # type: ignore[union-attr]  # every answer has it
+
+
+def test_the_scores_of_every_token_are_told_with_its_bytes(client: Client) -> None:
+    answer = ask(client, logprobs=True, top_logprobs=2)
+    scores = answer.choices[0].logprobs
+    assert scores is not None
+    assert scores.content is not None
+    assert [one.token for one in scores.content] == list(HELLO)
+    for one, word in zip(scores.content, HELLO, strict=True):
+        assert one.bytes == list(word.encode())
+        assert math.exp(one.logprob) > 0.99
+        assert one.top_logprobs[0].token == word
+        assert len(one.top_logprobs) == 2
+
+
+def test_without_top_logprobs_no_other_token_is_told(client: Client) -> None:
+    scores = ask(client, logprobs=True).choices[0].logprobs
+    assert scores is not None
+    assert [one.top_logprobs for one in scores.content or []] == [[]] * len(HELLO)
+
+
+@pytest.mark.parametrize("thinking", [True, "inside"])
+def test_what_was_thought_stands_beside_the_answer(client: Client, thinking: Any) -> None:
+    answer = ask(client, extra_body={"chat_template_kwargs": {"enable_thinking": thinking}})
+    message = answer.choices[0].message
+    thoughts = {True: "A greeting is due", "inside": "Still thinking"}
+    assert message.model_extra == {"reasoning_content": thoughts[thinking]}
+    assert message.content == {True: "Good day", "inside": "Enough"}[thinking]
+
+
+def test_tools_are_called_and_their_answers_are_read(client: Client) -> None:
+    question = {"role": "user", "content": "The weather in Paris?"}
+    called = ask(client, tools=[WEATHER], messages=[question])
+    message = called.choices[0].message
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert message.content == "Let me look."
+    assert message.tool_calls is not None
+    [call] = message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    answer = ask(client, tools=[WEATHER], messages=[question, message, result])
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == "".join(ANSWER)
+
+
+def test_several_calls_have_ids_of_their_own_and_one_is_kept_where_one_is_wanted(
+    client: Client,
+) -> None:
+    both = ask(client, "both", tools=[WEATHER], n=2)
+    calls = [call for choice in both.choices for call in choice.message.tool_calls or []]
+    assert len({call.id for call in calls}) == 4
+    assert both.choices[0].message.content is None
+    one = ask(client, "both", tools=[WEATHER], parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls or []) == 1
+    assert told(one)["warnings"] == ["calls of tools left out, since one was asked for: 1"]
+
+
+def test_a_model_that_may_not_call_is_told_of_no_tools(client: Client) -> None:
+    answer = ask(client, tools=[WEATHER], tool_choice="none")
+    assert answer.choices[0].message.content == "".join(HELLO)
+
+
+SCHEMA: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "sorted",
+        "strict": True,
+        "schema": {
+            "type": "object",
+            "properties": {"sorted": {"type": "array", "items": {"type": "integer"}}},
+            "required": ["sorted"],
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("form", [{"type": "json_object"}, SCHEMA], ids=lambda form: form["type"])
+def test_the_form_of_an_answer_is_checked_afterwards(client: Client, form: Any) -> None:
+    whole = ask(client, "Sort, as JSON", response_format=form)
+    assert told(whole)["validation_passed"] is True
+    assert whole.choices[0].finish_reason == "stop"
+    cut = ask(client, "Sort, broken", response_format=form)
+    assert told(cut)["validation_passed"] is False
+    assert "not JSON" in told(cut)["warnings"][0]
+    assert cut.choices[0].message.content == '{"sorted": [1, 2'
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_a_form_is_not_looked_for_in_thoughts_and_calls(client: Client) -> None:
+    form = {"type": "json_object"}
+    called = ask(client, "both", tools=[WEATHER], response_format=form)
+    assert told(called)["validation_passed"] is None
+    thought = ask(
+        client,
+        response_format=form,
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+    )
+    assert told(thought)["validation_passed"] is False
+
+
+def test_an_answer_that_is_read_by_its_type_is_parsed_by_the_client(client: Client) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny",
+        messages=[{"role": "user", "content": "Sort, as JSON"}],
+        temperature=0,
+        response_format=SCHEMA,
+    )
+    assert answer.choices[0].message.content == '{"sorted": [1, 2, 3] }'
+
+
+def test_a_prompt_is_read_once_by_the_same_key_only(client: Client) -> None:
+    long = "Tell me everything about prefixes that are read once"
+    first = ask(client, long, extra_body={"cache_key": "a"})
+    again = ask(client, long, prompt_cache_key="a")
+    other = ask(client, long, user="b")
+    cached = [one.usage.prompt_tokens_details.cached_tokens for one in (first, again, other)]  # type: ignore[union-attr]  # every answer has it
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 40
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "param", "code"),
+    [
+        ({"model": "gpt-5"}, openai.NotFoundError, None, "model_not_found"),
+        ({"model": "/etc/passwd"}, openai.NotFoundError, None, "model_not_found"),
+        ({"model": "acme/none"}, openai.NotFoundError, None, "not_found"),
+        ({"temperature": 3}, openai.BadRequestError, "temperature", None),
+        ({"n": 17}, openai.BadRequestError, None, None),
+        (
+            {"tool_choice": "required", "tools": [WEATHER]},
+            openai.BadRequestError,
+            "tool_choice",
+            None,
+        ),
+        ({"top_logprobs": 2}, openai.BadRequestError, "top_logprobs", None),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, openai.BadRequestError, "max_tokens", None),
+        ({"presence_penalty": 1}, openai.BadRequestError, None, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            openai.BadRequestError,
+            "response_format",
+            None,
+        ),
+        ({"extra_body": {"colour": "red"}}, openai.BadRequestError, None, None),
+        ({"extra_body": {"exclude_experts": ["a b"]}}, openai.BadRequestError, None, None),
+        (
+            {"extra_body": {"chat_template_kwargs": {"messages": []}}},
+            openai.BadRequestError,
+            "chat_template_kwargs.messages",
+            None,
+        ),
+        ({"messages": []}, openai.BadRequestError, "messages", None),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_errors_are_those_of_the_api(
+    client: Client, fields: Any, kind: type[openai.APIStatusError], param: Any, code: Any
+) -> None:
+    with pytest.raises(kind) as refused:
+        ask(client, **fields)
+    error = refused.value
+    assert (error.param, error.code) == (param, code)
+    assert isinstance(error.body, dict)
+    assert set(error.body) == {"message", "type", "param", "code"}
+
+
+def test_a_prompt_beyond_the_context_is_refused(client: Client) -> None:
+    with pytest.raises(openai.BadRequestError, match="the base reads 512"):
+        ask(client, "a" * 600)
+
+
+def test_an_answer_whose_time_is_over_ends_where_it_is(scripted: Served) -> None:
+    """A time that is over before anything was read leaves no answer; see the suite on sockets."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "timeout_ms": 60_000}
+    answer = scripted.client().post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"

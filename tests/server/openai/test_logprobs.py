@@ -1,0 +1,37 @@
+"""How likely tokens were, in the forms of the published API."""
+
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.completion_choice import Logprobs
+
+from expertctl.engine.serving.job import Drawn, Likely
+from expertctl.server.openai.logprobs import chat_logprobs, completion_logprobs
+
+DRAWN = (
+    Drawn(Likely(1, "Hé", -0.25), (Likely(1, "Hé", -0.25), Likely(2, "He", -2.0))),
+    Drawn(Likely(3, "�", -3.0), (Likely(4, "!", -0.5),)),
+)
+
+
+def test_a_chat_tells_tokens_their_bytes_and_the_likeliest() -> None:
+    scores = chat_logprobs(DRAWN)
+    read = ChoiceLogprobs.model_validate(scores, strict=True)
+    assert read.content is not None
+    assert [one.token for one in read.content] == ["Hé", "�"]
+    assert read.content[0].bytes == [72, 195, 169]
+    assert [(one.token, one.logprob) for one in read.content[0].top_logprobs] == [
+        ("Hé", -0.25),
+        ("He", -2.0),
+    ]
+
+
+def test_a_token_that_is_part_of_a_letter_has_no_bytes_that_are_known() -> None:
+    [_, part] = chat_logprobs(DRAWN)["content"]  # type: ignore[misc]  # a list of two
+    assert part["bytes"] is None  # type: ignore[index,call-overload]  # an object
+
+
+def test_a_completion_tells_columns_and_where_tokens_begin() -> None:
+    scores = Logprobs.model_validate(completion_logprobs(DRAWN, start=3), strict=True)
+    assert scores.tokens == ["Hé", "�"]
+    assert scores.token_logprobs == [-0.25, -3.0]
+    assert scores.text_offset == [3, 5]
+    assert scores.top_logprobs == [{"Hé": -0.25, "He": -2.0}, {"�": -3.0, "!": -0.5}]
