@@ -208,6 +208,11 @@ class Home:
         return self.root / "credentials.json"
 
     @property
+    def api_keys(self) -> Path:
+        """Who may ask the generation server, as hashes, mode 0600."""
+        return self.root / "api-keys.json"
+
+    @property
     def config(self) -> Path:
         """The user's settings."""
         return self.root / "config.toml"

@@ -61,6 +61,7 @@ COMMANDS: dict[str, str] = {
     "route": "run:route",
     "run": "run:run",
     "chat": "chat:chat",
+    "serve": "serve:app",
     "feedback": "feedback:feedback",
     "stats": "stats:stats",
     "bench": "bench:bench",

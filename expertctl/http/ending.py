@@ -40,8 +40,11 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def heed_first_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """Let the handlers that a worker will add to its loop be called once, all of them together."""
+def heed_first_signal(loop: asyncio.AbstractEventLoop, told_to_end: Callable[[], None]) -> None:
+    """Let the handlers that a worker will add to its loop be called once, all of them together.
+
+    Before them ``told_to_end`` is, which returns at once.
+    """
     signal.set_wakeup_fd(-1)
     add = loop.add_signal_handler
     told: list[int] = []
@@ -50,6 +53,7 @@ def heed_first_signal(loop: asyncio.AbstractEventLoop) -> None:
         def heed() -> None:
             told.append(number)
             if len(told) == 1:
+                told_to_end()
                 handler(*values)
 
         add(number, heed)

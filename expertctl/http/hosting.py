@@ -38,6 +38,11 @@ _DEATH_SIGNAL = 1
 
 Load = Callable[[], Starlette]
 Report = Callable[[Listening], None]
+End = Callable[[Starlette], None]
+
+
+def nothing_more(_: Starlette) -> None:
+    """End as soon as requests that run are answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,8 @@ class Hosting:
     workers: int = 1
     certificate: Path | None = None
     private_key: Path | None = None
+    end: End = nothing_more
+    """Called in a worker that was told to end, before anything else; it returns at once."""
 
 
 def new_server(hosting: Hosting, address: Listening) -> MPServer:
@@ -92,7 +99,7 @@ def run(server: MPServer, hosting: Hosting, load: Load) -> None:
     server.on_startup(partial(heed_signals, server))
     server.on_shutdown(ignore_signals)
     try:
-        loading = partial(_load_worker, load, hosting.log, os.getpid())
+        loading = partial(_load_worker, load, hosting, os.getpid())
         server.serve(target_loader=loading, wrap_loader=False)
     except SystemExit as error:
         if error.code and not server.interrupt_signal:
@@ -114,12 +121,19 @@ def report_soon(address: Listening, report: Report) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _load_worker(load: Load, log: dict[str, Any], parent: int) -> Starlette:
+def _load_worker(load: Load, hosting: Hosting, parent: int) -> Starlette:
     """Make the application in a worker process, which is to end with its parent."""
     _die_with(parent)
-    heed_first_signal(asyncio.get_event_loop())
-    configure_log(log)
-    return load()
+    made: list[Starlette] = []
+
+    def told_to_end() -> None:
+        for app in made:
+            hosting.end(app)
+
+    heed_first_signal(asyncio.get_event_loop(), told_to_end)
+    configure_log(hosting.log)
+    made.append(load())
+    return made[0]
 
 
 def _die_with(parent: int) -> None:

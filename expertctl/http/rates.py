@@ -35,6 +35,14 @@ class Rates:
             self._buckets.popitem(last=False)
         return 0
 
+    def spend(self, key: str, amount: int) -> None:
+        """Take so much from the bucket of ``key``, more than there is, if need be."""
+        now = self.clock()
+        self._buckets[key] = (self._level(key, now) - amount, now)
+        self._buckets.move_to_end(key)
+        while len(self._buckets) > self.max_keys:
+            self._buckets.popitem(last=False)
+
     def wait(self, key: str) -> int:
         """Return the seconds until something can be taken, 0 when it can; takes nothing."""
         level = self._level(key, self.clock())

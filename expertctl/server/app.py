@@ -1,31 +1,49 @@
 """The generation server as one ASGI application, made from the areas below this folder.
 
-An error inside becomes an answer here, in the shape of the API that was asked.
+What looks at every request is wrapped around it, the outermost first: the log, the limits on
+sizes, hosts and pages, and who asks. An error inside becomes an answer here, in the shape of the
+API that was asked.
 """
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Lifespan
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
+from expertctl.server import description, health
+from expertctl.server.anthropic import routes as anthropic
 from expertctl.server.error_bodies import error_response
+from expertctl.server.guard import OPEN, Guard, request_limits
+from expertctl.server.native import routes as native
+from expertctl.server.openai import routes as openai
+from expertctl.server.request_log import request_log
 from expertctl.server.service import Service
+from expertctl.server.status_page import routes as status_page
 
 LEFT = 499
 """The status, in the log alone, of a request whose client went away before the answer."""
+_OPEN = frozenset({*OPEN, *status_page.OPEN, "/"})
 
 
-def create_app(service: Service) -> Starlette:
-    """Return the application of an engine that is open; who opened it closes it."""
+def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+    """Return the application of an engine; who opened that closes it."""
     app = Starlette(
         routes=_routes(service),
+        middleware=[
+            Middleware(request_log, service.metrics),
+            Middleware(request_limits, service.settings),
+            Middleware(Guard, service, _OPEN),
+        ],
         exception_handlers={
             ExpertError: _refused,
             HTTPException: _unrouted,
             ClientDisconnect: _left,
         },
+        lifespan=lifespan,
     )
     app.state.service = service
     app.router.redirect_slashes = False
@@ -33,7 +51,14 @@ def create_app(service: Service) -> Starlette:
 
 
 def _routes(service: Service) -> list[BaseRoute]:
-    return []
+    return [
+        *health.routes(service),
+        *description.routes(service),
+        *openai.routes(service),
+        *anthropic.routes(service),
+        *native.routes(service),
+        *status_page.routes(service),
+    ]
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -51,5 +76,5 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     return error_response(NotFoundError("there is nothing at this address"), request.scope)
 
 
-async def _left(request: Request, _: Exception) -> Response:
+async def _left(_: Request, __: Exception) -> Response:
     return Response(status_code=LEFT)

@@ -27,6 +27,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -39,50 +40,87 @@ class Told:
     request_id: str
 
 
-Shape = Callable[[Told], JsonObject]
+class OwnFacts(msgspec.Struct, frozen=True):
+    """What went wrong: a stable word, a sentence, and the way out where there is one."""
+
+    code: str
+    message: str
+    hint: str
 
 
-def own_body(told: Told) -> JsonObject:
-    """Return the body of the native API, which is that of ``--json`` on the command line."""
+class OwnError(msgspec.Struct, frozen=True):
+    """An error of the native API, which is that of ``--json`` on the command line."""
+
+    error: OwnFacts
+
+
+class OpenAIFacts(msgspec.Struct, frozen=True):
+    """What went wrong, in OpenAI's words; ``param`` is the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """An error of the OpenAI API."""
+
+    error: OpenAIFacts
+
+
+class AnthropicFacts(msgspec.Struct, frozen=True):
+    """What went wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
+    """An error of the Anthropic API."""
+
+    error: AnthropicFacts
+    request_id: str
+
+
+ErrorBody = OwnError | OpenAIError | AnthropicError
+Shape = Callable[[Told], ErrorBody]
+
+
+def own_body(told: Told) -> OwnError:
+    """Return the body of the native API."""
     error = told.error
-    shown = {"code": error.code, "message": printable(error.message)}
-    return {"error": {**shown, "hint": printable(error.hint)}}
+    return OwnError(OwnFacts(error.code, printable(error.message), printable(error.hint)))
 
 
-def openai_body(told: Told) -> JsonObject:
+def openai_body(told: Told) -> OpenAIError:
     """Return the error object of the OpenAI API."""
     param = told.error.field if isinstance(told.error, FieldError) else None
     usual = "invalid_request_error" if told.status < 500 else "server_error"
-    return {
-        "error": {
-            "message": printable(told.error.message),
-            "type": _OPENAI_TYPES.get(told.status, usual),
-            "param": param or None,
-            "code": _openai_code(told),
-        }
-    }
+    kind = _OPENAI_TYPES.get(told.status, usual)
+    message = printable(told.error.message)
+    return OpenAIError(OpenAIFacts(message, kind, param or None, _openai_code(told)))
 
 
-def anthropic_body(told: Told) -> JsonObject:
+def anthropic_body(told: Told) -> AnthropicError:
     """Return the error object of the Anthropic API."""
     usual = "invalid_request_error" if told.status < 500 else "api_error"
     kind = _ANTHROPIC_TYPES.get(told.status, usual)
-    shown: JsonObject = {"type": kind, "message": printable(told.error.message)}
-    return {"type": "error", "error": shown, "request_id": told.request_id}
+    return AnthropicError(AnthropicFacts(kind, printable(told.error.message)), told.request_id)
 
 
-_SHAPES: tuple[tuple[str, Shape], ...] = (
-    ("/v1/messages", anthropic_body),
-    ("/v1/chat/completions", openai_body),
-    ("/v1/completions", openai_body),
-    ("/v1/models", openai_body),
+_SHAPES: tuple[tuple[str, Shape, type[ErrorBody]], ...] = (
+    ("/v1/messages", anthropic_body, AnthropicError),
+    ("/v1/chat/completions", openai_body, OpenAIError),
+    ("/v1/completions", openai_body, OpenAIError),
+    ("/v1/models", openai_body, OpenAIError),
 )
 
 
-def error_body(error: ExpertError, scope: Scope, *, status: int | None = None) -> JsonObject:
+def error_body(error: ExpertError, scope: Scope) -> JsonObject:
     """Return what is said of an error to who asked for this path."""
-    told = Told(error, status or status_of(error), request_id_of(scope))
-    return _shape_of(str(scope.get("path", "")))(told)
+    document: JsonObject = msgspec.to_builtins(_body(error, scope, status_of(error)))
+    return document
 
 
 def error_response(error: ExpertError, scope: Scope, *, status: int | None = None) -> Response:
@@ -93,7 +131,7 @@ def error_response(error: ExpertError, scope: Scope, *, status: int | None = Non
         headers["Retry-After"] = str(seconds)
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    content = msgspec.json.encode(error_body(error, scope, status=status))
+    content = msgspec.json.encode(_body(error, scope, code))
     return Response(content, code, headers, media_type="application/json")
 
 
@@ -102,14 +140,27 @@ def error_event(error: ExpertError, scope: Scope) -> bytes:
 
     OpenAI's streams have no names for events; in the others it is called ``error``.
     """
-    data = msgspec.json.encode(error_body(error, scope))
+    data = msgspec.json.encode(_body(error, scope, status_of(error)))
     unnamed = _shape_of(str(scope.get("path", ""))) is openai_body
     return b"data: %s\n\n" % data if unnamed else b"event: error\ndata: %s\n\n" % data
 
 
+def _body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
+    shape = _shape_of(str(scope.get("path", "")))
+    return shape(Told(error, status, request_id_of(scope)))
+
+
+def error_kind(path: str) -> type[ErrorBody]:
+    """Return the type of an error's body, by the path that was asked for."""
+    return next((kind for start, _, kind in _SHAPES if _is_below(path, start)), OwnError)
+
+
 def _shape_of(path: str) -> Shape:
-    found = (shape for start, shape in _SHAPES if path == start or path.startswith(f"{start}/"))
-    return next(found, own_body)
+    return next((shape for start, shape, _ in _SHAPES if _is_below(path, start)), own_body)
+
+
+def _is_below(path: str, start: str) -> bool:
+    return path == start or path.startswith(f"{start}/")
 
 
 def _openai_code(told: Told) -> str | None:

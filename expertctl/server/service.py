@@ -1,35 +1,45 @@
 """What every route of the generation server is given."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
-from expertctl.engine.request import RunRequest
-from expertctl.routing.planner import Planned
-from expertctl.server.generation import Jobs
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.routing.planner import Planner
+from expertctl.server.api_keys import ApiKeys
+from expertctl.server.metering import Metered
+from expertctl.server.metrics import Metrics
+from expertctl.server.quotas import Quotas
+from expertctl.server.readiness import Readiness
 from expertctl.server.settings import ServeSettings
 
 
-class Serving(Jobs, Protocol):
-    """The batch, as routes use it; what they submit is counted."""
-
-    @property
-    def base_name(self) -> str:
-        """The name of the base that is served."""
-
-    @property
-    def context(self) -> int:
-        """How many tokens a text can have, the prompt included."""
-
-    def plan(self, request: RunRequest) -> Planned:
-        """Return the plan that a request would have; it blocks, so call it in a thread."""
-
-    def forget(self, cache_key: str) -> None:
-        """Forget what was kept under a key."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """The engine and how it is served; one for the life of the application."""
 
-    engine: Serving
+    engine: Metered
+    planner: Planner
     settings: ServeSettings
+    keys: ApiKeys
+    metrics: Metrics
+    quotas: Quotas
+    readiness: Readiness = field(default_factory=Readiness)
+
+
+def service_of(
+    engine: BatchEngine,
+    planner: Planner,
+    settings: ServeSettings,
+    *,
+    readiness: Readiness | None = None,
+) -> Service:
+    """Return what routes are given of an engine, with nothing counted yet."""
+    metrics, quotas = Metrics(), Quotas()
+    return Service(
+        engine=Metered(engine, metrics, quotas, log_prompts=settings.log_prompts),
+        planner=planner,
+        settings=settings,
+        keys=ApiKeys(planner.home.api_keys),
+        metrics=metrics,
+        quotas=quotas,
+        readiness=readiness or Readiness(),
+    )

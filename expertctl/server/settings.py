@@ -1,9 +1,11 @@
 """How the generation server is run: where it listens, what it takes, and the batch behind it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.server.post_processing.command import Command
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 16 << 20
@@ -23,6 +25,8 @@ class ServeSettings:
     timeout: float | None = None
     """Seconds after which an answer ends with what is there, where a request names no time."""
     log_prompts: bool = False
+    validators: Mapping[str, Command] = field(default_factory=dict)
+    """Programs that requests can name to have answers checked."""
     batch: BatchSettings = field(default_factory=BatchSettings)
 
     @property

@@ -12,10 +12,12 @@ from expertctl.errors import (
     IncompatibleError,
     InvalidPackageError,
     MediaTypeError,
+    NoAnswerError,
     NotFoundError,
     RateLimitError,
     RegistryError,
     StoreError,
+    TimedOutError,
     TooLargeError,
     TrustError,
     UnauthenticatedError,
@@ -40,6 +42,8 @@ _BY_CLASS: dict[type[ExpertError], int] = {
     InvalidPackageError: 500,
     RegistryError: 503,
     StoreError: 503,
+    NoAnswerError: 503,
+    TimedOutError: 504,
     DiskFullError: 507,
 }
 

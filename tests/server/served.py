@@ -10,11 +10,12 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.routing.planner import Planner
 from expertctl.server.app import create_app
-from expertctl.server.service import Service
+from expertctl.server.service import Service, service_of
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Home, Settings
 from tests.factories import make_package, write_base
@@ -103,15 +104,13 @@ class Served:
 @contextmanager
 def serving(house: House, settings: ServeSettings | None = None) -> Iterator[Served]:
     """Serve what is installed in a home; closed at the end, whatever happens."""
-    from expertctl.engine.serving.batch_engine import BatchEngine
-
     chosen = settings or ServeSettings(batch=BatchSettings(budget=64 << 20))
     chosen = replace(chosen, batch=replace(chosen.batch, base=BASE))
     planner = Planner.open(Settings(Home(house.root), encoder="lexical"))
     engine = BatchEngine(planner, chosen.batch)
     engine.start()
     try:
-        service = Service(engine=engine, settings=chosen)
+        service = service_of(engine, planner, chosen)
         served = Served(service, create_app(service), house)
         yield served
         served.close()

@@ -1,0 +1,250 @@
+"""``expertctl serve``: generate for programs, over HTTP; and the API keys of those that may ask.
+
+The server is an extra, imported only by the commands that need it.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from expertctl.cli.opening import open_planner, without_engine
+from expertctl.cli.output import JsonFlag, emit, note, table, warn
+from expertctl.cli.run_options import (
+    AdapterDtype,
+    Base,
+    Deterministic,
+    Device,
+    Dtype,
+    MemoryBudget,
+    budget_of,
+    chosen_device,
+    numerics_of,
+)
+from expertctl.errors import UsageError
+from expertctl.settings import load_settings, parse_age
+
+if TYPE_CHECKING:
+    from expertctl.server.api_keys import ApiKey
+
+app = typer.Typer(
+    help="Generate for programs, over HTTP.", add_completion=False, rich_markup_mode=None
+)
+key = typer.Typer(
+    no_args_is_help=True,
+    help="The API keys of those that may ask.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+app.add_typer(key, name="key")
+
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-laptop.")]
+
+
+@app.callback(invoke_without_command=True)
+def serve(
+    context: typer.Context,
+    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Listen on this port; 0 is a free one.")] = 8000,
+    url: Annotated[
+        str | None, typer.Option(help="The address that users see, where it is another.")
+    ] = None,
+    base: Base = None,
+    rows: Annotated[int, typer.Option(help="How many texts are written at a time.")] = 16,
+    queue: Annotated[int, typer.Option(help="How many jobs may wait.")] = 128,
+    memory_budget: MemoryBudget = None,
+    on_budget: Annotated[
+        Literal["queue", "fewer"],
+        typer.Option("--on-budget", help="When experts do not fit: wait, or leave some out."),
+    ] = "queue",
+    dtype: Dtype = None,
+    adapter_dtype: AdapterDtype = None,
+    device: Device = None,
+    deterministic: Deterministic = None,
+    warm: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PROMPT", help="Answer this before the first job; repeatable."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="When an answer ends that names no time itself."),
+    ] = None,
+    validator: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=COMMAND", help="A program that answers are checked by."),
+    ] = None,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts to the log.")
+    ] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate chain, PEM.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The certificate's key, PEM.")
+    ] = None,
+    insecure_http: Annotated[
+        bool, typer.Option("--insecure-http", help="Let API keys cross a network in clear text.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. Says where on stderr; the log goes there too.
+
+    Example: expertctl serve --port 8000
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with _server_extra():
+        from expertctl.engine.serving.batch_settings import BatchSettings
+        from expertctl.http.listening import Listening
+        from expertctl.server.post_processing.command import read_commands
+        from expertctl.server.serve import serve as serve_generation
+        from expertctl.server.settings import ServeSettings
+    settings = load_settings()
+    held = numerics_of(
+        settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
+    )
+    wanted = ServeSettings(
+        host=host,
+        port=port,
+        url=url,
+        certificate=tls_cert,
+        private_key=tls_key,
+        timeout=timeout,
+        log_prompts=log_prompts,
+        validators=read_commands(validator or ()),
+        batch=BatchSettings(
+            base=base,
+            budget=budget_of(memory_budget, settings),
+            device=chosen_device(device, settings),
+            dtype=held.dtype,
+            adapter_dtype=held.adapter_dtype,
+            deterministic=held.deterministic,
+            rows=rows,
+            queue=queue,
+            on_budget=on_budget,
+            warm=tuple(warm or ()),
+        ),
+    )
+    open_planner(settings, as_json=as_json)
+
+    def report(address: Listening) -> None:
+        document = {"url": address.url, "host": address.host, "port": address.port}
+        emit(document, "", as_json=as_json)
+        sys.stdout.flush()
+        note(f"ready on {address.url}")
+
+    serve_generation(wanted, settings, insecure=insecure_http, report=report)
+
+
+@key.command("new")
+def new_key(
+    name: KeyName,
+    per_minute: Annotated[
+        int | None, typer.Option("--per-minute", help="Requests in a minute, at most.")
+    ] = None,
+    max_tokens_per_minute: Annotated[
+        int | None, typer.Option("--max-tokens-per-minute", help="Tokens in a minute, at most.")
+    ] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="AGE", help="When it ends: 12h, 30d, 52w.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a key. It is shown once, on stdout; from now on everybody needs one.
+
+    Example: expertctl serve key new alice-laptop --per-minute 60
+    """
+    from expertctl.server.api_keys import ApiKeys
+
+    now, settings = time.time(), load_settings()
+    made = ApiKeys(settings.home.api_keys).make(
+        name,
+        now=now,
+        expires=now + _seconds(expires) if expires else None,
+        requests_per_minute=per_minute,
+        tokens_per_minute=max_tokens_per_minute,
+    )
+    emit({**_document(made.key), "secret": made.secret}, made.secret, as_json=as_json)
+    note("this key is not shown again; send it as `Authorization: Bearer`, or as `x-api-key`")
+
+
+@key.command("list")
+def list_keys(as_json: JsonFlag = False) -> None:
+    """List the keys; no secret is kept.
+
+    Example: expertctl serve key list
+    """
+    from expertctl.server.api_keys import ApiKeys
+
+    keys = ApiKeys(load_settings().home.api_keys).listed()
+    rows = [
+        [each.name, each.id, _day(each.created), _day(each.expires), *_limits(each)]
+        for each in keys
+    ]
+    head = ["NAME", "ID", "SINCE", "UNTIL", "REQUESTS/MIN", "TOKENS/MIN"]
+    text = table(head, rows) if rows else ""
+    emit({"keys": [_document(each) for each in keys]}, text, as_json=as_json)
+
+
+@key.command("revoke")
+def revoke_key(
+    name: Annotated[str, typer.Argument(metavar="NAME|ID", help="As the list shows it.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """End a key, on servers that run, too.
+
+    Example: expertctl serve key revoke alice-laptop
+    """
+    from expertctl.server.api_keys import ApiKeys
+
+    keys = ApiKeys(load_settings().home.api_keys)
+    gone = keys.revoke(name)
+    emit({"revoked": _document(gone)}, f"revoked {gone.name}", as_json=as_json)
+    if not keys.listed():
+        warn([f"no key is left, so nobody may ask; remove {keys.path} to answer without keys"])
+
+
+def _document(one: "ApiKey") -> dict[str, object]:
+    return {
+        "name": one.name,
+        "id": one.id,
+        "created": _day(one.created),
+        "expires": _day(one.expires) or None,
+        "requests_per_minute": one.requests_per_minute,
+        "tokens_per_minute": one.tokens_per_minute,
+    }
+
+
+def _limits(one: "ApiKey") -> list[str]:
+    limits = (one.requests_per_minute, one.tokens_per_minute)
+    return ["" if limit is None else str(limit) for limit in limits]
+
+
+def _day(moment: float | None) -> str:
+    return "" if moment is None else time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(moment))
+
+
+def _seconds(text: str) -> float:
+    seconds = parse_age(text).total_seconds()
+    if seconds <= 0:
+        raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
+    return seconds
+
+
+@contextmanager
+def _server_extra() -> Iterator[None]:
+    """Say what is missing where the extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in {"granian", "starlette", "prometheus_client"}:
+            raise without_engine(error) from error
+        raise UsageError(
+            f"serving needs {missing}, which is not installed",
+            hint="pip install 'expertctl[engine,server]'",
+        ) from error

@@ -1,0 +1,213 @@
+"""API keys: who may ask this server, kept below ``EXPERT_HOME`` as hashes alone.
+
+A secret is ``xpk_`` and 256 random bits. It is shown once, when it is made; the file has its
+sha256, which needs no salt and no slow hash at that length. A server reads the file again when it
+has changed, so that a key that was revoked ends at once.
+
+Where the file is there, everybody needs a key: revoking the last one opens nothing.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from filelock import FileLock, Timeout
+
+from expertctl.durable import make_folders, write_atomic
+from expertctl.errors import (
+    ConflictError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from expertctl.regular_file import open_regular
+from expertctl.schema.shape import shape
+from expertctl.schema.strict_json import load_object
+
+PREFIX = "xpk_"
+LENGTH = len(PREFIX) + 43
+MAX_KEYS = 1000
+MAX_PER_MINUTE = 10**9
+_FORMAT = 1
+_MAX_BYTES = 1 << 20
+_LOCK_SECONDS = 10.0
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_MAX_NAME = 64
+Stamp = tuple[int, int, int]
+
+
+class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One key, without its secret; times are in seconds since the epoch."""
+
+    id: str
+    name: str
+    hash: str
+    created: float
+    expires: float | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: int
+    keys: list[ApiKey]
+
+
+@dataclass(frozen=True, slots=True)
+class MadeKey:
+    """A new key; ``secret`` is nowhere else."""
+
+    key: ApiKey
+    secret: str
+
+    def __repr__(self) -> str:
+        """Return a text without the secret, for logs and tracebacks."""
+        return f"MadeKey({self.key!r})"
+
+
+class ApiKeys:
+    """The owner of one file of keys."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self.path = path
+        self._stamp: Stamp | None = None
+        self._by_hash: dict[str, ApiKey] = {}
+
+    @property
+    def are_demanded(self) -> bool:
+        """Whether a request without a key is refused."""
+        return self.path.exists()
+
+    def listed(self) -> tuple[ApiKey, ...]:
+        """Return the keys by name, those that have expired, too.
+
+        Raises:
+            InvalidPackageError: when the file cannot be read as keys.
+        """
+        return tuple(sorted(self._read(), key=lambda key: key.name))
+
+    def find(self, secret: str, *, now: float) -> ApiKey | None:
+        """Return the key that a secret is of; None for anything that is not a living one."""
+        if len(secret) != LENGTH or not secret.startswith(PREFIX):
+            return None
+        self._refresh()
+        hashed = _digest(secret)
+        key = self._by_hash.get(hashed)
+        if key is None or not hmac.compare_digest(key.hash, hashed):
+            return None
+        return key if key.expires is None or now < key.expires else None
+
+    def make(
+        self,
+        name: str,
+        *,
+        now: float,
+        expires: float | None = None,
+        requests_per_minute: int | None = None,
+        tokens_per_minute: int | None = None,
+    ) -> MadeKey:
+        """Make a key.
+
+        Raises:
+            UsageError: when the name or a limit cannot be one.
+            ConflictError: when there is a key of that name.
+        """
+        _check(name, requests_per_minute, tokens_per_minute)
+        secret = PREFIX + secrets.token_urlsafe(32)
+        key = ApiKey(
+            id=secrets.token_hex(8),
+            name=name,
+            hash=_digest(secret),
+            created=now,
+            expires=expires,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
+        with self._locked():
+            known = self._read()
+            if any(each.name == name for each in known):
+                hint = f"`expertctl serve key revoke {name}` first, or choose another"
+                raise ConflictError(f"there is a key {name} already", hint=hint)
+            if len(known) >= MAX_KEYS:
+                raise UsageError(f"there are {MAX_KEYS} keys already, which is the most")
+            self._write([*known, key])
+        return MadeKey(key, secret)
+
+    def revoke(self, name: str) -> ApiKey:
+        """End a key, by its name or its id.
+
+        Raises:
+            NotFoundError: when there is none.
+        """
+        with self._locked():
+            known = self._read()
+            gone = [key for key in known if name in {key.name, key.id}]
+            if not gone:
+                hint = "`expertctl serve key list` shows all"
+                raise NotFoundError(f"there is no key {name[:80]!r}", hint=hint)
+            self._write([key for key in known if key not in gone])
+        return gone[0]
+
+    def _refresh(self) -> None:
+        stamp = _stamp_of(self.path)
+        if stamp != self._stamp:
+            self._by_hash = {key.hash: key for key in self._read()}
+            self._stamp = stamp
+
+    def _read(self) -> list[ApiKey]:
+        if not self.path.exists():
+            return []
+        with open_regular(self.path) as stream:
+            data = stream.read(_MAX_BYTES + 1)
+        document = load_object(data, what=str(self.path), max_bytes=_MAX_BYTES)
+        try:
+            read = shape(document, _Document)
+        except msgspec.ValidationError as error:
+            raise InvalidPackageError(str(self.path), [str(error)]) from error
+        if read.format != _FORMAT:
+            raise InvalidPackageError(str(self.path), ["of another version than this one reads"])
+        return read.keys
+
+    def _write(self, keys: list[ApiKey]) -> None:
+        content = msgspec.json.format(msgspec.json.encode(_Document(_FORMAT, keys)), indent=2)
+        write_atomic(self.path, content + b"\n", mode=0o600)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        make_folders(self.path.parent, mode=0o700)
+        try:
+            with FileLock(f"{self.path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
+                yield
+        except Timeout as error:
+            message = f"{self.path} is being changed by another process"
+            raise StoreError(message, hint="try again when that has ended") from error
+
+
+def _stamp_of(path: Path) -> Stamp | None:
+    """Return what changes with the file; a replaced one has another inode."""
+    try:
+        found = os.stat(path)  # noqa: PTH116  # a call for each request: Path.stat takes twice as long
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _check(name: str, *limits: int | None) -> None:
+    if not _NAME.fullmatch(name) or len(name) > _MAX_NAME:
+        hint = "lower-case letters and digits, with single dashes between them"
+        raise UsageError(f"{name[:80]!r} cannot be the name of a key", hint=hint)
+    if any(limit is not None and not 1 <= limit <= MAX_PER_MINUTE for limit in limits):
+        raise UsageError(f"a limit is 1 to {MAX_PER_MINUTE} in a minute")

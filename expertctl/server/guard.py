@@ -1,0 +1,113 @@
+"""Who asks and whether they may, looked at before any route.
+
+Sets ``scope["state"]["caller"]``. A key comes as ``Authorization: Bearer`` or as ``x-api-key``,
+never in an address. Where there are no keys, whoever reaches the server is this machine itself.
+"""
+
+import time
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from expertctl.errors import ExpertError, StoreError, UnauthenticatedError
+from expertctl.http.limits import Bounds, Refusal, RequestLimits, names_of
+from expertctl.http.listening import is_loopback, url_of
+from expertctl.server.api_keys import ApiKey
+from expertctl.server.body import JSON
+from expertctl.server.caller import Caller
+from expertctl.server.error_bodies import error_response
+from expertctl.server.service import Service
+from expertctl.server.settings import ServeSettings
+
+OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
+"""What needs neither a key nor an engine; it holds nothing that is secret."""
+
+
+def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
+    """Guard the application: only pages of its own may ask, and only JSON is read."""
+    bounds = Bounds(
+        names=names_of(settings.host, settings.public_url),
+        addresses=not is_loopback(settings.host),
+        origins=_origins(settings),
+        open_methods=frozenset(),
+        body_limit=lambda _: settings.body_bytes,
+        media_type=JSON,
+        refuse=_refused,
+        whose="this server",
+        host_hint="give --url the address that users see",
+    )
+    return RequestLimits(app, bounds)
+
+
+class Guard:
+    """ASGI middleware that names who asks, or refuses."""
+
+    def __init__(self, app: ASGIApp, service: Service, open_paths: Collection[str]) -> None:
+        """Let anybody have ``open_paths``; nobody the rest before the engine is ready."""
+        self._app, self._service, self._open = app, service, frozenset(open_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one connection."""
+        if scope["type"] != "http" or scope["path"] in self._open:
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._caller(Headers(scope=scope))
+            self._service.quotas.enter(caller)
+            self._demand_ready()
+        except ExpertError as error:
+            await error_response(error, scope)(scope, receive, send)
+            return
+        scope["state"] = {**scope.get("state", {}), "caller": caller}
+        await self._app(scope, receive, send)
+
+    def _caller(self, headers: Headers) -> Caller:
+        """A stat of a file, cheaper here than the way to a thread and back."""
+        keys = self._service.keys
+        if not keys.are_demanded and is_loopback(self._service.settings.host):
+            return Caller()
+        key = keys.find(_secret_of(headers), now=time.time())
+        if key is None:
+            raise UnauthenticatedError(
+                "an API key is needed: none came, or one that is wrong, expired or revoked",
+                hint="send one as `Authorization: Bearer`, or as `x-api-key`",
+            )
+        return _caller_of(key)
+
+    def _demand_ready(self) -> None:
+        readiness = self._service.readiness
+        if readiness.state == "loading":
+            raise StoreError("the base is being loaded", hint="/readyz says when that is done")
+        if not readiness.is_ready:
+            raise StoreError("the server takes no more jobs")
+
+
+def _caller_of(key: ApiKey) -> Caller:
+    return Caller(
+        id=key.id,
+        requests_per_minute=key.requests_per_minute,
+        tokens_per_minute=key.tokens_per_minute,
+    )
+
+
+def _secret_of(headers: Headers) -> str:
+    """Return the one secret that was shown; empty for none, or for two that differ."""
+    shown = set(headers.getlist("x-api-key"))
+    for value in headers.getlist("authorization"):
+        scheme, _, secret = value.partition(" ")
+        shown.add(secret.strip() if scheme.lower() == "bearer" else "")
+    return shown.pop() if len(shown) == 1 else ""
+
+
+def _origins(settings: ServeSettings) -> frozenset[str]:
+    """Return the addresses of our own pages, by every name that this machine has for itself."""
+    secure = settings.certificate is not None
+    names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
+    own = {url_of(name, settings.port, secure=secure) for name in names}
+    return frozenset({settings.public_url, *own})
+
+
+def _refused(refusal: Refusal, scope: Scope) -> Response:
+    return error_response(refusal.error, scope, status=refusal.status)

@@ -1,0 +1,123 @@
+"""`Metered`: the engine as routes use it. What they submit is counted, limited and, if asked, told.
+
+Observations are made in the threads of the engine, as events pass to who asked.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.engine.serving.expert_here import ExpertHere
+from expertctl.engine.serving.job import Event, Failed, Finished, Job, Piece, Sink, Started
+from expertctl.engine.serving.snapshot import Snapshot
+from expertctl.engine.tokenizer import Tokenizer
+from expertctl.errors import ExpertError
+from expertctl.routing.planner import Planned
+from expertctl.server.metrics import Metrics
+from expertctl.server.quotas import Quotas
+
+LOG = logging.getLogger("expertctl.server.jobs")
+
+
+class Metered:
+    """A batch engine whose jobs are measured."""
+
+    def __init__(
+        self, engine: BatchEngine, metrics: Metrics, quotas: Quotas, *, log_prompts: bool = False
+    ) -> None:
+        """Measure the jobs of ``engine``; prompts are in the log only if that is asked for."""
+        self._engine, self._metrics, self._quotas = engine, metrics, quotas
+        self._log_prompts = log_prompts
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base that is served."""
+        return self._engine.base_name
+
+    @property
+    def context(self) -> int:
+        """How many tokens a text can have, the prompt included."""
+        return self._engine.context
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """How the base's text is tokens, and what its chat template is."""
+        return self._engine.tokenizer
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        """Take a job into the queue; its events come to the sink from now on.
+
+        Raises:
+            RateLimitError: when the queue is full, or who asks had too many tokens.
+            UsageError: when it wants what is not done here.
+        """
+        self._quotas.demand_tokens(job.owner)
+        if self._log_prompts:
+            fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
+            LOG.info("prompt", extra={"fields": fields})
+        try:
+            self._engine.submit(job, _Meter(job, sink, self._metrics, self._quotas))
+        except ExpertError as error:
+            self._metrics.refused(error)
+            raise
+
+    def cancel(self, job_id: str) -> None:
+        """End a job where it is; one that is unknown or at its end stays as it is."""
+        self._engine.cancel(job_id)
+
+    def plan(self, request: RunRequest) -> Planned:
+        """Return the plan that a request would have; it blocks, so call it in a thread."""
+        return self._engine.plan(request)
+
+    def experts(self) -> tuple[ExpertHere, ...]:
+        """Return the installed experts; it blocks, so call it in a thread."""
+        return self._engine.experts()
+
+    def expected_wait(self) -> float:
+        """Return about how many seconds a job would wait that came now."""
+        return self._engine.expected_wait()
+
+    def forget(self, cache_key: str) -> None:
+        """Forget what was kept under a key."""
+        self._engine.forget(cache_key)
+
+    def snapshot(self) -> Snapshot:
+        """Return what goes on now."""
+        return self._engine.snapshot()
+
+
+class _Meter:
+    """Passes the events of one job on, and observes them."""
+
+    def __init__(self, job: Job, sink: Sink, metrics: Metrics, quotas: Quotas) -> None:
+        self._job, self._sink, self._metrics, self._quotas = job, sink, metrics, quotas
+        self._last: dict[int, float] = {}
+
+    def __call__(self, event: Event) -> None:
+        self._sink(event)
+        match event:
+            case Piece():
+                self._observe_gap(event.number)
+            case Finished():
+                self._observe(event.results)
+            case Failed():
+                self._metrics.failed(event.error)
+            case Started():
+                pass
+
+    def _observe_gap(self, number: int) -> None:
+        now = time.perf_counter()
+        before = self._last.get(number)
+        self._last[number] = now
+        if before is not None:
+            self._metrics.gap(now - before)
+
+    def _observe(self, results: Sequence[RunResult]) -> None:
+        for result in results:
+            self._metrics.answered(result)
+        if results:  # the prompt of several answers is read once
+            tokens = sum(len(result.generated.tokens) for result in results)
+            self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)

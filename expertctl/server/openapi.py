@@ -1,0 +1,148 @@
+"""``/openapi.json``: the OpenAPI 3.1 document, made from the types that check requests."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from expertctl import __version__
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.body import JSON
+from expertctl.server.error_bodies import AnthropicError, OpenAIError, OwnError, error_kind
+
+EVENTS = "text/event-stream"
+Method = Literal["GET", "POST", "DELETE"]
+Kind = type[Struct]
+Schemas = Mapping[Kind, JsonObject]
+
+ALWAYS = (400, 401, 403, 408, 413, 414, 415, 421, 429, 431, 500, 503)
+"""Statuses that any request may get, whatever it asks for."""
+_MEANINGS = {
+    200: "Done.",
+    202: "Taken; it is not done yet.",
+    204: "Done; there is nothing to say.",
+    400: "The request is not as it must be.",
+    401: "An API key is needed, or the one that came is wrong, expired or revoked.",
+    403: "A page of another site asks; or nobody who is trusted vouches for an expert.",
+    404: "There is no such thing, as far as who asks may know.",
+    405: "The address takes other methods; `Allow` names them.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    414: "The path is too long.",
+    415: "The body is in a form that is not read here.",
+    421: "This server has another name.",
+    422: "It does not fit: experts to the base or each other, or the answer into memory.",
+    429: "Too many requests or tokens, or a full queue; `Retry-After` says when to come again.",
+    431: "The headers are too large.",
+    500: "The server failed.",
+    503: "The base is being loaded, or the server ends.",
+    504: "The time was over before there was anything of an answer.",
+}
+_ABOUT = (
+    "Generation with experts, as chat completions and completions of OpenAI, messages of "
+    "Anthropic, and an API of its own."
+)
+_REFERENCE = "#/components/schemas/{name}"
+_SECRETS: JsonObject = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
+    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A method and a path, what it takes and what it answers.
+
+    ``answer`` is a type, or a JSON Schema where there is none. ``streams``: with ``stream`` in the
+    body, events come instead. ``errors`` are the statuses beside those that all can have.
+    """
+
+    method: Method
+    path: str
+    name: str
+    summary: str
+    tag: str
+    body: Kind | None = None
+    answer: Kind | JsonObject | None = None
+    media_type: str = JSON
+    status: int = 200
+    streams: bool = False
+    errors: tuple[int, ...] = ()
+    open: bool = False
+    """Whether it needs no key."""
+
+
+def openapi(operations: Sequence[Operation], *, url: str) -> JsonObject:
+    """Return the document for these operations of the server at ``url``."""
+    kinds = list(dict.fromkeys(_kinds(operations)))
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    schemas: Schemas = dict(zip(kinds, references, strict=True))
+    paths: dict[str, JsonValue] = {}
+    for operation in operations:
+        of_path = paths.setdefault(operation.path, {})
+        assert isinstance(of_path, dict)
+        of_path[operation.method.lower()] = _described(operation, schemas)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "expertctl serve", "version": __version__, "description": _ABOUT},
+        "servers": [{"url": url}],
+        "paths": paths,
+        "components": {"schemas": dict(components), "securitySchemes": _SECRETS},
+    }
+
+
+def statuses(operation: Operation) -> list[int]:
+    """Return every status that an operation can answer with."""
+    return sorted({operation.status, *ALWAYS, *operation.errors})
+
+
+def _kinds(operations: Iterable[Operation]) -> Iterator[Kind]:
+    yield from (OwnError, OpenAIError, AnthropicError)
+    for operation in operations:
+        for kind in (operation.body, operation.answer):
+            if isinstance(kind, type):
+                yield kind
+
+
+def _described(operation: Operation, schemas: Schemas) -> JsonObject:
+    described: JsonObject = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "tags": [operation.tag],
+        "security": [{}] if operation.open else [{"bearer": []}, {"key": []}, {}],
+        "parameters": list(_parameters(operation.path)),
+        "responses": {
+            str(status): _answer(operation, status, schemas) for status in statuses(operation)
+        },
+    }
+    if operation.body is not None:
+        schema = schemas[operation.body]
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return described
+
+
+def _parameters(path: str) -> Iterator[JsonObject]:
+    for segment in path.split("/"):
+        if segment.startswith("{"):
+            schema: JsonObject = {"type": "string", "minLength": 1}
+            yield {"name": segment[1:-1], "in": "path", "required": True, "schema": schema}
+
+
+def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
+    answer: JsonObject = {"description": _MEANINGS[status]}
+    if status != operation.status:
+        schema = schemas[error_kind(operation.path)]
+        return {**answer, "content": {JSON: {"schema": schema}}}
+    content: dict[str, JsonValue] = {}
+    match operation.answer:
+        case type():
+            content[operation.media_type] = {"schema": schemas[operation.answer]}
+        case dict():
+            content[operation.media_type] = {"schema": operation.answer}
+        case None:
+            pass
+    if operation.streams:
+        content[EVENTS] = {"schema": {"type": "string"}}
+    return {**answer, "content": content} if content else answer

@@ -1,0 +1,66 @@
+"""`Opening`: the engine of a worker, from loading its base to the end of its last job."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.types import Lifespan
+
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.errors import ExpertError
+from expertctl.routing.planner import Planner
+from expertctl.server.app import create_app
+from expertctl.server.readiness import Readiness
+from expertctl.server.service import service_of
+from expertctl.server.settings import ServeSettings
+from expertctl.settings import Settings
+
+LOG = logging.getLogger("expertctl.server")
+Tell = Callable[[ExpertError | None], None]
+"""Gets None when jobs are taken, or why none ever will be."""
+
+
+class Opening:
+    """The owner of the engine in a worker."""
+
+    def __init__(self, settings: ServeSettings, home: Settings) -> None:
+        """Hold nothing yet."""
+        planner = Planner.open(home, tell=LOG.info)
+        self._engine = BatchEngine(planner, settings.batch, tell=LOG.info)
+        self._readiness = Readiness("loading")
+        self._service = service_of(self._engine, planner, settings, readiness=self._readiness)
+        self._closing = threading.Lock()
+        self._loading: threading.Thread | None = None
+
+    def app(self, lifespan: Lifespan[Starlette]) -> Starlette:
+        """Return the application, which answers little before the engine is there."""
+        app = create_app(self._service, lifespan=lifespan)
+        app.state.opening = self
+        return app
+
+    def begin(self, tell: Tell) -> None:
+        """Load the base and warm up, in a thread."""
+        self._loading = threading.Thread(target=self._load, args=(tell,), daemon=True)
+        self._loading.start()
+
+    def close_soon(self, *, seconds: float) -> None:
+        """Begin to close, in a thread."""
+        threading.Thread(target=self.close, kwargs={"seconds": seconds}, daemon=True).start()
+
+    def close(self, *, seconds: float) -> None:
+        """Take no more jobs, give those that are there so many seconds, and wait for all."""
+        with self._closing:
+            if self._readiness.state == "ready":
+                self._readiness.state = "ending"
+                self._engine.close(seconds=seconds)
+
+    def _load(self, tell: Tell) -> None:
+        try:
+            self._engine.start()
+        except ExpertError as error:
+            self._readiness.state = "failed"
+            tell(error)
+            return
+        self._readiness.state = "ready"
+        tell(None)

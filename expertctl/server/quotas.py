@@ -1,0 +1,68 @@
+"""How often each caller may ask, and how many tokens it may have: so many in a minute.
+
+Tokens are known when an answer is at its end. So a caller may begin as long as it has some left,
+and waits for longer after an answer that took more than that.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+from expertctl.errors import RateLimitError
+from expertctl.http.rates import Rates
+from expertctl.server.caller import Caller
+
+Clock = Callable[[], float]
+
+
+class Quotas:
+    """What callers have used of their limits, in this process; any thread may ask."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        """Begin with nothing used."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests: dict[int, Rates] = {}
+        self._tokens: dict[int, Rates] = {}
+        self._limits: dict[str, int] = {}
+        """Caller → tokens in a minute, of those that have a limit."""
+
+    def enter(self, caller: Caller) -> None:
+        """Count a request.
+
+        Raises:
+            RateLimitError: when there were too many.
+        """
+        with self._lock:
+            if caller.tokens_per_minute is not None:
+                self._limits[caller.id] = caller.tokens_per_minute
+            else:
+                self._limits.pop(caller.id, None)
+            if caller.requests_per_minute is None:
+                return
+            rates = self._rates(self._requests, caller.requests_per_minute)
+            if seconds := rates.take(caller.id):
+                raise RateLimitError("too many requests with this API key", retry_after=seconds)
+
+    def demand_tokens(self, caller_id: str) -> None:
+        """Demand that a caller may have more tokens.
+
+        Raises:
+            RateLimitError: when it had too many.
+        """
+        with self._lock:
+            limit = self._limits.get(caller_id)
+            if limit is None:
+                return
+            if seconds := self._rates(self._tokens, limit).wait(caller_id):
+                raise RateLimitError("too many tokens with this API key", retry_after=seconds)
+
+    def spend(self, caller_id: str, tokens: int) -> None:
+        """Count tokens of a prompt or an answer."""
+        with self._lock:
+            limit = self._limits.get(caller_id)
+            if limit is not None:
+                self._rates(self._tokens, limit).spend(caller_id, tokens)
+
+    def _rates(self, known: dict[int, Rates], per_minute: int) -> Rates:
+        return known.setdefault(per_minute, Rates(per_minute, self._clock))

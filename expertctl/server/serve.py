@@ -1,0 +1,115 @@
+"""Serving under granian: one process listens for signals, one worker owns the engine and answers.
+
+The worker answers ``/healthz`` from the start and everything else once the base is loaded. What
+keeps it from loading is raised in the process that was called. When it is told to end it takes no
+more jobs; those that are there get `DRAIN_SECONDS`, then what they have is their answer.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection
+
+from starlette.applications import Starlette
+
+from expertctl.errors import ExpertError, RegistryError, UsageError
+from expertctl.http.hosting import Hosting, new_server, run
+from expertctl.http.listening import Listening, held_address
+from expertctl.http.log import log_config
+from expertctl.server.api_keys import ApiKeys
+from expertctl.server.exposure import demand_secure
+from expertctl.server.settings import ServeSettings
+from expertctl.settings import Settings
+
+DRAIN_SECONDS = 30
+_LAST_SECONDS = 15
+"""How long the end of jobs that were called off may take, before the worker is killed."""
+Report = Callable[[Listening], None]
+
+
+def serve(
+    settings: ServeSettings, home: Settings, *, insecure: bool = False, report: Report
+) -> None:
+    """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are taken there.
+
+    Raises:
+        UsageError: when others could reach the server without keys, or read them on the way.
+        RegistryError: when the address cannot be used, or the worker died.
+        ExpertError: when the base cannot be served.
+    """
+    demand_secure(settings, keyed=ApiKeys(home.home.api_keys).are_demanded, insecure=insecure)
+    if (settings.certificate is None) != (settings.private_key is None):
+        raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
+    secure = settings.certificate is not None
+    if settings.batch.device == "cuda":  # it works in no process forked from one that looked for it
+        multiprocessing.set_start_method("spawn", force=True)
+    with held_address(settings.host, settings.port, secure=secure) as address:
+        news, tell = multiprocessing.Pipe(duplex=False)
+        hosting = _hosting(settings)
+        server = new_server(hosting, address)
+        told = _Told(address, report)
+        threading.Thread(target=told.listen, args=(news,), daemon=True).start()
+        try:
+            run(server, hosting, partial(_load, replace(settings, port=address.port), home, tell))
+        except RegistryError:
+            told.raise_problem()
+            raise
+        told.raise_problem()
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the worker tells the process that listens for signals."""
+
+    address: Listening
+    report: Report
+    problem: ExpertError | None = None
+
+    def listen(self, news: Connection) -> None:
+        """Report that jobs are taken; or keep the problem, and end everything."""
+        with suppress(EOFError, OSError):
+            said: object = news.recv()
+            if isinstance(said, ExpertError):
+                self.problem = said
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self.report(self.address)
+
+    def raise_problem(self) -> None:
+        if self.problem is not None:
+            raise self.problem
+
+
+def _hosting(settings: ServeSettings) -> Hosting:
+    return Hosting(
+        name="serve",
+        log=log_config("expertctl.server"),
+        drain_seconds=DRAIN_SECONDS + _LAST_SECONDS,
+        certificate=settings.certificate,
+        private_key=settings.private_key,
+        end=_end,
+    )
+
+
+def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
+    """Make the application in the worker; only there torch is imported."""
+    from expertctl.server.opening import Opening
+
+    opening = Opening(settings, home)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        opening.begin(tell.send)
+        yield
+        opening.close(seconds=0)
+
+    return opening.app(lifespan)
+
+
+def _end(app: Starlette) -> None:
+    app.state.opening.close_soon(seconds=DRAIN_SECONDS)

@@ -1,0 +1,254 @@
+"""The whole application: who is let in, with what, and how it refuses."""
+
+import json
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.server.settings import ServeSettings
+from tests.server.conftest import MakeServed
+from tests.server.served import BASE, URL, Served
+
+CHAT = "/v1/chat/completions"
+POSTS = (CHAT, "/v1/completions", "/v1/messages", "/v1/infer", "/v1/jobs", "/v1/route")
+TURNS = [{"role": "user", "content": "Sort: 3, 1, 2"}]
+ASKED: dict[str, Any] = {"model": BASE, "messages": TURNS, "max_tokens": 3, "temperature": 0}
+SETTINGS = ServeSettings(batch=BatchSettings(budget=64 << 20))
+
+
+def error_of(body: Any) -> str:
+    """The message of an error in any of the three shapes."""
+    return str(body["error"]["message"])
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "192.0.2.1", ""])
+def test_attack_101_a_name_that_was_rebound_is_refused(
+    served: Served, path: str, host: str
+) -> None:
+    answer = served.client().post(path, json=ASKED, headers={"Host": host})
+    assert answer.status_code == 421
+    assert "evil" not in answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/experts", "/metrics", "/status/data", "/"])
+def test_attack_101_a_name_that_was_rebound_reads_nothing(served: Served, path: str) -> None:
+    answer = served.client().get(path, headers={"Host": "evil.example:8000"})
+    assert answer.status_code == 421
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://localhost:3000", f"{URL}.evil.example"]
+)
+def test_attack_101_a_page_of_another_site_is_refused(
+    served: Served, path: str, origin: str
+) -> None:
+    answer = served.client().post(path, json=ASKED, headers={"Origin": origin})
+    assert answer.status_code == 403
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_attack_101_a_page_of_another_site_reads_nothing(served: Served) -> None:
+    answer = served.client().get("/v1/models", headers={"Origin": "https://evil.example"})
+    assert answer.status_code == 403
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "text/plain; application/json", "application/x-www-form-urlencoded", ""]
+)
+def test_attack_101_what_a_form_can_send_is_not_read(served: Served, path: str, kind: str) -> None:
+    content = json.dumps(ASKED).encode()
+    answer = served.client().post(path, content=content, headers={"Content-Type": kind})
+    assert answer.status_code == 415
+
+
+@pytest.mark.parametrize("origin", [URL, "http://localhost:8000", "http://[::1]:8000"])
+def test_a_page_of_our_own_is_answered(served: Served, origin: str) -> None:
+    assert served.client().get("/v1/models", headers={"Origin": origin}).status_code == 200
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"model": "\xff"}', b'{"a": 1, "a": 1}', b"[" * 100_000],
+)
+def test_what_is_no_json_object_is_refused(served: Served, path: str, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = served.client().post(path, content=content, headers=headers)
+    assert answer.status_code == 400
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_field_that_nobody_knows_is_refused(served: Served, path: str) -> None:
+    answer = served.client().post(path, json={**ASKED, "prompt": "x", "lora_path": "/etc/passwd"})
+    assert answer.status_code == 400
+    assert "/etc/passwd" not in answer.text
+
+
+def test_a_wrong_type_is_refused_by_the_name_of_its_field(served: Served) -> None:
+    answer = served.client().post(CHAT, json={**ASKED, "temperature": "hot"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "temperature")
+
+
+def test_a_huge_body_is_refused(make_served: MakeServed) -> None:
+    small = make_served(replace(SETTINGS, body_bytes=1000)).client()
+    answer = small.post(CHAT, json={**ASKED, "user": "x" * 1000})
+    assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+    assert small.post(CHAT, json=ASKED).status_code == 200
+
+
+def test_huge_headers_are_refused(served: Served) -> None:
+    answer = served.client().get("/v1/models", headers={"X": "a" * (33 << 10)})
+    assert answer.status_code == 431
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/nothing", "/v1/models/x/../y", "/v1//models"])
+def test_an_address_that_is_none_is_not_found(served: Served, path: str) -> None:
+    assert served.client().get(path).status_code in {400, 404}
+
+
+def test_another_method_is_told_which_there_are(served: Served) -> None:
+    answer = served.client().get(CHAT)
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert "GET is not allowed" in error_of(answer.json())
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/nowhere"])
+def test_every_answer_has_an_id_of_ours(served: Served, path: str) -> None:
+    """OpenAI's clients read the one header, Anthropic's the other."""
+    answer = served.client().get(path, headers={"X-Request-Id": "forged"})
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_an_error_of_anthropics_api_names_the_request(served: Served) -> None:
+    answer = served.client().post("/v1/messages", json={})
+    assert answer.json()["request_id"] == answer.headers["request-id"]
+
+
+def test_the_log_has_a_line_for_each_request_and_nothing_of_its_text(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="expertctl.server")
+    answer = served.client().post(CHAT, json=ASKED)
+    assert answer.status_code == 200
+    (record,) = [r for r in caplog.records if r.name == "expertctl.server.requests"]
+    fields = record.__dict__["fields"]
+    assert fields["id"] == answer.headers["x-request-id"]
+    assert (fields["route"], fields["status"], fields["caller"]) == (CHAT, 200, "local")
+    assert "Sort" not in str([r.__dict__ for r in caplog.records])
+
+
+def test_prompts_are_logged_where_that_is_asked_for(
+    make_served: MakeServed, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="expertctl.server")
+    make_served(replace(SETTINGS, log_prompts=True)).client().post(CHAT, json=ASKED)
+    (record,) = [r for r in caplog.records if r.name == "expertctl.server.jobs"]
+    assert record.__dict__["fields"]["prompt"] == "Sort: 3, 1, 2"
+
+
+def test_without_keys_this_machine_is_answered_and_with_one_it_needs_it(
+    make_served: MakeServed,
+) -> None:
+    served = make_served(SETTINGS)
+    assert served.client().get("/v1/models").status_code == 200
+    made = served.service.keys.make("first", now=time.time())
+    assert served.client().get("/v1/models").status_code == 401
+    assert served.client(made.secret).get("/v1/models").status_code == 200
+    shown = {"x-api-key": made.secret}
+    assert served.client().get("/v1/models", headers=shown).status_code == 200
+    served.service.keys.revoke("first")
+    assert served.client(made.secret).get("/v1/models").status_code == 401
+    assert served.client().get("/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer"},
+        {"Authorization": "Bearer xpk_" + "a" * 43},
+        {"Authorization": "Basic {secret}"},
+        {"Authorization": "Bearer {secret}x"},
+        {"Authorization": "Bearer {secret}", "x-api-key": "other"},
+        {"Cookie": "key={secret}"},
+    ],
+)
+def test_who_shows_no_key_or_two_is_refused_in_the_shape_of_each_api(
+    make_served: MakeServed, headers: dict[str, str]
+) -> None:
+    served = make_served(SETTINGS)
+    secret = served.service.keys.make("first", now=time.time()).secret
+    shown = {name: value.format(secret=secret) for name, value in headers.items()}
+    client = served.client()
+    assert client.post(CHAT, json=ASKED, headers=shown).json()["error"]["code"] == "invalid_api_key"
+    told = client.post("/v1/messages", json=ASKED, headers=shown).json()
+    assert (told["type"], told["error"]["type"]) == ("error", "authentication_error")
+    ours = client.post(f"/v1/infer?api_key={secret}", json=ASKED, headers=shown)
+    assert (ours.status_code, ours.json()["error"]["code"]) == (401, "unauthenticated")
+    assert ours.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_keys_anybody_may_still_ask_whether_it_lives(make_served: MakeServed) -> None:
+    served = make_served(SETTINGS)
+    served.service.keys.make("first", now=time.time())
+    client = served.client()
+    assert [client.get(p).status_code for p in ("/healthz", "/readyz", "/openapi.json")] == [
+        200
+    ] * 3
+    assert [client.get(p).status_code for p in ("/metrics", "/status/data")] == [401] * 2
+
+
+def test_a_server_for_others_answers_nobody_without_a_key(make_served: MakeServed) -> None:
+    served = make_served(replace(SETTINGS, host="0.0.0.0"))
+    assert not served.service.keys.are_demanded
+    assert served.client().get("/v1/models").status_code == 401
+
+
+def test_a_key_has_its_requests_and_its_tokens(make_served: MakeServed) -> None:
+    served = make_served(SETTINGS)
+    keys, now = served.service.keys, time.time()
+    seldom = keys.make("seldom", now=now, requests_per_minute=1).secret
+    little = keys.make("little", now=now, tokens_per_minute=5).secret
+    assert served.client(seldom).get("/v1/models").status_code == 200
+    answer = served.client(seldom).get("/v1/models")
+    assert (answer.status_code, int(answer.headers["retry-after"])) == (429, 60)
+    assert served.client(little).post(CHAT, json=ASKED).status_code == 200
+    answer = served.client(little).post(CHAT, json=ASKED)
+    assert answer.status_code == 429
+    assert int(answer.headers["retry-after"]) > 60
+    assert "tokens" in error_of(answer.json())
+
+
+def test_before_the_base_is_loaded_there_is_nothing_but_patience(make_served: MakeServed) -> None:
+    served = make_served(SETTINGS)
+    served.service.readiness.state = "loading"
+    client = served.client()
+    assert client.get("/healthz").status_code == 200
+    ready = client.get("/readyz")
+    assert (ready.status_code, ready.json()) == (503, {"ready": False, "state": "loading"})
+    answer = client.post(CHAT, json=ASKED)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    served.service.readiness.state = "ready"
+    assert client.get("/readyz").json() == {"ready": True, "state": "ready"}
+
+
+def test_what_nobody_expected_is_500_without_detail(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> float:
+        raise RuntimeError("secret detail /etc/passwd")
+
+    monkeypatch.setattr(served.service.engine._engine, "expected_wait", broken)
+    answer = served.client().post("/v1/jobs", json={"prompt": "x"})
+    assert answer.status_code == 500
+    assert "secret detail" not in answer.text
+    assert answer.headers["x-request-id"] in answer.text
