@@ -1,0 +1,174 @@
+/** The figures of the page: tiles, charts and tables, filled from samples. */
+
+import { Chart } from "./chart.js";
+import { byId, element, say } from "./elements.js";
+import { bytes, count, mean, percent, shortSpeed, speed, time } from "./numbers.js";
+import { held, isUnused, OWNERS } from "./sample.js";
+
+const JOBS = ["finished", "failed", "cancelled", "refused"];
+const TIERS = { ram: "Main memory", device: "Device" };
+
+/** Name, number and what stands below it, of a sample. */
+const TILES = [
+  ["Answers now", ({ data }) => count(data.jobs.running), ({ data }) => `of ${count(data.jobs.rows)} at a time`],
+  ["Queue", ({ data }) => count(data.jobs.waiting), ({ data }) => `of ${count(data.queue)} places · ${count(data.jobs.preparing)} prepared`],
+  ["Answers", ({ answerSpeed }) => speed(answerSpeed ?? 0), ({ data }) => `${count(data.tokens.answer)} tokens so far`],
+  ["Prompts", ({ promptSpeed }) => speed(promptSpeed ?? 0), ({ data }) => `${count(data.tokens.prompt)} read, ${count(data.tokens.reused)} reused`],
+  ["Memory", ({ data }) => bytes(held(data)), ({ data }) => `${percent(held(data), data.memory.limit)} of ${bytes(data.memory.limit)}`],
+  ["Keys and values", ({ data }) => percent(data.kv.in_use, data.kv.limit), ({ data }) => `${bytes(data.kv.in_use)} in use, ${bytes(data.kv.kept)} kept`],
+];
+
+const CHARTS = [
+  {
+    title: "Jobs",
+    whole: true,
+    show: count,
+    tick: count,
+    least: 2,
+    series: [
+      { label: "Answers being written", hue: "blue", of: ({ data }) => data.jobs.running },
+      { label: "Prepared", hue: "green", of: ({ data }) => data.jobs.preparing },
+      { label: "In the queue", hue: "orange", of: ({ data }) => data.jobs.waiting },
+    ],
+  },
+  {
+    title: "Batch size",
+    show: mean,
+    tick: mean,
+    least: 2,
+    series: [{ label: "Texts in one step, mean", hue: "blue", of: ({ perStep }) => perStep }],
+  },
+  {
+    title: "Answers written",
+    show: speed,
+    tick: shortSpeed,
+    least: 10,
+    series: [{ label: "Tokens of answers", hue: "blue", of: ({ answerSpeed }) => answerSpeed }],
+  },
+  {
+    title: "Prompts read",
+    show: speed,
+    tick: shortSpeed,
+    least: 10,
+    series: [{ label: "Tokens of prompts", hue: "violet", of: ({ promptSpeed }) => promptSpeed }],
+  },
+  {
+    title: "Time to the first token",
+    show: time,
+    tick: time,
+    least: 0.01,
+    series: [{ label: "Mean of the second", hue: "orange", of: ({ ttft }) => ttft }],
+  },
+  {
+    title: "Memory by owner",
+    show: bytes,
+    tick: bytes,
+    stacked: true,
+    limit: ({ data }) => data.memory.limit,
+    series: OWNERS.map(([owner, label, hue]) => ({ label, hue, of: ({ data }) => data.memory.held[owner] ?? 0 })),
+  },
+  {
+    title: "Keys and values",
+    show: bytes,
+    tick: bytes,
+    stacked: true,
+    least: 1e6,
+    series: [
+      { label: "In use", hue: "green", of: ({ data }) => data.kv.in_use },
+      { label: "Kept for later", hue: "blue", of: ({ data }) => data.kv.kept },
+    ],
+  },
+];
+
+/** Everything below the head of the page. */
+export class Figures {
+  #charts = CHARTS.map((options) => new Chart(options));
+  #tiles = TILES.map(([name, number, below]) => tile(name, number, below));
+
+  constructor() {
+    byId("charts").append(...this.#charts.map(({ figure }) => figure));
+    byId("tiles").append(...this.#tiles.map(({ node }) => node));
+    say(byId("example"), example(location.origin));
+  }
+
+  /** Show samples, the last one being now. */
+  show(samples, residents) {
+    const sample = samples[samples.length - 1];
+    byId("figures").hidden = false;
+    byId("idle").hidden = !isUnused(sample.data);
+    for (const one of this.#tiles) one.show(sample);
+    for (const chart of this.#charts) chart.draw(samples);
+    showExperts(sample.data.experts, residents);
+    showTiers(sample.data.tiers);
+    showJobs(sample.data.jobs);
+  }
+}
+
+function tile(name, number, below) {
+  const [big, small] = [element("strong"), element("small")];
+  const node = element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, big, small));
+  const show = (sample) => {
+    say(big, number(sample));
+    say(small, below(sample));
+  };
+  return { node, show };
+}
+
+/** Those at work first, then those that are only in memory. */
+function showExperts(busy, { able, in_memory: inMemory, listed }) {
+  const sizes = new Map(listed.map(({ ref, size }) => [ref, size]));
+  const idle = listed.filter(({ ref }) => !busy.some((one) => one.ref === ref));
+  const all = [...busy, ...idle.map(({ ref }) => ({ ref, running: 0, prepared: 0 }))];
+  const rows = all.map(({ ref, running, prepared }) => [
+    ref,
+    count(running),
+    count(prepared),
+    sizes.has(ref) ? bytes(sizes.get(ref)) : "–",
+  ]);
+  byId("no-experts").hidden = rows.length > 0;
+  byId("experts-scroll").hidden = rows.length === 0;
+  const more = inMemory > listed.length ? `, ${count(inMemory - listed.length)} of them not listed` : "";
+  say(byId("able"), `${count(able)} can answer here, ${count(inMemory)} are in memory${more}.`);
+  fill(byId("experts"), rows);
+}
+
+function showTiers(tiers) {
+  const rows = Object.entries(tiers).map(([name, { hits, loads, evictions, nbytes }]) => [
+    TIERS[name] ?? name,
+    count(hits),
+    count(loads),
+    count(evictions),
+    bytes(nbytes),
+  ]);
+  fill(byId("tiers"), rows);
+}
+
+function showJobs(jobs) {
+  const list = byId("jobs");
+  if (list.children.length === 0)
+    list.append(...JOBS.map((name) => element("div", {}, element("dt", {}, name), element("dd"))));
+  JOBS.forEach((name, place) => say(list.children[place].lastChild, count(jobs[name])));
+}
+
+/** Fill a table, changing only what is not there already. */
+function fill(table, rows) {
+  const [body] = table.tBodies;
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  while (body.rows.length < rows.length) body.append(emptyRow(rows[0].length));
+  rows.forEach((cells, place) => {
+    cells.forEach((text, column) => say(body.rows[place].cells[column], text));
+  });
+}
+
+function emptyRow(columns) {
+  const cells = Array.from({ length: columns - 1 }, () => element("td"));
+  return element("tr", {}, element("th", { scope: "row" }), ...cells);
+}
+
+function example(origin) {
+  return [
+    `curl ${origin}/v1/infer \\`,
+    "  -H 'Content-Type: application/json' \\",
+    `  -d '{"prompt": "Sort these numbers: 3, 1, 2"}'`,
+  ].join("\n");
+}

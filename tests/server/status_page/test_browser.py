@@ -1,0 +1,213 @@
+"""The status page in a real browser, of a real server with real load."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from tests.sdk.serving import Process, new_key, serving_process
+from tests.server.served import BASE, EXPERTS, Stock
+from tests.server.status_page.browser import PNG, Tab, browser
+
+pytestmark = pytest.mark.all
+LIVE = "document.querySelector('#state').innerText === 'Live'"
+CLIENTS = 6
+
+
+@pytest.fixture(scope="module")
+def home(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stock.house(tmp_path_factory.mktemp("status") / "home").root
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Process]:
+    with serving_process(home) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as tab:
+        yield tab
+
+
+@pytest.fixture(autouse=True)
+def _forget(tab: Tab) -> None:
+    tab.complaints.clear()
+    tab.asked.clear()
+
+
+@contextmanager
+def load(url: str) -> Iterator[None]:
+    """Keep several clients asking for as long as the block goes on."""
+    over = threading.Event()
+
+    def ask(number: int) -> None:
+        body = {
+            "prompt": f"sort {number}",
+            "max_tokens": 60,
+            "force_experts": [EXPERTS[number % 3]],
+        }
+        while not over.is_set():
+            httpx.post(f"{url}/v1/infer", json=body, timeout=60).raise_for_status()
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        asking = [pool.submit(ask, number) for number in range(CLIENTS)]
+        try:
+            yield
+        finally:
+            over.set()
+    for one in asking:
+        one.result()
+
+
+def demand_clean(tab: Tab, url: str) -> None:
+    """Nothing was complained of, and nobody else was asked for anything."""
+    assert tab.complaints == []
+    assert {address for address in tab.asked if not address.startswith(f"{url}/status")} <= {
+        f"{url}/"
+    }
+
+
+def test_a_server_that_was_never_asked_says_what_to_do(server: Process, tab: Tab) -> None:
+    tab.open(f"{server.url}/")
+    tab.wait(LIVE)
+    assert tab.value("location.pathname") == "/status"
+    assert "No request has come yet" in tab.text("main")
+    command = tab.text("#example")
+    assert f"{server.url}/v1/infer" in command
+    body = re.search(r"-d '(.*)'", command)
+    assert body
+    answer = httpx.post(f"{server.url}/v1/infer", json=json.loads(body[1]), timeout=60)
+    assert answer.status_code == 200
+    tab.wait("document.querySelector('#idle').hidden")
+    demand_clean(tab, server.url)
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_load_is_seen_in_numbers_and_curves(
+    width: int, dark: bool, server: Process, tab: Tab, tmp_path: Path
+) -> None:
+    with load(server.url):
+        tab.open(f"{server.url}/status", width=width, dark=dark)
+        tab.wait("document.querySelectorAll('.line[d*=L]').length >= 6")
+        tab.wait("document.querySelector('#experts tbody').rows.length >= 3")
+        tab.wait(
+            r"/[1-9]\d* ms|\d s/.test(document.querySelector('figure:nth-child(5)').innerText)"
+        )
+        data = tab.screenshot(tmp_path / "page.png")
+    assert data[:8] == PNG
+    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    shown = tab.text("main")
+    assert re.search(r"Answers\n[\d,.]+ tok/s", shown)
+    assert re.search(r"Memory\n[\d.]+ MB\n\d+ % of 67.1 MB", shown)
+    for name in EXPERTS:
+        assert f"{name}@1.0.0" in tab.text("#experts")
+    assert BASE in tab.text("header")
+    unnamed = [line for line in shown.splitlines() if "NaN" in line or "undefined" in line]
+    assert unnamed == []
+    demand_clean(tab, server.url)
+
+
+def test_a_chart_is_read_with_the_keyboard_and_told_in_words(server: Process, tab: Tab) -> None:
+    tab.open(f"{server.url}/status")
+    tab.wait("document.querySelectorAll('.line[d*=L]').length >= 3")
+    tab.value("document.querySelector('figure svg').focus()")
+    label = "document.activeElement.getAttribute('aria-label')"
+    assert re.match(r"Jobs, now\. Answers being written: \d+, at most \d+; ", tab.value(label))
+    tab.press("ArrowLeft")
+    assert re.match(r"Jobs, 1 s ago\. ", tab.value(label))
+    assert tab.text("figure .when") == "1 s ago"
+    tab.press("Escape")
+    assert tab.text("figure .when") == ""
+
+
+def test_everything_is_reached_by_tab_and_has_a_name(server: Process, tab: Tab) -> None:
+    tab.open(f"{server.url}/status")
+    tab.wait(LIVE)
+    reached = list[str]()
+    for _ in range(20):
+        tab.press("Tab")
+        reached.append(tab.value("document.activeElement.innerText || document.activeElement.id"))
+    assert "Skip to the figures" in reached
+    assert "Pause" in reached
+    tree = tab.call("Accessibility.getFullAXTree")["nodes"]
+    wanted = {"image", "button", "link", "region", "figure", "textbox", "table"}
+    nameless = [
+        node
+        for node in tree
+        if node.get("role", {}).get("value") in wanted - {"figure", "table"}
+        and not node.get("ignored")
+        and not node.get("name", {}).get("value")
+    ]
+    assert nameless == []
+
+
+def test_a_page_that_is_paused_asks_nothing(server: Process, tab: Tab) -> None:
+    tab.open(f"{server.url}/status")
+    tab.wait(LIVE)
+    tab.value("document.querySelector('#pause').click()")
+    assert tab.text("#state") == "Paused"
+    tab.wait("new Promise((done) => setTimeout(() => done(true), 500))")
+    tab.asked.clear()
+    tab.wait("new Promise((done) => setTimeout(() => done(true), 1500))")
+    assert tab.asked == []
+    tab.value("document.querySelector('#pause').click()")
+    tab.wait(LIVE)
+
+
+def test_a_key_is_asked_for_and_is_kept_nowhere(stock: Stock, tab: Tab, tmp_path: Path) -> None:
+    home = stock.house(tmp_path / "keyed").root
+    secret = new_key(home, "status")
+    with serving_process(home) as server:
+        tab.open(f"{server.url}/status", width=390)
+        tab.wait("document.activeElement.id === 'key'")
+        assert "Waiting for a key" in tab.text("#state")
+        assert tab.value("document.querySelector('#figures').hidden")
+        tab.type("xpk_wrong")
+        tab.press("Enter", text="\r")
+        tab.wait("document.querySelector('#ask-why').innerText.includes('does not take this key')")
+        tab.type(secret)
+        tab.press("Enter", text="\r")
+        tab.wait(LIVE)
+        assert tab.value("document.querySelector('#ask').hidden")
+        kept = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
+        assert secret not in tab.value(kept)
+        assert secret not in tab.value("document.documentElement.outerHTML")
+        assert tab.value("document.querySelector('#key').value") == ""
+        assert not any(secret in address for address in tab.asked)
+        tab.open(f"{server.url}/status")
+        tab.wait("document.activeElement.id === 'key'")
+
+
+def test_a_server_that_ends_is_told_of_and_found_again_after(
+    stock: Stock, tab: Tab, tmp_path: Path
+) -> None:
+    home = stock.house(tmp_path / "ending").root
+    with serving_process(home) as server:
+        tab.open(f"{server.url}/status")
+        tab.wait(LIVE)
+        server.stop()
+        tab.wait("document.querySelector('#state').innerText.includes('trying again')")
+        assert not tab.value("document.querySelector('#figures').hidden")
+
+
+def test_names_are_text_whatever_they_say(server: Process, tab: Tab) -> None:
+    """No name of an expert can be markup; were one, it would be shown as it is written."""
+    tab.open(f"{server.url}/status")
+    tab.wait(LIVE)
+    name = "<img src=x onerror=alert(1)>"
+    module = "import('/status/elements.js')"
+    shown = tab.value(
+        f"{module}.then((m) => m.element('p', {{}}, {json.dumps(name)}).children.length)"
+    )
+    assert shown == 0
+    refused = tab.value("try { document.body.innerHTML = '<b>x</b>'; 'set' } catch { 'refused' }")
+    assert refused == "refused"
