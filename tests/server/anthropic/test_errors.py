@@ -37,7 +37,7 @@ IMAGE = {
             "messages[0].content[0]",
         ),
         (
-            {"messages": [{"role": "user", "content": "x" * 5000}]},
+            {"messages": [{"role": "user", "content": "x" * 100_000}]},
             anthropic.BadRequestError,
             "tokens",
         ),
