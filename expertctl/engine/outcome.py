@@ -1,7 +1,7 @@
 """`Outcome`: a result that is remembered, with all that a person should know of it."""
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from expertctl.engine.answer_form import Checked
@@ -48,7 +48,11 @@ class Outcome:
             timings_ms=timings_ms,
             figures=figures,
         )
-        told = told_of(self.request, lent, generated, self.form)
+        return self.result(timings_ms, told=(*unsaved, *notes()))
+
+    def result(self, timings_ms: Mapping[str, float], *, told: tuple[str, ...] = ()) -> RunResult:
+        """Return it; ``told`` are warnings besides those of the answer itself."""
+        lent, generated, prepared = self.lent, self.generated, self.lent.prepared
         return RunResult(
             job_id=self.job_id,
             planned=prepared.planned,
@@ -62,7 +66,7 @@ class Outcome:
             kv_reused_tokens=lent.ready.reused,
             numerics=prepared.numerics,
             threads=lent.threads,
-            warnings=(*told, *unsaved, *notes()),
+            warnings=(*told_of(self.request, lent, generated, self.form), *told),
             bytes_read=lent.moved,
             trace=self.trace,
         )

@@ -30,9 +30,10 @@ from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
+from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import RouteRequest
+from expertctl.routing.request import Forced, RouteRequest
 from expertctl.telling import Tell, tell_nobody
 
 WARM_TOKENS = 24
@@ -73,8 +74,10 @@ class BatchEngine:
         self._desk.open_house()
         self._press = Press(self._house, self._board, self._desk, tell=self._tell)
         self._press.start()
+        for expert in self._to_compile_for():
+            self._answer_first(_request("?", force=(Forced(expert.digest),), max_tokens=2))
         for prompt in self.settings.warm:
-            self._answer_first(prompt)
+            self._answer_first(_request(prompt, max_tokens=WARM_TOKENS))
 
     @property
     def base_name(self) -> str:
@@ -165,19 +168,35 @@ class BatchEngine:
         self._desk.close()
         self._house.close()
 
-    def _answer_first(self, prompt: str) -> None:
-        """Answer a prompt with a few tokens, so that its experts and kernels are there."""
-        wishes = SamplingWishes(greedy=True, max_tokens=WARM_TOKENS)
-        route = RouteRequest(prompt=prompt, wishes=wishes)
-        request = RunRequest(message=UserMessage(prompt=prompt), route=route)
+    def _to_compile_for(self) -> list[Installed]:
+        """Return an expert for each set of adapters that kernels are compiled anew for."""
+        base = self._house.base
+        if base.backend.name != "packed":
+            return []
+        kinds: dict[frozenset[tuple[str, str]], Installed] = {}
+        for expert in self._desk.inventory().experts:
+            if not misfit(expert, base.stored.identity, allow_mismatch=False):
+                adapters = expert.manifest.adapters
+                kinds.setdefault(frozenset((one.kind, one.dtype) for one in adapters), expert)
+        return list(kinds.values())
+
+    def _answer_first(self, request: RunRequest) -> None:
+        """Answer a request that nobody made, so that its experts and kernels are there."""
         events = SimpleQueue[Event]()
-        self.submit(Job(id=uuid.uuid4().hex, request=request), events.put)
+        self.submit(Job(id=uuid.uuid4().hex, request=request, remember=False), events.put)
         while not isinstance(event := events.get(), Finished | Failed):
             pass
         if isinstance(event, Failed):
-            self._tell(f"warning: warming up with {prompt[:60]!r}: {event.error.message}")
+            prompt = request.route.prompt[:60]
+            self._tell(f"warning: warming up with {prompt!r}: {event.error.message}")
 
     def check_integrity(self) -> None:
         """Assert what always holds."""
         self._board.check_integrity()
         self._house.check_integrity()
+
+
+def _request(prompt: str, *, force: tuple[Forced, ...] = (), max_tokens: int) -> RunRequest:
+    wishes = SamplingWishes(greedy=True, max_tokens=max_tokens)
+    route = RouteRequest(prompt=prompt, wishes=wishes)
+    return RunRequest(message=UserMessage(prompt=prompt), route=route, experts=force)

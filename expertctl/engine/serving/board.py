@@ -148,7 +148,8 @@ class Board:
         with self.lock:
             if not self._leave(ticket):
                 return
-            self._count(ticket, finished)
+            if ticket.job.remember:
+                self._count(ticket, finished)
         ticket.tell(finished)
 
     def close(self, *, seconds: float) -> None:

@@ -146,5 +146,7 @@ class Desk:
             self._house.memory,
             job_id=job.id if number == 0 else f"{job.id}-{number}",
         )
+        if not job.remember:
+            return outcome.result(lent.clock.timings(outcome.generated))
         notes = self._house.residents.take_notes
         return outcome.remembered(self._planner.catalogue, notes=notes)

@@ -32,6 +32,8 @@ class Job:
     """How many answers, each drawn with a seed of its own."""
     logprobs: int | None = None
     """With how many of the likeliest tokens beside each that was drawn; None: no scores at all."""
+    remember: bool = True
+    """Whether it counts as a use of its experts."""
     check: Check | None = None
     """None: the form that the experts or the prompt call for."""
 
