@@ -43,18 +43,17 @@ def signature_of(call: MessageCall) -> str:
 
 def _blocks(call: MessageCall, read: Iterable[Read]) -> Iterator[JsonObject]:
     """Yield the blocks of an answer; neighbours that are no calls are one."""
+    shown = (part for part in read if call.shows_thinking or not isinstance(part, Thought))
     calls = 0
-    for part in _merged(read):
+    for part in _merged(shown):
         match part:
             case Text(text):
                 yield {"type": "text", "text": text}
+            case Thought(thought):
+                yield {"type": "thinking", "thinking": thought, "signature": signature_of(call)}
             case Call():
                 yield tool_use(call, part, number=calls)
                 calls += 1
-            case Thought(thought) if call.shows_thinking:
-                yield {"type": "thinking", "thinking": thought, "signature": signature_of(call)}
-            case Thought():
-                continue
 
 
 def _merged(read: Iterable[Read]) -> Iterator[Read]:

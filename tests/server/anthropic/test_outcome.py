@@ -1,5 +1,6 @@
 """Why an answer ended, and what it took, of a result that is real but for its end."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,6 @@ def a_call(served: Served, **fields: Any) -> MessageCall:
 
 @pytest.fixture(scope="module")
 def result(scripted: Served) -> RunResult:
-    import asyncio
-
     return asyncio.run(finished(scripted.engine, a_call(scripted).job)).results[0]
 
 

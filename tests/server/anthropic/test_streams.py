@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic.types import RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.job import Event, Failed, Job, Piece, Sink
+from expertctl.errors import StoreError
+from expertctl.server.app import create_app
 from expertctl.server.settings import ServeSettings
 from tests.server.anthropic.bodies import WEATHER
 from tests.server.anthropic.clients import a_client
@@ -163,3 +168,38 @@ def test_who_leaves_in_the_middle_frees_the_row(make_served: MakeServed) -> None
         client.messages.create(messages=HI, model=BASE, max_tokens=1)
     totals = served.engine.snapshot().totals
     assert (totals.cancelled, totals.finished, totals.failed) == (1, 1, 0)
+
+
+class _Breaking:
+    """The engine of a server, which fails every job after its first piece."""
+
+    def __init__(self, served: Served) -> None:
+        self._engine = served.engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def submit(self, job: Job, sink: Sink) -> None:
+        broken = False
+
+        def some(event: Event) -> None:
+            nonlocal broken
+            if not broken:
+                sink(event)
+            if isinstance(event, Piece) and not broken:
+                broken = True
+                sink(Failed(StoreError("the file of an expert is gone")))
+
+        self._engine.submit(job, some)
+
+
+def test_an_error_on_the_way_is_the_last_event(scripted: Served) -> None:
+    engine: Any = _Breaking(scripted)
+    app = create_app(replace(scripted.service, engine=engine))
+    with a_client(Served(scripted.service, app, scripted.house)) as client:
+        stream = client.messages.create(messages=HI, stream=True, **ASK)
+        assert next(iter(stream)).type == "message_start"
+        with pytest.raises(anthropic.APIStatusError, match="is gone") as failed:
+            list(stream)
+    assert failed.value.type == "overloaded_error"
+    assert ErrorResponse.model_validate(failed.value.body, strict=True).request_id

@@ -1,0 +1,116 @@
+"""A stream and the whole message say the same, however the text was cut into pieces."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.job import Finished, Piece, Started
+from expertctl.schema.strict_json import JsonObject
+from expertctl.server.anthropic.message_answer import message_of
+from expertctl.server.anthropic.message_call import MessageCall
+from expertctl.server.anthropic.message_stream import MessageStream
+from expertctl.server.generation import finished
+from tests.server.anthropic.bodies import WEATHER
+from tests.server.anthropic.test_outcome import a_call
+from tests.server.served import Served
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+FRAGMENTS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    "<tool_call>",
+    '{"name": "weather", "arguments": {"a": [1, {}]}}',
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "a thought",
+    "text",
+    " ",
+    "\n",
+    "wörld 🙂",
+)
+
+
+@pytest.fixture(scope="module")
+def result(scripted: Served) -> RunResult:
+    return asyncio.run(finished(scripted.engine, a_call(scripted).job)).results[0]
+
+
+def streamed(call: MessageCall, result: RunResult, pieces: list[str]) -> Iterator[JsonObject]:
+    stream = MessageStream(call)
+    plan = result.planned.result.plan
+    yield from stream.told(Started(plan, result.prompt_tokens, result.kv_reused_tokens))
+    for piece in pieces:
+        yield from stream.told(Piece(0, piece))
+    yield from stream.told(Finished((result,)))
+
+
+def added_up(events: Iterator[JsonObject]) -> dict[str, Any]:
+    """What the official client makes of events."""
+    message: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in events:
+        if event["type"] != "ping":
+            message = accumulate_event(
+                event=EVENT.validate_python(event, strict=True),
+                current_snapshot=message,
+                json_bufs=buffers,
+            )
+    document: dict[str, Any] = message.to_dict(exclude_none=True)
+    return document
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
+    places=st.lists(st.integers(0, 200), max_size=10),
+    thinks=st.booleans(),
+    one_call=st.booleans(),
+)
+def test_any_text_in_any_pieces_adds_up_to_the_message(
+    scripted: Served,
+    result: RunResult,
+    text: str,
+    places: list[int],
+    thinks: bool,
+    one_call: bool,
+) -> None:
+    call = a_call(
+        scripted,
+        tools=[WEATHER],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": one_call},
+        thinking={"type": "adaptive"} if thinks else None,
+    )
+    written = replace(result, generated=replace(result.generated, text=text))
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    whole = Message.model_validate(message_of(call, written), strict=True).to_dict(exclude_none=True)
+    extension = whole.pop("expertctl")
+    assert added_up(streamed(call, written, pieces)) == whole
+    *_, last, _ = streamed(call, written, pieces)
+    assert last["expertctl"] == extension
+
+
+def test_a_job_that_was_over_before_it_began_is_a_message_all_the_same(
+    scripted: Served, result: RunResult
+) -> None:
+    call = a_call(scripted)
+    generated = replace(result.generated, text="", tokens=(), finish_reason="timeout")
+    over = replace(result, generated=generated)
+    events = list(MessageStream(call).told(Finished((over,))))
+    assert [event["type"] for event in events] == [
+        "message_start",
+        "ping",
+        "message_delta",
+        "message_stop",
+    ]
+    assert added_up(iter(events))["content"] == []

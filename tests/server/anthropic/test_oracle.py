@@ -1,0 +1,87 @@
+"""Greedy answers over the wire are those of `run`, with and without experts, turn after turn."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import TextBlock
+
+from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.reference import Reference
+from expertctl.routing.planner import Planner
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import Forced, RouteRequest
+from expertctl.settings import Home, Settings
+from tests.server.anthropic.clients import a_client
+from tests.server.served import Served
+
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def engine(served: Served) -> Iterator[Engine]:
+    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    engine = Engine(planner, budget=64 << 20)
+    yield engine
+    engine.close()
+
+
+def alone(engine: Engine, turns: list[tuple[Any, str]], experts: tuple[Forced, ...]) -> RunResult:
+    """What `run` answers to a conversation."""
+    *before, (_, prompt) = turns
+    wishes = SamplingWishes(temperature=0.0, max_tokens=TOKENS)
+    request = RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=RouteRequest(prompt=prompt, base_alone=not experts, wishes=wishes),
+        experts=experts,
+        history=tuple(Message(role, content) for role, content in before),
+    )
+    running = engine.run(request)
+    while True:
+        try:
+            next(running)
+        except StopIteration as done:
+            result: RunResult = done.value
+            return result
+
+
+def expert(name: str, weight: float = 1.0) -> Forced:
+    return Forced(Reference.parse(f"acme/{name}"), weight)
+
+
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [
+        ("tiny", ()),
+        ("acme/sql", (expert("sql"),)),
+        ("acme/json:0.5+acme/dates", (expert("json", 0.5), expert("dates"))),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_turn_is_answered_as_run_answers_it(
+    served: Served, engine: Engine, model: str, experts: tuple[Forced, ...], streams: bool
+) -> None:
+    turns = [("system", "Be brief."), ("user", "Sort: 3, 1, 2")]
+    ask: dict[str, Any] = {"model": model, "max_tokens": TOKENS, "extra_body": {"temperature": 0}}
+    for prompt in ("And backwards?", "Once more."):
+        wanted = alone(engine, turns, experts)
+        sent: Any = [{"role": role, "content": content} for role, content in turns[1:]]
+        with a_client(served) as client:
+            message = _asked(client, streams, system="Be brief.", messages=sent, **ask)
+        text = "".join(block.text for block in message.content if isinstance(block, TextBlock))
+        read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+        assert text == wanted.generated.text
+        assert message.usage.output_tokens == len(wanted.generated.tokens)
+        assert read == wanted.prompt_tokens
+        turns += [("assistant", text or "?"), ("user", prompt)]
+
+
+def _asked(client: anthropic.Anthropic, streams: bool, **ask: Any) -> anthropic.types.Message:
+    if not streams:
+        return client.messages.create(**ask)
+    with client.messages.stream(**ask) as stream:
+        return stream.get_final_message()
