@@ -1,0 +1,57 @@
+"""``/v1/route`` and ``/v1/experts``: what would answer, and what is there."""
+
+import msgspec
+
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import RouteRequest, parse_forced
+from expertctl.schema.validation import problems_of
+from expertctl.settings import Home, Settings
+from expertctl.store.store import Store
+from tests.server.conftest import MakeServed
+from tests.server.native.results import PROMPT
+from tests.server.served import BASE, EXPERTS, Served
+
+
+def test_a_route_is_that_of_the_command_line(served: Served) -> None:
+    body = {"prompt": PROMPT, "force_experts": ["acme/sql:0.5", "acme/json"], "seed": 3}
+    answer = served.client().post("/v1/route", json=body)
+    assert answer.status_code == 200
+    found = answer.json()
+    assert problems_of(found, "route") == []
+    planner = Planner.open(Settings(Home(served.house.root), encoder="lexical"))
+    force = (parse_forced("acme/sql:0.5"), parse_forced("acme/json"))
+    request = RouteRequest(prompt=PROMPT, force=force, seed=3)
+    expected = planner.plan(request, base=BASE).result.to_json()
+    for key in ("plan", "candidates", "encoder", "threshold", "prompt", "notes", "warnings"):
+        assert found[key] == msgspec.json.decode(msgspec.json.encode(expected[key]))
+
+
+def test_a_route_loads_nothing(make_served: MakeServed) -> None:
+    served = make_served(None)
+    client = served.client()
+    client.post("/v1/route", json={"prompt": PROMPT, "force_experts": ["acme/sql"]})
+    assert not any(one["in_memory"] for one in client.get("/v1/experts").json()["experts"])
+
+
+def test_what_only_an_answer_has_is_unknown_to_a_route(served: Served) -> None:
+    answer = served.client().post("/v1/route", json={"prompt": PROMPT, "stream": True})
+    assert answer.status_code == 400
+
+
+def test_experts_are_those_that_are_installed(make_served: MakeServed) -> None:
+    served = make_served(None)
+    client = served.client()
+    found = client.get("/v1/experts").json()
+    assert found["base"] == BASE
+    assert [one["name"] for one in found["experts"]] == sorted(EXPERTS)
+    stored = {one.ref: one for one in Store(served.house.root / "store").scan().experts}
+    for one in found["experts"]:
+        expert = stored[one["ref"]]
+        assert one["content_digest"] == str(expert.content_digest)
+        assert one["package_digest"] == str(expert.package_digest)
+        assert one["size"] == expert.size
+        assert (one["fits"], one["revoked"], one["in_memory"]) == (True, False, False)
+    body = {"prompt": PROMPT, "max_tokens": 1, "force_experts": ["acme/json"]}
+    assert client.post("/v1/infer", json=body).status_code == 200
+    after = client.get("/v1/experts").json()["experts"]
+    assert [one["name"] for one in after if one["in_memory"]] == ["acme/json"]
