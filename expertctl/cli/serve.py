@@ -129,7 +129,9 @@ def serve(
             warm=tuple(warm or ()),
         ),
     )
-    open_planner(settings, as_json=as_json)
+
+    def prepare() -> None:
+        open_planner(settings, as_json=as_json)
 
     def report(address: Listening) -> None:
         document = {"url": address.url, "host": address.host, "port": address.port}
@@ -137,7 +139,7 @@ def serve(
         sys.stdout.flush()
         note(f"ready on {address.url}")
 
-    serve_generation(wanted, settings, insecure=insecure_http, report=report)
+    serve_generation(wanted, settings, insecure=insecure_http, prepare=prepare, report=report)
 
 
 @key.command("new")

@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 
 from starlette.applications import Starlette
 
-from expertctl.errors import ExpertError, RegistryError, UsageError
+from expertctl.errors import ExpertError, RegistryError
 from expertctl.http.hosting import Hosting, new_server, run
 from expertctl.http.listening import Listening, held_address
 from expertctl.http.log import log_config
 from expertctl.server.api_keys import ApiKeys
 from expertctl.server.exposure import demand_secure
-from expertctl.server.settings import ServeSettings
+from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Settings
 
 DRAIN_SECONDS = 30
@@ -32,19 +32,29 @@ _LAST_SECONDS = 15
 Report = Callable[[Listening], None]
 
 
+def _nothing() -> None:
+    """All is there already."""
+
+
 def serve(
-    settings: ServeSettings, home: Settings, *, insecure: bool = False, report: Report
+    settings: ServeSettings,
+    home: Settings,
+    *,
+    insecure: bool = False,
+    prepare: Callable[[], object] = _nothing,
+    report: Report,
 ) -> None:
     """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are taken there.
+
+    ``prepare`` is called when nothing is known to keep it from being served.
 
     Raises:
         UsageError: when others could reach the server without keys, or read them on the way.
         RegistryError: when the address cannot be used, or the worker died.
         ExpertError: when the base cannot be served.
     """
+    check_settings(settings)
     demand_secure(settings, keyed=ApiKeys(home.home.api_keys).are_demanded, insecure=insecure)
-    if (settings.certificate is None) != (settings.private_key is None):
-        raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
     secure = settings.certificate is not None
     if settings.batch.device == "cuda":  # it works in no process forked from one that looked for it
         multiprocessing.set_start_method("spawn", force=True)
@@ -52,6 +62,7 @@ def serve(
         news, tell = multiprocessing.Pipe(duplex=False)
         hosting = _hosting(settings)
         server = new_server(hosting, address)
+        prepare()
         told = _Told(address, report)
         threading.Thread(target=told.listen, args=(news,), daemon=True).start()
         try:

@@ -3,12 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.errors import UsageError
+from expertctl.http.listening import url_of
 from expertctl.server.post_processing.command import Command
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 1 << 30
+MAX_ROWS = 1024
+MAX_QUEUE = 100_000
+MAX_SECONDS = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +41,40 @@ class ServeSettings:
         """The scheme, host and port that clients use, without a slash at the end."""
         if self.url:
             return self.url.rstrip("/")
-        scheme = "https" if self.certificate else "http"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{scheme}://{host}:{self.port}"
+        return url_of(self.host, self.port, secure=self.certificate is not None)
+
+
+def check_settings(settings: ServeSettings) -> None:
+    """Check settings before anything is opened.
+
+    Raises:
+        UsageError: naming what is wrong.
+    """
+    batch = settings.batch
+    for name, value, low, high in (
+        ("port", settings.port, 0, 65535),
+        ("rows", batch.rows, 1, MAX_ROWS),
+        ("queue", batch.queue, 1, MAX_QUEUE),
+        ("body_bytes", settings.body_bytes, 1, MAX_BODY_BYTES),
+    ):
+        if not low <= value <= high:
+            raise UsageError(f"{name} {value} is outside {low} to {high}")
+    if settings.timeout is not None and not 0 < settings.timeout <= MAX_SECONDS:
+        raise UsageError(f"timeout {settings.timeout:g} must be above 0, up to {MAX_SECONDS}")
+    if (settings.certificate is None) != (settings.private_key is None):
+        raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
+    if settings.url is not None and not _is_address(settings.url):
+        raise UsageError(
+            f"the url {settings.url[:80]!r} is no address of a server",
+            hint="write https://experts.example.org",
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        names_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    bare = parts.path in {"", "/"} and not parts.query and not parts.fragment
+    return bare and names_port and parts.scheme in {"http", "https"} and bool(parts.hostname)

@@ -63,3 +63,19 @@ def test_attack_80_a_flood_of_keys_takes_bounded_memory() -> None:
     assert len(rates) == 100
     assert rates.take("9999") == 60
     assert rates.take("0") == 0
+
+
+def test_what_was_spent_beyond_the_bucket_is_waited_for() -> None:
+    clock = Clock()
+    rates = Rates(60, clock)
+    rates.spend("a", 90)
+    assert rates.wait("a") == 31
+    clock.now += 31
+    assert rates.take("a") == 0
+
+
+def test_spending_takes_bounded_memory_too() -> None:
+    rates = Rates(1, Clock(), max_keys=10)
+    for number in range(100):
+        rates.spend(str(number), 5)
+    assert len(rates) == 10

@@ -1,0 +1,79 @@
+"""``expertctl serve key`` and what ``serve`` refuses before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from expertctl.server.api_keys import ApiKeys
+from tests.cli.commands import Commands
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Commands:
+    return Commands(capsys)
+
+
+def test_a_new_key_is_shown_once_and_listed_without_its_secret(run: Commands, home: Path) -> None:
+    made = run("serve", "key", "new", "alice", "--per-minute", 60, "--expires", "30d")
+    secret = made.out.strip()
+    assert secret.startswith("xpk_")
+    assert "not shown again" in made.err
+    listed = run("serve", "key", "list")
+    assert "alice" in listed.out
+    assert secret not in listed.out
+    (key,) = run("serve", "key", "list", "--json").document["keys"]
+    assert (key["name"], key["requests_per_minute"], key["tokens_per_minute"]) == (
+        "alice",
+        60,
+        None,
+    )
+    assert key["created"] < key["expires"]
+    assert secret not in (home / "api-keys.json").read_text()
+
+
+def test_a_key_that_was_made_opens_what_the_server_reads(run: Commands, home: Path) -> None:
+    made = run("serve", "key", "new", "bot", "--max-tokens-per-minute", 9, "--json").document
+    found = ApiKeys(home / "api-keys.json").find(made["secret"], now=0.0)
+    assert found is not None
+    assert (found.id, found.tokens_per_minute) == (made["id"], 9)
+
+
+def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, home: Path) -> None:
+    run("serve", "key", "new", "alice")
+    said = run("serve", "key", "revoke", "alice")
+    assert "nobody may ask" in said.err
+    assert run("serve", "key", "list").out == ""
+    assert (home / "api-keys.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("serve", "key", "new", "Alice"), 2, "cannot be the name"),
+        (("serve", "key", "new", "a", "--per-minute", "0"), 2, "a limit is"),
+        (("serve", "key", "new", "a", "--expires", "soon"), 2, "not a span of time"),
+        (("serve", "key", "new", "a", "--expires", "0"), 2, "later than now"),
+        (("serve", "key", "revoke", "nobody"), 3, "no key 'nobody'"),
+        (("serve", "--host", "0.0.0.0"), 2, "no API keys"),
+        (("serve", "--rows", "0"), 2, "rows"),
+        (("serve", "--queue", "-1"), 2, "queue"),
+        (("serve", "--timeout", "0"), 2, "timeout"),
+        (("serve", "--port", "65536"), 2, "port"),
+        (("serve", "--tls-cert", "chain.pem"), 2, "go together"),
+        (("serve", "--url", "ftp://x"), 2, "url"),
+        (("serve", "--validator", "x"), 2, "not a validator"),
+        (("serve", "--memory-budget", "lots"), 2, "not a size"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
+    run: Commands, words: tuple[str, ...], code: int, says: str
+) -> None:
+    assert says in run(*words, code=code).err
+
+
+def test_others_are_not_answered_in_clear_text(run: Commands) -> None:
+    run("serve", "key", "new", "alice")
+    said = run("serve", "--host", "0.0.0.0", code=2)
+    assert "clear text" in said.err
+    assert "--tls-cert" in said.err

@@ -1,0 +1,192 @@
+"""The server as a process: when it says that it is ready, and how it ends."""
+
+import json
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from expertctl.http.connections import allow_files
+from expertctl.server.api_keys import ApiKeys
+from expertctl.settings import Home
+from tests.server.running import WAIT, Running, running, starting
+from tests.server.served import BASE, Stock
+
+pytestmark = pytest.mark.all
+TURNS = [{"role": "user", "content": "Sort: 3, 1, 2"}]
+CHAT = "/v1/chat/completions"
+
+
+def asked(tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": BASE, "messages": TURNS, "max_tokens": tokens, **more}
+
+
+@pytest.fixture(scope="module")
+def home(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("serve") / "home"
+    stock.house(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[Running]:
+    with running(home) as server:
+        yield server
+
+
+@pytest.fixture
+def open_files() -> Iterator[None]:
+    """As many as are needed, here; afterwards what it was before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def lines_of(server: Running) -> list[dict[str, Any]]:
+    said = server.log.read_text().splitlines()
+    return [json.loads(line) for line in said if line.startswith("{")]
+
+
+def test_it_is_ready_when_it_says_so_and_answers(server: Running) -> None:
+    assert server.json("GET", "/readyz") == {"ready": True, "state": "ready"}
+    answer = server.json("POST", CHAT, asked(5))
+    assert answer["usage"]["completion_tokens"] <= 5
+    assert f"ready on http://127.0.0.1:{server.port}" in server.log.read_text()
+
+
+def test_the_process_that_listens_for_signals_has_no_torch(server: Running) -> None:
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+
+
+def test_who_leaves_in_the_middle_frees_the_row_soon(server: Running) -> None:
+    with closing(server.connection()) as client:
+        body = json.dumps(asked(2000, stream=True))
+        client.request("POST", CHAT, body=body, headers={"Content-Type": "application/json"})
+        answer = client.getresponse()
+        assert answer.status == 200
+        assert answer.readline().startswith(b"data: ")
+    for _ in range(1000):
+        text = server.ask("GET", "/metrics")[2].decode()
+        if f'vllm:num_requests_running{{engine="0",model_name="{BASE}"}} 0.0' in text:
+            return
+    raise AssertionError("the row is never free")
+
+
+def test_a_base_that_is_not_there_ends_the_command_with_its_error(home: Path) -> None:
+    with starting(home, "--base", "nothing") as server:
+        assert server.process.wait(WAIT) == 3
+        assert server.process.stdout
+        said = json.loads(server.process.stdout.read())
+    assert said["error"]["code"] == "not_found"
+    assert "error: " in server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_budget_that_is_too_small_ends_the_command_with_its_error(home: Path) -> None:
+    with starting(home, "--memory-budget", "10kB") as server:
+        assert server.process.wait(WAIT) == 7
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_a_port_in_use_is_told_at_once(home: Path, server: Running) -> None:
+    with starting(home, "--port", str(server.port)) as second:
+        assert second.process.wait(WAIT) == 6
+    assert "cannot listen on" in second.log.read_text()
+    assert server.ask("GET", "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_with_0_when_told_to(home: Path, number: signal.Signals) -> None:
+    with running(home) as server:
+        children = psutil.Process(server.process.pid).children()
+        server.ask("POST", CHAT, asked(3))
+        assert server.stop(number) == 0
+        assert not any(child.is_running() for child in children)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_an_answer_that_runs_when_it_is_told_to_end_is_finished(home: Path) -> None:
+    with running(home) as server, closing(server.connection()) as client:
+        body = json.dumps(asked(300, stream=True))
+        client.request("POST", CHAT, body=body, headers={"Content-Type": "application/json"})
+        answer = client.getresponse()
+        first = answer.readline()
+        assert first.startswith(b"data: "), first
+        ended = threading.Thread(target=server.stop)
+        ended.start()
+        rest = answer.read()
+        ended.join(WAIT)
+        assert rest.rstrip().endswith(b"data: [DONE]"), rest[-300:]
+        assert server.process.returncode == 0
+
+
+def test_a_worker_that_is_killed_ends_the_command_with_an_error(home: Path) -> None:
+    with running(home) as server:
+        (worker,) = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "resource_tracker" not in " ".join(child.cmdline())
+        ]
+        with closing(server.connection()) as client:
+            body = json.dumps(asked(2000, stream=True))
+            client.request("POST", CHAT, body=body, headers={"Content-Type": "application/json"})
+            client.getresponse().readline()
+            worker.kill()
+            assert server.process.wait(WAIT) == 6
+    assert "a worker of the server ended by itself" in server.log.read_text()
+
+
+def test_a_killed_server_leaves_no_worker_behind(home: Path) -> None:
+    with running(home) as server:
+        children = psutil.Process(server.process.pid).children()
+        assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+        psutil.wait_procs(children, timeout=WAIT)
+        assert not any(child.is_running() for child in children)
+
+
+def test_the_log_has_no_prompt_and_no_key(stock: Stock, tmp_path: Path) -> None:
+    root = tmp_path / "home"
+    stock.house(root)
+    made = ApiKeys(Home(root).api_keys).make("first", now=1.8e9)
+    with running(root) as server:
+        assert server.ask("POST", CHAT, asked(3))[0] == 401
+        bearer = f"Bearer {made.secret}"
+        status, headers, _ = server.ask("POST", CHAT, asked(3), Authorization=bearer)
+        assert status == 200
+        server.stop()
+    (line,) = [line for line in lines_of(server) if line.get("status") == 200]
+    assert (line["caller"], line["id"]) == (made.key.id, headers["x-request-id"])
+    text = server.log.read_text()
+    assert made.secret not in text
+    assert "Sort" not in text
+
+
+def test_a_body_that_stops_is_given_up(server: Running) -> None:
+    """Attack 85, slow bodies: the connection that was closed in the middle takes nothing."""
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        "Content-Length: 1000\r\n\r\n{"
+    )
+    for _ in range(50):
+        with server.socket() as connection:
+            connection.sendall(head.encode())
+    assert server.ask("GET", "/healthz")[0] == 200
+
+
+def test_a_thousand_connections_at_once_are_answered(server: Running, open_files: None) -> None:
+    head = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    with ExitStack() as stack:
+        connections = [stack.enter_context(server.socket()) for _ in range(1000)]
+        for connection in connections:
+            connection.sendall(head)
+        for connection in connections:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert server.json("POST", CHAT, asked(3))["choices"]
