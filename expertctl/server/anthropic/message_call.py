@@ -27,6 +27,7 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
+from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
 _LEAST_TOP_P = 1e-9
@@ -83,7 +84,7 @@ def asked_of(request: CountRequest, text: BaseText) -> Asked:
         variables["reasoning_effort"] = request.output_config.effort
     if tools:
         variables["tools"] = [tool.to_json() for tool in tools]
-    messages = messages_of(request.system, request.messages)
+    messages = with_known_ids(messages_of(request.system, request.messages), text.form)
     return Asked(messages=messages, tools=tools, variables=variables)
 
 
@@ -105,12 +106,7 @@ def message_call(
     check_thinking(request)
     choice = chosen(request.model, base_name=base_name)
     asked = asked_of(request, text)
-    reading = Reading(
-        form=text.form,
-        tools=frozenset(tool.name for tool in asked.tools),
-        one_call=one_call(request.tool_choice),
-        opened=text.opens_thinking(asked.variables),
-    )
+    reading = _reading(request, asked, text)
     job = Job(
         id=uuid.uuid4().hex,
         request=_run_request(request, asked, choice, caller),
@@ -126,6 +122,15 @@ def message_call(
         shows_thinking=request.shows_thinking,
         stop_sequences=tuple(request.stop_sequences or ()),
         warnings=(NO_BUDGET,) if isinstance(request.thinking, ThinkingEnabled) else (),
+    )
+
+
+def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
+    return Reading(
+        form=text.form,
+        tools=frozenset(tool.name for tool in asked.tools),
+        one_call=one_call(request.tool_choice),
+        opened=text.opens_thinking(asked.variables),
     )
 
 

@@ -39,6 +39,8 @@ class CallFormat:
     """What may stand between two calls."""
     named: str | None = None
     """What stands between the name of a tool and its arguments; None: no name stands outside."""
+    id_length: int | None = None
+    """How many letters and digits the chat template demands of the id of a call; None: any."""
 
     def openings(self, tools: Iterable[str], *, bare: bool) -> Iterator[Opening]:
         """Yield all ways to begin a call of these tools, with or without the mark."""
@@ -55,7 +57,7 @@ HERMES = CallFormat("<tool_call>", end="</tool_call>")
 """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen, and many after them."""
 LLAMA = CallFormat("<|python_tag|>", bare=True, separator=";")
 """``{"name": …, "parameters": {…}}`` as the answer: Llama 3.1 and later."""
-MISTRAL = CallFormat("[TOOL_CALLS]", brackets="[{", bare=True, named="[ARGS]")
+MISTRAL = CallFormat("[TOOL_CALLS]", brackets="[{", bare=True, named="[ARGS]", id_length=9)
 """``[TOOL_CALLS][{"name": …, "arguments": {…}}]``, later ``[TOOL_CALLS]name[ARGS]{…}``."""
 
 

@@ -1,9 +1,11 @@
 """What the engine is asked for a request."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
 from expertctl.routing.presets import SamplingWishes
 from expertctl.server.anthropic.message_call import MessageCall, message_call
@@ -13,6 +15,7 @@ from expertctl.server.body import parse_body
 from expertctl.server.caller import Caller
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import ModelNotFoundError
+from tests.factories import write_base
 from tests.server.anthropic.bodies import WEATHER, body_of
 from tests.server.served import BASE, Served
 
@@ -109,3 +112,11 @@ def test_what_cannot_go_together_is_refused(text: BaseText) -> None:
     wrong = {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}
     with pytest.raises(FieldError, match=r"output_config\.format\.schema"):
         called(text, output_config=wrong)
+
+
+def test_tools_are_refused_where_the_template_knows_of_none(tmp_path: Path) -> None:
+    text = BaseText(Tokenizer.open(write_base(tmp_path / "base", tie=True)))
+    assert called(text, tools=[WEATHER], tool_choice={"type": "none"}).reading.tools == frozenset()
+    with pytest.raises(FieldError) as refused:
+        called(text, tools=[WEATHER])
+    assert refused.value.field == "tools"

@@ -93,7 +93,9 @@ def test_any_text_in_any_pieces_adds_up_to_the_message(
     written = replace(result, generated=replace(result.generated, text=text))
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    whole = Message.model_validate(message_of(call, written), strict=True).to_dict(exclude_none=True)
+    whole = Message.model_validate(message_of(call, written), strict=True).to_dict(
+        exclude_none=True
+    )
     extension = whole.pop("expertctl")
     assert added_up(streamed(call, written, pieces)) == whole
     *_, last, _ = streamed(call, written, pieces)
