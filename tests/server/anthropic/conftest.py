@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 
+import anthropic
 import pytest
 
 from tests.server.anthropic.clients import a_client
 from tests.server.openai.scripted_base import scripted_stock
 from tests.server.served import Served, serving
-
-pytest.importorskip("anthropic")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +20,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def client(scripted: Served):  # type: ignore[no-untyped-def]  # the client is not always installed
+def client(scripted: Served) -> Iterator[anthropic.Anthropic]:
     """The official client, in process."""
     with a_client(scripted) as client:
         yield client
