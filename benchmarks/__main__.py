@@ -12,7 +12,9 @@ HELPERS = {
     "popularity",
 }
 ENGINES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
-NOT_BENCHMARKS = {"__init__", "__main__", "routed_home", "servers", *HELPERS, *ENGINES}
+HOMES = {"routed_home", "served_home"}
+SERVERS = {"servers", "serving_load"}
+NOT_BENCHMARKS = {"__init__", "__main__", *HELPERS, *ENGINES, *HOMES, *SERVERS}
 
 
 def benchmark_names() -> list[str]:

@@ -42,8 +42,18 @@ class Beside:
         return [text % self.experts if self.experts else -1 for text in range(self.texts)]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Read prompts of so many tokens in one batch, each with an expert of its own, and answer."""
+
+    texts: int
+    prompt: int
+    tokens: int
+
+
 Task = Together | Beside
 OpenEngine = Callable[[], Engine[Task]]
+PeftTask = Task | Answers
 
 
 def ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
@@ -51,7 +61,7 @@ def ours(experts: int, *, together: Sequence[int] = ()) -> OpenEngine:
     return partial(_Ours, experts, tuple(together))
 
 
-def peft(experts: int) -> OpenEngine:
+def peft(experts: int) -> Callable[[], Engine[PeftTask]]:
     """Return what opens transformers and PEFT with so many experts."""
     return partial(_Peft, experts)
 
@@ -209,7 +219,7 @@ class _Peft:
         versions = f"PEFT {version('peft')}, transformers {version('transformers')}"
         self.about = f"{versions}, bfloat16"
 
-    def run(self, task: Task, threads: int) -> Seconds:
+    def run(self, task: PeftTask, threads: int) -> Seconds:
         """Do a task with so many threads."""
         self._torch.set_num_threads(threads)
         match task:
@@ -221,6 +231,9 @@ class _Peft:
             case Beside(texts):
                 names = [self._names[p] if p >= 0 else "__base__" for p in task.places]
                 return self._decode(texts, adapter_names=names)
+            case Answers(texts=texts, prompt=prompt, tokens=tokens):
+                names = [self._names[text % len(self._names)] for text in range(texts)]
+                return self._answer(texts, prompt, tokens, adapter_names=names)
 
     def _decode(self, texts: int, **options: Any) -> Seconds:
         from transformers import DynamicCache
@@ -233,6 +246,17 @@ class _Peft:
                 self._read([token], texts, cache, options)
 
         return timed(decode)()
+
+    def _answer(self, texts: int, prompt: int, tokens: int, **options: Any) -> Seconds:
+        from transformers import DynamicCache
+
+        def answer() -> None:
+            cache = DynamicCache(config=self._model.config)
+            self._read(prompt_ids(prompt, self._vocabulary), texts, cache, options)
+            for token in prompt_ids(tokens - 1, self._vocabulary):
+                self._read([token], texts, cache, options)
+
+        return timed(answer)()
 
     def _read(self, ids: Sequence[int], texts: int, cache: object, options: dict[str, Any]) -> None:
         torch = self._torch

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.inputs import PROJECTIONS, RANK, shapes
+from benchmarks.inputs import PROJECTIONS, RANK, VOCABULARY, shapes
 from benchmarks.prefix import write_base
 from expertctl.install.install import install_files
 from expertctl.package.base_model import BaseFacts, read_base
@@ -31,6 +31,7 @@ SPREAD = 0.01
 def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
     """Make a home with the base and so many experts; ``scratch`` is used on the way."""
     home, base_dir = Home(root / "home"), write_base(scratch / "base")
+    _give_text_to_all_tokens(base_dir / "tokenizer.json")
     bases, trust = BaseStore(home.bases), TrustStore(home.trust)
     bases.add(base_dir, name=BASE)
     key = PrivateKey.generate("ed25519")
@@ -46,6 +47,15 @@ def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
 def expert_name(number: int) -> str:
     """Return how an expert is called."""
     return f"bench/expert-{number}"
+
+
+def _give_text_to_all_tokens(path: Path) -> None:
+    """Spell the tokens beyond bytes, so that whatever is drawn is text for whoever reads along."""
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    first = 1 + max(added["id"] for added in tokenizer["added_tokens"])
+    vocabulary.update({f"w{number}": number for number in range(first, VOCABULARY)})
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
 def _package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Path:
