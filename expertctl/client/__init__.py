@@ -1,0 +1,45 @@
+"""A client of a generation server, for programs: neither torch nor numpy is imported by it.
+
+::
+
+    from expertctl.client import ExpertClient
+
+    with ExpertClient() as client:  # EXPERT_SERVER, else http://127.0.0.1:8000
+        result = client.infer("Sort these numbers: 41, 17, 23", temperature=0.0)
+        print(result.text, result.experts_used, result.latency_ms)
+
+        with client.infer_stream("Write a haiku about rivers") as stream:
+            for chunk in stream:
+                print(chunk.text, end="", flush=True)
+        print(stream.result.finish_reason)
+
+        job = client.jobs.submit("Write a long story", priority=2)
+        print(client.jobs.wait(job.job_id).demand_result().text)
+
+`AsyncExpertClient` is the same with ``await`` and ``async with``. An API key comes from the
+argument ``api_key`` or from ``EXPERT_API_KEY``; it is sent to that server alone, and a redirect is
+never followed. Whatever goes wrong is an error of `expertctl.errors`: `RateLimitError` when the
+server has too much to do, `UnauthenticatedError` without a valid key, `NotFoundError` for an expert
+that is not installed, `UnreachableError` when no server answers.
+"""
+
+from expertctl.client.async_client import AsyncExpertClient
+from expertctl.client.client import ExpertClient
+from expertctl.client.options import InferOptions, RouteOptions
+from expertctl.client.result import Expert, InferResult, Job, Model, RouteResult
+from expertctl.client.retries import Retries
+from expertctl.client.stream import Chunk
+
+__all__ = [
+    "AsyncExpertClient",
+    "Chunk",
+    "Expert",
+    "ExpertClient",
+    "InferOptions",
+    "InferResult",
+    "Job",
+    "Model",
+    "Retries",
+    "RouteOptions",
+    "RouteResult",
+]

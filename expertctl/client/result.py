@@ -1,0 +1,234 @@
+"""What a server answers, as frozen values; fields that are new to this client are left out."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from expertctl.client.refusal import error_of_code
+from expertctl.errors import CancelledError, NoAnswerError
+
+FinishReason = Literal["stop", "length", "timeout", "cancelled"]
+JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
+
+
+class PlannedExpert(Struct, frozen=True, kw_only=True):
+    """One expert of a plan and why it is there."""
+
+    ref: str
+    content_digest: str
+    package_digest: str
+    kind: str
+    score: float
+    weight: float
+    reason: str
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How tokens are drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    max_tokens: int
+    stop: tuple[str, ...]
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """Experts in order on one base; none means that the base answers alone."""
+
+    identity: str
+    seed: int
+    base: str
+    experts: tuple[PlannedExpert, ...]
+    params: SamplingParams
+
+
+class Tokens(Struct, frozen=True, kw_only=True):
+    """How many tokens there were, and which were generated."""
+
+    prompt: int
+    generated: int
+    ids: tuple[int, ...]
+
+
+class Stages(Struct, frozen=True, kw_only=True):
+    """Milliseconds of each stage; waiting for a turn is none of them."""
+
+    reception: float
+    reasoning: float
+    preparation: float
+    inference: float
+    post_processing: float
+
+
+class CacheUse(Struct, frozen=True, kw_only=True):
+    """What was there already."""
+
+    experts_hit: int
+    experts_loaded: int
+    kv_reused_tokens: int
+
+
+class Dropped(Struct, frozen=True, kw_only=True):
+    """An expert that was left out, and why."""
+
+    ref: str
+    content_digest: str
+    reason: str
+
+
+class InferResult(Struct, frozen=True, kw_only=True):
+    """One answer, and how it came about."""
+
+    job_id: str
+    submitted_at: str
+    text: str
+    tokens_generated: int
+    experts_used: tuple[str, ...]
+    latency_ms: float
+    finish_reason: FinishReason
+    stopped_by: str | None
+    """The stop string that ended it."""
+    validation_passed: bool | None
+    """Whether the answer has the form that was asked for; None where none was."""
+    stages: Stages
+    plan: Plan
+    dropped: tuple[Dropped, ...]
+    tokens: Tokens
+    timings_ms: dict[str, float]
+    decode_tokens_per_s: float
+    prefill_tokens_per_s: float
+    memory: dict[str, int]
+    cache: CacheUse
+    numerics: dict[str, Any]
+    threads: int
+    seed: int
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """An expert that the router looked at."""
+
+    ref: str
+    content_digest: str
+    chosen: bool
+    score: float
+    reason: str
+
+
+class RouteResult(Struct, frozen=True, kw_only=True):
+    """Which experts would answer, and who else was looked at."""
+
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    encoder: str
+    threshold: float
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    timings_ms: dict[str, float]
+
+
+class JobError(Struct, frozen=True, kw_only=True):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+    hint: str
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A job as it was when the server was asked."""
+
+    job_id: str
+    status: JobStatus
+    submitted_at: str
+    started_at: str | None
+    ended_at: str | None
+    estimated_wait_ms: float | None
+    """About how long until it begins; None once it has."""
+    text: str
+    """As much of the answer as is certain."""
+    result: InferResult | None
+    error: JobError | None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it will change no more."""
+        return self.ended_at is not None
+
+    def demand_result(self) -> InferResult:
+        """Return the answer; of a job that was cancelled, what was there by then.
+
+        Raises:
+            NoAnswerError: when it is not over yet, or was cancelled before it began.
+            ExpertError: why it failed.
+        """
+        if self.result is not None:
+            return self.result
+        if self.error is not None:
+            raise error_of_code(self.error.code, self.error.message, hint=self.error.hint)
+        if self.status == "cancelled":
+            raise CancelledError(f"the job {self.job_id} was cancelled")
+        raise NoAnswerError(f"the job {self.job_id} is {self.status}", hint="wait for its end")
+
+
+class Expert(Struct, frozen=True, kw_only=True):
+    """One version of an installed expert, and what it is to the server."""
+
+    ref: str
+    name: str
+    version: str
+    description: str
+    license: str
+    kind: str
+    content_digest: str
+    package_digest: str
+    base: str
+    size: int
+    fits: bool
+    """Whether it was made for the base that is served."""
+    revoked: bool
+    in_memory: bool
+
+
+class Experts(Struct, frozen=True, kw_only=True):
+    """All that are installed."""
+
+    base: str
+    experts: tuple[Expert, ...]
+
+
+class Model(Struct, frozen=True, kw_only=True):
+    """What the ``model`` of the OpenAI and Anthropic calls can be."""
+
+    id: str
+    created: int
+    owned_by: str
+
+
+class Models(Struct, frozen=True, kw_only=True):
+    """All of them."""
+
+    data: tuple[Model, ...]
+
+
+class Started(Struct, frozen=True, kw_only=True):
+    """What is known of an answer before its first token."""
+
+    job_id: str
+    submitted_at: str
+    plan: Plan
+
+
+class Piece(Struct, frozen=True, kw_only=True):
+    """Text that has become certain."""
+
+    text: str
+
+
+Document = InferResult | RouteResult | Job | Experts | Models | Started | Piece
