@@ -33,7 +33,7 @@ def serving_process(home: Path, *words: str) -> Iterator[Process]:
     log = home.parent / f"{home.name}.log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [*command("--port", "0", "--json", "--memory-budget", BUDGET), *words],
+            [*command("serve", "--port", "0", "--json", "--memory-budget", BUDGET), *words],
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
@@ -53,7 +53,7 @@ def serving_process(home: Path, *words: str) -> Iterator[Process]:
 def new_key(home: Path, name: str) -> str:
     """Make an API key as a person does, and return its secret."""
     made = subprocess.run(
-        command("key", "new", name, "--json"),
+        command("serve", "key", "new", name, "--json"),
         capture_output=True,
         check=True,
         text=True,
@@ -65,7 +65,7 @@ def new_key(home: Path, name: str) -> str:
 
 def command(*words: str) -> Sequence[str]:
     """Return the command line of our program."""
-    return [sys.executable, "-c", "from expertctl.cli.serve import app; app()", *words]
+    return [sys.executable, "-c", "from expertctl.cli.app import main; main()", *words]
 
 
 def environment(home: Path) -> dict[str, str]:

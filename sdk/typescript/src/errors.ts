@@ -158,6 +158,21 @@ export class StoreError extends ExpertError {
   static override readonly code: string = "store";
 }
 
+/** A job ended before there was anything of its answer. */
+export class NoAnswerError extends ExpertError {
+  static override readonly code: string = "no_answer";
+}
+
+/** The time that was given for it was over. */
+export class TimedOutError extends NoAnswerError {
+  static override readonly code: string = "timeout";
+}
+
+/** Whoever asked does not want it any more. */
+export class CancelledError extends NoAnswerError {
+  static override readonly code: string = "cancelled";
+}
+
 const CLASSES = [
   ExpertError,
   UsageError,
@@ -183,6 +198,9 @@ const CLASSES = [
   TooLargeError,
   InvalidPackageError,
   StoreError,
+  NoAnswerError,
+  TimedOutError,
+  CancelledError,
 ];
 
 /** Code → class. */
@@ -196,12 +214,15 @@ const BY_STATUS: ReadonlyMap<number | undefined, typeof ExpertError> = new Map([
   [401, UnauthenticatedError],
   [403, ForbiddenError],
   [404, NotFoundError],
+  [405, UsageError],
+  [408, TimedOutError],
   [413, TooLargeError],
   [415, MediaTypeError],
+  [422, IncompatibleError],
   [429, RateLimitError],
   [502, UnreachableError],
   [503, UnreachableError],
-  [504, UnreachableError],
+  [504, TimedOutError],
 ]);
 
 /** Make the error that a document `{"code", "message", "hint"}` stands for. */

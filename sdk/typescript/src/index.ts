@@ -2,6 +2,7 @@
 
 export { ExpertClient } from "./client.js";
 export * from "./errors.js";
+export { demandResult } from "./jobs.js";
 export type { Jobs, WaitOptions } from "./jobs.js";
 export type * from "./request.js";
 export type * from "./result.js";

@@ -1,10 +1,10 @@
 /** Jobs: requests that go on by themselves, and are asked about. */
 
+import { CancelledError, errorOf, NoAnswerError, UsageError } from "./errors.js";
 import { fromWire, toWire } from "./names.js";
 import type { InferRequest } from "./request.js";
-import type { Job } from "./result.js";
+import type { InferResult, Job } from "./result.js";
 import type { CallOptions, Transport } from "./transport.js";
-import { UsageError } from "./errors.js";
 
 const PATH = "/v1/jobs";
 const FIRST_LOOK_MS = 50;
@@ -14,6 +14,14 @@ const SLOWEST_LOOK_MS = 2000;
 export interface WaitOptions extends CallOptions {
   /** The longest time between two looks, in milliseconds; by default 2000. */
   readonly pollMs?: number | undefined;
+}
+
+/** The answer of a job, what was there of it if it was cancelled; throws where there is none. */
+export function demandResult(job: Job): InferResult {
+  if (job.result !== null) return job.result;
+  if (job.error !== null) throw errorOf(job.error, {});
+  if (job.status === "cancelled") throw new CancelledError(`the job ${job.jobId} was cancelled`);
+  throw new NoAnswerError(`the job ${job.jobId} is ${job.status}`, { hint: "wait for its end" });
 }
 
 /** The jobs of whoever has this key. */

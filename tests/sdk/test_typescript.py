@@ -1,0 +1,142 @@
+"""The TypeScript client: compiled strictly, alone, and against a real server, with Node."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from expertctl import __version__, errors
+from expertctl.errors import ExpertError
+from tests.sdk.serving import Process, environment, new_key, serving_process
+from tests.server.served import BASE, EXPERTS, make_stock
+from tests.server.status_page.browser import browser
+
+pytestmark = pytest.mark.all
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "sdk" / "typescript"
+PATIENCE = 120.0
+
+
+def ran(*words: str, env: dict[str, str] | None = None) -> str:
+    """Run a program in the package and return what it says; its output is shown if it fails."""
+    assert shutil.which(words[0]), f"{words[0]} is missing: apt-get install nodejs npm"
+    done = subprocess.run(
+        words, cwd=PACKAGE, capture_output=True, text=True, env=env, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Path:
+    """The package and its tests, compiled as strictly as can be."""
+    ran("npm", "ci")
+    shutil.rmtree(PACKAGE / "build", ignore_errors=True)
+    ran("npm", "run", "check")
+    return PACKAGE / "build" / "tests"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("typescript")
+    return make_stock(folder / "stock").house(folder / "home").root
+
+
+@pytest.fixture(scope="module")
+def keys(home: Path) -> tuple[str, str]:
+    return new_key(home, "one"), new_key(home, "other")
+
+
+@pytest.fixture(scope="module")
+def server(home: Path, keys: tuple[str, str]) -> Iterator[Process]:
+    with serving_process(home) as server:
+        yield server
+
+
+def test_it_reads_streams_maps_names_and_guards_the_key_without_a_server(compiled: Path) -> None:
+    tests = sorted(str(path) for path in compiled.glob("*.test.js"))
+    assert len(tests) >= 5
+    assert "# fail 0\n" in ran("node", "--test", "--test-reporter=tap", *tests)
+
+
+@pytest.mark.parametrize("name", ["client", "document"])
+def test_it_agrees_with_a_real_server(
+    name: str, compiled: Path, server: Process, keys: tuple[str, str], home: Path
+) -> None:
+    surroundings = {
+        **environment(home),
+        "EXPERT_TEST_URL": server.url,
+        "EXPERT_TEST_KEY": keys[0],
+        "EXPERT_TEST_OTHER_KEY": keys[1],
+        "EXPERT_TEST_BASE": BASE,
+        "EXPERT_TEST_EXPERTS": ",".join(EXPERTS),
+    }
+    test = str(compiled / "server" / f"{name}.test.js")
+    said = ran("node", "--test", "--test-reporter=tap", test, env=surroundings)
+    assert "# fail 0\n" in said
+    assert "# skipped 0\n" in said
+
+
+BROWSED = """
+import("/sdk/index.js").then(async ({ ExpertClient }) => {
+  const client = new ExpertClient({ baseUrl: location.origin, apiKey: KEY });
+  const pieces = [];
+  for await (const { text } of client.inferStream(QUESTION)) pieces.push(text);
+  const whole = await client.infer(QUESTION);
+  for await (const { text } of client.inferStream({ ...QUESTION, maxTokens: 100000 }))
+    if (text !== "") break;
+  const refused = await new ExpertClient({ baseUrl: location.origin }).models().catch((e) => e);
+  return { streamed: pieces.join(""), text: whole.text, refused: refused.name };
+})
+"""
+
+
+def test_it_works_in_a_browser_too(
+    compiled: Path, server: Process, keys: tuple[str, str], tmp_path: Path
+) -> None:
+    question = {"prompt": "Sort: 3, 1, 2", "temperature": 0, "maxTokens": 12}
+    script = BROWSED.replace("KEY", json.dumps(keys[0])).replace("QUESTION", json.dumps(question))
+    with browser(tmp_path / "profile") as tab:
+        tab.lend(f"{server.url}/sdk/", compiled.parent / "src")
+        tab.open(f"{server.url}/status")
+        tab.wait("document.readyState === 'complete'")
+        told = tab.value(script)
+        assert told["text"] == told["streamed"] != ""
+        assert told["refused"] == "UnauthenticatedError"
+        key = {"headers": {"authorization": f"Bearer {keys[0]}"}}
+        numbers = f"fetch('/status/data', {json.dumps(key)}).then((answer) => answer.json())"
+        tab.wait(f"{numbers}.then((data) => data.jobs.running === 0)")
+
+
+def test_its_errors_are_those_of_ours(compiled: Path) -> None:
+    told = {tuple(one) for one in json.loads(ran("node", str(compiled / "codes.js")))}
+    own = {(one.__name__, one.code, one.__base__.__name__) for one in _errors(ExpertError)}
+    root = (ExpertError.__name__, ExpertError.code)
+    assert {one for one in told if one[:2] != root} == {one for one in own if one[:2] != root}
+
+
+def test_the_package_has_what_it_says_and_depends_on_nothing(compiled: Path) -> None:
+    manifest = json.loads((PACKAGE / "package.json").read_text())
+    assert manifest["version"] == __version__
+    assert "dependencies" not in manifest
+    assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    [packed] = json.loads(ran("npm", "pack", "--dry-run", "--json"))
+    names = {file["path"] for file in packed["files"]}
+    assert {"dist/index.js", "dist/index.d.ts", "README.md", "LICENSE"} <= names
+    assert not any(name.startswith(("tests/", "build/", "node_modules/")) for name in names)
+
+
+def test_the_lock_names_no_place_and_every_digest() -> None:
+    lock = json.loads((PACKAGE / "package-lock.json").read_text())
+    others = [one for name, one in lock["packages"].items() if name]
+    assert all("resolved" not in one and one["integrity"].startswith("sha512-") for one in others)
+
+
+def _errors(kind: type[ExpertError]) -> Iterator[type[ExpertError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _errors(child)
