@@ -68,6 +68,8 @@ class Bounds:
     host_hint: str = ""
     """How it gets another name."""
     stall_seconds: float = STALL_SECONDS
+    named_below: bytes | None = None
+    """The path below which one name is all that follows: clients may escape its slashes."""
 
 
 def names_of(host: str, url: str) -> frozenset[str]:
@@ -123,7 +125,7 @@ class RequestLimits:
     def _refused(self, scope: Scope, headers: Headers) -> Refusal | None:
         return (
             _oversized(scope)
-            or _doubtful_path(scope)
+            or _doubtful_path(scope, self.bounds.named_below)
             or self._foreign(scope, headers)
             or self._unreadable(scope, headers)
         )
@@ -213,10 +215,12 @@ def _oversized(scope: Scope) -> Refusal | None:
     return None
 
 
-def _doubtful_path(scope: Scope) -> Refusal | None:
+def _doubtful_path(scope: Scope, named_below: bytes | None) -> Refusal | None:
     path = scope.get("raw_path") or scope["path"].encode("utf-8", "surrogateescape")
     if len(path) > MAX_PATH:
         return Refusal(414, UsageError("the path of the request is too long"))
+    if named_below is not None and path.startswith(named_below):
+        path = path.replace(b"%2f", b"/").replace(b"%2F", b"/")
     if not _is_plain(path):
         return Refusal(400, UsageError("the path of the request has more than one reading"))
     return None

@@ -37,6 +37,7 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
         refuse=_refused,
         whose="this server",
         host_hint="give --url the address that users see",
+        named_below=b"/v1/models/",
     )
     return RequestLimits(app, bounds)
 
