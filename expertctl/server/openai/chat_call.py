@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from expertctl.engine.answer_form import UNCHECKED, Checked
-from expertctl.engine.message import UserMessage
+from expertctl.engine.message import Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
@@ -24,6 +24,7 @@ from expertctl.server.openai.shared_fields import deadline_of, route_of
 from expertctl.server.openai.tool import Tool, offered
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
+from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """What the chat template is given by the call itself."""
@@ -73,9 +74,11 @@ def chat_call(
         one_call=request.parallel_tool_calls is False,
         opened=text.opens_thinking(variables),
     )
+    turns = with_known_ids(messages_of(request.messages), text.form)
+    key = _cache_key(request, caller)
     job = Job(
         id=uuid.uuid4().hex,
-        request=_run_request(request, choice, variables, _cache_key(request, caller)),
+        request=_run_request(request, turns, choice, variables=variables, cache_key=key),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline_of(request, usual=settings.timeout),
@@ -93,9 +96,13 @@ def chat_call(
 
 
 def _run_request(
-    request: ChatRequest, choice: Choice, variables: JsonObject, cache_key: str
+    request: ChatRequest,
+    turns: tuple[Message, ...],
+    choice: Choice,
+    *,
+    variables: JsonObject,
+    cache_key: str,
 ) -> RunRequest:
-    turns = messages_of(request.messages)
     prompt = routed_by(turns)
     return RunRequest(
         message=UserMessage(prompt=prompt),

@@ -27,6 +27,8 @@ BOTH = ("<tool_call>\n", ROME, "\n</tool_call>", "\n<tool_call>", f" {PARIS}", "
 ANSWER = ("It is ", "sunny", " in Paris")
 OBJECT = ('{"sorted": ', "[1, 2, 3]", " }")
 BROKEN = ('{"sorted"', ": [1, 2")
+FOREVER = ("On", " and")
+"""The last word is followed by the first."""
 SCRIPTS = {
     "[hello]": HELLO,
     "[thoughts]": THOUGHTS,
@@ -36,7 +38,9 @@ SCRIPTS = {
     "[answer]": ANSWER,
     "[object]": OBJECT,
     "[broken]": BROKEN,
+    "[forever]": FOREVER,
 }
+CONTEXT = 16_384
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -53,6 +57,7 @@ TEMPLATE = """\
 {%- elif tools and 'both' in said %}[both]
 {%- elif tools %}[call]
 {%- elif 'broken' in said %}[broken]
+{%- elif 'forever' in said %}[forever]
 {%- elif 'JSON' in said %}[object]
 {%- elif enable_thinking is defined and enable_thinking == 'inside' %}[inside]<think>
 {%- elif enable_thinking %}[thoughts]
@@ -83,7 +88,13 @@ def write_scripted_base(directory: Path) -> Path:
     words = [*SCRIPTS, *(word for words in SCRIPTS.values() for word in words)]
     assert len(words) == len(set(words)), "each word stands once"
     hidden = -(-(len(words) + 1) // 16) * 16
-    write_base(directory, hidden=hidden, vocab=VOCAB + len(words), tie=False)
+    write_base(
+        directory,
+        hidden=hidden,
+        vocab=VOCAB + len(words),
+        tie=False,
+        max_position_embeddings=CONTEXT,
+    )
     _write_weights(directory / "model.safetensors", words, hidden)
     _write_tokenizer(directory, words)
     return directory
@@ -100,9 +111,9 @@ def _write_weights(file: Path, words: list[str], hidden: int) -> None:
     for number in place.values():
         embedded[VOCAB + number - 1, number] = 1.0
     scores[_END] = _SURE / 2
-    for start, script in SCRIPTS.items():
-        for word, after in pairwise((start, *script)):
-            scores[VOCAB + place[after] - 1, place[word]] = _SURE
+    steps = [step for start, script in SCRIPTS.items() for step in pairwise((start, *script))]
+    for word, after in [*steps, FOREVER[::-1]]:
+        scores[VOCAB + place[after] - 1, place[word]] = _SURE
     write_safetensors(file, arrays, metadata={"format": "pt"})
 
 
@@ -114,4 +125,5 @@ def _write_tokenizer(directory: Path, words: list[str]) -> None:
     tokenizer.save(str(file))
     config = directory / "tokenizer_config.json"
     known = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(known | {"chat_template": TEMPLATE}), encoding="utf-8")
+    known |= {"chat_template": TEMPLATE, "model_max_length": CONTEXT}
+    config.write_text(json.dumps(known), encoding="utf-8")

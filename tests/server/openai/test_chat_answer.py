@@ -268,8 +268,8 @@ def test_errors_are_those_of_the_api(
 
 
 def test_a_prompt_beyond_the_context_is_refused(client: Client) -> None:
-    with pytest.raises(openai.BadRequestError, match="the base reads 512"):
-        ask(client, "a" * 600)
+    with pytest.raises(openai.BadRequestError, match="the base reads 16384"):
+        ask(client, "a" * 20_000)
 
 
 def test_an_answer_whose_time_is_over_ends_where_it_is(scripted: Served) -> None:

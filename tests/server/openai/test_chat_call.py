@@ -178,9 +178,30 @@ def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: BaseText
 
 
 def test_a_base_that_reads_no_tools_is_not_told_of_any(text: BaseText) -> None:
+    deaf = retold(text, "{{ messages[0].content }}")
+    with pytest.raises(FieldError, match="reads none"):
+        call(deaf, tools=[WEATHER])
+
+
+def test_a_template_that_demands_short_ids_of_calls_gets_them(text: BaseText) -> None:
+    called = {"id": "call_0123456789abcdef", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": called["id"], "content": "1"},
+    ]
+    mistral = retold(text, "{{ tools }}[TOOL_CALLS]{{ messages }}")
+    _, said, answered = call(mistral, messages=messages).job.request.turns
+    [known] = said.fields["tool_calls"]  # type: ignore[misc]  # a list of one
+    assert len(answered.fields["tool_call_id"]) == 9  # type: ignore[arg-type]  # a text
+    assert known["id"] == answered.fields["tool_call_id"]  # type: ignore[index,call-overload]  # an object
+    assert call(text, messages=messages).job.request.turns[2].fields["tool_call_id"] == called["id"]
+
+
+def retold(text: BaseText, template: str) -> BaseText:
+    """The same words with another chat template."""
     tokenizer = copy(text.tokenizer)
     assert tokenizer.config.template is not None
-    template = replace(tokenizer.config.template, text="{{ messages[0].content }}")
-    tokenizer.config = replace(tokenizer.config, template=template)
-    with pytest.raises(FieldError, match="reads none"):
-        call(BaseText(tokenizer), tools=[WEATHER])
+    source = replace(tokenizer.config.template, text=template)
+    tokenizer.config = replace(tokenizer.config, template=source)
+    return BaseText(tokenizer)

@@ -1,0 +1,73 @@
+"""Clients that go away, in the middle of a stream or before there is an answer."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from tests.server.listener import Listener
+from tests.server.openai.scripted_base import HELLO
+from tests.server.served import Served
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG: Any = {"model": "tiny", "max_tokens": 16_000, "temperature": 0}
+FOREVER: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "forever"}]},
+    COMPLETIONS: {"prompt": ["[forever]", "[forever]"]},
+}
+
+
+def body(path: str, *, stream: bool) -> dict[str, Any]:
+    return {**LONG, **FOREVER[path], "stream": stream}
+
+
+async def given_up(served: Served, before: int) -> None:
+    """Wait until no row is taken and more jobs were cancelled than before.
+
+    That takes far less time than the answers would have.
+    """
+    until = time.monotonic() + 20
+    while served.engine.snapshot().running or cancelled(served) == before:
+        assert time.monotonic() < until
+        await asyncio.sleep(0)
+
+
+def cancelled(served: Served) -> int:
+    count: int = served.engine.snapshot().totals.cancelled
+    return count
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stream_that_nobody_reads_any_more_frees_its_rows(scripted: Served, path: str) -> None:
+    async def leave() -> None:
+        async with Listener(scripted.app, path, body(path, stream=True)) as listener:
+            status, _ = await listener.head()
+            assert status == 200
+            for _ in range(4):
+                assert await listener.piece()
+            assert scripted.engine.snapshot().running >= 1
+            listener.leave()
+            await listener.done()
+        await given_up(scripted, before)
+
+    before = cancelled(scripted)
+    asyncio.run(leave())
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_an_answer_that_nobody_waits_for_is_given_up(scripted: Served, path: str) -> None:
+    async def leave() -> None:
+        async with Listener(scripted.app, path, body(path, stream=False)) as listener:
+            while not scripted.engine.snapshot().running:
+                await asyncio.sleep(0)
+            listener.leave()
+            await listener.done()
+        await given_up(scripted, before)
+
+    before = cancelled(scripted)
+    asyncio.run(leave())
+    answer = scripted.client().post(
+        CHAT, json={**LONG, "messages": [{"role": "user", "content": "Hi"}]}
+    )
+    assert answer.json()["choices"][0]["message"]["content"] == "".join(HELLO)

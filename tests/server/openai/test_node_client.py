@@ -1,0 +1,44 @@
+"""The official client for JavaScript on a server of its own: its suite is in ``node/``."""
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from expertctl.server.api_keys import ApiKeys
+from tests.server.openai.scripted_base import HELLO, scripted_stock
+from tests.server.openai.sockets import socket_server
+
+SUITE = Path(__file__).parent / "node"
+
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(shutil.which("npm") is None, reason="needs Node and npm"),
+]
+
+
+def test_the_suite_of_the_client_for_javascript_passes(tmp_path: Path) -> None:
+    suite = tmp_path / "suite"
+    shutil.copytree(SUITE, suite, ignore=shutil.ignore_patterns("node_modules"))
+    subprocess.run(["npm", "ci", "--silent", "--no-audit", "--no-fund"], cwd=suite, check=True)
+    house = scripted_stock(tmp_path / "stock").house(tmp_path / "home")
+    secret = ApiKeys(house.home.api_keys).make("node", now=time.time()).secret
+    with socket_server(house, tmp_path / "log") as server:
+        told = {
+            "EXPERT_TEST_URL": server.base_url,
+            "EXPERT_TEST_KEY": secret,
+            "EXPERT_TEST_HELLO": "".join(HELLO),
+        }
+        done = subprocess.run(
+            ["node", "--test"],
+            cwd=suite,
+            env={**os.environ, **told},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
