@@ -1,5 +1,6 @@
 """`ChatCall`: a chat request as a job for the engine, and how its answers are to be read."""
 
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,8 +27,11 @@ from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
-_OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-"""What the chat template is given by the call itself."""
+_OURS = re.compile(
+    "messages|tools|add_generation_prompt|continue_final_message|raise_exception|strftime_now"
+    "|[a-z_]*_tokens?"
+)
+"""What the chat template is given by the call and by the base."""
 
 MAX_CALLS = 1 << 20
 """More calls than one answer can hold."""
@@ -176,9 +180,9 @@ def _cache_key(request: ChatRequest, caller: Caller) -> str:
 
 def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
     given = cast("JsonObject", request.chat_template_kwargs or {})
-    for name in sorted(_OURS & given.keys()):
+    for name in filter(_OURS.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
-        raise FieldError(f"{field}: the call itself says that", field=field)
+        raise FieldError(f"{field}: the call or the base says that", field=field)
     said: JsonObject = {}
     if request.reasoning_effort is not None:
         said["reasoning_effort"] = request.reasoning_effort

@@ -129,7 +129,9 @@ def test_the_template_is_told_of_tools_of_effort_and_of_what_the_client_says(
     assert none == {"reasoning_effort": "none", "enable_thinking": False}
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
+@pytest.mark.parametrize(
+    "name", ["messages", "tools", "add_generation_prompt", "bos_token", "raise_exception"]
+)
 def test_what_the_call_tells_the_template_cannot_be_told_otherwise(
     text: BaseText, name: str
 ) -> None:
