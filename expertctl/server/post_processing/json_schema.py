@@ -7,8 +7,8 @@ patterns run in linear time, and how often it looks at a value is counted before
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from math import isinf
 from operator import mul
-from typing import NoReturn
 
 import jsonschema_rs
 
@@ -50,12 +50,14 @@ class AnswerSchema:
             return Checked(None, f"the answer is not checked: nested deeper than {MAX_DEPTH}")
         if sum(map(mul, values, self.cost.looks(len(values)))) > MAX_LOOKS:
             return Checked(None, "the answer is not checked: its schema would take too long")
+        if _has_infinity(found.value):
+            return Checked(None, "the answer is not checked: a number in it is too large")
         return self._fitting(found.value)
 
     def _fitting(self, value: JsonValue) -> Checked:
         try:
             error = next(iter(self.validator.iter_errors(value)), None)
-        except ValueError as unreadable:  # deeper than the library goes
+        except ValueError as unreadable:  # half a character, say
             return Checked(None, f"the answer is not checked: {unreadable}"[:_MOST_SHOWN])
         if error is None:
             return Checked(True)
@@ -107,10 +109,20 @@ def _dialect(schema: JsonObject, where: str) -> type[jsonschema_rs.Validator]:
 
 
 def _levels(value: JsonValue) -> Iterator[int]:
-    """Yield how many values there are at each level."""
+    """Return how many values there are at each level."""
+    return map(len, _by_level(value))
+
+
+def _has_infinity(value: JsonValue) -> bool:
+    """Tell whether a number is larger than those that can be compared."""
+    values = (one for level in _by_level(value) for one in level)
+    return any(isinstance(one, float) and isinf(one) for one in values)
+
+
+def _by_level(value: JsonValue) -> Iterator[list[JsonValue]]:
     level = [value]
     while level:
-        yield len(level)
+        yield level
         level = [child for one in level for child in _children(one)]
 
 
@@ -118,10 +130,6 @@ def _children(value: JsonValue) -> Iterable[JsonValue]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
-
-
-def _refuse(uri: str) -> NoReturn:
-    raise ValueError(f"{uri[:200]} is not fetched")
 
 
 def _shortened(text: str) -> str:

@@ -7,6 +7,7 @@ from time import monotonic
 
 import pytest
 
+from expertctl.engine.answer_form import MAX_CHARACTERS
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.command import MAX_OUTPUT, Command, read_commands
@@ -109,3 +110,8 @@ def test_a_validator_that_cannot_be_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(error):
         read_commands(options)
+
+
+def test_an_answer_that_is_too_long_is_not_shown_to_the_program() -> None:
+    found = program("raise SystemExit(1)").check("any", "x" * (MAX_CHARACTERS + 1))
+    assert (found.passed, found.problem[:26]) == (None, "the answer is not checked:")

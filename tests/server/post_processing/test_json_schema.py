@@ -207,3 +207,27 @@ def test_three_dialects_are_read(dialect: str) -> None:
     schema = {"$schema": dialect, "$id": "https://example.com/mine", "type": "integer"}
     assert passes(schema, 1) is True
     assert passes(schema, "1") is False
+
+
+@pytest.mark.parametrize("text", ["1e400", "[-1e999]", "1" * 5000, '"\\ud800"'])
+def test_what_cannot_be_compared_is_left_open(text: str) -> None:
+    found = read_schema({"maximum": 5, "maxLength": 1}, where="schema").check(text)
+    assert found.passed is None
+    assert found.problem.startswith("the answer is not checked: ")
+
+
+def test_a_schema_that_is_no_text_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"^schema: "):
+        read_schema({"const": "\ud800"}, where="schema")
+
+
+def test_references_go_through_lists_and_escapes() -> None:
+    schema = {
+        "anyOf": [{"$ref": "#/$defs/a~1b%20c/oneOf/0"}, {"type": "null"}],
+        "$defs": {"a/b c": {"oneOf": [{"type": "integer"}]}},
+        "dependentSchemas": {"x": {"required": ["y"]}},
+        "patternProperties": {"^n": {"type": "number"}},
+    }
+    assert passes(schema, 5) is True
+    assert passes(schema, None) is True
+    assert passes(schema, {"x": 1}) is False
