@@ -34,25 +34,25 @@ class _Turn(Struct, frozen=True, tag_field="role", forbid_unknown_fields=True):
     """One message."""
 
 
-class UserTurn(_Turn, frozen=True, tag="user"):
+class HumanTurn(_Turn, frozen=True, tag="user"):
     """What a person says, and what tools answered."""
 
     content: UserContent
 
 
-class AssistantTurn(_Turn, frozen=True, tag="assistant"):
+class ModelTurn(_Turn, frozen=True, tag="assistant"):
     """What a model said."""
 
     content: AssistantContent
 
 
-class SystemTurn(_Turn, frozen=True, tag="system"):
+class InstructionTurn(_Turn, frozen=True, tag="system"):
     """Instructions in the middle of a conversation."""
 
     content: Texts
 
 
-Turn = UserTurn | AssistantTurn | SystemTurn
+Turn = HumanTurn | ModelTurn | InstructionTurn
 
 
 def messages_of(system: Texts | None, turns: Sequence[Turn]) -> tuple[Message, ...]:
@@ -100,11 +100,11 @@ class _Reader:
         for number, turn in enumerate(turns):
             field = f"messages[{number}]"
             match turn:
-                case SystemTurn():
+                case InstructionTurn():
                     yield Message("system", texts_of(turn.content))
-                case UserTurn():
+                case HumanTurn():
                     yield from self._user(turn.content, field)
-                case AssistantTurn():
+                case ModelTurn():
                     yield self._assistant(turn.content, field)
         self._check_answered(self._open, "messages")
 

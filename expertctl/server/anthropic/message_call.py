@@ -20,7 +20,7 @@ from expertctl.server.anthropic.message_request import (
     ThinkingEnabled,
     check_thinking,
 )
-from expertctl.server.anthropic.tool import Tool, offered, one_call
+from expertctl.server.anthropic.tool import OfferedTool, offered, one_call
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.field_error import FieldError
@@ -49,7 +49,7 @@ class Asked:
     """A conversation as the chat template is given it."""
 
     messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
+    tools: tuple[OfferedTool, ...]
     variables: JsonObject
 
 

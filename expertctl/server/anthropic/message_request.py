@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from expertctl.routing.presets import LIMITS, MAX_STOP_CHARACTERS, MAX_STOPS
 from expertctl.server.anthropic.content_block import CacheControl, Texts
 from expertctl.server.anthropic.conversation import Turn
-from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, Tool
+from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, OfferedTool
 from expertctl.server.field_error import FieldError
 
 MAX_TURNS = 10_000
@@ -78,7 +78,7 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: Annotated[str, Meta(min_length=1)]
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_TURNS)]
     system: Texts | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -17,7 +17,7 @@ MAX_TOOLS = 128
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+class OfferedTool(Struct, frozen=True, forbid_unknown_fields=True):
     """A tool, what it is for, and the JSON schema of its input."""
 
     name: ToolName
@@ -66,7 +66,7 @@ class ToolChoice(_Choice, frozen=True, tag="tool"):
 Choice = AutoChoice | NoneChoice | AnyChoice | ToolChoice
 
 
-def offered(tools: Sequence[Tool], choice: Choice | None) -> tuple[Tool, ...]:
+def offered(tools: Sequence[OfferedTool], choice: Choice | None) -> tuple[OfferedTool, ...]:
     """Return the tools that the model is told of.
 
     Raises:
@@ -91,7 +91,7 @@ def one_call(choice: Choice | None) -> bool:
     return isinstance(choice, AutoChoice) and choice.disable_parallel_tool_use
 
 
-def _check(tools: Sequence[Tool]) -> None:
+def _check(tools: Sequence[OfferedTool]) -> None:
     seen = set[str]()
     for number, tool in enumerate(tools):
         if tool.name in seen:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from expertctl.server.anthropic.message_request import CountRequest
-from expertctl.server.anthropic.tool import Tool, offered, one_call
+from expertctl.server.anthropic.tool import OfferedTool, offered, one_call
 from expertctl.server.body import parse_body
 from expertctl.server.field_error import FieldError
 from tests.server.anthropic.bodies import WEATHER, body_of
 
 
-def read(tools: list[Any], choice: dict[str, Any] | None = None) -> tuple[Tool, ...]:
+def read(tools: list[Any], choice: dict[str, Any] | None = None) -> tuple[OfferedTool, ...]:
     body = parse_body(body_of(tools=tools, tool_choice=choice), CountRequest)
     return offered(body.tools or (), body.tool_choice)
 

@@ -1,18 +1,23 @@
-"""Write docs/reference/registry-api.md from the OpenAPI document.
+"""Write docs/reference/registry-api.md and serve-api.md from the OpenAPI documents.
 
-``python -m scripts.registry_api_page``, in the root of the checkout.
+``python -m scripts.api_pages``, in the root of the checkout.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from registry_server.api.openapi import ALWAYS, openapi
+from expertctl.server import description, openapi
+from registry_server.api import openapi as registry_openapi
 from registry_server.api.routes import OPERATIONS
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "registry-api.md"
-INTRODUCTION = """\
+Security = list[dict[str, Any]]
+TITLES = {"openai": "OpenAI", "native": "Our own"}
+EVENTS = "text/event-stream"
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+_REGISTRY = """\
 # The registry's API
 
 What `/api/v1` of a registry understands. A running registry describes itself, in OpenAPI 3.1, at
@@ -32,38 +37,101 @@ Any request can get
 """
 
 
-def page(document: dict[str, Any]) -> str:
-    """Return the page about an OpenAPI document."""
-    *some, last = map(str, ALWAYS)
-    parts = [INTRODUCTION % f"{', '.join(some)} and {last}"]
+_SERVE = """\
+# The API of the generation server
+
+What [`expertctl serve`](../how-to/serve.md) understands. A running server describes itself, in
+OpenAPI 3.1, at `/openapi.json`; this page is made from the same document. The addresses of OpenAI
+and Anthropic are as those publish them, and take further fields of ours; `/v1/infer` is our own and
+tells all.
+
+Bodies and answers are JSON, and a body must say so. Keys that are not named here are refused, by
+name. Where there are API keys, one comes as `Authorization: Bearer KEY` or as `x-api-key`. With
+`"stream": true` an answer comes as server-sent events; an error on the way is the last of them.
+
+An error has the form of the API that was asked: ours is `{"error": {"code", "message", "hint"}}`.
+429 and 503 say in `Retry-After` when to come again. Jobs, and what is kept for the next turn, are
+known to the key alone that made them. Any request can get
+%s.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page: where it is, what it begins with, what it is made from."""
+
+    name: str
+    introduction: str
+    document: dict[str, Any]
+    always: Sequence[int]
+    asked: Callable[[Security], str]
+    """How it says who may ask."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return REFERENCE / self.name
+
+    def text(self) -> str:
+        """Return it."""
+        *some, last = map(str, self.always)
+        parts = [self.introduction % f"{', '.join(some)} and {last}", *_body(self)]
+        return "\n".join(parts)
+
+
+def pages() -> list[Page]:
+    """Return all of them."""
+    registry = registry_openapi.openapi(OPERATIONS, url="")
+    serve = openapi.openapi(description.OPERATIONS, url="")
+    return [
+        Page("registry-api.md", _REGISTRY, registry, registry_openapi.ALWAYS, _by_tokens),
+        Page("serve-api.md", _SERVE, serve, openapi.ALWAYS, _by_keys),
+    ]
+
+
+def _body(page: Page) -> Iterator[str]:
+    document = page.document
     by_tag: dict[str, list[str]] = {}
     for path, item in document["paths"].items():
         for method, operation in item.items():
-            text = "\n".join(_operation(method.upper(), path, operation))
+            text = "\n".join(_operation(page, method.upper(), path, operation))
             by_tag.setdefault(operation["tags"][0], []).append(text)
     for tag, texts in by_tag.items():
-        parts += [f"\n## {tag.capitalize()}\n", *texts]
-    parts.append("\n## Bodies and answers\n")
+        yield f"\n## {TITLES.get(tag, tag.capitalize())}\n"
+        yield from texts
+    yield "\n## Bodies and answers\n"
     schemas = document["components"]["schemas"]
-    parts += ["\n".join(_schema(name, schemas[name])) for name in sorted(schemas)]
-    return "\n".join(parts)
+    for name in sorted(schemas):
+        yield "\n".join(_schema(name, schemas[name]))
 
 
-def _operation(method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
+def _operation(page: Page, method: str, path: str, operation: dict[str, Any]) -> Iterator[str]:
     yield f"### `{method} {path}`\n"
-    secret = "with or without a token" if {} in operation["security"] else "with a token"
-    yield f"{operation['summary']} Asked {secret}."
+    yield f"{operation['summary']}{page.asked(operation['security'])}"
     for parameter in operation["parameters"]:
         if parameter["in"] == "query":
             yield f"- `?{parameter['name']}=`: {_kind(parameter['schema'])}"
     if "requestBody" in operation:
         yield f"- body: {_kind(operation['requestBody']['content']['application/json']['schema'])}"
-    own = [status for status in operation["responses"] if int(status) not in ALWAYS]
+    own = [status for status in operation["responses"] if int(status) not in page.always]
     good, *bad = own
-    content = operation["responses"][good].get("content")
-    answer = _kind(content["application/json"]["schema"]) if content else "no body"
+    answer = _answer(operation["responses"][good].get("content", {}))
     also = f"; also {', '.join(bad)}" if bad else ""
     yield f"- answers {good}: {answer}{also}\n"
+
+
+def _by_tokens(security: Security) -> str:
+    return f" Asked with{' or without' if {} in security else ''} a token."
+
+
+def _by_keys(security: Security) -> str:
+    return " Anybody may ask." if security == [{}] else ""
+
+
+def _answer(content: dict[str, Any]) -> str:
+    kinds = [_kind(each["schema"]) for media, each in content.items() if media != EVENTS]
+    events = ", or events" if EVENTS in content else ""
+    return f"{' or '.join(kinds) or 'no body'}{events}"
 
 
 def _schema(name: str, schema: dict[str, Any]) -> Iterator[str]:
@@ -113,4 +181,5 @@ def _described(schema: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(openapi(OPERATIONS, url="")), encoding="utf-8")
+    for page in pages():
+        page.path.write_text(page.text(), encoding="utf-8")
