@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from expertctl.engine.answer_form import UNCHECKED, Checked
-from expertctl.engine.message import Message, UserMessage
+from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
@@ -17,7 +17,7 @@ from expertctl.server.answer_reader import Reading
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.field_error import FieldError
-from expertctl.server.model_name import Choice, chosen
+from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of, routed_by
 from expertctl.server.openai.neutral_values import check_neutral
@@ -25,6 +25,7 @@ from expertctl.server.openai.shared_fields import deadline_of, route_of
 from expertctl.server.openai.tool import Tool, offered
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
+from expertctl.server.tool_calls.call_format import CallFormat
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 _OURS = re.compile(
@@ -72,26 +73,19 @@ def chat_call(
     choice = chosen(request.model, base_name=base_name)
     tools = _tools(request, text)
     variables = _variables(request, tools)
-    reading = Reading(
-        form=text.form,
-        tools=frozenset(tool.function.name for tool in tools),
-        one_call=request.parallel_tool_calls is False,
-        opened=text.opens_thinking(variables),
-    )
+    reading = _reading(request, tools, opened=text.opens_thinking(variables), form=text.form)
     turns = with_known_ids(messages_of(request.messages), text.form)
-    key = _cache_key(request, caller)
-    job = Job(
-        id=uuid.uuid4().hex,
-        request=_run_request(request, turns, choice, variables=variables, cache_key=key),
-        owner=caller.id,
-        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-        deadline=deadline_of(request, usual=settings.timeout),
-        texts=request.texts,
-        logprobs=_logprobs(request),
-        check=_check(request, reading, settings),
+    prompt = routed_by(turns)
+    asked = RunRequest(
+        message=UserMessage(prompt=prompt),
+        route=route_of(request, prompt, choice, max_tokens=_max_tokens(request)),
+        experts=choice.force,
+        turns=turns,
+        variables=variables,
+        cache_key=_cache_key(request, caller),
     )
     return ChatCall(
-        job=job,
+        job=_job(request, asked, reading, owner=caller.id, settings=settings),
         reading=reading,
         model=request.model,
         created=int(time.time()),
@@ -99,22 +93,34 @@ def chat_call(
     )
 
 
-def _run_request(
+def _job(
     request: ChatRequest,
-    turns: tuple[Message, ...],
-    choice: Choice,
+    asked: RunRequest,
+    reading: Reading,
     *,
-    variables: JsonObject,
-    cache_key: str,
-) -> RunRequest:
-    prompt = routed_by(turns)
-    return RunRequest(
-        message=UserMessage(prompt=prompt),
-        route=route_of(request, prompt, choice, max_tokens=_max_tokens(request)),
-        experts=choice.force,
-        turns=turns,
-        variables=variables,
-        cache_key=cache_key,
+    owner: str,
+    settings: ServeSettings,
+) -> Job:
+    return Job(
+        id=uuid.uuid4().hex,
+        request=asked,
+        owner=owner,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=deadline_of(request, usual=settings.timeout),
+        texts=request.texts,
+        logprobs=_logprobs(request),
+        check=_check(request, reading, settings),
+    )
+
+
+def _reading(
+    request: ChatRequest, tools: tuple[Tool, ...], *, opened: bool, form: CallFormat
+) -> Reading:
+    return Reading(
+        form=form,
+        tools=frozenset(tool.function.name for tool in tools),
+        one_call=request.parallel_tool_calls is False,
+        opened=opened,
     )
 
 

@@ -56,25 +56,28 @@ def completion_call(
     check_neutral(request)
     _check_echo(request)
     choice = chosen(request.model, base_name=base_name)
-    prompts = _prompts(request)
     deadline = deadline_of(request, usual=settings.timeout)
+    asked = [_run_request(request, one, choice, caller=caller) for one in _prompts(request)]
     return CompletionCall(
-        jobs=tuple(
-            Job(
-                id=uuid.uuid4().hex,
-                request=_run_request(request, prompt, choice, caller=caller),
-                owner=caller.id,
-                priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-                deadline=deadline,
-                texts=request.texts,
-                logprobs=request.logprobs,
-            )
-            for prompt in prompts
-        ),
+        jobs=tuple(_job(request, one, owner=caller.id, deadline=deadline) for one in asked),
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,
         echo=bool(request.echo),
+    )
+
+
+def _job(
+    request: CompletionRequest, asked: RunRequest, *, owner: str, deadline: float | None
+) -> Job:
+    return Job(
+        id=uuid.uuid4().hex,
+        request=asked,
+        owner=owner,
+        priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
+        deadline=deadline,
+        texts=request.texts,
+        logprobs=request.logprobs,
     )
 
 
