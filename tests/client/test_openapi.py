@@ -1,0 +1,75 @@
+"""The client and the description of the server say the same."""
+
+import json
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+
+from expertctl.client.options import InferOptions, RouteOptions
+from expertctl.client.result import Experts, InferResult, Job, RouteResult
+from expertctl.schema.validation import schema_path
+from tests.server.served import Served
+
+NOT_OPTIONS = {"prompt", "stream"}
+"""An argument of its own, and a method of its own."""
+
+
+@pytest.fixture(scope="module")
+def document(served: Served) -> dict[str, Any]:
+    described: dict[str, Any] = served.client().get("/openapi.json").json()
+    return described
+
+
+def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        target: Any = document
+        for word in schema["$ref"].removeprefix("#/").split("/"):
+            target = target[word]
+        schema = target
+    return schema
+
+
+def body(document: dict[str, Any], path: str) -> dict[str, Any]:
+    content = document["paths"][path]["post"]["requestBody"]["content"]
+    return resolved(document, content["application/json"]["schema"])
+
+
+def answer(document: dict[str, Any], method: str, path: str, status: str) -> dict[str, Any]:
+    content = document["paths"][path][method]["responses"][status]["content"]
+    return resolved(document, content["application/json"]["schema"])
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [("/v1/infer", InferOptions), ("/v1/jobs", InferOptions), ("/v1/route", RouteOptions)],
+)
+def test_an_option_is_a_field_and_a_field_an_option(
+    document: dict[str, Any], path: str, options: type
+) -> None:
+    fields = set(body(document, path)["properties"])
+    assert fields - NOT_OPTIONS == set(get_type_hints(options))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("post", "/v1/jobs", "202", Job),
+        ("get", "/v1/jobs/{job_id}", "200", Job),
+        ("delete", "/v1/jobs/{job_id}", "200", Job),
+        ("get", "/v1/experts", "200", Experts),
+    ],
+)
+def test_what_the_client_reads_is_always_there(
+    document: dict[str, Any], method: str, path: str, status: str, kind: type[msgspec.Struct]
+) -> None:
+    described = answer(document, method, path, status)
+    assert set(kind.__struct_fields__) <= set(described["required"])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("infer", InferResult), ("route", RouteResult)])
+def test_what_the_client_reads_is_in_the_schema_of_the_document(
+    name: str, kind: type[msgspec.Struct]
+) -> None:
+    schema = json.loads(schema_path(name).read_text(encoding="utf-8"))
+    assert set(kind.__struct_fields__) <= set(schema["required"])
