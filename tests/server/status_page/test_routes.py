@@ -111,6 +111,17 @@ def test_numbers_want_a_key_where_there_are_keys_and_the_page_does_not(
         assert answer.headers["cache-control"] == "no-store"
 
 
+def test_the_page_is_there_before_the_base_is_and_the_numbers_say_why_not(
+    make_served: MakeServed,
+) -> None:
+    served = make_served()
+    served.service.readiness.state = "loading"
+    assert served.client().get("/status").status_code == 200
+    answer = served.client().get("/status/data")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the base is being loaded"
+
+
 def test_nothing_of_the_page_is_kept_where_it_could_be_framed_or_sniffed() -> None:
     assert HEADERS["X-Frame-Options"] == "DENY"
     assert HEADERS["Cross-Origin-Resource-Policy"] == "same-origin"

@@ -27,6 +27,7 @@ class Page {
   #timer = null;
   #isPaused = false;
   #failures = 0;
+  #turn = 0;
 
   begin() {
     byId("ask").addEventListener("submit", (event) => this.#entered(event));
@@ -34,18 +35,27 @@ class Page {
     this.#ask();
   }
 
+  /** Ask once, and again after a while; whatever asked before does so no more. */
   async #ask() {
-    let wait = PERIOD;
+    const turn = ++this.#turn;
+    clearTimeout(this.#timer);
+    const wait = await this.#asked();
+    if (turn !== this.#turn || wait === null || this.#isPaused) return;
+    this.#timer = setTimeout(() => this.#ask(), wait);
+  }
+
+  /** Ask and show; give how long to wait until the next time, null for ever. */
+  async #asked() {
     try {
       const response = await this.#fetched("/status/data");
       if (response.status === 401 || response.status === 403) return this.#wantsKey();
       if (!response.ok) throw new Refusal(await reasonOf(response));
       this.#take(await response.json());
       this.#askForExperts();
+      return PERIOD;
     } catch (error) {
-      wait = this.#missed(error);
+      return this.#missed(error);
     }
-    if (!this.#isPaused) this.#timer = setTimeout(() => this.#ask(), wait);
   }
 
   /** Nobody waits for this one; what was told last is shown until it comes. */
@@ -68,6 +78,7 @@ class Page {
   }
 
   #take(data) {
+    if (this.#last !== null && follows(data, this.#last)) return; // it was overtaken on the way
     const now = performance.now();
     if (this.#last !== null && !follows(this.#last, data)) this.#samples = [];
     this.#samples = this.#samples.filter(({ at }) => now - at <= SPAN);
@@ -96,6 +107,7 @@ class Page {
     return Math.min(PERIOD * 2 ** (this.#failures - 1), LONGEST);
   }
 
+  /** Without a key there is nothing to show, nor to ask for. */
   #wantsKey() {
     const again = this.#key !== null;
     this.#key = null;
@@ -106,6 +118,7 @@ class Page {
     state("wait", "Waiting for a key");
     if (again) say(byId("ask-why"), "The server does not take this key. Is it whole, and not revoked?");
     byId("key").focus();
+    return null;
   }
 
   #entered(event) {
