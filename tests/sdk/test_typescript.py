@@ -20,23 +20,31 @@ PACKAGE = ROOT / "sdk" / "typescript"
 PATIENCE = 120.0
 
 
-def ran(*words: str, env: dict[str, str] | None = None) -> str:
-    """Run a program in the package and return what it says; its output is shown if it fails."""
+def ran(folder: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    """Run a program in a folder and return what it says; its output is shown if it fails."""
     assert shutil.which(words[0]), f"{words[0]} is missing: apt-get install nodejs npm"
     done = subprocess.run(
-        words, cwd=PACKAGE, capture_output=True, text=True, env=env, timeout=PATIENCE, check=False
+        words, cwd=folder, capture_output=True, text=True, env=env, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def compiled() -> Path:
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package with what it is built by, in a folder that no other worker has."""
+    folder = tmp_path_factory.mktemp("package") / "typescript"
+    made = shutil.ignore_patterns("node_modules", "build", "dist")
+    shutil.copytree(PACKAGE, folder, ignore=made)
+    ran(folder, "npm", "ci")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def compiled(package: Path) -> Path:
     """The package and its tests, compiled as strictly as can be."""
-    ran("npm", "ci")
-    shutil.rmtree(PACKAGE / "build", ignore_errors=True)
-    ran("npm", "run", "check")
-    return PACKAGE / "build" / "tests"
+    ran(package, "npm", "run", "check")
+    return package / "build" / "tests"
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,7 @@ def server(home: Path, keys: tuple[str, str]) -> Iterator[Process]:
 def test_it_reads_streams_maps_names_and_guards_the_key_without_a_server(compiled: Path) -> None:
     tests = sorted(str(path) for path in compiled.glob("*.test.js"))
     assert len(tests) >= 5
-    assert "# fail 0\n" in ran("node", "--test", "--test-reporter=tap", *tests)
+    assert "# fail 0\n" in ran(compiled, "node", "--test", "--test-reporter=tap", *tests)
 
 
 @pytest.mark.parametrize("name", ["client", "document"])
@@ -75,7 +83,7 @@ def test_it_agrees_with_a_real_server(
         "EXPERT_TEST_EXPERTS": ",".join(EXPERTS),
     }
     test = str(compiled / "server" / f"{name}.test.js")
-    said = ran("node", "--test", "--test-reporter=tap", test, env=surroundings)
+    said = ran(compiled, "node", "--test", "--test-reporter=tap", test, env=surroundings)
     assert "# fail 0\n" in said
     assert "# skipped 0\n" in said
 
@@ -112,18 +120,18 @@ def test_it_works_in_a_browser_too(
 
 
 def test_its_errors_are_those_of_ours(compiled: Path) -> None:
-    told = {tuple(one) for one in json.loads(ran("node", str(compiled / "codes.js")))}
+    told = {tuple(one) for one in json.loads(ran(compiled, "node", str(compiled / "codes.js")))}
     own = {(one.__name__, one.code, one.__base__.__name__) for one in _errors(ExpertError)}
     root = (ExpertError.__name__, ExpertError.code)
     assert {one for one in told if one[:2] != root} == {one for one in own if one[:2] != root}
 
 
-def test_the_package_has_what_it_says_and_depends_on_nothing(compiled: Path) -> None:
+def test_the_package_has_what_it_says_and_depends_on_nothing(package: Path) -> None:
     manifest = json.loads((PACKAGE / "package.json").read_text())
     assert manifest["version"] == __version__
     assert "dependencies" not in manifest
     assert (PACKAGE / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
-    [packed] = json.loads(ran("npm", "pack", "--dry-run", "--json"))
+    [packed] = json.loads(ran(package, "npm", "pack", "--dry-run", "--json"))
     names = {file["path"] for file in packed["files"]}
     assert {"dist/index.js", "dist/index.d.ts", "README.md", "LICENSE"} <= names
     assert not any(name.startswith(("tests/", "build/", "node_modules/")) for name in names)
