@@ -1,0 +1,134 @@
+"""Bodies that nobody means well with: each is read, or refused as the client's own fault."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.errors import NotFoundError, UsageError
+from expertctl.server.base_text import BaseText
+from expertctl.server.body import parse_body
+from expertctl.server.caller import Caller
+from expertctl.server.openai.chat_call import chat_call
+from expertctl.server.openai.chat_request import ChatRequest
+from expertctl.server.openai.completion_call import completion_call
+from expertctl.server.openai.completion_request import CompletionRequest
+from expertctl.server.settings import ServeSettings
+from tests.server.openai.test_chat_answer import SCHEMA, WEATHER
+from tests.server.served import Served
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "1", "tool_call_id": "1"},
+    ],
+    "tools": [WEATHER],
+    "tool_choice": "auto",
+    "response_format": SCHEMA,
+    "stop": ["a"],
+    "n": 2,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "metadata": {"cache_key": "a"},
+    "chat_template_kwargs": {"enable_thinking": True},
+    "exclude_experts": ["acme/sql"],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+COMPLETION: dict[str, Any] = {"model": "acme/sql:0.5", "prompt": ["a", "b"], "stop": "a", "n": 2}
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**53) + 1, 2**53 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(st.characters(exclude_categories=["Cs"])),
+    st.sampled_from(["tiny", "auto", "acme/sql", "function", "text", "json_schema", "user"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a document."""
+    if not isinstance(value, dict | list):
+        return [path]
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path, *(one for key, child in inner for one in places(child, (*path, key)))]
+
+
+def replaced(value: Any, path: tuple[Any, ...], by: Any) -> Any:
+    if not path:
+        return by
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], by)
+    return copy
+
+
+def changed(body: dict[str, Any], kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
+    """A body with another value in one place, or in a field that it had not."""
+    names = [field.name for field in msgspec.structs.fields(kind)]
+    inside = st.sampled_from(places(body)[1:])
+    one = st.builds(lambda path, value: replaced(body, path, value), inside, VALUES)
+    another = st.builds(lambda name, value: {**body, name: value}, st.sampled_from(names), VALUES)
+    return one | another
+
+
+def refused_or_read(body: Any, read: Callable[[bytes], Any]) -> None:
+    with suppress(UsageError, NotFoundError):
+        read(json.dumps(body).encode())
+
+
+@pytest.fixture(scope="module")
+def text(scripted: Served) -> BaseText:
+    return BaseText(scripted.engine.tokenizer)
+
+
+@settings(max_examples=300)
+@given(body=changed(CHAT, ChatRequest))
+def test_any_chat_is_read_or_refused(text: BaseText, body: Any) -> None:
+    def read(data: bytes) -> None:
+        chat_call(
+            parse_body(data, ChatRequest),
+            caller=Caller(),
+            base_name="tiny",
+            text=text,
+            settings=ServeSettings(),
+        )
+
+    refused_or_read(body, read)
+
+
+@settings(max_examples=200)
+@given(body=changed(COMPLETION, CompletionRequest))
+def test_any_completion_is_read_or_refused(body: Any) -> None:
+    def read(data: bytes) -> None:
+        completion_call(
+            parse_body(data, CompletionRequest),
+            caller=Caller(),
+            base_name="tiny",
+            settings=ServeSettings(),
+        )
+
+    refused_or_read(body, read)
+
+
+def test_the_bodies_that_are_changed_are_good_ones(text: BaseText) -> None:
+    request = parse_body(json.dumps(CHAT).encode(), ChatRequest)
+    chosen = ServeSettings()
+    call = chat_call(request, caller=Caller(), base_name="tiny", text=text, settings=chosen)
+    assert call.job.texts == 2
+    other = parse_body(json.dumps(COMPLETION).encode(), CompletionRequest)
+    calls = completion_call(other, caller=Caller(), base_name="tiny", settings=chosen)
+    assert len(calls.jobs) == 2
