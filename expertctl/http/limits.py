@@ -151,7 +151,7 @@ class RequestLimits:
         if limit is not None and (not length.isdecimal() or int(length[:20]) > limit):
             return Refusal(413, _too_large(limit))
         wanted = self.bounds.media_type
-        if wanted and (_has_body(headers) or scope["method"] == "POST"):
+        if wanted and _has_body(headers):
             given = headers.get("content-type", "").partition(";")[0].strip().lower()
             if given != wanted:
                 return Refusal(415, MediaTypeError(f"the body of a request must be {wanted}"))

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
 from expertctl.errors import ExpertError, NotFoundError, UsageError
@@ -71,9 +71,16 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         fact = UsageError(f"{request.method} is not allowed here")
         answer = error_response(fact, request.scope, status=405)
-        answer.headers["Allow"] = (error.headers or {}).get("Allow", "")
+        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
         return answer
     return error_response(NotFoundError("there is nothing at this address"), request.scope)
+
+
+def _methods(request: Request) -> set[str]:
+    """Return what may be done at an address, whichever of its routes does it."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    here = [route for route in routes if route.path_regex.match(request.scope["path"])]
+    return {method for route in here for method in route.methods or ()}
 
 
 async def _left(_: Request, __: Exception) -> Response:

@@ -19,7 +19,7 @@ from expertctl.server.service import Service
 DOCUMENT = "/openapi.json"
 _OBJECT: JsonObject = {"type": "object"}
 _TEXT: JsonObject = {"type": "string"}
-_GENERATING = (404, 422, 504)
+_GENERATING = (404, 422)
 
 OPERATIONS = (
     Operation(
@@ -174,9 +174,12 @@ OPERATIONS = (
 def routes(service: Service) -> list[BaseRoute]:
     """Return the address of the document."""
     url = service.settings.public_url
-    document = msgspec.json.encode(openapi(OPERATIONS, url=url))
+    by_keyed = {
+        keyed: msgspec.json.encode(openapi(OPERATIONS, url=url, keyed=keyed))
+        for keyed in (False, True)
+    }
 
     async def describe(_: Request) -> Response:
-        return Response(document, media_type=JSON)
+        return Response(by_keyed[service.keys.are_demanded], media_type=JSON)
 
     return [Route(DOCUMENT, describe, methods=["GET"])]

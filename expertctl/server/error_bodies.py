@@ -27,7 +27,7 @@ _ANTHROPIC_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
-    504: "timeout_error",
+    408: "timeout_error",
 }
 
 

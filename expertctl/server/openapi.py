@@ -28,7 +28,7 @@ _MEANINGS = {
     403: "A page of another site asks; or nobody who is trusted vouches for an expert.",
     404: "There is no such thing, as far as who asks may know.",
     405: "The address takes other methods; `Allow` names them.",
-    408: "The body came too slowly.",
+    408: "The body came too slowly; or the time that was given was over before any answer.",
     413: "The body is too large.",
     414: "The path is too long.",
     415: "The body is in a form that is not read here.",
@@ -38,7 +38,6 @@ _MEANINGS = {
     431: "The headers are too large.",
     500: "The server failed.",
     503: "The base is being loaded, or the server ends.",
-    504: "The time was over before there was anything of an answer.",
 }
 _ABOUT = (
     "Generation with experts, as chat completions and completions of OpenAI, messages of "
@@ -49,6 +48,9 @@ _SECRETS: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+
+
+_SHOWN: list[JsonValue] = [{"bearer": []}, {"key": []}]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,8 @@ class Operation:
     """Whether it needs no key."""
 
 
-def openapi(operations: Sequence[Operation], *, url: str) -> JsonObject:
-    """Return the document for these operations of the server at ``url``."""
+def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonObject:
+    """Return the document of the server at ``url``; ``keyed``: whether it demands keys."""
     kinds = list(dict.fromkeys(_kinds(operations)))
     references, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     schemas: Schemas = dict(zip(kinds, references, strict=True))
@@ -83,7 +85,7 @@ def openapi(operations: Sequence[Operation], *, url: str) -> JsonObject:
     for operation in operations:
         of_path = paths.setdefault(operation.path, {})
         assert isinstance(of_path, dict)
-        of_path[operation.method.lower()] = _described(operation, schemas)
+        of_path[operation.method.lower()] = _described(operation, schemas, keyed=keyed)
     return {
         "openapi": "3.1.0",
         "info": {"title": "expertctl serve", "version": __version__, "description": _ABOUT},
@@ -106,12 +108,12 @@ def _kinds(operations: Iterable[Operation]) -> Iterator[Kind]:
                 yield kind
 
 
-def _described(operation: Operation, schemas: Schemas) -> JsonObject:
+def _described(operation: Operation, schemas: Schemas, *, keyed: bool) -> JsonObject:
     described: JsonObject = {
         "operationId": operation.name,
         "summary": operation.summary,
         "tags": [operation.tag],
-        "security": [{}] if operation.open else [{"bearer": []}, {"key": []}, {}],
+        "security": _SHOWN if keyed and not operation.open else [{}],
         "parameters": list(_parameters(operation.path)),
         "responses": {
             str(status): _answer(operation, status, schemas) for status in statuses(operation)
@@ -144,5 +146,5 @@ def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
         case None:
             pass
     if operation.streams:
-        content[EVENTS] = {"schema": {"type": "string"}}
+        content[EVENTS] = {"schema": {}}
     return {**answer, "content": content} if content else answer

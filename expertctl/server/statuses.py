@@ -34,6 +34,7 @@ _BY_CLASS: dict[type[ExpertError], int] = {
     ForbiddenError: 403,
     TrustError: 403,
     NotFoundError: 404,
+    TimedOutError: 408,
     TooLargeError: 413,
     IncompatibleError: 422,
     BudgetError: 422,
@@ -43,7 +44,6 @@ _BY_CLASS: dict[type[ExpertError], int] = {
     RegistryError: 503,
     StoreError: 503,
     NoAnswerError: 503,
-    TimedOutError: 504,
     DiskFullError: 507,
 }
 

@@ -114,10 +114,14 @@ def test_an_address_that_is_none_is_not_found(served: Served, path: str) -> None
     assert served.client().get(path).status_code in {400, 404}
 
 
-def test_another_method_is_told_which_there_are(served: Served) -> None:
-    answer = served.client().get(CHAT)
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert "GET is not allowed" in error_of(answer.json())
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [(CHAT, "POST"), ("/v1/models", "GET, HEAD"), ("/v1/jobs/x", "DELETE, GET, HEAD")],
+)
+def test_another_method_is_told_which_there_are(served: Served, path: str, allowed: str) -> None:
+    answer = served.client().put(path)
+    assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+    assert "PUT is not allowed" in error_of(answer.json())
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/nowhere"])
