@@ -40,7 +40,7 @@ _BY_CLASS: dict[type[ExpertError], int] = {
     BudgetError: 422,
     RateLimitError: 429,
     DigestError: 500,
-    InvalidPackageError: 500,
+    InvalidPackageError: 422,
     RegistryError: 503,
     StoreError: 503,
     NoAnswerError: 503,

@@ -43,6 +43,9 @@ CONTRACT = {
     "too_large": 7,
     "disk_full": 7,
     "invalid_package": 8,
+    "no_answer": 1,
+    "timeout": 1,
+    "cancelled": 1,
 }
 
 

@@ -80,6 +80,11 @@ class BatchEngine:
             self._answer_first(_request(prompt, max_tokens=WARM_TOKENS))
 
     @property
+    def is_working(self) -> bool:
+        """Whether jobs are answered: from the end of `start` on, until `close`."""
+        return self._press is not None and self._press.is_working
+
+    @property
     def base_name(self) -> str:
         """Which base is served."""
         return self._house.base.stored.name
@@ -141,7 +146,7 @@ class BatchEngine:
         board, house, batch = self._board, self._house, self._press.batch
         with board.lock:
             memory, texts = house.memory, batch.texts
-            prepared = [t for t in board.tickets if t.stage in {"preparing", "ready"}]
+            prepared = [t for t in board.tickets if t.stage in {"preparing", "loading", "ready"}]
             beside = sum(size for purpose, size in memory.held.items() if purpose != "kv")
             return Snapshot(
                 waiting=len(board.line),

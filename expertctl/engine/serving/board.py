@@ -1,7 +1,7 @@
 """`Board`: which job is in which stage. Its lock is the one that an engine's threads decide under.
 
-A job is *waiting* in the line, then *preparing* at the desk or the loader, then *ready* for a row,
-*running*, *concluding*, and gone.
+A job is *waiting* in the line, then *preparing* at the desk, or for memory, *loading* while its
+experts are brought, *ready* for a row, *running*, *concluding*, and gone.
 """
 
 import threading
@@ -80,6 +80,22 @@ class Board:
                 self._preparing += 1
             return ticket
 
+    def loads(self, ticket: Ticket) -> None:
+        """Let memory be taken for a job."""
+        with self.lock:
+            ticket.stage = "loading"
+
+    def waits_for_memory(self, ticket: Ticket) -> None:
+        """Let a job that found too little wait; it holds nothing."""
+        with self.lock:
+            ticket.stage = "preparing"
+            self.changed.notify_all()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether memory is being taken that may be given back soon."""
+        return any(ticket.stage == "loading" for ticket in self.tickets)
+
     def is_ready(self, ticket: Ticket) -> None:
         """Let a job wait for rows; all that it needs but keys and values is in memory."""
         with self.lock:
@@ -107,6 +123,7 @@ class Board:
         """Let a job be ready no longer: all its texts have rows."""
         with self.lock:
             self.ready.remove(ticket)
+            ticket.stage = "running"
 
     def give_back(self, ticket: Ticket) -> None:
         """Let go of what is pinned for a job, and tell who waits for memory."""
@@ -162,6 +179,15 @@ class Board:
         for ticket in self.tickets:
             self.call_off(ticket.job.id)
 
+    def abandon(self, error: ExpertError) -> None:
+        """Take no more jobs, and end all that are here."""
+        with self.lock:
+            self.is_closing = True
+            for ticket in self.line:
+                self.line.remove(ticket)
+        for ticket in self.tickets:
+            self.fail(ticket, error)
+
     @property
     def is_done(self) -> bool:
         """Whether no job is here, nor will be."""
@@ -174,7 +200,7 @@ class Board:
             stages = [ticket.stage for ticket in self._tickets.values()]
             assert "ended" not in stages
             assert stages.count("waiting") == len(self.line)
-            assert stages.count("preparing") == self._preparing
+            assert stages.count("preparing") + stages.count("loading") == self._preparing
             assert all(ticket.job.id in self._tickets for ticket in self.ready)
             assert all(ticket.memory is None for ticket in self.line)
 
@@ -182,7 +208,7 @@ class Board:
         """Take a job off the board; False when it was off already."""
         if self._tickets.pop(ticket.job.id, None) is None:
             return False
-        if ticket.stage == "preparing":
+        if ticket.stage in {"preparing", "loading"}:
             self._preparing -= 1
         if ticket in self.ready:
             self.ready.remove(ticket)

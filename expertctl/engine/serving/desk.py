@@ -1,13 +1,15 @@
-"""`Desk`: what happens to a job before and after it is in the batch, in two threads.
+"""`Desk`: what happens to a job before and after it is in the batch, in threads of its own.
 
-One plans, fits the prompt into the context, and remembers what came of it. The other brings experts
-into memory; where what is missing is held by others, it waits until they give it back.
+One plans, fits the prompt into the context, and remembers what came of it. Another brings experts
+into memory; where what is missing is held by others, it waits until they give it back. Answers are
+checked beside, since a check may take seconds.
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 from expertctl.engine.answer_form import Checked
 from expertctl.engine.generate import Generated
@@ -25,6 +27,9 @@ from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
 
+CHECKERS = 2
+"""How many answers are checked at a time."""
+
 
 class Desk:
     """The owner of the two threads; only they plan, and only they load."""
@@ -35,6 +40,7 @@ class Desk:
         self._session = PlanningSession(planner)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
+        self._checking = ThreadPoolExecutor(CHECKERS, thread_name_prefix="checker")
 
     def open_house(self) -> None:
         """Have the base read; raises as `House.open` does."""
@@ -63,11 +69,13 @@ class Desk:
 
     def conclude(self, ticket: Ticket) -> None:
         """Check the answers of a job, remember them, and tell whoever asked."""
-        self._planning.submit(self._guarded, ticket, self._conclude)
+        ticket.clock.resume()
+        self._checking.submit(self._guarded, ticket, self._check)
 
     def close(self) -> None:
         """End the threads, once what they have is done."""
         self._loading.shutdown()
+        self._checking.shutdown()
         self._planning.shutdown()
 
     def _guarded(self, ticket: Ticket, work: Callable[[Ticket], None]) -> None:
@@ -110,8 +118,10 @@ class Desk:
         board, seen = self._board, self._board.freed
         try:
             ticket.demand_wanted()
+            board.loads(ticket)
             yield
         except BudgetError:
+            board.waits_for_memory(ticket)
             with board.lock:
                 held_by_others = board.ready or board.free_rows < self._house.settings.rows
                 if not held_by_others and board.freed == seen:
@@ -120,12 +130,13 @@ class Desk:
                     ticket.demand_wanted()
                     board.changed.wait(LOOK_SECONDS)
 
-    def _conclude(self, ticket: Ticket) -> None:
-        ticket.clock.resume()
-        forms = [self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)]
+    def _check(self, ticket: Ticket) -> None:
+        forms = {n: self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)}
         ticket.clock.lap("post")
-        pairs = zip(sorted(ticket.ended), forms, strict=True)
-        results = tuple(self._remembered(ticket, number, form) for number, form in pairs)
+        self._planning.submit(self._guarded, ticket, partial(self._remember, forms))
+
+    def _remember(self, forms: Mapping[int, Checked], ticket: Ticket) -> None:
+        results = tuple(self._remembered(ticket, n, form) for n, form in forms.items())
         self._board.finish(ticket, Finished(results))
 
     def _checked(self, ticket: Ticket, generated: Generated) -> Checked:

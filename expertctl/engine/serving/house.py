@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from expertctl.digest import no_progress
 from expertctl.engine.admission import Admission, Seat
+from expertctl.engine.backend import Model
 from expertctl.engine.budget import PURPOSES, Budget
 from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.kv_loan import KVWanted
@@ -62,6 +63,7 @@ class House:
         self._stack = ExitStack()
         self._seat: Seat | None = None
         self._buffers = 0
+        self._model: Model | None = None
 
     def open(self, session: PlanningSession) -> None:
         """Find the base, read it, and compile what it is run with.
@@ -81,9 +83,15 @@ class House:
         self.base = base
         self.threads = choose_threads(base.weight_bytes)
         self._widen(base.buffer_bytes(1, rows=self.settings.rows))
-        self.model = self.residents.hold_base(base, threads=self.threads)
+        self._model = self.residents.hold_base(base, threads=self.threads)
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.used))
         self._warm(planned)
+
+    @property
+    def model(self) -> Model:
+        """The base in memory."""
+        assert self._model is not None, "open comes first"
+        return self._model
 
     def bound(self, request: RunRequest) -> RunRequest:
         """Return a request as it is answered here: on this base, in the form it is held in.
@@ -190,8 +198,9 @@ class House:
 
     def close(self) -> None:
         """Let go of everything; nothing runs any more."""
+        if self._model is not None:
+            self._model.rest()
         if self._buffers:
-            self.model.rest()
             self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers)
             self._buffers = 0
         self.residents.close()

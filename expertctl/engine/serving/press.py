@@ -50,14 +50,25 @@ class Press:
         if self._thread.is_alive():
             self._thread.join()
 
+    @property
+    def is_working(self) -> bool:
+        """Whether its thread is there."""
+        return self._thread.is_alive()
+
     def _work(self) -> None:
-        while self._has_work():
-            while self._board.errands:
-                self._board.errands.popleft()()
-            self._expire()
-            self._begin_texts()
-            self._compute()
-            self._desk.prepare_next()
+        """Go round until all is done; what nobody foresaw ends all jobs, so that none waits."""
+        try:
+            while self._has_work():
+                while self._board.errands:
+                    self._board.errands.popleft()()
+                self._expire()
+                self._begin_texts()
+                self._compute()
+                self._desk.prepare_next()
+        except Exception:
+            self._tell(f"error: the engine ended\n{traceback.format_exc()}")
+            self._board.abandon(_failure())
+            raise
 
     def _has_work(self) -> bool:
         """Wait for something to do; False when the board is closed and empty."""
@@ -87,18 +98,25 @@ class Press:
         while self.batch.free and self._board.ready:
             ticket = self._board.ready[0]
             try:
-                ticket.demand_wanted()
                 self._begin(ticket)
             except BudgetError as error:
                 if self.batch.texts:
                     return  # one of them ends and gives back what is missing
-                if not self._made_room(ticket):
-                    self._board.fail(ticket, error)
+                if not self._made_room(ticket) and not self._awaits_loading():
+                    self._put_out(ticket, error)
             except ExpertError as error:
                 self._put_out(ticket, error)
+            except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
+                self._tell(f"error: a text could not begin\n{traceback.format_exc()}")
+                self._put_out(ticket, _failure())
 
     def _begin(self, ticket: Ticket) -> None:
-        """Begin the next text of a job."""
+        """Begin the next text of a job; one that is not wanted gets none but those it has."""
+        if ticket.begun and ticket.stopped():
+            self._board.has_begun(ticket)
+            self._conclude(ticket)
+            return
+        ticket.demand_wanted()
         prepared, memory, number = ticket.prepared, ticket.memory, ticket.begun
         assert prepared is not None
         assert memory is not None
@@ -137,13 +155,21 @@ class Press:
             self._desk.load_again(other)
         return self._house.rest() or bool(others)
 
+    def _awaits_loading(self) -> bool:
+        """Wait for what is being loaded, which may give its memory back; False if nothing is."""
+        with self._board.lock:
+            if not self._board.is_loading:
+                return False
+            self._board.changed.wait(LOOK_SECONDS)
+            return True
+
     def _compute(self) -> None:
         """Do one pass, and part with the texts that are over."""
         try:
             over = self.batch.advance()
         except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
-            over = self.batch.abandon(ExpertError("the server failed to answer this"))
+            over = self.batch.abandon(_failure())
         for text in over:
             if text.error is not None:
                 self._put_out(text.ticket, text.error)
@@ -160,8 +186,10 @@ class Press:
             kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
         self._lent.pop(text).stack.close()
         ticket.ended[text.number] = generated
-        if ticket.is_cancelled and ticket.begun < ticket.job.texts:
-            self._board.has_begun(ticket)
+        self._conclude(ticket)
+
+    def _conclude(self, ticket: Ticket) -> None:
+        """Hand a job to the desk when none of its texts is left or to come."""
         if len(ticket.ended) == ticket.begun and ticket not in self._board.ready:
             ticket.stage = "concluding"
             self._board.give_back(ticket)
@@ -177,3 +205,7 @@ class Press:
     def _count_rows(self) -> None:
         with self._board.lock:
             self._board.free_rows = self.batch.free
+
+
+def _failure() -> ExpertError:
+    return ExpertError("the server failed to answer this", hint="its log says why")

@@ -15,7 +15,7 @@ from expertctl.engine.serving.job import Event, Job, Sink
 from expertctl.errors import CancelledError, TimedOutError
 from expertctl.routing.planner import Planned
 
-Stage = Literal["waiting", "preparing", "ready", "running", "concluding", "ended"]
+Stage = Literal["waiting", "preparing", "loading", "ready", "running", "concluding", "ended"]
 Stopped = Literal["cancelled", "timeout"]
 
 

@@ -60,7 +60,7 @@ class WaitingLine(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """Yield who waits, in the order they came."""
-        return (place.item for place in self._places)
+        return iter([place.item for place in self._places])
 
     @property
     def is_full(self) -> bool:

@@ -21,6 +21,7 @@ from expertctl.engine.serving.job import Event, Failed, Finished, Job, Piece, St
 from expertctl.errors import (
     BudgetError,
     CancelledError,
+    ExpertError,
     NotFoundError,
     RateLimitError,
     TimedOutError,
@@ -373,15 +374,22 @@ def test_a_job_that_could_not_have_its_memory_even_alone_is_refused_alone(
         engine.close()
 
 
+def peak_of(house: House, settings: BatchSettings, wanted: RunRequest) -> int:
+    """What a job takes that is alone."""
+    engine = BatchEngine(planner(house), settings)
+    engine.start()
+    try:
+        Reader(engine, job(wanted)).end()
+        return engine.snapshot().peak
+    finally:
+        engine.close()
+
+
 def test_plans_that_do_not_fit_together_are_answered_one_after_the_other(
     house: House, settings: BatchSettings
 ) -> None:
     """Room for the plan of one expert, its loading, and little more."""
-    with_one = BatchEngine(planner(house), settings)
-    with_one.start()
-    Reader(with_one, job(request("Sort: 1", "sql"))).end()
-    budget = with_one.snapshot().peak
-    with_one.close()
+    budget = peak_of(house, settings, request("Sort: 1", "sql"))
     engine = BatchEngine(planner(house), replace(settings, budget=budget))
     engine.start()
     try:
@@ -414,3 +422,65 @@ def test_prompts_that_warm_up_bring_their_experts_before_the_first_job(
         assert "tokens" in said
     finally:
         engine.close()
+
+
+def test_a_deadline_within_several_answers_gives_those_that_began(
+    house: House, settings: BatchSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = peak_of(house, settings, ENDLESS)
+    engine = BatchEngine(planner(house), replace(settings, budget=budget))
+    engine.start()
+    try:
+        wanted = job(ENDLESS, texts=2, deadline=time.monotonic() + 1000)
+        reader = Reader(engine, wanted)
+        while not isinstance(reader.next(), Piece):
+            pass
+        later = time.monotonic() + 1000
+        monkeypatch.setattr(ticket, "now", lambda: later)
+        results = reader.end().results
+        assert [result.generated.finish_reason for result in results] == ["timeout"]
+    finally:
+        engine.close()
+
+
+def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
+    engine: BatchEngine,
+) -> None:
+    press = engine._press
+    assert press is not None
+    model = press.batch._model
+
+    class Broken:
+        def step(self, texts: Any) -> Any:
+            press.batch._model = model
+            raise ZeroDivisionError
+
+    press.batch._model = Broken()  # type: ignore[assignment]
+    with pytest.raises(ExpertError, match="the server failed"):
+        Reader(engine, job(request())).end()
+    assert engine.is_working
+    assert Reader(engine, job(request())).end().results[0].generated.tokens
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(house: House) -> None:
+    told = list[str]()
+    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1), tell=told.append)
+    engine.start()
+    readers = [Reader(engine, job(ENDLESS)) for _ in range(4)]
+    while not isinstance(readers[0].next(), Piece):
+        pass
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    engine._board.errands.append(fail)
+    for reader in readers:
+        with pytest.raises(ExpertError, match="the server failed"):
+            reader.end()
+    assert engine._press is not None
+    engine._press.join()
+    assert not engine.is_working
+    assert "ZeroDivisionError" in told[0]
+    with pytest.raises(RateLimitError):
+        engine.submit(job(request()), lambda _: None)
