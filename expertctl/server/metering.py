@@ -16,6 +16,7 @@ from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import ExpertError
 from expertctl.routing.planner import Planned
+from expertctl.server import job_record
 from expertctl.server.metrics import Metrics
 from expertctl.server.quotas import Quotas
 
@@ -105,6 +106,7 @@ class _Meter:
                 self._observe(event.results)
             case Failed():
                 self._metrics.failed(event.error)
+                LOG.info("job", extra={"fields": job_record.failed(self._job, event.error)})
             case Started():
                 pass
 
@@ -118,6 +120,7 @@ class _Meter:
     def _observe(self, results: Sequence[RunResult]) -> None:
         for result in results:
             self._metrics.answered(result)
+        LOG.info("job", extra={"fields": job_record.answered(self._job, results)})
         if results:  # the prompt of several answers is read once
             tokens = sum(len(result.generated.tokens) for result in results)
             self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)

@@ -1,6 +1,7 @@
 """`Opening`: the engine of a worker, from loading its base to the end of its last job."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from expertctl.server.settings import ServeSettings
 from expertctl.settings import Settings
 
 LOG = logging.getLogger("expertctl.server")
+LAST_WORDS_SECONDS = 1.0
 Tell = Callable[[ExpertError | None], None]
 """Gets None when jobs are taken, or why none ever will be."""
 
@@ -27,7 +29,7 @@ class Opening:
     def __init__(self, settings: ServeSettings, home: Settings) -> None:
         """Hold nothing yet."""
         planner = Planner.open(home, tell=LOG.info)
-        self._engine = BatchEngine(planner, settings.batch, tell=LOG.info)
+        self._engine = BatchEngine(planner, settings.batch, tell=LOG.info, broke=self._break)
         self._readiness = Readiness("loading")
         self._service = service_of(self._engine, planner, settings, readiness=self._readiness)
         self._closing = threading.Lock()
@@ -62,5 +64,15 @@ class Opening:
             self._readiness.state = "failed"
             tell(error)
             return
+        except Exception:  # a bug must not leave a server that never answers
+            LOG.exception("loading failed")
+            self._readiness.state = "failed"
+            tell(ExpertError("the server failed to load", hint="its log says why"))
+            return
         self._readiness.state = "ready"
         tell(None)
+
+    def _break(self) -> None:
+        """End the worker, a moment after its clients were told: it would answer nobody."""
+        self._readiness.state = "failed"
+        threading.Timer(LAST_WORDS_SECONDS, os._exit, (1,)).start()

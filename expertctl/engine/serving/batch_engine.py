@@ -25,7 +25,7 @@ from expertctl.engine.serving.desk import Desk
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Event, Failed, Finished, Job, Sink
-from expertctl.engine.serving.press import Press
+from expertctl.engine.serving.press import Broke, Press
 from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
@@ -50,8 +50,11 @@ class BatchEngine:
         *,
         tell: Tell = tell_nobody,
         torch_below: int = TORCH_BELOW,
+        broke: Broke = lambda: None,
     ) -> None:
         """Hold nothing yet; ``tell`` gets what whoever runs the server should know.
+
+        ``broke`` is called if the engine ends by itself, which only a bug makes it do.
 
         Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
         """
@@ -61,7 +64,7 @@ class BatchEngine:
         self._house = House(planner, settings, tell=tell, torch_below=torch_below)
         self._board = Board(queue=settings.queue, rows=settings.rows)
         self._desk = Desk(planner, self._house, self._board, tell=tell)
-        self._tell = tell
+        self._tell, self._broke = tell, broke
         self._press: Press | None = None
 
     def start(self) -> None:
@@ -72,7 +75,9 @@ class BatchEngine:
             BudgetError: when it does not fit.
         """
         self._desk.open_house()
-        self._press = Press(self._house, self._board, self._desk, tell=self._tell)
+        self._press = Press(
+            self._house, self._board, self._desk, tell=self._tell, broke=self._broke
+        )
         self._press.start()
         for expert in self._to_compile_for():
             self._answer_first(_request("?", force=(Forced(expert.digest),), max_tokens=2))

@@ -22,6 +22,8 @@ from expertctl.engine.serving.ticket import Ticket
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.telling import Tell
 
+Broke = Callable[[], None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Loan:
@@ -34,11 +36,14 @@ class _Loan:
 class Press:
     """The owner of the batch and of what is lent to its texts."""
 
-    def __init__(self, house: House, board: Board, desk: Desk, *, tell: Tell) -> None:
-        """Begin without a text; the base is in memory."""
+    def __init__(
+        self, house: House, board: Board, desk: Desk, *, tell: Tell, broke: Broke = lambda: None
+    ) -> None:
+        """Begin without a text; the base is in memory. ``broke`` is called if it cannot go on."""
         self.batch = Batch(house.model, rows=house.settings.rows)
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
+        self._broke = broke
         self._thread = threading.Thread(target=self._work, name="press", daemon=True)
 
     def start(self) -> None:
@@ -68,6 +73,7 @@ class Press:
         except Exception:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
             self._board.abandon(_failure())
+            self._broke()
             raise
 
     def _has_work(self) -> bool:

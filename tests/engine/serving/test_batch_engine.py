@@ -464,8 +464,13 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(house: House) -> None:
-    told = list[str]()
-    engine = BatchEngine(planner(house), BatchSettings(budget=32 << 20, rows=1), tell=told.append)
+    told, broken = list[str](), list[bool]()
+    engine = BatchEngine(
+        planner(house),
+        BatchSettings(budget=32 << 20, rows=1),
+        tell=told.append,
+        broke=lambda: broken.append(True),
+    )
     engine.start()
     readers = [Reader(engine, job(ENDLESS)) for _ in range(4)]
     while not isinstance(readers[0].next(), Piece):
@@ -481,6 +486,7 @@ def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(house: House) -> N
     assert engine._press is not None
     engine._press.join()
     assert not engine.is_working
+    assert broken == [True]
     assert "ZeroDivisionError" in told[0]
     with pytest.raises(RateLimitError):
         engine.submit(job(request()), lambda _: None)

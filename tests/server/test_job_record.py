@@ -1,0 +1,53 @@
+"""What is logged of a job: all that the seed's record has, and no word of prompt or answer."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from expertctl.http.log import JsonFormatter
+from tests.server.served import BASE, Served
+
+KEYS = {
+    *("submitted_at", "router_latency_ms", "expert_load_latency_ms", "inference_latency_ms"),
+    *("total_latency_ms", "experts_used", "num_experts", "memory_peak", "input_tokens"),
+    *("output_tokens", "tokens_per_second", "success", "error", "validation_passed"),
+}
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="expertctl.server.jobs")
+    return caplog
+
+
+def records(told: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    lines = [json.loads(JsonFormatter().format(record)) for record in told.records]
+    return [line for line in lines if line["message"] == "job"]
+
+
+def test_an_answer_is_one_line_without_a_word_of_it(
+    served: Served, told: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "Sort: 33331, 2", "force_experts": ["acme/sql"], "max_tokens": 5}
+    answer = served.client().post("/v1/infer", json=body).json()
+    [line] = records(told)
+    assert line.keys() >= KEYS
+    assert line["job"] == answer["job_id"]
+    assert line["experts_used"] == answer["experts_used"] == ["acme/sql@1.0.0"]
+    assert line["output_tokens"] == answer["tokens_generated"]
+    assert line["input_tokens"] == answer["tokens"]["prompt"]
+    assert line["total_latency_ms"] >= line["inference_latency_ms"] > 0
+    assert line["success"] is True
+    assert "33331" not in json.dumps(line)
+    assert answer["text"] not in json.dumps(line) or not answer["text"].strip()
+
+
+def test_a_job_that_fails_says_why_by_a_code(
+    served: Served, told: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": BASE, "prompt": "word " * 9000, "max_tokens": 2}
+    assert served.client().post("/v1/completions", json=body).status_code == 400
+    [line] = records(told)
+    assert (line["success"], line["error"]) == (False, "usage")
