@@ -102,17 +102,24 @@ def find_server(
 ) -> Server:
     """Return the server that is meant, by the arguments, else by the environment.
 
+    The key of the environment is for the server of the environment, and never sent to another one.
+
     Raises:
         UsageError: when the address or the key cannot be one.
     """
-    key = api_key if api_key is not None else environment.get("EXPERT_API_KEY") or None
+    named = environment.get("EXPERT_SERVER") or DEFAULT_URL
+    own = base_url is None or _origin(base_url) == _origin(named)
+    key = api_key if api_key is not None or not own else environment.get("EXPERT_API_KEY") or None
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key and key):
         raise UsageError("the API key has characters that no key has", hint="copy it again")
     if not timeout > 0:
         raise UsageError(f"a timeout of {timeout} seconds is none", hint="give seconds above 0")
-    return Server(
-        _address(base_url or environment.get("EXPERT_SERVER") or DEFAULT_URL), key, timeout
-    )
+    return Server(_address(base_url or named), key, timeout)
+
+
+def _origin(text: str) -> tuple[str, str, int | None]:
+    url = httpx2.URL(_address(text))
+    return url.scheme, url.host, url.port
 
 
 def _address(text: str) -> str:

@@ -7,6 +7,7 @@ form is called for in doubt, none is. The answer itself is never changed.
 import ast
 import json
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _PYTHON = re.compile(
     r"|\bpython\s(?:function|class|script|program|code|method)\b",
     re.I,
 )
+_PARSING = threading.Lock()
+"""Which warnings are shown is the whole process's, so one thread at a time changes that."""
 _FENCE = "```"
 _TAGS: Mapping[Form, frozenset[str]] = {
     "json": frozenset({"", "json"}),
@@ -141,7 +144,7 @@ def _read_lines(text: str) -> None:
 
 
 def _read_python(text: str) -> None:
-    with warnings.catch_warnings():
+    with _PARSING, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in its strings
         ast.parse(text)
 

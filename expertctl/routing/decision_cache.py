@@ -24,6 +24,8 @@ KEPT_SECONDS = 3_600.0
 KEPT = 16
 """How many candidates of a plan are kept: what the head compared, and a few more."""
 
+LONGEST = 8_000
+"""Longer prompts are not remembered: two thousand of them would be a gigabyte."""
 _BLANK_LINES = re.compile(r"\s*\n\s*\n\s*")
 _LINE_END = re.compile(r"[^\S\n]*\n[^\S\n]*")
 _SPACES = re.compile(r"[^\S\n]+")
@@ -72,6 +74,8 @@ class DecisionCache:
 
     def keep(self, question: Question, planned: Planned) -> None:
         """Remember a plan for as long as the revision that was last asked for holds."""
+        if len(question.request.prompt) > LONGEST:
+            return
         candidates = planned.result.candidates[:KEPT]
         kept = replace(planned, result=replace(planned.result, candidates=candidates))
         self._plans[question] = (self._clock(), kept)

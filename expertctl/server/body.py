@@ -3,10 +3,13 @@
 How many bytes come, and how fast, is looked at before: see `expertctl.server.guard`.
 """
 
+import asyncio
 import re
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import ClientDisconnect, Request
 
 from expertctl.errors import InvalidPackageError, MediaTypeError, UsageError
@@ -15,7 +18,10 @@ from expertctl.schema.strict_json import JsonValue, load_object
 from expertctl.server.field_error import FieldError
 
 JSON = "application/json"
+LARGE = 64 << 10
+"""A longer body is read in a thread, one after the other: it takes longer than others can wait."""
 _Kind = TypeVar("_Kind")
+_LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
 _PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
@@ -34,7 +40,9 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
         data = await request.body()
     except ClientDisconnect as error:
         raise UsageError("the body of the request did not come whole") from error
-    return parse_body(data, kind)
+    if len(data) <= LARGE:
+        return parse_body(data, kind)
+    return await to_thread.run_sync(parse_body, data, kind, limiter=_large())
 
 
 def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
@@ -73,3 +81,9 @@ def _whole(value: JsonValue) -> JsonValue:
             return {key: _whole(item) for key, item in value.items()}
         case _:
             return value
+
+
+def _large() -> CapacityLimiter:
+    """Return what lets one large body of this event loop be read at a time."""
+    loop = asyncio.get_running_loop()
+    return _LIMITERS.setdefault(loop, CapacityLimiter(1))

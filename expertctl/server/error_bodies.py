@@ -19,7 +19,7 @@ _OPENAI_TYPES = {
     403: "permission_error",
     429: "rate_limit_error",
 }
-_OPENAI_CODES = {401: "invalid_api_key", 404: "not_found", 429: "rate_limit_exceeded"}
+_OPENAI_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",

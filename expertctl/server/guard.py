@@ -4,6 +4,7 @@ Sets ``scope["state"]["caller"]``. A key comes as ``Authorization: Bearer`` or a
 never in an address. Where there are no keys, whoever reaches the server is this machine itself.
 """
 
+import logging
 import time
 from collections.abc import Collection
 
@@ -11,7 +12,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from expertctl.errors import ExpertError, StoreError, UnauthenticatedError
+from expertctl.errors import (
+    ExpertError,
+    InvalidPackageError,
+    StoreError,
+    UnauthenticatedError,
+)
 from expertctl.http.limits import Bounds, Refusal, RequestLimits, names_of
 from expertctl.http.listening import is_loopback, url_of
 from expertctl.server.api_keys import ApiKey
@@ -20,6 +26,8 @@ from expertctl.server.caller import Caller
 from expertctl.server.error_bodies import error_response
 from expertctl.server.service import Service
 from expertctl.server.settings import ServeSettings
+
+LOG = logging.getLogger("expertctl.server")
 
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """What needs neither a key nor an engine; it holds nothing that is secret."""
@@ -69,7 +77,11 @@ class Guard:
         keys = self._service.keys
         if not keys.are_demanded and is_loopback(self._service.settings.host):
             return Caller()
-        key = keys.find(_secret_of(headers), now=time.time())
+        try:
+            key = keys.find(_secret_of(headers), now=time.time())
+        except InvalidPackageError as error:  # where the file is concerns nobody out there
+            LOG.error(error.message)
+            raise StoreError("the API keys of this server cannot be read") from error
         if key is None:
             raise UnauthenticatedError(
                 "an API key is needed: none came, or one that is wrong, expired or revoked",

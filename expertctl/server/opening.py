@@ -29,7 +29,7 @@ class Opening:
     def __init__(self, settings: ServeSettings, home: Settings) -> None:
         """Hold nothing yet."""
         planner = Planner.open(home, tell=LOG.info)
-        self._engine = BatchEngine(planner, settings.batch, tell=LOG.info, broke=self._break)
+        self._engine = BatchEngine(planner, settings.batch, tell=_log, broke=self._break)
         self._readiness = Readiness("loading")
         self._service = service_of(self._engine, planner, settings, readiness=self._readiness)
         self._closing = threading.Lock()
@@ -76,3 +76,12 @@ class Opening:
         """End the worker, a moment after its clients were told: it would answer nobody."""
         self._readiness.state = "failed"
         threading.Timer(LAST_WORDS_SECONDS, os._exit, (1,)).start()
+
+
+def _log(told: str) -> None:
+    """Write what the engine tells; below its first line stands the traceback of a bug."""
+    first, *trace = told.splitlines()
+    if trace:
+        LOG.error(first, extra={"fields": {"trace": trace}})
+    else:
+        LOG.info(first)

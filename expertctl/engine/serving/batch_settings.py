@@ -25,6 +25,6 @@ class BatchSettings:
     queue: int = QUEUE
     """How many jobs may wait; more are refused."""
     on_budget: Literal["queue", "fewer"] = "queue"
-    """What is done when experts do not fit beside those in use: wait, or leave some out."""
+    """What is done when experts do not fit: wait, or leave out those that never would."""
     warm: tuple[str, ...] = ()
     """Prompts that are answered with a few tokens before the first job is taken."""

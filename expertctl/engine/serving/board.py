@@ -76,7 +76,7 @@ class Board:
                 return None
             ticket = self.line.take(now=time.monotonic())
             if ticket is not None:
-                ticket.stage = "preparing"
+                ticket.stage, ticket.left_line = "preparing", time.monotonic()
                 self._preparing += 1
             return ticket
 
@@ -99,10 +99,14 @@ class Board:
     def is_ready(self, ticket: Ticket) -> None:
         """Let a job wait for rows; all that it needs but keys and values is in memory."""
         with self.lock:
-            self._preparing -= 1
-            ticket.stage = "ready"
-            self.ready.append(ticket)
-            self.changed.notify_all()
+            is_here = ticket.job.id in self._tickets
+            if is_here:
+                self._preparing -= 1
+                ticket.stage = "ready"
+                self.ready.append(ticket)
+                self.changed.notify_all()
+        if not is_here:  # it ended meanwhile
+            self.give_back(ticket)
 
     def send_back(self, ticket: Ticket) -> None:
         """Have a job that is ready prepared again; what it holds is free for others meanwhile."""
@@ -158,7 +162,8 @@ class Board:
             else:
                 self.totals.failed += 1
         self.give_back(ticket)
-        ticket.tell(Failed(error))
+        error.__cause__ = error.__context__ = None  # their frames hold the prompt, and experts
+        ticket.tell(Failed(error.with_traceback(None)))
 
     def finish(self, ticket: Ticket, finished: Finished) -> None:
         """End a job with its answers."""
@@ -186,6 +191,7 @@ class Board:
             for ticket in self.line:
                 self.line.remove(ticket)
         for ticket in self.tickets:
+            ticket.is_cancelled = True
             self.fail(ticket, error)
 
     @property
@@ -225,7 +231,7 @@ class Board:
         totals.prompt_tokens += sum(result.prompt_tokens for result in results)
         totals.reused_tokens += sum(result.kv_reused_tokens for result in results)
         totals.generated_tokens += sum(len(result.generated.tokens) for result in results)
-        took = time.monotonic() - ticket.came
+        took = time.monotonic() - ticket.left_line
         self._job_seconds = _FORGETS * self._job_seconds + (1 - _FORGETS) * took
 
     def _refusal(self) -> RateLimitError:

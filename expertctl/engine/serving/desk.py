@@ -6,9 +6,9 @@ checked beside, since a check may take seconds.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 from expertctl.engine.answer_form import Checked
@@ -22,13 +22,13 @@ from expertctl.engine.serving.board import LOOK_SECONDS, Board
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Finished
 from expertctl.engine.serving.ticket import Ticket
-from expertctl.errors import BudgetError, ExpertError
+from expertctl.errors import BudgetError, ExpertError, NoAnswerError
 from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
 
 CHECKERS = 2
-"""How many answers are checked at a time."""
+"""How many answers are checked at a time of those that somebody asked to have checked."""
 
 
 class Desk:
@@ -70,7 +70,9 @@ class Desk:
     def conclude(self, ticket: Ticket) -> None:
         """Check the answers of a job, remember them, and tell whoever asked."""
         ticket.clock.resume()
-        self._checking.submit(self._guarded, ticket, self._check)
+        slow = ticket.job.check is not None
+        pool = self._checking if slow else self._planning
+        pool.submit(self._guarded, ticket, self._check)
 
     def close(self) -> None:
         """End the threads, once what they have is done."""
@@ -94,41 +96,57 @@ class Desk:
         ticket.demand_wanted()
         request = ticket.job.request
         ticket.planned = plan_request(self._session, request, {})
-        with failures_of(ticket.planned, self._planner.catalogue):
+        with self._failures_of(ticket):
             ticket.prepared = self._house.prepared(request, ticket.planned)
         ticket.clock.lap("route")
         self._loading.submit(self._guarded, ticket, self._load)
 
     def _load(self, ticket: Ticket) -> None:
+        """Bring the experts; where memory is missing, come again behind those that may find it."""
         assert ticket.prepared is not None
-        with failures_of(ticket.prepared.planned, self._planner.catalogue):
-            while ticket.memory is None:
-                with self._awaiting_memory(ticket):
-                    ticket.memory = self._house.in_memory(ticket.prepared)
+        ticket.demand_wanted()
+        ticket.clock.lap("queue")
+        seen = self._board.freed
+        self._board.loads(ticket)
+        try:
+            ticket.memory = self._house.in_memory(ticket.prepared)
+        except BudgetError as error:
+            self._board.waits_for_memory(ticket)
+            if not self._may_come(seen):
+                self.remember_failure(ticket, error)
+                raise
+            self._loading.submit(self._guarded, ticket, self._load)
+            return
+        except ExpertError as error:
+            self.remember_failure(ticket, error)
+            raise
         ticket.clock.lap("load")
         self._board.is_ready(ticket)
 
-    @contextmanager
-    def _awaiting_memory(self, ticket: Ticket) -> Iterator[None]:
-        """Where something does not fit, return when somebody gave memory back.
+    def _may_come(self, seen: int) -> bool:
+        """Wait a while for memory; False when nobody holds any that could be given back."""
+        board = self._board
+        with board.lock:
+            if board.ready or board.free_rows < self._house.settings.rows or board.freed != seen:
+                pause = LOOK_SECONDS if board.preparing == 1 else LOOK_SECONDS / 10
+                board.changed.wait_for(lambda: board.freed != seen, pause)
+                return True
+            return False
 
-        Raises:
-            BudgetError: when nobody can.
-        """
-        board, seen = self._board, self._board.freed
-        try:
-            ticket.demand_wanted()
-            board.loads(ticket)
-            yield
-        except BudgetError:
-            board.waits_for_memory(ticket)
-            with board.lock:
-                held_by_others = board.ready or board.free_rows < self._house.settings.rows
-                if not held_by_others and board.freed == seen:
-                    raise
-                while board.freed == seen:
-                    ticket.demand_wanted()
-                    board.changed.wait(LOOK_SECONDS)
+    def remember_failure(self, ticket: Ticket, error: ExpertError) -> None:
+        """Count a failure of the experts of a job, soon."""
+        if ticket.planned is not None and ticket.job.remember and not _is_the_callers(error):
+            self._planning.submit(self._count_failure, ticket, error)
+
+    def _count_failure(self, ticket: Ticket, error: ExpertError) -> None:
+        with suppress(ExpertError), self._failures_of(ticket):
+            raise error
+
+    def _failures_of(self, ticket: Ticket) -> AbstractContextManager[None]:
+        assert ticket.planned is not None
+        if not ticket.job.remember:
+            return nullcontext()
+        return failures_of(ticket.planned, self._planner.catalogue)
 
     def _check(self, ticket: Ticket) -> None:
         forms = {n: self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)}
@@ -161,3 +179,8 @@ class Desk:
             return outcome.result(lent.clock.timings(outcome.generated))
         notes = self._house.residents.take_notes
         return outcome.remembered(self._planner.catalogue, notes=notes)
+
+
+def _is_the_callers(error: ExpertError) -> bool:
+    """Whether who asked ended it, by leaving or by the time they gave."""
+    return isinstance(error, NoAnswerError)

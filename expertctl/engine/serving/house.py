@@ -63,6 +63,8 @@ class House:
         self._stack = ExitStack()
         self._seat: Seat | None = None
         self._buffers = 0
+        self._widest = 1, 0
+        """The most tokens, and the widest plan, that the buffers are for."""
         self._model: Model | None = None
 
     def open(self, session: PlanningSession) -> None:
@@ -82,9 +84,9 @@ class House:
         assert isinstance(base, OpenBase), "only our own engine serves"
         self.base = base
         self.threads = choose_threads(base.weight_bytes)
-        self._widen(base.buffer_bytes(1, rows=self.settings.rows))
+        self._widen(tokens=1, width=0)
         self._model = self.residents.hold_base(base, threads=self.threads)
-        self._seat = self._stack.enter_context(self._admission.seat(self.budget.used))
+        self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         self._warm(planned)
 
     @property
@@ -120,9 +122,8 @@ class House:
                 hint="start the server again",
             )
         if self.settings.on_budget == "fewer":
-            prepared = prepare_fewer(
-                self.base, self._planner, request, planned, {}, limit=self.budget.limit
-            )
+            limit = self.budget.limit - (self._least - self.base.buffer_bytes(1))
+            prepared = prepare_fewer(self.base, self._planner, request, planned, {}, limit=limit)
         else:
             prepared = prepare_on(self.base, self._planner, request, planned, {})
         self._check_alone(prepared)
@@ -156,11 +157,7 @@ class House:
             BudgetError: when they do not fit beside what is in use now.
         """
         wanted = kv_wanted(self.base, prepared, cache_key)
-        self._widen(
-            self.base.buffer_bytes(
-                wanted.capacity, width=memory.plan.width, rows=self.settings.rows
-            )
-        )
+        self._widen(tokens=wanted.capacity, width=memory.plan.width)
         with self.residents.keeper(self.base.backend).borrow(wanted) as kv:
             tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
@@ -176,13 +173,18 @@ class House:
 
     def rest(self) -> bool:
         """Give back the buffers of wide plans, while nothing runs; False if there are none."""
-        least = self.base.buffer_bytes(1, rows=self.settings.rows)
+        least = self._least
         if self._buffers <= least:
             return False
         self.model.rest()
         self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers - least)
-        self._buffers = least
+        self._buffers, self._widest = least, (1, 0)
         return True
+
+    @property
+    def _least(self) -> int:
+        """The bytes of buffers that are held in any case."""
+        return self.base.buffer_bytes(1, rows=self.settings.rows)
 
     @property
     def memory(self) -> MemoryUse:
@@ -229,15 +231,20 @@ class House:
         own = [
             need for need in needs(self._planner, prepared, {}) if need.purpose in {"experts", "kv"}
         ]
-        check_fits(own, self.budget.limit - self.base.weight_bytes - self._buffers)
+        tokens = prepared.prompt.capacity
+        buffers = self.base.buffer_bytes(tokens, rows=self.settings.rows)
+        check_fits(own, self.budget.limit - self.base.weight_bytes - buffers)
 
-    def _widen(self, wanted: int) -> None:
-        """Hold as many bytes of buffers as are wanted, if more than now."""
+    def _widen(self, *, tokens: int, width: int) -> None:
+        """Hold buffers for so many tokens and so wide a plan, and for all that were before."""
+        widest = max(tokens, self._widest[0]), max(width, self._widest[1])
+        wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.settings.rows)
         extra = wanted - self._buffers
         if extra > 0:
             tiers = self.residents.tiers
             tiers.reserve(Tier.DEVICE, "buffers", extra, what=_WHAT)
             self._buffers = wanted
+        self._widest = widest
 
     def _warm(self, planned: Planned) -> None:
         """Compile what the base is run with, and read a token with it."""

@@ -7,8 +7,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.generate import Writer
 from expertctl.engine.lent import Lent
 from expertctl.engine.residents import Ready
@@ -19,6 +20,7 @@ from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
+from expertctl.engine.threads import threads
 from expertctl.errors import BudgetError, ExpertError
 from expertctl.telling import Tell
 
@@ -62,19 +64,24 @@ class Press:
 
     def _work(self) -> None:
         """Go round until all is done; what nobody foresaw ends all jobs, so that none waits."""
+        packed = self._house.base.backend.name == "packed"
         try:
-            while self._has_work():
-                while self._board.errands:
-                    self._board.errands.popleft()()
-                self._expire()
-                self._begin_texts()
-                self._compute()
-                self._desk.prepare_next()
+            with threads(1 if packed else self._house.threads):  # kernels have their own
+                self._go_round()
         except Exception:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
             self._board.abandon(_failure())
             self._broke()
             raise
+
+    def _go_round(self) -> None:
+        while self._has_work():
+            while self._board.errands:
+                self._board.errands.popleft()()
+            self._expire()
+            self._begin_texts()
+            self._compute()
+            self._desk.prepare_next()
 
     def _has_work(self) -> bool:
         """Wait for something to do; False when the board is closed and empty."""
@@ -85,11 +92,12 @@ class Press:
             return not board.is_done
 
     def _expire(self) -> None:
-        """End jobs of the line whose time is over."""
+        """End jobs whose time is over before they have a row, and those nobody wants any more."""
         with self._board.lock:
             late = [ticket for ticket in self._board.line if ticket.stopped()]
             for ticket in late:
                 self._board.line.remove(ticket)
+            late += [t for t in self._board.ready if not t.begun and t.stopped()]
         for ticket in late:
             self._refuse(ticket, ticket.demand_wanted)
 
@@ -102,13 +110,13 @@ class Press:
     def _begin_texts(self) -> None:
         """Give rows to texts of jobs that are ready, as far as there are rows and memory."""
         while self.batch.free and self._board.ready:
-            ticket = self._board.ready[0]
+            ticket, was_loading = self._board.ready[0], self._board.is_loading
             try:
                 self._begin(ticket)
             except BudgetError as error:
                 if self.batch.texts:
                     return  # one of them ends and gives back what is missing
-                if not self._made_room(ticket) and not self._awaits_loading():
+                if not (self._made_room(ticket) or self._awaits_loading() or was_loading):
                     self._put_out(ticket, error)
             except ExpertError as error:
                 self._put_out(ticket, error)
@@ -127,11 +135,12 @@ class Press:
         assert prepared is not None
         assert memory is not None
         plan, prompt = prepared.planned.result.plan, prepared.prompt
+        ticket.clock.lap("queue")
         with ExitStack() as stack:
             lending = self._house.lent(prepared, memory, cache_key=ticket.cache_key)
             ready = stack.enter_context(lending)
+            ticket.clock.lap("load")
             if number == 0:
-                ticket.clock.lap("queue")
                 ticket.tell(Started(plan, len(prompt.ids), ready.reused))
             tokenizer = ready.base.tokenizer
             text = Text(
@@ -148,14 +157,15 @@ class Press:
             ticket.lents[number] = Lent(prepared, ready, *made_with, ticket.clock)
             self._lent[text] = _Loan(ready, stack.pop_all())
         self.batch.add(text)
+        self._count_rows()  # first: who looks for memory must see that somebody holds some
         ticket.begun += 1
         if ticket.begun == ticket.job.texts:
             self._board.has_begun(ticket)
-        self._count_rows()
 
     def _made_room(self, ticket: Ticket) -> bool:
         """While nothing runs, take from those that only wait; False when they have nothing."""
-        others = [other for other in self._board.ready if other is not ticket]
+        with self._board.lock:
+            others = [other for other in self._board.ready if other is not ticket]
         for other in others:
             self._board.send_back(other)
             self._desk.load_again(other)
@@ -192,6 +202,7 @@ class Press:
             kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
         self._lent.pop(text).stack.close()
         ticket.ended[text.number] = generated
+        ticket.lents[text.number] = _without_plan(ticket.lents[text.number])
         self._conclude(ticket)
 
     def _conclude(self, ticket: Ticket) -> None:
@@ -206,11 +217,18 @@ class Press:
         for text in [text for text in self._lent if text.ticket is ticket]:
             self.batch.remove(text)
             self._lent.pop(text).stack.close()
+        self._desk.remember_failure(ticket, error)
         self._board.fail(ticket, error)
 
     def _count_rows(self) -> None:
         with self._board.lock:
             self._board.free_rows = self.batch.free
+
+
+def _without_plan(lent: Lent) -> Lent:
+    """Return what is told of an answer, without its plan, whose memory others may have now."""
+    assert isinstance(lent.ready, Ready)
+    return replace(lent, ready=replace(lent.ready, plan=BASE_ALONE))
 
 
 def _failure() -> ExpertError:

@@ -37,7 +37,8 @@ class Ticket:
 
     job: Job
     sink: Sink
-    came: float = field(default_factory=now)
+    left_line: float = field(default_factory=now)
+    """When it began to be prepared; until then, when it came."""
     clock: Clock = field(default_factory=Clock)
     stage: Stage = "waiting"
     is_cancelled: bool = False

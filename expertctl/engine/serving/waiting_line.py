@@ -2,8 +2,8 @@
 
 Of the jobs of the highest priority that one is taken whose owner was served least of late, and of
 an owner's own the one that came first. What was served counts from the moment an owner comes, so
-nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). A job that waits
-rises by one priority every `RISE_SECONDS`, so none waits for ever.
+nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). Jobs of an owner
+who is not served rise by one priority every `RISE_SECONDS`, so nobody waits for ever.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,9 @@ class _Place(Generic[Item]):
     number: int
     since: float
 
-    def level(self, now: float) -> int:
-        return self.item.priority + int((now - self.since) / RISE_SECONDS)
+    def level(self, now: float, served: float) -> int:
+        """Its priority, risen since it came or its owner was served last."""
+        return self.item.priority + int((now - max(self.since, served)) / RISE_SECONDS)
 
 
 class WaitingLine(Generic[Item]):
@@ -50,6 +51,8 @@ class WaitingLine(Generic[Item]):
         self.bound = bound
         self._places: list[_Place[Item]] = []
         self._served: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        """When owners who wait were served last."""
         self._begun = 0.0
         """What the owner that was taken last had been served before."""
         self._numbers = 0
@@ -83,6 +86,7 @@ class WaitingLine(Generic[Item]):
         owner = place.item.owner
         self._begun = self._served[owner]
         self._served[owner] += place.item.cost
+        self._last[owner] = now
         self._forget_absent()
         return place.item
 
@@ -103,11 +107,14 @@ class WaitingLine(Generic[Item]):
         assert numbers == sorted(set(numbers))
 
     def _order(self, place: _Place[Item], now: float) -> tuple[float, float, int]:
-        return -place.level(now), self._served[place.item.owner], place.number
+        owner = place.item.owner
+        level = place.level(now, self._last.get(owner, place.since))
+        return -level, self._served[owner], place.number
 
     def _forget_absent(self) -> None:
         """Forget owners who have no advantage to lose: they come back as new ones would."""
         here = {place.item.owner for place in self._places}
+        self._last = {owner: at for owner, at in self._last.items() if owner in here}
         self._served = {
             owner: served
             for owner, served in self._served.items()

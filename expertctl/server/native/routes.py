@@ -3,12 +3,12 @@
 from functools import partial
 
 import msgspec
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.errors import ExpertError
+from expertctl.errors import ExpertError, RateLimitError
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
@@ -29,6 +29,8 @@ JOBS = "/v1/jobs"
 JOB = "/v1/jobs/{job_id}"
 ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
+PLANS_AT_ONCE, PLANS_WAITING = 2, 16
+"""How many plans are made for those who only ask for one: whose answers wait are planned, too."""
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -50,6 +52,7 @@ class _Wire:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
+        self._planning = CapacityLimiter(PLANS_AT_ONCE)
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
@@ -100,7 +103,15 @@ class _Wire:
     async def route(self, request: Request) -> Response:
         """Plan a prompt; nothing is loaded."""
         body = await read_body(request, RouteFields)
-        planned = await to_thread.run_sync(self._service.engine.plan, body.planned())
+        if self._planning.statistics().tasks_waiting >= PLANS_WAITING:
+            raise RateLimitError("too many plans are asked for at once")
+        planning = to_thread.run_sync(
+            self._service.engine.plan,
+            body.planned(),
+            limiter=self._planning,
+            abandon_on_cancel=True,
+        )
+        planned = await while_connected(request, planning)
         return _json(planned.result.to_json())
 
     async def experts(self, _: Request) -> Response:

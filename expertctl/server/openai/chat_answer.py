@@ -20,9 +20,9 @@ from expertctl.server.tool_calls.scanner import Text
 
 
 def chat_completion(call: ChatCall, came: Collected) -> JsonObject:
-    """Return the answer to a chat call."""
+    """Return the answer to a chat call; choices that a deadline let not begin are not there."""
     choices, answers = list[JsonValue](), list[Answered]()
-    for index, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=True)):
+    for index, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False)):
         reader = AnswerReader(call.reading)
         read = [*reader.push(result.generated.text), *reader.finish()]
         reason = finish_reason_of(result.generated.finish_reason, calls=reader.calls)

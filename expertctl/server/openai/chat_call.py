@@ -34,6 +34,8 @@ _OURS = re.compile(
 )
 """What the chat template is given by the call and by the base."""
 
+MAX_GIVEN = 4_096
+"""How many characters a call may give its chat template besides messages and tools."""
 MAX_CALLS = 1 << 20
 """More calls than one answer can hold."""
 
@@ -189,6 +191,7 @@ def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
     for name in filter(_OURS.fullmatch, given):
         field = f"chat_template_kwargs.{name}"
         raise FieldError(f"{field}: the call or the base says that", field=field)
+    _check_given(given)
     said: JsonObject = {}
     if request.reasoning_effort is not None:
         said["reasoning_effort"] = request.reasoning_effort
@@ -196,3 +199,12 @@ def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
     if tools:
         said["tools"] = [tool.to_json() for tool in tools]
     return {**said, **given}
+
+
+def _check_given(given: JsonObject) -> None:
+    """Bound what a template is given; it is part of what is remembered of templates."""
+    field = "chat_template_kwargs"
+    if any(isinstance(value, list | dict) for value in given.values()):
+        raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)
+    if sum(len(name) + len(str(value)) for name, value in given.items()) > MAX_GIVEN:
+        raise FieldError(f"{field}: over {MAX_GIVEN} characters", field=field)

@@ -103,6 +103,8 @@ class ChatStream:
         for index in range(len(results)):
             yield from self._said(index, self._readers[index].finish())
         ends = [self._end(index, result) for index, result in enumerate(results)]
+        late = range(len(results), self._call.job.texts)  # a deadline came before they began
+        ends += [self._chunk(index, {}, reason="length") for index in late]
         if self._call.with_usage:
             usage = usage_of([results])
             ends.append({**self._head(), "choices": [], "usage": usage})

@@ -51,5 +51,5 @@ def _choices(call: CompletionCall, number: int, came: Collected) -> list[JsonVal
             "logprobs": completion_logprobs(tokens, start=0) if scored else None,
             "finish_reason": finish_reason_of(result.generated.finish_reason),
         }
-        for i, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=True))
+        for i, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False))
     ]

@@ -89,6 +89,8 @@ class CompletionStream:
             )
             for index, result in enumerate(results)
         ]
+        late = range(len(results), self._call.jobs[number].texts)  # a deadline was before
+        ends += [self._chunk(self._call.index(number, i), "", reason="length") for i in late]
         if len(self._results) == len(self._call.jobs):
             ends = self._with_rest(ends)
         yield from ends

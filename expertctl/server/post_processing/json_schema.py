@@ -22,7 +22,9 @@ MAX_VALUES = 50_000
 MAX_DEPTH = 64
 MAX_LOOKS = 5_000_000
 """Beyond so many looks at its values an answer is not checked."""
-_PATTERN_BYTES = 1 << 20
+_PATTERN_BYTES = 1 << 18
+MAX_PATTERNS, MAX_PATTERN_CHARACTERS = 100, 10_000
+"""How many patterns a schema has at most, and how long all of them are together."""
 _MOST_SHOWN = 300
 _HINT = "correct the schema; patterns have neither look-around nor references back"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
@@ -73,6 +75,7 @@ def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
         UsageError: when it is too large, refers to other places or is none, with the place.
     """
     _check_size(schema, where)
+    _check_patterns(schema, where)
     dialect = _dialect(schema, where)
     cost = read_cost(schema, where=where)
     try:
@@ -98,6 +101,31 @@ def _check_size(schema: JsonObject, where: str) -> None:
                 f"{where} has over {MAX_VALUES} values, or is nested deeper than {MAX_DEPTH}",
                 hint="use a smaller schema",
             )
+
+
+def _check_patterns(schema: JsonObject, where: str) -> None:
+    """Bound what is compiled before anything is."""
+    patterns = [
+        pattern
+        for level in _by_level(schema)
+        for value in level
+        if isinstance(value, dict)
+        for pattern in _patterns_of(value)
+    ]
+    if len(patterns) > MAX_PATTERNS or sum(map(len, patterns)) > MAX_PATTERN_CHARACTERS:
+        raise UsageError(
+            f"{where} has over {MAX_PATTERNS} patterns, or over {MAX_PATTERN_CHARACTERS} "
+            "characters of them",
+            hint="use a smaller schema",
+        )
+
+
+def _patterns_of(schema: JsonObject) -> Iterator[str]:
+    named = schema.get("patternProperties")
+    yield from named if isinstance(named, dict) else ()
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        yield pattern
 
 
 def _dialect(schema: JsonObject, where: str) -> type[jsonschema_rs.Validator]:

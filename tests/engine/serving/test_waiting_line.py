@@ -63,6 +63,14 @@ def test_a_job_that_waits_rises_until_it_is_next() -> None:
     assert [j.owner for j in taken(line, now=10 * RISE_SECONDS)] == ["old", "new"]
 
 
+def test_a_long_line_of_one_caller_does_not_outgrow_the_turns_of_another() -> None:
+    line = line_of(*(Job("many", number=n) for n in range(40)))
+    for second in range(15):
+        assert line.take(now=float(second)) is not None
+    line.add(Job("one", number=99), now=15.0)
+    assert line.take(now=15.0) == Job("one", number=99)
+
+
 def test_a_job_that_is_removed_is_not_served() -> None:
     first, second = Job(number=1), Job(number=2)
     line = line_of(first, second)

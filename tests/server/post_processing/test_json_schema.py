@@ -231,3 +231,19 @@ def test_references_go_through_lists_and_escapes() -> None:
     assert passes(schema, 5) is True
     assert passes(schema, None) is True
     assert passes(schema, {"x": 1}) is False
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {f"a{n}": True for n in range(101)}},
+        {"properties": {str(n): {"pattern": f"a{n}"} for n in range(101)}},
+        {"items": {"pattern": "a" * 10_001}},
+    ],
+    ids=["names", "values", "length"],
+)
+def test_a_schema_of_many_or_long_patterns_is_refused_before_any_is_compiled(
+    schema: dict[str, Any],
+) -> None:
+    with pytest.raises(UsageError, match="over 100 patterns, or over 10000 characters"):
+        read_schema(schema, where="schema")
