@@ -216,7 +216,7 @@ def plotted(home: Home, path: Path) -> None:
     with serving(home) as server:
         server.experts()
         saturated = CLIENTS / server.experts()
-        for share in (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.1):
+        for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0):
             points.append((share * saturated, *_open(server, share * saturated)))
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
     rates = [point[0] for point in points]

@@ -82,7 +82,7 @@ class Page:
 def pages() -> list[Page]:
     """Return all of them."""
     registry = registry_openapi.openapi(OPERATIONS, url="")
-    serve = openapi.openapi(description.OPERATIONS, url="")
+    serve = openapi.openapi(description.OPERATIONS, url="", keyed=False)
     return [
         Page("registry-api.md", _REGISTRY, registry, registry_openapi.ALWAYS, _by_tokens),
         Page("serve-api.md", _SERVE, serve, openapi.ALWAYS, _by_keys),

@@ -155,7 +155,7 @@ def test_prompts_are_logged_where_that_is_asked_for(
 ) -> None:
     caplog.set_level(logging.INFO, logger="expertctl.server")
     make_served(replace(SETTINGS, log_prompts=True)).client().post(CHAT, json=ASKED)
-    (record,) = [r for r in caplog.records if r.name == "expertctl.server.jobs"]
+    (record,) = [r for r in caplog.records if r.getMessage() == "prompt"]
     assert record.__dict__["fields"]["prompt"] == "Sort: 3, 1, 2"
 
 

@@ -226,7 +226,7 @@ def test_a_prompt_is_read_once_by_the_same_key_only(client: Client) -> None:
     [
         ({"model": "gpt-5"}, openai.NotFoundError, None, "model_not_found"),
         ({"model": "/etc/passwd"}, openai.NotFoundError, None, "model_not_found"),
-        ({"model": "acme/none"}, openai.NotFoundError, None, "not_found"),
+        ({"model": "acme/none"}, openai.NotFoundError, None, "model_not_found"),
         ({"temperature": 3}, openai.BadRequestError, "temperature", None),
         ({"n": 17}, openai.BadRequestError, None, None),
         (
