@@ -14,6 +14,7 @@ from expertctl.server.native.job_document import JobDocument
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openapi import Operation, openapi
+from expertctl.server.readiness import ReadinessDocument
 from expertctl.server.service import Service
 
 DOCUMENT = "/openapi.json"
@@ -80,7 +81,7 @@ OPERATIONS = (
         tag="anthropic",
         body=CountRequest,
         answer=_OBJECT,
-        errors=(404,),
+        errors=(404, 422),
     ),
     Operation(
         method="POST",
@@ -156,7 +157,8 @@ OPERATIONS = (
         name="isReady",
         summary="Tell whether jobs are taken.",
         tag="operation",
-        answer=_OBJECT,
+        answer=ReadinessDocument,
+        same=(503,),
         open=True,
     ),
     Operation(

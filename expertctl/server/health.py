@@ -4,6 +4,7 @@ The first two are for anybody. Metrics name experts and how busy they are, so th
 the server does.
 """
 
+import msgspec
 from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -28,7 +29,7 @@ def routes(service: Service) -> list[BaseRoute]:
 
     async def readyz(_: Request) -> Response:
         readiness = service.readiness
-        body = {"ready": readiness.is_ready, "state": readiness.state}
+        body = msgspec.to_builtins(readiness.document)
         again = {} if readiness.is_ready else {"Retry-After": str(RETRY_SECONDS)}
         return JSONResponse(body, 200 if readiness.is_ready else 503, {**_FRESH, **again})
 

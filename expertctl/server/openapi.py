@@ -72,6 +72,8 @@ class Operation:
     status: int = 200
     streams: bool = False
     errors: tuple[int, ...] = ()
+    same: tuple[int, ...] = ()
+    """Statuses that are answered in the form of the good one."""
     open: bool = False
     """Whether it needs no key."""
 
@@ -134,7 +136,7 @@ def _parameters(path: str) -> Iterator[JsonObject]:
 
 def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
     answer: JsonObject = {"description": _MEANINGS[status]}
-    if status != operation.status:
+    if status not in {operation.status, *operation.same}:
         schema = schemas[error_kind(operation.path)]
         return {**answer, "content": {JSON: {"schema": schema}}}
     content: dict[str, JsonValue] = {}

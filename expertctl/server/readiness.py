@@ -2,7 +2,16 @@
 
 from typing import Literal
 
+from msgspec import Struct
+
 State = Literal["loading", "ready", "failed", "ending"]
+
+
+class ReadinessDocument(Struct, frozen=True):
+    """Whether jobs are taken, and what keeps them from that."""
+
+    ready: bool
+    state: State
 
 
 class Readiness:
@@ -11,6 +20,11 @@ class Readiness:
     def __init__(self, state: State = "ready") -> None:
         """Begin in a state."""
         self.state: State = state
+
+    @property
+    def document(self) -> ReadinessDocument:
+        """What is told of it."""
+        return ReadinessDocument(self.is_ready, self.state)
 
     @property
     def is_ready(self) -> bool:
