@@ -61,5 +61,5 @@ if __name__ == "__main__":
         scheme = Scheme(name)
         far = check(scheme, crew)
         assert far <= OFF[scheme], f"{name}: scores are off by {far:.3g} of their spread"
-        print(f"{name} on {cpu.name}, half {cpu.half}: off by {far:.3g}", file=sys.stderr)
+        print(f"{name} on {cpu.name}, half {cpu.half}: off by {far:.3g}")
     crew.close()

@@ -1,6 +1,5 @@
 """`MessageCall`: a request for a message as a job for the engine, and how its answer is read."""
 
-import time
 import uuid
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from expertctl.server.anthropic.message_request import (
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
@@ -112,7 +112,7 @@ def message_call(
         request=_run_request(request, asked, choice, caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-        deadline=_deadline(request, usual),
+        deadline=deadline_of(request.timeout_ms, usual=usual),
         check=_check(request, reading),
     )
     return MessageCall(
@@ -174,11 +174,6 @@ def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
 def _cache_key(request: MessageRequest, caller: Caller) -> str:
     user = None if request.metadata is None else request.metadata.user_id
     return cache_key_of(caller, request.cache_key, request.session_id, user)
-
-
-def _deadline(request: MessageRequest, usual: float | None) -> float | None:
-    seconds = usual if request.timeout_ms is None else request.timeout_ms / 1e3
-    return None if seconds is None else time.monotonic() + seconds
 
 
 def _check(request: MessageRequest, reading: Reading) -> Check | None:

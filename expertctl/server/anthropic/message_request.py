@@ -12,12 +12,12 @@ from expertctl.routing.presets import LIMITS, MAX_STOP_CHARACTERS, MAX_STOPS
 from expertctl.server.anthropic.content_block import CacheControl, Texts
 from expertctl.server.anthropic.conversation import Turn
 from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, OfferedTool
+from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
 
 MAX_TURNS = 10_000
 LEAST_THINKING = 1024
 _MAX_KEY = 512
-_MAX_MS = 86_400_000
 
 _Key = Annotated[str, Meta(max_length=_MAX_KEY)]
 _Display = Literal["summarized", "omitted"]
@@ -123,7 +123,7 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
 
     seed: Annotated[int, _within("seed")] | None = None
     priority: Annotated[int, _within("priority")] | None = None
-    timeout_ms: Annotated[int, Meta(ge=1, le=_MAX_MS)] | None = None
+    timeout_ms: TimeoutMs | None = None
     cache_key: _Key | None = None
     session_id: _Key | None = None
     exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None

@@ -5,12 +5,10 @@ The version that a client names in ``anthropic-version`` makes no difference: th
 
 import asyncio
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.schema.strict_json import JsonObject
 from expertctl.server.anthropic.message_answer import message_of
 from expertctl.server.anthropic.message_call import asked_of, message_call
 from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
@@ -20,6 +18,7 @@ from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.generation import finished
 from expertctl.server.model_name import chosen
+from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
 from expertctl.server.sse import event_stream, while_connected
 
@@ -56,7 +55,7 @@ class _Wire:
         if body.stream:
             return event_stream(request, message_lines(service.engine, call))
         came = await while_connected(request, finished(service.engine, call.job))
-        return _json(message_of(call, came.results[0]))
+        return json_reply(message_of(call, came.results[0]))
 
     async def count(self, request: Request) -> Response:
         """Answer with the number of tokens that the base would read."""
@@ -66,12 +65,7 @@ class _Wire:
         asked = asked_of(body, text)
         counted = asyncio.to_thread(text.count, asked.messages, asked.variables)
         tokens = await while_connected(request, counted)
-        return _json({"input_tokens": tokens})
+        return json_reply({"input_tokens": tokens})
 
     def _text(self) -> BaseText:
         return BaseText(self._service.engine.tokenizer)
-
-
-def _json(document: JsonObject) -> Response:
-    content = msgspec.json.encode(document)
-    return Response(content, headers={"Cache-Control": "no-store"}, media_type="application/json")

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
 from expertctl.server.caller import Caller
+from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.native.infer_request import InferRequest
 from expertctl.server.post_processing.check import Commands, check_of
@@ -55,7 +56,7 @@ def call_of(
         request=body.asked(caller),
         owner=caller.id,
         priority=DEFAULT_PRIORITY if body.priority is None else body.priority,
-        deadline=_deadline(body, usual=settings.timeout),
+        deadline=deadline_of(body.timeout_ms, usual=settings.timeout),
         check=_check(body, settings.validators),
     )
     return Call(job=job, arrival=arrival, reception_ms=arrival.since_ms)
@@ -65,11 +66,6 @@ def moment(seconds: float) -> str:
     """Return a time as text, in UTC."""
     text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
     return f"{text.removesuffix('+00:00')}Z"
-
-
-def _deadline(body: InferRequest, *, usual: float | None) -> float | None:
-    seconds = usual if body.timeout_ms is None else body.timeout_ms / 1e3
-    return None if seconds is None else time.monotonic() + seconds
 
 
 def _check(body: InferRequest, commands: Commands) -> Check | None:

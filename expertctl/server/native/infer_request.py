@@ -22,10 +22,10 @@ from expertctl.routing.presets import (
 )
 from expertctl.routing.request import RouteRequest, check_request, parse_forced, parse_target
 from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
 from expertctl.server.post_processing.response_format import ResponseFormat
 
-MAX_MS = 86_400_000
 MAX_EXCLUDED = 100
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
@@ -111,7 +111,7 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
     cache_key: Key | None = None
     metadata: Annotated[dict[_MetadataKey, Key], Meta(max_length=_MAX_METADATA)] | None = None
     priority: Annotated[int, _within("priority")] | None = None
-    timeout_ms: Annotated[int, Meta(ge=1, le=MAX_MS)] | None = None
+    timeout_ms: TimeoutMs | None = None
     stream: bool = False
 
     def asked(self, caller: Caller) -> RunRequest:

@@ -2,14 +2,12 @@
 
 from functools import partial
 
-import msgspec
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.errors import ExpertError, RateLimitError
-from expertctl.schema.strict_json import JsonObject
 from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.field_error import FieldError
@@ -21,6 +19,7 @@ from expertctl.server.native.infer_request import InferRequest, RouteFields
 from expertctl.server.native.job_document import document_of
 from expertctl.server.native.job_store import JobStore, StoredJob
 from expertctl.server.native.stream import infer_lines
+from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
 from expertctl.server.sse import event_stream, while_connected
 
@@ -61,7 +60,9 @@ class _Wire:
         call, engine = self._call(request, body, arrival), self._service.engine
         if body.stream:
             return event_stream(request, infer_lines(engine, call, request.scope))
-        return _json(answer_of(call, await while_connected(request, finished(engine, call.job))))
+        return json_reply(
+            answer_of(call, await while_connected(request, finished(engine, call.job)))
+        )
 
     async def submit(self, request: Request) -> Response:
         """Begin a job that nobody waits for."""
@@ -87,7 +88,7 @@ class _Wire:
             self._jobs.drop(job.id)
             raise
         document = document_of(job, expected_wait=expected_wait)
-        return _json(document, status=202, headers={"Location": f"{JOBS}/{job.id}"})
+        return json_reply(document, status=202, headers={"Location": f"{JOBS}/{job.id}"})
 
     async def job(self, request: Request) -> Response:
         """Tell what became of a job."""
@@ -112,13 +113,13 @@ class _Wire:
             abandon_on_cancel=True,
         )
         planned = await while_connected(request, planning)
-        return _json(planned.result.to_json())
+        return json_reply(planned.result.to_json())
 
     async def experts(self, _: Request) -> Response:
         """List what is installed."""
         engine = self._service.engine
         experts = await to_thread.run_sync(engine.experts)
-        return _json(experts_document(experts, base=engine.base_name))
+        return json_reply(experts_document(experts, base=engine.base_name))
 
     def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:
         return call_of(
@@ -126,15 +127,4 @@ class _Wire:
         )
 
     def _told(self, job: StoredJob) -> Response:
-        return _json(document_of(job, expected_wait=self._service.engine.expected_wait()))
-
-
-def _json(
-    document: JsonObject | msgspec.Struct,
-    *,
-    status: int = 200,
-    headers: dict[str, str] | None = None,
-) -> Response:
-    content = msgspec.json.encode(document)
-    own = {"Cache-Control": "no-store", **(headers or {})}
-    return Response(content, status, own, media_type="application/json")
+        return json_reply(document_of(job, expected_wait=self._service.engine.expected_wait()))

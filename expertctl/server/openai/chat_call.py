@@ -16,12 +16,13 @@ from expertctl.schema.strict_json import JsonObject
 from expertctl.server.answer_reader import Reading
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of, routed_by
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import deadline_of, route_of
+from expertctl.server.openai.shared_fields import route_of
 from expertctl.server.openai.tool import Tool, offered
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
@@ -108,7 +109,7 @@ def _job(
         request=asked,
         owner=owner,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
-        deadline=deadline_of(request, usual=settings.timeout),
+        deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
         texts=request.texts,
         logprobs=_logprobs(request),
         check=_check(request, reading, settings),

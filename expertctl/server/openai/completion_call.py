@@ -8,11 +8,12 @@ from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Job
 from expertctl.server.caller import Caller, cache_key_of
+from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.openai.completion_request import MAX_PROMPTS, CompletionRequest
 from expertctl.server.openai.neutral_values import check_neutral
-from expertctl.server.openai.shared_fields import deadline_of, route_of
+from expertctl.server.openai.shared_fields import route_of
 from expertctl.server.settings import ServeSettings
 
 MAX_TOKENS = 16
@@ -56,7 +57,7 @@ def completion_call(
     check_neutral(request)
     _check_echo(request)
     choice = chosen(request.model, base_name=base_name)
-    deadline = deadline_of(request, usual=settings.timeout)
+    deadline = deadline_of(request.timeout_ms, usual=settings.timeout)
     asked = [_run_request(request, one, choice, caller=caller) for one in _prompts(request)]
     return CompletionCall(
         jobs=tuple(_job(request, one, owner=caller.id, deadline=deadline) for one in asked),

@@ -3,12 +3,10 @@
 import asyncio
 import time
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from expertctl.schema.strict_json import JsonObject
 from expertctl.server.base_text import BaseText
 from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
@@ -22,6 +20,7 @@ from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openai.completion_stream import completion_lines
 from expertctl.server.openai.models import model_document, models_document
 from expertctl.server.openai.several_jobs import collected
+from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
 from expertctl.server.sse import event_stream, while_connected
 
@@ -62,7 +61,7 @@ class _Wire:
         if body.stream:
             return event_stream(request, chat_lines(engine, call))
         [came] = await while_connected(request, collected(engine, [call.job]))
-        return _json(chat_completion(call, came))
+        return json_reply(chat_completion(call, came))
 
     async def complete(self, request: Request) -> Response:
         """Answer with what follows texts."""
@@ -77,21 +76,16 @@ class _Wire:
         if body.stream:
             return event_stream(request, completion_lines(engine, call))
         came = await while_connected(request, collected(engine, call.jobs))
-        return _json(completion(call, came))
+        return json_reply(completion(call, came))
 
     async def models(self, _: Request) -> Response:
         """Answer with all models."""
         engine = self._service.engine
         experts = await asyncio.to_thread(engine.experts)
-        return _json(models_document(engine.base_name, experts, since=self._since))
+        return json_reply(models_document(engine.base_name, experts, since=self._since))
 
     async def model(self, request: Request) -> Response:
         """Answer with one model."""
         name, engine = request.path_params["name"], self._service.engine
         experts = await asyncio.to_thread(engine.experts)
-        return _json(model_document(name, engine.base_name, experts, since=self._since))
-
-
-def _json(document: JsonObject) -> Response:
-    content = msgspec.json.encode(document)
-    return Response(content, headers={"Cache-Control": "no-store"}, media_type="application/json")
+        return json_reply(model_document(name, engine.base_name, experts, since=self._since))

@@ -3,7 +3,6 @@
 The last group is our own. A field that is not written down here, or in the call, is refused.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
@@ -18,12 +17,12 @@ from expertctl.routing.presets import (
     SamplingWishes,
 )
 from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
+from expertctl.server.deadline import TimeoutMs
 from expertctl.server.model_name import Choice
 
 MAX_TEXTS = 128
 _MAX_KEY = 512
 _MAX_SEED = 2**53
-_MAX_MS = 86_400_000
 _LEAST_TOP_P = 1e-9
 """The likeliest token is always in: of nothing at all, it alone is left."""
 
@@ -74,7 +73,7 @@ class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     logit_bias: dict[str, float] | None = None
 
     priority: Annotated[int, _within("priority")] | None = None
-    timeout_ms: Annotated[int, Meta(ge=1, le=_MAX_MS)] | None = None
+    timeout_ms: TimeoutMs | None = None
     cache_key: Key | None = None
     session_id: Key | None = None
     top_k: Annotated[int, _within("top_k")] | None = None
@@ -134,12 +133,6 @@ def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> Sa
         stop=_stops(fields.stop),
     )
     return given if auto else _completed(given)
-
-
-def deadline_of(fields: SharedFields, *, usual: float | None) -> float | None:
-    """Return by when the answer is wanted, of `time.monotonic`; ``usual`` seconds by default."""
-    seconds = usual if fields.timeout_ms is None else fields.timeout_ms / 1e3
-    return None if seconds is None else time.monotonic() + seconds
 
 
 def _completed(given: SamplingWishes) -> SamplingWishes:

@@ -105,4 +105,6 @@ def test_rows_with_plans_of_their_own_are_the_formula_without_any_instruction_of
     ("name", "features"), [("haswell", "+avx,+avx2,+fma,+f16c"), ("x86-64", "+sse2")]
 )
 def test_a_batch_of_plans_is_decoded_on_lesser_processors(name: str, features: str) -> None:
-    said_where(name, features, "-m", "tests.engine.plain_program", "float16", "bfloat16", "int8")
+    schemes = ["float16", "bfloat16", "int8"]
+    said = said_where(name, features, "-m", "tests.engine.plain_program", *schemes)
+    assert [line.split()[0] for line in said.splitlines()] == schemes
