@@ -107,7 +107,7 @@ def test_load_is_seen_in_numbers_and_curves(
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     shown = tab.text("main")
     assert re.search(r"Answers\n[\d,.]+ tok/s", shown)
-    assert re.search(r"Memory\n[\d.]+ MB\n\d+ % of 67.1 MB", shown)
+    assert re.search(r"Memory\n[\d.]+ [kM]B\n\d+ % of 67.1 MB", shown)
     for name in EXPERTS:
         assert f"{name}@1.0.0" in tab.text("#experts")
     assert BASE in tab.text("header")
