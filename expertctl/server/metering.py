@@ -91,19 +91,27 @@ class Metered:
 
 
 class _Meter:
-    """Passes the events of one job on, and observes them."""
+    """Observes the events of one job, and passes them on.
+
+    In this order: who reads an answer finds it counted, in the metrics, the log and the limits.
+    """
 
     def __init__(self, job: Job, sink: Sink, metrics: Metrics, quotas: Quotas) -> None:
         self._job, self._sink, self._metrics, self._quotas = job, sink, metrics, quotas
         self._last: dict[int, float] = {}
 
     def __call__(self, event: Event) -> None:
-        self._sink(event)
+        try:
+            self._observe(event)
+        finally:  # whatever ails the observer, the answer goes out
+            self._sink(event)
+
+    def _observe(self, event: Event) -> None:
         match event:
             case Piece():
                 self._observe_gap(event.number)
             case Finished():
-                self._observe(event.results)
+                self._observe_end(event.results)
             case Failed():
                 self._metrics.failed(event.error)
                 LOG.info("job", extra={"fields": job_record.failed(self._job, event.error)})
@@ -117,7 +125,7 @@ class _Meter:
         if before is not None:
             self._metrics.gap(now - before)
 
-    def _observe(self, results: Sequence[RunResult]) -> None:
+    def _observe_end(self, results: Sequence[RunResult]) -> None:
         for result in results:
             self._metrics.answered(result)
         LOG.info("job", extra={"fields": job_record.answered(self._job, results)})
