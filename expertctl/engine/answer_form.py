@@ -61,6 +61,11 @@ class Checked:
 UNCHECKED = Checked(None)
 
 
+def worst(found: Iterable[Checked]) -> Checked:
+    """Return the first check that failed, else the first that is open, else the first."""
+    return min(found, key=lambda one: {False: 0, None: 1, True: 2}[one.passed])
+
+
 def wanted_form(prompt: str, experts: Sequence[Manifest]) -> Form | None:
     """Return the form that is called for: by the last expert, else by the prompt.
 

@@ -12,6 +12,24 @@ from expertctl.server.tool_calls.scanner import Part, Text, ToolCallScanner
 Read = Text | Thought | Call
 
 
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """A whole answer in its parts, and what of it is not given out."""
+
+    parts: tuple[Read, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """What is neither thought nor called."""
+        return "".join(part.text for part in self.parts if isinstance(part, Text))
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls, in order."""
+        return tuple(part for part in self.parts if isinstance(part, Call))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How answers are read: how calls are written, of which tools, and how many count."""
@@ -23,11 +41,11 @@ class Reading:
     opened: bool = False
     """Whether the prompt ends inside a thought."""
 
-    def said(self, text: str) -> tuple[str, int]:
-        """Return what is said in a whole answer, and how many calls there are besides."""
+    def whole(self, text: str) -> WholeAnswer:
+        """Part an answer that is at its end."""
         reader = AnswerReader(self)
-        read = [*reader.push(text), *reader.finish()]
-        return "".join(part.text for part in read if isinstance(part, Text)), reader.calls
+        parts = (*reader.push(text), *reader.finish())
+        return WholeAnswer(parts, reader.warnings)
 
 
 class AnswerReader:

@@ -58,5 +58,7 @@ def test_calls_beyond_the_one_that_is_wanted_are_counted_and_told_of() -> None:
 
 
 def test_what_is_said_leaves_out_thoughts_and_calls() -> None:
-    assert Reading(form=HERMES, tools={"f"}).said(ANSWER) == ("Look:", 2)
-    assert Reading(form=HERMES).said("Hi") == ("Hi", 0)
+    whole = Reading(form=HERMES, tools={"f"}).whole(ANSWER)
+    assert (whole.said, len(whole.calls), whole.warnings) == ("Look:", 2, ())
+    plain = Reading(form=HERMES).whole("Hi")
+    assert (plain.said, plain.calls) == ("Hi", ())

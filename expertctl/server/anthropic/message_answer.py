@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from expertctl.engine.run_result import RunResult
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.answer_reader import AnswerReader, Read
+from expertctl.server.answer_reader import Read
 from expertctl.server.anthropic.message_call import MessageCall
 from expertctl.server.anthropic.outcome import extension_of, stop_of, usage_of_result
 from expertctl.server.thinking import Thought
@@ -14,14 +14,13 @@ from expertctl.server.tool_calls.scanner import Text
 
 def message_of(call: MessageCall, result: RunResult) -> JsonObject:
     """Return the message that answers a request."""
-    reader = AnswerReader(call.reading)
-    read = [*reader.push(result.generated.text), *reader.finish()]
+    read = call.reading.whole(result.generated.text)
     return {
         **head_of(call),
-        "content": list[JsonValue](_blocks(call, read)),
-        **stop_of(call, result, calls=reader.calls),
+        "content": list[JsonValue](_blocks(call, read.parts)),
+        **stop_of(call, result, calls=len(read.calls)),
         "usage": usage_of_result(result),
-        "expertctl": extension_of(call, result, reader.warnings),
+        "expertctl": extension_of(call, result, read.warnings),
     }
 
 

@@ -3,7 +3,6 @@
 import uuid
 from dataclasses import dataclass, replace
 
-from expertctl.engine.answer_form import UNCHECKED, Checked
 from expertctl.engine.message import Message, UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
@@ -11,6 +10,7 @@ from expertctl.errors import UsageError
 from expertctl.routing.presets import DEFAULT_MAX_EXPERTS, SamplingWishes
 from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
 from expertctl.server.anthropic.conversation import messages_of, routed_by
 from expertctl.server.anthropic.message_request import (
@@ -19,7 +19,7 @@ from expertctl.server.anthropic.message_request import (
     ThinkingEnabled,
     check_thinking,
 )
-from expertctl.server.anthropic.tool import OfferedTool, offered, one_call
+from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -113,7 +113,11 @@ def message_call(
         owner=caller.id,
         priority=DEFAULT_PRIORITY if request.priority is None else request.priority,
         deadline=deadline_of(request.timeout_ms, usual=usual),
-        check=_check(request, reading),
+        check=answer_check(
+            reading,
+            form=_form(request),
+            tools=strict_tools(request.tools or ()) if reading.tools else (),
+        ),
     )
     return MessageCall(
         job=job,
@@ -176,21 +180,13 @@ def _cache_key(request: MessageRequest, caller: Caller) -> str:
     return cache_key_of(caller, request.cache_key, request.session_id, user)
 
 
-def _check(request: MessageRequest, reading: Reading) -> Check | None:
-    """Return what the answer is checked for: what is said, not what is thought or called."""
+def _form(request: MessageRequest) -> Check | None:
     wanted = request.output_config.format if request.output_config else None
     if wanted is None:
         return None
     field = "output_config.format.schema"
     try:
-        check = check_of(ResponseFormat(type="json_schema", schema=wanted.schema))
+        return check_of(ResponseFormat(type="json_schema", schema=wanted.schema))
     except UsageError as error:
         fact = error.message.replace("response_format.schema", field)
         raise FieldError(fact, field=field, hint=error.hint) from error
-    assert check is not None, "a schema is always checked"
-
-    def checked(text: str) -> Checked:
-        said, calls = reading.said(text)
-        return UNCHECKED if calls else check(said)
-
-    return checked

@@ -1,7 +1,8 @@
 """The tools of a request: what the model is told of by the chat template.
 
-What is written cannot be forced yet, so nothing that demands a call, or promises its form, is
-accepted. Tools that a server would run are unknown here.
+What is written cannot be forced yet, so nothing that demands a call is accepted. The input of a
+``strict`` tool is checked afterwards, against its schema. Tools that a server would run are unknown
+here.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_check import StrictTool
 from expertctl.server.anthropic.content_block import CacheControl
 from expertctl.server.field_error import FieldError
 
@@ -70,7 +72,7 @@ def offered(tools: Sequence[OfferedTool], choice: Choice | None) -> tuple[Offere
     """Return the tools that the model is told of.
 
     Raises:
-        FieldError: when a call is demanded, a form promised, or a name is there twice.
+        FieldError: when a call is demanded, or a name is there twice.
     """
     _check(tools)
     match choice:
@@ -91,6 +93,15 @@ def one_call(choice: Choice | None) -> bool:
     return isinstance(choice, AutoChoice) and choice.disable_parallel_tool_use
 
 
+def strict_tools(tools: Sequence[OfferedTool]) -> tuple[StrictTool, ...]:
+    """Return the tools whose input is to be checked."""
+    return tuple(
+        StrictTool(tool.name, tool.input_schema, f"tools[{number}].input_schema")
+        for number, tool in enumerate(tools)
+        if tool.strict
+    )
+
+
 def _check(tools: Sequence[OfferedTool]) -> None:
     seen = set[str]()
     for number, tool in enumerate(tools):
@@ -98,6 +109,3 @@ def _check(tools: Sequence[OfferedTool]) -> None:
             field = f"tools[{number}].name"
             raise FieldError(f"{field}: there is a tool {tool.name} already", field=field)
         seen.add(tool.name)
-        if tool.strict:
-            field = f"tools[{number}].strict"
-            raise FieldError(f"{field}: no input can be forced into a form here", field=field)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.answer_reader import AnswerReader, Read
+from expertctl.server.answer_reader import Read
 from expertctl.server.openai.chat_call import MAX_CALLS, ChatCall
 from expertctl.server.openai.logprobs import chat_logprobs
 from expertctl.server.openai.outcome import (
@@ -23,18 +23,17 @@ def chat_completion(call: ChatCall, came: Collected) -> JsonObject:
     """Return the answer to a chat call; choices that a deadline let not begin are not there."""
     choices, answers = list[JsonValue](), list[Answered]()
     for index, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False)):
-        reader = AnswerReader(call.reading)
-        read = [*reader.push(result.generated.text), *reader.finish()]
-        reason = finish_reason_of(result.generated.finish_reason, calls=reader.calls)
+        read = call.reading.whole(result.generated.text)
+        reason = finish_reason_of(result.generated.finish_reason, calls=len(read.calls))
         choices.append(
             {
                 "index": index,
-                "message": _message(call, index, read),
+                "message": _message(call, index, read.parts),
                 "logprobs": None if call.job.logprobs is None else chat_logprobs(tokens),
                 "finish_reason": reason,
             }
         )
-        answers.append(Answered(index, result, reader.warnings))
+        answers.append(Answered(index, result, read.warnings))
     return {
         "id": call.id,
         "object": "chat.completion",

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from expertctl.engine.answer_form import UNCHECKED, Checked
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
@@ -23,7 +23,7 @@ from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.conversation import messages_of, routed_by
 from expertctl.server.openai.neutral_values import check_neutral
 from expertctl.server.openai.shared_fields import route_of
-from expertctl.server.openai.tool import Tool, offered
+from expertctl.server.openai.tool import Tool, offered, strict_tools
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
 from expertctl.server.tool_calls.call_format import CallFormat
@@ -112,7 +112,11 @@ def _job(
         deadline=deadline_of(request.timeout_ms, usual=settings.timeout),
         texts=request.texts,
         logprobs=_logprobs(request),
-        check=_check(request, reading, settings),
+        check=answer_check(
+            reading,
+            form=_form(request, settings),
+            tools=strict_tools(request.tools or ()) if reading.tools else (),
+        ),
     )
 
 
@@ -157,20 +161,11 @@ def _logprobs(request: ChatRequest) -> int | None:
     return None
 
 
-def _check(request: ChatRequest, reading: Reading, settings: ServeSettings) -> Check | None:
-    """Return what the answer is checked for: what is said, not what is thought or called."""
+def _form(request: ChatRequest, settings: ServeSettings) -> Check | None:
     try:
-        check = check_of(request.response_format, commands=settings.validators)
+        return check_of(request.response_format, commands=settings.validators)
     except UsageError as error:
         raise FieldError(error.message, field="response_format", hint=error.hint) from error
-    if check is None:
-        return None
-
-    def checked(text: str) -> Checked:
-        said, calls = reading.said(text)
-        return UNCHECKED if calls else check(said)
-
-    return checked
 
 
 def _cache_key(request: ChatRequest, caller: Caller) -> str:

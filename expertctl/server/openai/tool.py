@@ -1,6 +1,7 @@
 """The tools of a chat call: functions that the model is told of by the chat template.
 
-What is written cannot be forced yet, so nothing that demands a call is accepted.
+What is written cannot be forced yet, so nothing that demands a call is accepted. The arguments of a
+``strict`` tool are checked afterwards, against its schema.
 """
 
 from collections.abc import Sequence
@@ -9,9 +10,12 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from expertctl.schema.strict_json import JsonObject
+from expertctl.server.answer_check import StrictTool
 from expertctl.server.field_error import FieldError
 
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+_NO_ARGUMENTS: JsonObject = {"type": "object", "additionalProperties": False}
 
 FunctionName = Annotated[str, Meta(pattern=_NAME)]
 
@@ -19,7 +23,7 @@ FunctionName = Annotated[str, Meta(pattern=_NAME)]
 class Function(Struct, frozen=True, forbid_unknown_fields=True):
     """What a function is called, what it is for, and the JSON schema of its arguments.
 
-    ``strict`` would promise arguments that fit; they are what the model writes.
+    Without a schema there are no arguments. ``strict``: whether they fit is looked at afterwards.
     """
 
     name: FunctionName
@@ -105,6 +109,19 @@ def offered(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...
                 field="tool_choice",
                 hint='give "auto" or "none", and say in the messages which tool is wanted',
             )
+
+
+def strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:
+    """Return the tools whose arguments are to be checked."""
+    return tuple(
+        StrictTool(
+            tool.function.name,
+            _NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters,
+            f"tools[{number}].function.parameters",
+        )
+        for number, tool in enumerate(tools)
+        if tool.function.strict
+    )
 
 
 def _allowed(tools: Sequence[Tool], allowed: AllowedTools) -> tuple[Tool, ...]:

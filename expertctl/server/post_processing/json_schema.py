@@ -45,26 +45,29 @@ class AnswerSchema:
     def check(self, text: str) -> Checked:
         """Check that an answer is JSON that fits the schema."""
         found = read_answer(text)
-        if isinstance(found, Checked):
-            return found
-        values = list(islice(_levels(found.value), MAX_DEPTH + 1))
-        if len(values) > MAX_DEPTH:
-            return Checked(None, f"the answer is not checked: nested deeper than {MAX_DEPTH}")
-        if sum(map(mul, values, self.cost.looks(len(values)))) > MAX_LOOKS:
-            return Checked(None, "the answer is not checked: its schema would take too long")
-        if _has_infinity(found.value):
-            return Checked(None, "the answer is not checked: a number in it is too large")
-        return self._fitting(found.value)
+        return found if isinstance(found, Checked) else self.check_value(found.value)
 
-    def _fitting(self, value: JsonValue) -> Checked:
+    def check_value(self, value: JsonValue, *, what: str = "the answer") -> Checked:
+        """Check that a value fits the schema; ``what`` it is called in what is said of it."""
+        unchecked = f"{what} is not checked"
+        values = list(islice(_levels(value), MAX_DEPTH + 1))
+        if len(values) > MAX_DEPTH:
+            return Checked(None, f"{unchecked}: nested deeper than {MAX_DEPTH}")
+        if sum(map(mul, values, self.cost.looks(len(values)))) > MAX_LOOKS:
+            return Checked(None, f"{unchecked}: its schema would take too long")
+        if _has_infinity(value):
+            return Checked(None, f"{unchecked}: a number in it is too large")
         try:
-            error = next(iter(self.validator.iter_errors(value)), None)
+            return self._fitting(value, what)
         except ValueError as unreadable:  # half a character, say
-            return Checked(None, f"the answer is not checked: {unreadable}"[:_MOST_SHOWN])
+            return Checked(None, f"{unchecked}: {unreadable}"[:_MOST_SHOWN])
+
+    def _fitting(self, value: JsonValue, what: str) -> Checked:
+        error = next(iter(self.validator.iter_errors(value)), None)
         if error is None:
             return Checked(True)
         place = "/".join(map(str, error.instance_path)) or "the whole"
-        problem = f"the answer does not fit its schema: {place[:100]}: {error.message}"
+        problem = f"{what} does not fit its schema: {place[:100]}: {error.message}"
         return Checked(False, _shortened(problem))
 
 
@@ -74,8 +77,7 @@ def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
     Raises:
         UsageError: when it is too large, refers to other places or is none, with the place.
     """
-    _check_size(schema, where)
-    _check_patterns(schema, where)
+    check_bounds(schema, where=where)
     dialect = _dialect(schema, where)
     cost = read_cost(schema, where=where)
     try:
@@ -92,7 +94,17 @@ def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
     return AnswerSchema(validator, cost)
 
 
-def _check_size(schema: JsonObject, where: str) -> None:
+def check_bounds(schemas: JsonValue, *, where: str) -> None:
+    """Bound one schema, or all of a list together, before anything of it is compiled.
+
+    Raises:
+        UsageError: when there are too many values or patterns.
+    """
+    _check_size(schemas, where)
+    _check_patterns(schemas, where)
+
+
+def _check_size(schema: JsonValue, where: str) -> None:
     values = 0
     for depth, count in enumerate(_levels(schema)):
         values += count
@@ -103,8 +115,7 @@ def _check_size(schema: JsonObject, where: str) -> None:
             )
 
 
-def _check_patterns(schema: JsonObject, where: str) -> None:
-    """Bound what is compiled before anything is."""
+def _check_patterns(schema: JsonValue, where: str) -> None:
     patterns = [
         pattern
         for level in _by_level(schema)

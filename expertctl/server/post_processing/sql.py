@@ -6,13 +6,12 @@ whole, without looking inside, is left open.
 """
 
 import logging
-from collections.abc import Iterable
 
 import sqlglot
 from sqlglot import expressions
 from sqlglot.errors import ParseError, SqlglotError
 
-from expertctl.engine.answer_form import Checked, code_blocks
+from expertctl.engine.answer_form import Checked, code_blocks, worst
 
 MAX_CHARACTERS = 20_000
 """A longer answer is not checked: the parser is slow."""
@@ -53,7 +52,7 @@ def check_sql(text: str) -> Checked:
     if len(text) > MAX_CHARACTERS:
         return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
     blocks = [code for tag, code in code_blocks(text) if tag in _TAGS]
-    return _worst(_checked(part) for part in blocks or [text])
+    return worst(_checked(part) for part in blocks or [text])
 
 
 def _checked(text: str) -> Checked:
@@ -83,8 +82,3 @@ def _fault(error: SqlglotError) -> str:
         return "it cannot be split into words"
     fact = str(first["description"]).partition(" but got <")[0]
     return f"{fact[:200]}, line {first['line']}, column {first['col']}"
-
-
-def _worst(found: Iterable[Checked]) -> Checked:
-    """Return the first that failed, else the first that is open."""
-    return min(found, key=lambda one: {False: 0, None: 1, True: 2}[one.passed])

@@ -132,6 +132,40 @@ def test_several_tools_are_called_unless_one_is_asked_for(
     assert any("left out" in warning for warning in extension["warnings"]) is alone
 
 
+def strict(city: Any) -> Any:
+    """The tool, which takes such a city only."""
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    return {**WEATHER, "strict": True, "input_schema": schema}
+
+
+@pytest.mark.parametrize(
+    ("words", "city", "passed"),
+    [
+        ("one", {"type": "string"}, True),
+        ("one", {"type": "integer"}, False),
+        ("both", {"enum": ["Rome"]}, False),
+    ],
+)
+def test_what_a_strict_tool_is_called_with_is_checked_afterwards(
+    client: anthropic.Anthropic, words: str, city: Any, passed: bool
+) -> None:
+    asked: Any = [{"role": "user", "content": words}]
+    message = client.messages.create(messages=asked, tools=[strict(city)], **ASK)
+    assert message.stop_reason == "tool_use"
+    extension: Any = message.to_dict()["expertctl"]
+    assert extension["validation_passed"] is passed
+    warned = any("weather is called with" in warning for warning in extension["warnings"])
+    assert warned is not passed
+
+
+def test_a_strict_tool_whose_schema_cannot_be_checked_is_refused(
+    client: anthropic.Anthropic,
+) -> None:
+    unread = strict({"$ref": "https://example.com/city"})
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\]\.input_schema"):
+        client.messages.create(messages=HI, tools=[unread], **ASK)
+
+
 def test_without_a_choice_of_tools_the_model_is_told_of_none(client: anthropic.Anthropic) -> None:
     message = client.messages.create(
         messages=HI, tools=[WEATHER], tool_choice={"type": "none"}, **ASK

@@ -57,7 +57,6 @@ def test_one_call_at_a_time_can_be_asked_for() -> None:
         ([WEATHER], {"type": "any"}, "tool_choice"),
         ([WEATHER], {"type": "tool", "name": "weather"}, "tool_choice"),
         ([WEATHER, WEATHER], None, "tools[1].name"),
-        ([{**WEATHER, "strict": True}], None, "tools[0].strict"),
         ([{"type": "web_search_20250305", "name": "web_search"}], None, "tools[0].type"),
         ([{**WEATHER, "type": "bash_20250124"}], None, "tools[0].type"),
         ([{**WEATHER, "name": "with space"}], None, "tools[0].name"),

@@ -158,6 +158,43 @@ def test_several_calls_have_ids_of_their_own_and_one_is_kept_where_one_is_wanted
     assert told(one)["warnings"] == ["calls of tools left out, since one was asked for: 1"]
 
 
+def strict(city: Any) -> Any:
+    """The tool, which takes such a city only."""
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    return {
+        "type": "function",
+        "function": {"name": "weather", "strict": True, "parameters": schema},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "city", "passed"),
+    [
+        ("one", {"type": "string"}, True),
+        ("one", {"type": "integer"}, False),
+        ("both", {"enum": ["Rome"]}, False),
+        ("both", {"enum": ["Rome", "Paris"]}, True),
+    ],
+)
+def test_what_a_strict_tool_is_called_with_is_checked_afterwards(
+    client: Client, words: str, city: Any, passed: bool
+) -> None:
+    answer = ask(client, words, tools=[strict(city)])
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert told(answer)["validation_passed"] is passed
+    assert any("weather is called with" in one for one in told(answer)["warnings"]) is not passed
+    loose = ask(client, words, tools=[WEATHER])
+    assert told(loose)["validation_passed"] is None
+
+
+def test_a_strict_tool_whose_schema_cannot_be_checked_is_refused(client: Client) -> None:
+    unread = strict({"$ref": "https://example.com/city"})
+    with pytest.raises(openai.BadRequestError, match="city") as refused:
+        ask(client, tools=[WEATHER | {"function": {"name": "now"}}, unread])
+    assert refused.value.param == "tools[1].function.parameters"
+    assert ask(client, tools=[unread], tool_choice="none").choices[0].finish_reason == "stop"
+
+
 def test_a_model_that_may_not_call_is_told_of_no_tools(client: Client) -> None:
     answer = ask(client, tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.content == "".join(HELLO)

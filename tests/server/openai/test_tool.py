@@ -8,7 +8,7 @@ import pytest
 from expertctl.server.body import parse_body
 from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.tool import offered
+from expertctl.server.openai.tool import offered, strict_tools
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "Tells it", "parameters": SCHEMA}
@@ -49,6 +49,20 @@ def test_a_model_is_told_of_the_tools_that_are_allowed_now() -> None:
 def test_a_tool_that_is_allowed_but_not_given_is_refused() -> None:
     with pytest.raises(FieldError, match="clock is not one of the tools"):
         shown(allowed("auto", "time", "clock"))
+
+
+def test_strict_tools_are_known_by_their_place_and_without_a_schema_take_nothing() -> None:
+    strict = {"type": "function", "function": {"name": "now", "strict": True}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "?"}]}
+    request = parse_body(json.dumps({**body, "tools": [*TOOLS, strict]}).encode(), ChatRequest)
+    first, last = strict_tools(request.tools or ())
+    assert (first.name, first.schema, first.field) == (
+        "weather",
+        SCHEMA,
+        "tools[0].function.parameters",
+    )
+    assert last.schema == {"type": "object", "additionalProperties": False}
+    assert last.field == "tools[2].function.parameters"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""`AnswerCheck`: what an answer of a conversation is checked for, once it is whole.
+
+Nothing that is written can be forced into a form, so its form is looked at afterwards: that of what
+is said by the schema or format that was asked for, that of a call by the schema of its tool where
+the tool is ``strict``. What was thought is no answer. An answer with calls says nothing that a
+format is meant for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.answer_form import UNCHECKED, Checked, worst
+from expertctl.engine.serving.job import Check
+from expertctl.errors import UsageError
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.answer_reader import Reading
+from expertctl.server.field_error import FieldError
+from expertctl.server.post_processing.json_schema import AnswerSchema, check_bounds, read_schema
+from expertctl.server.tool_calls.call import Call
+
+Schemas = Mapping[str, AnswerSchema]
+"""By the names of strict tools, what their arguments must fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrictTool:
+    """A tool whose arguments are to fit its schema, and the field that holds it."""
+
+    name: str
+    schema: JsonObject
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """Checks the answers to one request."""
+
+    reading: Reading
+    form: Check | None
+    """What is asked of what is said."""
+    tools: Schemas
+
+    def __call__(self, text: str) -> Checked:
+        """Check a whole answer, as the model wrote it."""
+        answer = self.reading.whole(text)
+        if answer.calls:
+            found = [self._fits(call) for call in answer.calls if call.name in self.tools]
+            return worst(found) if found else UNCHECKED
+        return UNCHECKED if self.form is None else self.form(answer.said)
+
+    def _fits(self, call: Call) -> Checked:
+        what = f"what {call.name} is called with"
+        return self.tools[call.name].check_value(call.arguments, what=what)
+
+
+def answer_check(
+    reading: Reading, *, form: Check | None, tools: Sequence[StrictTool]
+) -> AnswerCheck | None:
+    """Return the check of answers; None where nothing was asked of them.
+
+    Raises:
+        FieldError: when the schema of a tool cannot be used.
+    """
+    schemas = _schemas(tools)
+    return AnswerCheck(reading, form, schemas) if form or schemas else None
+
+
+def _schemas(tools: Sequence[StrictTool]) -> Schemas:
+    """Read the schemas; all together are bounded as one is."""
+    try:
+        check_bounds(list[JsonValue](tool.schema for tool in tools), where="what tools take")
+    except UsageError as error:
+        raise FieldError(error.message, field="tools", hint=error.hint) from error
+    return {tool.name: _schema(tool) for tool in tools}
+
+
+def _schema(tool: StrictTool) -> AnswerSchema:
+    try:
+        return read_schema(tool.schema, where=tool.field)
+    except UsageError as error:
+        raise FieldError(error.message, field=tool.field, hint=error.hint) from error

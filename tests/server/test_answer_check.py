@@ -1,0 +1,85 @@
+"""Answers are checked for what was asked of them: of what is said, and of what is called."""
+
+from typing import Any
+
+import pytest
+
+from expertctl.engine.answer_form import Checked
+from expertctl.server.answer_check import StrictTool, answer_check
+from expertctl.server.answer_reader import Reading
+from expertctl.server.field_error import FieldError
+from expertctl.server.post_processing.json_answer import check_object
+from expertctl.server.post_processing.json_schema import MAX_PATTERNS
+from expertctl.server.tool_calls.call_format import HERMES
+
+READING = Reading(form=HERMES, tools=frozenset({"f", "g"}))
+NUMBER: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GOOD = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+BAD = '<tool_call>{"name": "f", "arguments": {"a": "one"}}</tool_call>'
+LOOSE = '<tool_call>{"name": "g", "arguments": {"a": "one"}}</tool_call>'
+
+
+def tool(schema: Any = NUMBER, *, name: str = "f", number: int = 0) -> StrictTool:
+    return StrictTool(name, schema, f"tools[{number}].schema")
+
+
+def checked(text: str, *, form: Any = None, tools: Any = None) -> Checked:
+    check = answer_check(READING, form=form, tools=(tool(),) if tools is None else tools)
+    assert check is not None
+    return check(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "passed"),
+    [
+        (GOOD, True),
+        (BAD, False),
+        (GOOD + BAD, False),
+        (f"<think>{BAD}</think>{GOOD}", True),
+        (f"Look: {GOOD}", True),
+        (GOOD + LOOSE, True),
+        (LOOSE, None),
+        ("No call at all", None),
+    ],
+)
+def test_every_call_of_a_strict_tool_must_fit_its_schema(text: str, passed: bool | None) -> None:
+    assert checked(text).passed is passed
+
+
+def test_what_does_not_fit_is_said_with_the_tool_and_the_place() -> None:
+    assert checked(BAD).problem == (
+        'what f is called with does not fit its schema: a: "one" is not of type "integer"'
+    )
+
+
+def test_a_form_is_asked_of_what_is_said_only() -> None:
+    assert checked("<think>So?</think>{}", form=check_object, tools=()).passed is True
+    assert checked("So? {}", form=check_object, tools=()).passed is False
+    assert checked(LOOSE, form=check_object, tools=()).passed is None
+
+
+def test_nothing_is_checked_where_nothing_was_asked() -> None:
+    assert answer_check(READING, form=None, tools=()) is None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nothing"},
+        {"$ref": "https://example.com/schema.json"},
+        {"type": "object", "patternProperties": {"(?=a)": {}}},
+        {"unevaluatedProperties": False},
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused_by_its_place(schema: Any) -> None:
+    with pytest.raises(FieldError) as refused:
+        answer_check(READING, form=None, tools=(tool(), tool(schema, name="g", number=1)))
+    assert refused.value.field == "tools[1].schema"
+
+
+def test_the_schemas_of_all_tools_together_are_bounded_as_one_is() -> None:
+    half = {"patternProperties": {f"^{n}$": {} for n in range(MAX_PATTERNS // 2 + 1)}}
+    answer_check(READING, form=None, tools=(tool(half),))
+    with pytest.raises(FieldError, match="patterns") as refused:
+        answer_check(READING, form=None, tools=(tool(half), tool(half, name="g", number=1)))
+    assert refused.value.field == "tools"
