@@ -28,6 +28,14 @@ class Thought:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where something was thought: from its tag to behind the one that closes it."""
+
+    begin: int
+    end: int
+
+
 Part = Answer | Thought
 
 
@@ -100,6 +108,17 @@ def thoughts_of(text: str, *, opened: bool = False) -> tuple[str, str]:
     parts = [*parting.push(text), *parting.finish()]
     answer = "".join(part.text for part in parts if isinstance(part, Answer))
     return answer, "".join(part.text for part in parts if isinstance(part, Thought))
+
+
+def blocks_in(text: str, *, opened: bool = False) -> tuple[Block, ...]:
+    """Return where the blocks of a whole text are, their tags included."""
+    blocks, begin = list[Block](), 0 if opened else text.find(OPEN)
+    while begin >= 0:
+        close = text.find(CLOSE, begin)
+        end = len(text) if close < 0 else close + len(CLOSE)
+        blocks.append(Block(begin, end))
+        begin = text.find(OPEN, end)
+    return tuple(blocks)
 
 
 def _overlap(text: str, tag: str) -> int:

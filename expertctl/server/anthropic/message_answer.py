@@ -12,14 +12,14 @@ from expertctl.server.tool_calls.call import Call, call_id
 from expertctl.server.tool_calls.scanner import Text
 
 
-def message_of(call: MessageCall, result: RunResult) -> JsonObject:
-    """Return the message that answers a request."""
+def message_of(call: MessageCall, result: RunResult, *, thought: int = 0) -> JsonObject:
+    """Return the message that answers a request; ``thought`` is how many tokens are thought."""
     read = call.reading.whole(result.generated.text)
     return {
         **head_of(call),
         "content": list[JsonValue](_blocks(call, read.parts)),
         **stop_of(call, result, calls=len(read.calls)),
-        "usage": usage_of_result(result),
+        "usage": usage_of_result(result, thought=thought),
         "expertctl": extension_of(call, result, read.warnings),
     }
 

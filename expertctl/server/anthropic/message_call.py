@@ -1,10 +1,12 @@
 """`MessageCall`: a request for a message as a job for the engine, and how its answer is read."""
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from expertctl.engine.message import Message, UserMessage
 from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
 from expertctl.routing.presets import DEFAULT_MAX_EXPERTS, SamplingWishes
@@ -27,6 +29,7 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
+from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
@@ -59,10 +62,16 @@ class MessageCall:
 
     job: Job
     reading: Reading
+    text: BaseText
     model: str
     shows_thinking: bool
     stop_sequences: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+
+    async def thought_tokens(self, results: Sequence[RunResult]) -> int:
+        """Return how many tokens of its answer are thought."""
+        opened = self.reading.opened
+        return await thought_tokens(results, self.text.tokenizer, opened=opened)
 
     @property
     def id(self) -> str:
@@ -122,6 +131,7 @@ def message_call(
     return MessageCall(
         job=job,
         reading=reading,
+        text=text,
         model=request.model,
         shows_thinking=request.shows_thinking,
         stop_sequences=tuple(request.stop_sequences or ()),

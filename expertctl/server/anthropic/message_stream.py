@@ -29,6 +29,8 @@ async def message_lines(jobs: Jobs, call: MessageCall) -> AsyncIterator[bytes]:
     stream = MessageStream(call)
     async with events_of(jobs, call.job) as events:
         async for event in events:
+            if isinstance(event, Finished):
+                stream.thought = await call.thought_tokens(event.results)
             for told in stream.told(event):
                 yield named_event(str(told["type"]), msgspec.json.encode(told))
 
@@ -38,6 +40,8 @@ class MessageStream:
 
     def __init__(self, call: MessageCall) -> None:
         """Begin before the first event."""
+        self.thought = 0
+        """How many tokens are thought, told before the last event."""
         self._call = call
         self._blocks = BlockWriter(call)
         self._has_begun = False
@@ -76,6 +80,6 @@ class MessageStream:
         return {
             "type": "message_delta",
             "delta": stop_of(self._call, result, calls=self._blocks.calls),
-            "usage": usage_of_result(result),
+            "usage": usage_of_result(result, thought=self.thought),
             "expertctl": extension_of(self._call, result, self._blocks.warnings),
         }

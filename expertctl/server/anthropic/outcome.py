@@ -21,25 +21,28 @@ def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> JsonObject:
     return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
 
 
-def usage_of(*, prompt: int, reused: int, written: int) -> JsonObject:
+def usage_of(*, prompt: int, reused: int, written: int, thought: int = 0) -> JsonObject:
     """Return the ``usage``: tokens that were kept of earlier requests are not in ``input_tokens``.
 
-    Keeping them takes no tokens of its own.
+    Keeping them takes no tokens of its own. Of what was written, ``thought`` tokens are told
+    apart, where there are any.
     """
     return {
         "input_tokens": prompt - reused,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": reused,
         "output_tokens": written,
+        **({"output_tokens_details": {"thinking_tokens": thought}} if thought else {}),
     }
 
 
-def usage_of_result(result: RunResult) -> JsonObject:
+def usage_of_result(result: RunResult, *, thought: int) -> JsonObject:
     """Return the ``usage`` of an answer that is whole."""
     return usage_of(
         prompt=result.prompt_tokens,
         reused=result.kv_reused_tokens,
         written=len(result.generated.tokens),
+        thought=thought,
     )
 
 

@@ -55,7 +55,8 @@ class _Wire:
         if body.stream:
             return event_stream(request, message_lines(service.engine, call))
         came = await while_connected(request, finished(service.engine, call.job))
-        return json_reply(message_of(call, came.results[0]))
+        thought = await call.thought_tokens(came.results)
+        return json_reply(message_of(call, came.results[0], thought=thought))
 
     async def count(self, request: Request) -> Response:
         """Answer with the number of tokens that the base would read."""

@@ -19,8 +19,11 @@ from expertctl.server.tool_calls.call import Call, call_id
 from expertctl.server.tool_calls.scanner import Text
 
 
-def chat_completion(call: ChatCall, came: Collected) -> JsonObject:
-    """Return the answer to a chat call; choices that a deadline let not begin are not there."""
+def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> JsonObject:
+    """Return the answer to a chat call; choices that a deadline let not begin are not there.
+
+    ``thought`` is how many of the tokens are thought.
+    """
     choices, answers = list[JsonValue](), list[Answered]()
     for index, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False)):
         read = call.reading.whole(result.generated.text)
@@ -40,7 +43,7 @@ def chat_completion(call: ChatCall, came: Collected) -> JsonObject:
         "created": call.created,
         "model": call.model,
         "choices": choices,
-        "usage": usage_of([came.results]),
+        "usage": usage_of([came.results], thought=thought),
         "system_fingerprint": fingerprint_of(came.results[0].planned.result.plan),
         "expertctl": extension_of(answers),
     }

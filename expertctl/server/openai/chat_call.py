@@ -3,12 +3,13 @@
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject
@@ -26,6 +27,7 @@ from expertctl.server.openai.shared_fields import route_of
 from expertctl.server.openai.tool import Tool, offered, strict_tools
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
+from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.call_format import CallFormat
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
@@ -47,9 +49,15 @@ class ChatCall:
 
     job: Job
     reading: Reading
+    text: BaseText
     model: str
     created: int
     with_usage: bool
+
+    async def thought_tokens(self, results: Sequence[RunResult]) -> int:
+        """Return how many tokens of its answers are thought."""
+        opened = self.reading.opened
+        return await thought_tokens(results, self.text.tokenizer, opened=opened)
 
     @property
     def id(self) -> str:
@@ -90,6 +98,7 @@ def chat_call(
     return ChatCall(
         job=_job(request, asked, reading, owner=caller.id, settings=settings),
         reading=reading,
+        text=text,
         model=request.model,
         created=int(time.time()),
         with_usage=request.with_usage,

@@ -41,6 +41,8 @@ async def chat_lines(jobs: Jobs, call: ChatCall) -> AsyncIterator[bytes]:
     stream = ChatStream(call)
     async with events_of(jobs, call.job) as events:
         async for event in events:
+            if isinstance(event, Finished):
+                stream.thought = await call.thought_tokens(event.results)
             for chunk in stream.chunks(event):
                 yield line(msgspec.json.encode(chunk))
     yield DONE
@@ -51,6 +53,8 @@ class ChatStream:
 
     def __init__(self, call: ChatCall) -> None:
         """Begin before the first event."""
+        self.thought = 0
+        """How many tokens are thought, told before the last event."""
         self._call = call
         self._readers = [AnswerReader(call.reading) for _ in range(call.job.texts)]
         self._calls = [0] * call.job.texts
@@ -106,7 +110,7 @@ class ChatStream:
         late = range(len(results), self._call.job.texts)  # a deadline came before they began
         ends += [self._chunk(index, {}, reason="length") for index in late]
         if self._call.with_usage:
-            usage = usage_of([results])
+            usage = usage_of([results], thought=self.thought)
             ends.append({**self._head(), "choices": [], "usage": usage})
         ends[-1]["expertctl"] = extension_of(
             [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]

@@ -29,8 +29,11 @@ def finish_reason_of(reason: FinishReason, *, calls: int = 0) -> str:
     return "tool_calls" if calls else "stop"
 
 
-def usage_of(jobs: Sequence[Sequence[RunResult]]) -> JsonObject:
-    """Return the ``usage`` of jobs; a prompt with several answers was read once."""
+def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> JsonObject:
+    """Return the ``usage`` of jobs; a prompt with several answers was read once.
+
+    Of what was written, ``thought`` tokens are told apart, where there are any.
+    """
     prompt = sum(results[0].prompt_tokens for results in jobs)
     cached = sum(results[0].kv_reused_tokens for results in jobs)
     written = sum(len(one.generated.tokens) for results in jobs for one in results)
@@ -39,6 +42,7 @@ def usage_of(jobs: Sequence[Sequence[RunResult]]) -> JsonObject:
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **({"completion_tokens_details": {"reasoning_tokens": thought}} if thought else {}),
     }
 
 

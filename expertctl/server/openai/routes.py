@@ -61,7 +61,8 @@ class _Wire:
         if body.stream:
             return event_stream(request, chat_lines(engine, call))
         [came] = await while_connected(request, collected(engine, [call.job]))
-        return json_reply(chat_completion(call, came))
+        thought = await call.thought_tokens(came.results)
+        return json_reply(chat_completion(call, came, thought=thought))
 
     async def complete(self, request: Request) -> Response:
         """Answer with what follows texts."""

@@ -15,7 +15,7 @@ from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import RouteRequest
 from expertctl.settings import Home, Settings
 from tests.server.anthropic.bodies import WEATHER
-from tests.server.openai.scripted_base import ANSWER, HELLO
+from tests.server.openai.scripted_base import ANSWER, HELLO, THOUGHTS
 from tests.server.served import BASE, Served
 
 ASK: dict[str, Any] = {"model": BASE, "max_tokens": 64, "extra_body": {"temperature": 0}}
@@ -202,6 +202,25 @@ def test_thinking_that_is_not_asked_for_is_left_out(
     assert [block.type for block in message.content] == ["text"]
     assert said(message) == "Good day"
     assert message.usage.output_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("thinking", "tokens"),
+    [
+        ({"type": "adaptive"}, THOUGHTS.index("</think>") + 1),
+        ({"type": "adaptive", "display": "omitted"}, THOUGHTS.index("</think>") + 1),
+        ({"type": "disabled"}, None),
+    ],
+)
+def test_tokens_that_were_thought_are_told_apart(
+    client: anthropic.Anthropic, thinking: Any, tokens: int | None
+) -> None:
+    whole = client.messages.create(messages=HI, thinking=thinking, **ASK)
+    with client.messages.stream(messages=HI, thinking=thinking, **ASK) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        details = message.usage.output_tokens_details
+        assert (details and details.thinking_tokens) == tokens
 
 
 @pytest.mark.parametrize(("words", "passed"), [("JSON", True), ("broken JSON", False)])

@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from tests.server.openai.clients import Client, told
-from tests.server.openai.scripted_base import ANSWER, HELLO
+from tests.server.openai.scripted_base import ANSWER, HELLO, INSIDE, THOUGHTS
 from tests.server.served import Served
 
 WEATHER: Any = {
@@ -128,6 +128,32 @@ def test_what_was_thought_stands_beside_the_answer(client: Client, thinking: Any
     thoughts = {True: "A greeting is due", "inside": "Still thinking"}
     assert message.model_extra == {"reasoning_content": thoughts[thinking]}
     assert message.content == {True: "Good day", "inside": "Enough"}[thinking]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "tokens"),
+    [(True, THOUGHTS.index("</think>") + 1), ("inside", INSIDE.index("Enough")), (False, None)],
+)
+def test_tokens_that_were_thought_are_told_apart(
+    client: Client, thinking: Any, tokens: int | None
+) -> None:
+    body = {"chat_template_kwargs": {"enable_thinking": thinking}}
+    answer = ask(client, n=2, extra_body=body)
+    assert answer.usage is not None
+    details = answer.usage.completion_tokens_details
+    assert (details and details.reasoning_tokens) == (tokens and 2 * tokens)
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hi"}],
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=body,
+    )
+    *_, last = stream
+    assert last.usage is not None
+    details = last.usage.completion_tokens_details
+    assert (details and details.reasoning_tokens) == tokens
 
 
 def test_tools_are_called_and_their_answers_are_read(client: Client) -> None:
