@@ -1,4 +1,7 @@
-"""How an error is answered: each API in its own shape, chosen by the path that was asked for."""
+"""How an error is answered: each API in its own shape, chosen by the path that was asked for.
+
+Models are at one address in two of them: there a header tells which is spoken.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,11 +112,13 @@ def anthropic_body(told: Told) -> AnthropicError:
     return AnthropicError(AnthropicFacts(kind, printable(told.error.message)), told.request_id)
 
 
+MODELS = "/v1/models"
+
 _SHAPES: tuple[tuple[str, Shape, type[ErrorBody]], ...] = (
     ("/v1/messages", anthropic_body, AnthropicError),
     ("/v1/chat/completions", openai_body, OpenAIError),
     ("/v1/completions", openai_body, OpenAIError),
-    ("/v1/models", openai_body, OpenAIError),
+    (MODELS, openai_body, OpenAIError),
 )
 
 
@@ -146,13 +151,22 @@ def error_event(error: ExpertError, scope: Scope) -> bytes:
 
 
 def _body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
-    shape = _shape_of(str(scope.get("path", "")))
+    path = str(scope.get("path", ""))
+    shape = _shape_of(path)
+    if _is_below(path, MODELS) and is_of_anthropic(scope):
+        shape = anthropic_body
     return shape(Told(error, status, request_id_of(scope)))
 
 
-def error_kind(path: str) -> type[ErrorBody]:
-    """Return the type of an error's body, by the path that was asked for."""
-    return next((kind for start, _, kind in _SHAPES if _is_below(path, start)), OwnError)
+def error_kinds(path: str) -> tuple[type[ErrorBody], ...]:
+    """Return the types that an error's body can have, by the path that was asked for."""
+    kind = next((kind for start, _, kind in _SHAPES if _is_below(path, start)), OwnError)
+    return (kind, AnthropicError) if _is_below(path, MODELS) else (kind,)
+
+
+def is_of_anthropic(scope: Scope) -> bool:
+    """Whether a client of the Anthropic API asks for what OpenAI's has at the same address."""
+    return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
 
 
 def _shape_of(path: str) -> Shape:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from expertctl import __version__
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.body import JSON
-from expertctl.server.error_bodies import AnthropicError, OpenAIError, OwnError, error_kind
+from expertctl.server.error_bodies import AnthropicError, OpenAIError, OwnError, error_kinds
 
 EVENTS = "text/event-stream"
 Method = Literal["GET", "POST", "DELETE"]
@@ -137,7 +137,7 @@ def _parameters(path: str) -> Iterator[JsonObject]:
 def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
     answer: JsonObject = {"description": _MEANINGS[status]}
     if status not in {operation.status, *operation.same}:
-        schema = schemas[error_kind(operation.path)]
+        schema = _one_of([schemas[kind] for kind in error_kinds(operation.path)])
         return {**answer, "content": {JSON: {"schema": schema}}}
     content: dict[str, JsonValue] = {}
     match operation.answer:
@@ -150,3 +150,8 @@ def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
     if operation.streams:
         content[EVENTS] = {"schema": {}}
     return {**answer, "content": content} if content else answer
+
+
+def _one_of(schemas: Sequence[JsonObject]) -> JsonObject:
+    first, *others = schemas
+    return {"anyOf": list[JsonValue](schemas)} if others else first

@@ -1,12 +1,10 @@
 """The addresses of the OpenAI API: chat completions, completions, models."""
 
-import asyncio
-import time
-
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from expertctl.server import model_routes
 from expertctl.server.base_text import BaseText
 from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
@@ -18,7 +16,6 @@ from expertctl.server.openai.completion_answer import completion
 from expertctl.server.openai.completion_call import completion_call
 from expertctl.server.openai.completion_request import CompletionRequest
 from expertctl.server.openai.completion_stream import completion_lines
-from expertctl.server.openai.models import model_document, models_document
 from expertctl.server.openai.several_jobs import collected
 from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
@@ -26,7 +23,6 @@ from expertctl.server.sse import event_stream, while_connected
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-MODELS = "/v1/models"
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -35,8 +31,7 @@ def routes(service: Service) -> list[BaseRoute]:
     return [
         Route(CHAT, wire.chat, methods=["POST"]),
         Route(COMPLETIONS, wire.complete, methods=["POST"]),
-        Route(MODELS, wire.models, methods=["GET"]),
-        Route(f"{MODELS}/{{name:path}}", wire.model, methods=["GET"]),
+        *model_routes.routes(service),
     ]
 
 
@@ -45,7 +40,6 @@ class _Wire:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._since = int(time.time())
 
     async def chat(self, request: Request) -> Response:
         """Answer with the next message of a conversation."""
@@ -78,15 +72,3 @@ class _Wire:
             return event_stream(request, completion_lines(engine, call))
         came = await while_connected(request, collected(engine, call.jobs))
         return json_reply(completion(call, came))
-
-    async def models(self, _: Request) -> Response:
-        """Answer with all models."""
-        engine = self._service.engine
-        experts = await asyncio.to_thread(engine.experts)
-        return json_reply(models_document(engine.base_name, experts, since=self._since))
-
-    async def model(self, request: Request) -> Response:
-        """Answer with one model."""
-        name, engine = request.path_params["name"], self._service.engine
-        experts = await asyncio.to_thread(engine.experts)
-        return json_reply(model_document(name, engine.base_name, experts, since=self._since))

@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types import Model
 
-from expertctl.server.openai.models import models_document
+from expertctl.server.served_models import served_models
 from tests.server.openai.clients import Client, a_client
 from tests.server.served import EXPERTS, Served
 
@@ -61,5 +61,4 @@ def test_experts_that_cannot_answer_are_no_models(scripted: Served) -> None:
     [here] = scripted.engine.experts()
     unfit = replace(here, fits=False)
     revoked = replace(here, expert=replace(here.expert, revoked=True))
-    shown = models_document("tiny", [unfit, revoked], since=0)
-    assert [one["id"] for one in shown["data"]] == ["tiny", "auto"]  # type: ignore[union-attr,index,call-overload]  # a list of objects
+    assert [one.name for one in served_models("tiny", [unfit, revoked])] == ["tiny", "auto"]

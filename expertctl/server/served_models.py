@@ -1,0 +1,42 @@
+"""What can be asked for as ``model``: the base that is served, ``auto``, each expert for it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.serving.expert_here import ExpertHere
+from expertctl.server.model_name import AUTO, ModelNotFoundError
+
+_OWNER = "expertctl"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A name, and whose it is."""
+
+    name: str
+    owner: str
+
+
+def served_models(base: str, experts: Sequence[ExpertHere]) -> tuple[Model, ...]:
+    """Return a model for every name; the versions of an expert are one."""
+    usable = (one.expert for one in experts if one.fits and not one.expert.revoked)
+    packages = sorted({expert.stored.package for expert in usable})
+    return (
+        Model(base, _OWNER),
+        Model(AUTO, _OWNER),
+        *(Model(str(package), package.namespace) for package in packages),
+    )
+
+
+def model_named(name: str, models: Sequence[Model]) -> Model:
+    """Return one model.
+
+    Raises:
+        ModelNotFoundError: when there is none of that name.
+    """
+    for model in models:
+        if model.name == name:
+            return model
+    raise ModelNotFoundError(
+        f"there is no model {name[:80]!r} here", hint="GET /v1/models lists them"
+    )
