@@ -134,6 +134,8 @@ def error_response(error: ExpertError, scope: Scope, *, status: int | None = Non
     headers = {"Cache-Control": "no-store"}
     if (seconds := retry_after(error)) is not None:
         headers["Retry-After"] = str(seconds)
+    if code == 408:  # whose time is over asks no more; official clients would, by themselves
+        headers["x-should-retry"] = "false"
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
     content = msgspec.json.encode(_body(error, scope, code))

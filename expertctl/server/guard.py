@@ -24,6 +24,7 @@ from expertctl.server.api_keys import ApiKey
 from expertctl.server.body import JSON
 from expertctl.server.caller import Caller
 from expertctl.server.error_bodies import error_response
+from expertctl.server.exposure import is_exposed
 from expertctl.server.service import Service
 from expertctl.server.settings import ServeSettings
 
@@ -75,7 +76,7 @@ class Guard:
     def _caller(self, headers: Headers) -> Caller:
         """A stat of a file, cheaper here than the way to a thread and back."""
         keys = self._service.keys
-        if not keys.are_demanded and is_loopback(self._service.settings.host):
+        if not (keys.are_demanded or is_exposed(self._service.settings)):
             return Caller()
         try:
             key = keys.find(_secret_of(headers), now=time.time())

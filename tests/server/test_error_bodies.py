@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+import anthropic
+import httpx2
+import openai
 import pytest
 from anthropic.types import ErrorResponse
 from openai.types import ErrorObject
@@ -15,6 +18,7 @@ from expertctl.errors import (
     NotFoundError,
     RateLimitError,
     StoreError,
+    TimedOutError,
     TooLargeError,
     UnauthenticatedError,
     UsageError,
@@ -120,3 +124,22 @@ def test_an_error_in_a_stream_is_an_event_of_its_api() -> None:
     assert event.startswith(b'event: error\ndata: {"type":"error",')
     assert event.endswith(b"\n\n")
     assert error_event(error, scope("/v1/infer")).startswith(b'event: error\ndata: {"error":')
+
+
+@pytest.mark.parametrize("make", [openai.OpenAI, anthropic.Anthropic])
+def test_the_official_clients_do_not_ask_again_when_the_time_of_a_request_was_over(
+    make: type[openai.OpenAI] | type[anthropic.Anthropic],
+) -> None:
+    asked = list[str]()
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.url.path)
+        status, body, headers = answered(TimedOutError("x"), request.url.path)
+        return httpx2.Response(status, json=body, headers=headers)
+
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as http:
+        client = make(api_key="k", base_url="http://localhost/v1", http_client=http)
+        with pytest.raises((openai.APIStatusError, anthropic.APIStatusError)) as caught:
+            client.models.list()
+    assert caught.value.status_code == 408
+    assert len(asked) == 1

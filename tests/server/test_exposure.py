@@ -30,3 +30,18 @@ def test_keys_cross_a_network_encrypted_or_where_that_is_asked_for() -> None:
     assert "--tls-cert" in caught.value.hint
     demand_secure(ServeSettings(host="0.0.0.0", **TLS), keyed=True, insecure=False)
     demand_secure(ServeSettings(host="0.0.0.0"), keyed=True, insecure=True)
+
+
+def test_a_proxy_before_the_server_lets_others_reach_it() -> None:
+    behind = ServeSettings(url="https://experts.example.org")
+    with pytest.raises(UsageError, match=r"reach experts\.example\.org, and there are no API keys"):
+        demand_secure(behind, keyed=False, insecure=True)
+    demand_secure(behind, keyed=True, insecure=False)
+    demand_secure(ServeSettings(url="https://localhost:8443"), keyed=False, insecure=False)
+
+
+def test_a_proxy_that_does_not_encrypt_needs_to_be_asked_for() -> None:
+    clear = ServeSettings(url="http://experts.example.org")
+    with pytest.raises(UsageError, match="clear text"):
+        demand_secure(clear, keyed=True, insecure=False)
+    demand_secure(clear, keyed=True, insecure=True)
