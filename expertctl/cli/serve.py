@@ -3,6 +3,7 @@
 The server is an extra, imported only by the commands that need it.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -80,6 +81,10 @@ def serve(
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", help="Write prompts to the log.")
     ] = False,
+    traces: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send traces to this OpenTelemetry collector (OTLP)."),
+    ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The certificate chain, PEM.")
     ] = None,
@@ -103,6 +108,10 @@ def serve(
         from expertctl.server.post_processing.command import read_commands
         from expertctl.server.serve import serve as serve_generation
         from expertctl.server.settings import ServeSettings
+        from expertctl.server.tracing.address import trace_address
+    traced_to = trace_address(traces, os.environ)
+    if traced_to is not None:
+        _demand_traces()
     settings = load_settings()
     held = numerics_of(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
@@ -115,6 +124,7 @@ def serve(
         private_key=tls_key,
         timeout=timeout,
         log_prompts=log_prompts,
+        traces=traced_to,
         validators=read_commands(validator or ()),
         batch=BatchSettings(
             base=base,
@@ -235,6 +245,17 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
+
+
+def _demand_traces() -> None:
+    """Refuse where the extra is not installed."""
+    try:
+        import expertctl.server.tracing.tracing  # noqa: F401  # nothing else tells whether it can be
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"traces need {error.name}, which is not installed",
+            hint="pip install 'expertctl[otel]', or unset OTEL_EXPORTER_OTLP_ENDPOINT",
+        ) from error
 
 
 @contextmanager

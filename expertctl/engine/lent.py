@@ -9,7 +9,7 @@ from expertctl.engine.generate import Generated
 from expertctl.engine.preparation import Prepared
 from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Ready
-from expertctl.engine.run_result import BytesRead
+from expertctl.engine.run_result import BytesRead, Lap
 from expertctl.routing.planner import Planned
 
 AFTERWARDS = "post"
@@ -22,12 +22,19 @@ class Clock:
     def __init__(self) -> None:
         """Begin."""
         self._begun = self._last = time.perf_counter()
-        self._laps: dict[str, float] = {}
+        self._laps: list[Lap] = []
+
+    @property
+    def laps(self) -> tuple[Lap, ...]:
+        """When steps went on, in order; one that was tried again and again has one lap."""
+        return tuple(self._laps)
 
     def lap(self, name: str) -> None:
         """End a step; its time counts since the last one ended."""
-        now = time.perf_counter()
-        self._laps[name] = self._laps.get(name, 0.0) + (now - self._last) * 1e3
+        began, now = self._last, time.perf_counter()
+        if self._laps and (self._laps[-1].step, self._laps[-1].ended) == (name, began):
+            began = self._laps.pop().began
+        self._laps.append(Lap(name, began, now))
         self._last = now
 
     def resume(self) -> None:
@@ -36,9 +43,12 @@ class Clock:
 
     def timings(self, generated: Generated) -> dict[str, float]:
         """Return ``timings_ms``; ``ttft`` is from the request to the first token."""
-        before = (ms for name, ms in self._laps.items() if name != AFTERWARDS)
+        took: dict[str, float] = {}
+        for lap in self._laps:
+            took[lap.step] = took.get(lap.step, 0.0) + lap.ms
+        before = (ms for name, ms in took.items() if name != AFTERWARDS)
         return {
-            **self._laps,
+            **took,
             "prefill": generated.prefill_ms,
             "ttft": sum(before) + generated.first_token_ms,
             "decode": generated.decode_ms,

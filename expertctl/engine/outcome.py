@@ -68,5 +68,6 @@ class Outcome:
             threads=lent.threads,
             warnings=(*told_of(self.request, lent, generated, self.form), *told),
             bytes_read=lent.moved,
+            laps=lent.clock.laps,
             trace=self.trace,
         )

@@ -60,6 +60,20 @@ class BytesRead:
         return {"ssd": self.ssd, "ram": self.ram}
 
 
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """One stretch of a step, in seconds of `time.perf_counter`."""
+
+    step: str
+    began: float
+    ended: float
+
+    @property
+    def ms(self) -> float:
+        """How long it took."""
+        return (self.ended - self.began) * 1e3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One finished run."""
@@ -79,6 +93,8 @@ class RunResult:
     threads: int
     warnings: tuple[str, ...]
     bytes_read: BytesRead = BytesRead()
+    laps: tuple[Lap, ...] = ()
+    """When the steps besides prefill and decode went on; what `timings_ms` adds up."""
     trace: Trace | None = None
     """Time by layer and allocations by token, where they were asked for."""
 

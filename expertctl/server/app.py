@@ -5,6 +5,8 @@ sizes, hosts and pages, and who asks. An error inside becomes an answer here, in
 API that was asked.
 """
 
+from typing import TYPE_CHECKING
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -23,6 +25,9 @@ from expertctl.server.openai import routes as openai
 from expertctl.server.request_log import request_log
 from expertctl.server.service import Service
 from expertctl.server.status_page import routes as status_page
+
+if TYPE_CHECKING:
+    from expertctl.server.tracing.tracing import Tracing
 
 LEFT = 499
 """The status, in the log alone, of a request whose client went away before the answer."""
@@ -45,6 +50,8 @@ def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None)
         },
         lifespan=lifespan,
     )
+    if service.tracing is not None:
+        _trace(app, service.tracing)
     app.state.service = service
     app.router.redirect_slashes = False
     return app
@@ -59,6 +66,13 @@ def _routes(service: Service) -> list[BaseRoute]:
         *native.routes(service),
         *status_page.routes(service),
     ]
+
+
+def _trace(app: Starlette, tracing: "Tracing") -> None:
+    """Put around all else what makes spans of requests."""
+    from expertctl.server.tracing.request_span import TracedRequests
+
+    app.add_middleware(TracedRequests, tracing)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

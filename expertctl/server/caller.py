@@ -14,6 +14,8 @@ class Caller:
 
     id: str = LOCAL
     """That of the API key."""
+    name: str = ""
+    """That of the API key, too, as people say it."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
 

@@ -130,6 +130,7 @@ def error_body(error: ExpertError, scope: Scope) -> JsonObject:
 
 def error_response(error: ExpertError, scope: Scope, *, status: int | None = None) -> Response:
     """Return the answer to a request that failed; ``status`` where the table has another."""
+    _note(error, scope)
     code = status or status_of(error)
     headers = {"Cache-Control": "no-store"}
     if (seconds := retry_after(error)) is not None:
@@ -147,9 +148,15 @@ def error_event(error: ExpertError, scope: Scope) -> bytes:
 
     OpenAI's streams have no names for events; in the others it is called ``error``.
     """
+    _note(error, scope)
     data = msgspec.json.encode(_body(error, scope, status_of(error)))
     unnamed = _shape_of(str(scope.get("path", ""))) is openai_body
     return b"data: %s\n\n" % data if unnamed else b"event: error\ndata: %s\n\n" % data
+
+
+def _note(error: ExpertError, scope: Scope) -> None:
+    """Keep the code beside the request, for who watches it."""
+    scope.setdefault("state", {})["error_code"] = error.code
 
 
 def _body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:

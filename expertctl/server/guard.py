@@ -101,6 +101,7 @@ class Guard:
 def _caller_of(key: ApiKey) -> Caller:
     return Caller(
         id=key.id,
+        name=key.name,
         requests_per_minute=key.requests_per_minute,
         tokens_per_minute=key.tokens_per_minute,
     )

@@ -5,7 +5,7 @@ Observations are made in the threads of the engine, as events pass to who asked.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
@@ -21,17 +21,30 @@ from expertctl.server.metrics import Metrics
 from expertctl.server.quotas import Quotas
 
 LOG = logging.getLogger("expertctl.server.jobs")
+Trace = Callable[[Job, Sink], Sink]
+"""Returns a sink that makes spans of what it passes on."""
+
+
+def untraced(_: Job, sink: Sink) -> Sink:
+    """Make no spans."""
+    return sink
 
 
 class Metered:
     """A batch engine whose jobs are measured."""
 
     def __init__(
-        self, engine: BatchEngine, metrics: Metrics, quotas: Quotas, *, log_prompts: bool = False
+        self,
+        engine: BatchEngine,
+        metrics: Metrics,
+        quotas: Quotas,
+        *,
+        trace: Trace = untraced,
+        log_prompts: bool = False,
     ) -> None:
         """Measure the jobs of ``engine``; prompts are in the log only if that is asked for."""
         self._engine, self._metrics, self._quotas = engine, metrics, quotas
-        self._log_prompts = log_prompts
+        self._trace, self._log_prompts = trace, log_prompts
 
     @property
     def base_name(self) -> str:
@@ -60,7 +73,8 @@ class Metered:
             fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
             LOG.info("prompt", extra={"fields": fields})
         try:
-            self._engine.submit(job, _Meter(job, sink, self._metrics, self._quotas))
+            heard = self._trace(job, sink)
+            self._engine.submit(job, _Meter(job, heard, self._metrics, self._quotas))
         except ExpertError as error:
             self._metrics.refused(error)
             raise

@@ -57,8 +57,16 @@ class Opening:
                 self._readiness.state = "ending"
                 self._engine.close(seconds=seconds)
 
+    def end(self) -> None:
+        """Close at once, when everybody was answered; the last spans are sent."""
+        self.close(seconds=0)
+        if self._service.tracing is not None:
+            self._service.tracing.close()
+
     def _load(self, tell: Tell) -> None:
         try:
+            if self._service.tracing is not None:
+                self._service.tracing.open()
             self._engine.start()
         except ExpertError as error:
             self._readiness.state = "failed"

@@ -99,7 +99,7 @@ class _Told:
 def _hosting(settings: ServeSettings) -> Hosting:
     return Hosting(
         name="serve",
-        log=log_config("expertctl.server"),
+        log=log_config("expertctl.server", "opentelemetry"),
         drain_seconds=DRAIN_SECONDS + _LAST_SECONDS,
         certificate=settings.certificate,
         private_key=settings.private_key,
@@ -117,7 +117,7 @@ def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlett
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         opening.begin(tell.send)
         yield
-        opening.close(seconds=0)
+        opening.end()
 
     return opening.app(lifespan)
 

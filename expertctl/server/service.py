@@ -1,15 +1,19 @@
 """What every route of the generation server is given."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.routing.planner import Planner
 from expertctl.server.api_keys import ApiKeys
-from expertctl.server.metering import Metered
+from expertctl.server.metering import Metered, Trace, untraced
 from expertctl.server.metrics import Metrics
 from expertctl.server.quotas import Quotas
 from expertctl.server.readiness import Readiness
 from expertctl.server.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from expertctl.server.tracing.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class Service:
     metrics: Metrics
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
+    tracing: "Tracing | None" = None
+    """What sends traces; whoever opened the engine opens and closes it."""
 
 
 def service_of(
@@ -34,12 +40,23 @@ def service_of(
 ) -> Service:
     """Return what routes are given of an engine, with nothing counted yet."""
     metrics, quotas = Metrics(), Quotas()
+    tracing, trace = (None, untraced) if settings.traces is None else _traces(settings)
     return Service(
-        engine=Metered(engine, metrics, quotas, log_prompts=settings.log_prompts),
+        engine=Metered(engine, metrics, quotas, trace=trace, log_prompts=settings.log_prompts),
         planner=planner,
         settings=settings,
         keys=ApiKeys(planner.home.api_keys),
         metrics=metrics,
         quotas=quotas,
         readiness=readiness or Readiness(),
+        tracing=tracing,
     )
+
+
+def _traces(settings: ServeSettings) -> "tuple[Tracing, Trace]":
+    """Make what traces; only here the extra is imported."""
+    from expertctl.server.tracing.job_spans import traced
+    from expertctl.server.tracing.tracing import Tracing
+
+    assert settings.traces is not None
+    return Tracing(settings.traces, server=settings.public_url), traced

@@ -32,6 +32,8 @@ class ServeSettings:
     timeout: float | None = None
     """Seconds after which an answer ends with what is there, where a request names no time."""
     log_prompts: bool = False
+    traces: str | None = None
+    """Where spans are sent to, as `trace_address` says; None: none are made."""
     validators: Mapping[str, Command] = field(default_factory=dict)
     """Programs that requests can name to have answers checked."""
     batch: BatchSettings = field(default_factory=BatchSettings)

@@ -1,0 +1,1 @@
+"""Traces for OpenTelemetry, where they are asked for: spans of requests, jobs and their stages."""

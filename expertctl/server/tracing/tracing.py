@@ -1,0 +1,90 @@
+"""`Tracing`: the owner of what sends spans to a collector.
+
+Ended spans wait in a queue of bounded length (``OTEL_BSP_MAX_QUEUE_SIZE``) for a thread that sends
+them; when it is full the oldest are dropped. So no request waits for a collector. One that does not
+answer is told in the log once a minute.
+"""
+
+import logging
+import threading
+import time
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import NoOpTracer, Tracer
+
+from expertctl import __version__
+from expertctl.errors import UsageError
+
+LOG = logging.getLogger("expertctl.server")
+NAME = "expertctl"
+"""The name of the service where the environment gives none."""
+LAST_SECONDS = 3.0
+"""How long the last spans may take when the server ends."""
+SELDOM_SECONDS = 60.0
+_SENDER = logging.getLogger(OTLPSpanExporter.__module__)
+_NAMELESS = "unknown_service"
+
+
+class Tracing:
+    """What makes spans, once it is open, and sends them."""
+
+    def __init__(self, address: str, *, server: str) -> None:
+        """Send nothing yet; ``server`` is the address that users see."""
+        self.address, self.server = address, server
+        self.tracer: Tracer = NoOpTracer()
+        self._provider: TracerProvider | None = None
+        self._seldom = _Seldom()
+
+    def open(self) -> None:
+        """Begin to make spans, as the variables of the environment say.
+
+        Raises:
+            UsageError: when one of them says what cannot be.
+        """
+        try:
+            processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=self.address))
+            provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            hint = "look at the variables of the environment that begin with OTEL_"
+            raise UsageError(f"traces cannot be sent: {error}", hint=hint) from error
+        _SENDER.addFilter(self._seldom)
+        provider.add_span_processor(processor)
+        self._provider, self.tracer = provider, provider.get_tracer(NAME, __version__)
+
+    def close(self, *, seconds: float = LAST_SECONDS) -> None:
+        """Make no more spans; send those that there are, if that takes no longer than this."""
+        provider, self._provider = self._provider, None
+        self.tracer = NoOpTracer()
+        if provider is None:
+            return
+        sending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
+        sending.start()
+        sending.join(seconds)
+        if sending.is_alive():
+            LOG.warning("the last traces are lost: the collector did not take them in time")
+        _SENDER.removeFilter(self._seldom)
+
+
+class _Seldom(logging.Filter):
+    """Lets what a sender complains of pass once in a while, else it would fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last = -SELDOM_SECONDS
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if record.levelno < logging.ERROR or now - self._last < SELDOM_SECONDS:
+            return False
+        self._last = now
+        return True
+
+
+def _resource() -> Resource:
+    """Return what is said of the server itself, in which the environment has the last word."""
+    found = Resource.create({SERVICE_VERSION: __version__})
+    nameless = str(found.attributes[SERVICE_NAME]).startswith(_NAMELESS)
+    return found.merge(Resource({SERVICE_NAME: NAME})) if nameless else found

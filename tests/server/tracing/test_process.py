@@ -1,0 +1,66 @@
+"""Traces of a server that is a process of its own, from its start to its end."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.running import WAIT, running, starting
+from tests.server.served import BASE, Stock
+from tests.server.tracing.collector import Collector, attributes
+
+pytestmark = pytest.mark.all
+ASKED = {
+    "model": BASE,
+    "messages": [{"role": "user", "content": "Zanzibar: 3, 1, 2"}],
+    "max_tokens": 4,
+}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def home(stock: Stock, tmp_path: Path) -> Path:
+    root = tmp_path / "home"
+    stock.house(root)
+    return root
+
+
+def test_the_last_traces_are_sent_when_it_is_told_to_end(home: Path, collector: Collector) -> None:
+    with running(home, "--traces", collector.url) as server:
+        assert server.ask("POST", CHAT, ASKED)[0] == 200
+        assert server.stop() == 0
+    names = [span.name for span in collector.spans]
+    assert names.count(f"POST {CHAT}") == names.count(f"chat {BASE}") == 1
+    service = {attributes(one.resource)["service.name"] for one in collector.resources}
+    assert service == {"expertctl"}
+    assert b"Zanzibar" not in b"".join(collector.bodies)
+    assert "Traceback" not in server.log.read_text()
+
+
+def test_the_environment_switches_them_on(
+    home: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    with running(home) as server:
+        assert server.ask("GET", "/healthz")[0] == 200
+        assert server.stop() == 0
+    assert "GET /healthz" in [span.name for span in collector.spans]
+
+
+def test_it_ends_soon_behind_a_collector_that_hangs(home: Path, collector: Collector) -> None:
+    collector.may_answer.clear()
+    with running(home, "--traces", collector.url) as server:
+        assert server.ask("POST", CHAT, ASKED)[0] == 200
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 15
+    assert "the last traces are lost" in server.log.read_text()
+
+
+def test_what_the_environment_cannot_mean_ends_the_command(
+    home: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "0")
+    with starting(home, "--traces", collector.url) as server:
+        assert server.process.wait(WAIT) == 2
+    assert "traces cannot be sent" in server.log.read_text()
