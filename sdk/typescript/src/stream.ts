@@ -5,7 +5,7 @@
  * signal, ends the connection, and the server stops writing.
  */
 
-import { errorOf, UnreachableError, UsageError } from "./errors.js";
+import { errorOf, NoAnswerError, UnreachableError } from "./errors.js";
 import { eventsOf, type ServerEvent } from "./events.js";
 import { fromWire } from "./names.js";
 import type { InferResult, Started } from "./result.js";
@@ -47,11 +47,11 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
     return this.#chunks.return(undefined);
   }
 
-  /** Read to the end and give the whole answer. */
+  /** Read what is left of it and give the whole answer; throws where it was left before its end. */
   async result(): Promise<InferResult> {
-    for await (const { result } of this) this.#result = result;
-    if (this.#result === undefined) throw new UsageError("the stream was left before its end");
-    return this.#result;
+    for await (const _ of this);
+    if (this.#result !== undefined) return this.#result;
+    throw new NoAnswerError("the answer is not whole", { hint: "read the stream to its end" });
   }
 
   async *#read(transport: Transport, call: Call): AsyncGenerator<Chunk, undefined> {
@@ -61,6 +61,7 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
       for await (const event of eventsOf(bodyOf(response), () => watch.renew())) {
         const chunk = chunkOf(event);
         if (chunk === undefined) continue;
+        this.#result = chunk.result;
         yield chunk;
         if (chunk.result !== undefined) return undefined;
       }

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { describe, it } from "node:test";
 
-import { BudgetError, ExpertClient, SilenceError, UnreachableError, UsageError } from "../src/index.js";
+import { BudgetError, ExpertClient, NoAnswerError, SilenceError, UnreachableError } from "../src/index.js";
 import { events, json, listen, refusal } from "./listening.js";
 
 const STARTED = 'event: started\ndata: {"job_id": "1", "tokens": {"prompt": 3, "reused": 2}}\n\n';
@@ -61,7 +61,7 @@ describe("a stream", () => {
     await assert.rejects(waiting, { name: "AbortError" });
     assert.deepEqual(await left, { value: undefined, done: true });
     while (server.left() === 0) await turn();
-    await assert.rejects(stream.result(), UsageError);
+    await assert.rejects(stream.result(), NoAnswerError);
   });
 
   it("throws the reason of a signal that is aborted, and ends its connection", async () => {

@@ -5,6 +5,7 @@ import {
   demandResult,
   ExpertClient,
   type InferRequest,
+  NoAnswerError,
   NotFoundError,
   UnauthenticatedError,
   UsageError,
@@ -101,6 +102,21 @@ describe("inferStream", () => {
     assert.equal(chunks[0]?.started?.plan.identity, whole.plan.identity);
     assert.equal(chunks.at(-1)?.result?.text, whole.text);
     assert.equal(chunks.at(-1)?.result?.jobId, chunks[0]?.started?.jobId);
+  });
+
+  it("has its result at hand once it was read, as often as that is asked for", async () => {
+    const stream = client.inferStream(QUESTION);
+    const texts: string[] = [];
+    for await (const { text } of stream) texts.push(text);
+    const result = await stream.result();
+    assert.equal(result.text, texts.join(""));
+    assert.equal(await stream.result(), result);
+  });
+
+  it("has no result when the loop is left", async () => {
+    const stream = client.inferStream(LONG);
+    for await (const { text } of stream) if (text !== "") break;
+    await assert.rejects(stream.result(), NoAnswerError);
   });
 
   it("frees the server when the loop is left", async () => {
