@@ -44,12 +44,16 @@ export class Jobs {
     return fromWire<Job>(await this.#transport.json(call, options));
   }
 
-  /** Look at a job until it is at its end; `timeoutMs` bounds each look, a signal the whole. */
+  /**
+   * Look at a job until it is at its end; `timeoutMs` bounds each look, a signal the whole.
+   *
+   * One that is called off is not at its end yet: it has what is there of the answer once it is.
+   */
   async wait(jobId: string, options: WaitOptions = {}): Promise<Job> {
     const longest = options.pollMs ?? SLOWEST_LOOK_MS;
     for (let pause = FIRST_LOOK_MS; ; pause = Math.min(2 * pause, longest)) {
       const job = await this.get(jobId, options);
-      if (job.status !== "queued" && job.status !== "processing") return job;
+      if (job.endedAt !== null) return job;
       await this.#pause(pause, options);
     }
   }

@@ -135,7 +135,7 @@ export interface Started {
   };
 }
 
-/** Where a job is; the last three are its end. */
+/** Where a job is; one that is "cancelled" is at its end once it has an `endedAt`. */
 export type JobStatus = "queued" | "processing" | "finished" | "failed" | "cancelled";
 
 /** A job as it is now. */
@@ -144,6 +144,7 @@ export interface Job {
   readonly status: JobStatus;
   readonly submittedAt: string;
   readonly startedAt: string | null;
+  /** When it came to its end; from then on it changes no more. */
   readonly endedAt: string | null;
   /** About how long until it begins; null once it has. */
   readonly estimatedWaitMs: number | null;

@@ -4,18 +4,20 @@ import { describe, it } from "node:test";
 import { ExpertClient, UsageError } from "../src/index.js";
 import { json, listen } from "./listening.js";
 
-function job(status: string): Record<string, unknown> {
-  return { job_id: "a/b", status, submitted_at: "2026-01-01T00:00:00.000Z", text: "" };
+const MOMENT = "2026-01-01T00:00:00.000Z";
+
+function job(status: string, endedAt: string | null = null): Record<string, unknown> {
+  return { job_id: "a/b", status, submitted_at: MOMENT, ended_at: endedAt, text: "" };
 }
 
 describe("a job", () => {
   it("is waited for until it is at its end", async () => {
-    const answers = ["queued", "processing", "finished"].map((status) => json(200, job(status)));
-    await using server = await listen(...answers);
+    const looks = [job("queued"), job("processing"), job("cancelled"), job("cancelled", MOMENT)];
+    await using server = await listen(...looks.map((look) => json(200, look)));
     const { jobs } = new ExpertClient({ baseUrl: server.url });
     const ended = await jobs.wait("a/b", { pollMs: 1 });
-    assert.equal(ended.status, "finished");
-    assert.equal(server.asked.length, 3);
+    assert.deepEqual([ended.status, ended.endedAt], ["cancelled", MOMENT]);
+    assert.equal(server.asked.length, 4);
   });
 
   it("is named in the path by its id, whatever that is", async () => {

@@ -150,12 +150,17 @@ describe("a job", () => {
     assert.ok(job.endedAt !== null && job.startedAt !== null && job.startedAt <= job.endedAt);
   });
 
-  it("ends where it is when it is cancelled", async () => {
+  it("ends where it is when it is cancelled, with what is there of the answer", async () => {
     const { jobId } = await client.jobs.submit(LONG);
     while ((await client.jobs.get(jobId)).text === "") await new Promise((resolve) => setTimeout(resolve, 10));
-    await client.jobs.cancel(jobId);
+    const { text } = await client.jobs.cancel(jobId);
     const job = await client.jobs.wait(jobId);
     assert.equal(job.status, "cancelled");
+    assert.notEqual(job.endedAt, null);
+    const partial = demandResult(job);
+    assert.equal(partial.finishReason, "cancelled");
+    assert.ok(text !== "" && partial.text.startsWith(text));
+    assert.equal(job.text, partial.text);
     while ((await running()) > 0) await new Promise((resolve) => setTimeout(resolve, 10));
   });
 
