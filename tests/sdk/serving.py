@@ -50,10 +50,10 @@ def serving_process(home: Path, *words: str) -> Iterator[Process]:
         process.stdout.close()
 
 
-def new_key(home: Path, name: str) -> str:
+def new_key(home: Path, name: str, *words: str) -> str:
     """Make an API key as a person does, and return its secret."""
     made = subprocess.run(
-        command("serve", "key", "new", name, "--json"),
+        command("serve", "key", "new", name, *words, "--json"),
         capture_output=True,
         check=True,
         text=True,

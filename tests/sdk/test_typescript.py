@@ -54,8 +54,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keys(home: Path) -> tuple[str, str]:
-    return new_key(home, "one"), new_key(home, "other")
+def keys(home: Path) -> tuple[str, str, str]:
+    return new_key(home, "one"), new_key(home, "other"), new_key(home, "slow", "--per-minute", "10")
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,14 @@ def test_it_reads_streams_maps_names_and_guards_the_key_without_a_server(compile
 
 @pytest.mark.parametrize("name", ["client", "document"])
 def test_it_agrees_with_a_real_server(
-    name: str, compiled: Path, server: Process, keys: tuple[str, str], home: Path
+    name: str, compiled: Path, server: Process, keys: tuple[str, str, str], home: Path
 ) -> None:
     surroundings = {
         **environment(home),
         "EXPERT_TEST_URL": server.url,
         "EXPERT_TEST_KEY": keys[0],
         "EXPERT_TEST_OTHER_KEY": keys[1],
+        "EXPERT_TEST_SLOW_KEY": keys[2],
         "EXPERT_TEST_BASE": BASE,
         "EXPERT_TEST_EXPERTS": ",".join(EXPERTS),
     }
@@ -86,6 +87,22 @@ def test_it_agrees_with_a_real_server(
     said = ran(compiled, "node", "--test", "--test-reporter=tap", test, env=surroundings)
     assert "# fail 0\n" in said
     assert "# skipped 0\n" in said
+
+
+UNREAD = """
+import {{ ExpertClient }} from {index};
+const stream = new ExpertClient({{ baseUrl: {url} }}).inferStream({{ prompt: "?" }});
+console.log(typeof stream.next);
+"""
+
+
+def test_a_stream_that_is_never_read_keeps_no_program_running(
+    compiled: Path, server: Process, tmp_path: Path
+) -> None:
+    index = (compiled.parent / "src" / "index.js").as_uri()
+    program = tmp_path / "unread.mjs"
+    program.write_text(UNREAD.format(index=json.dumps(index), url=json.dumps(server.url)))
+    assert ran(tmp_path, "node", program.name) == "function\n"
 
 
 BROWSED = """
@@ -103,7 +120,7 @@ import("/sdk/index.js").then(async ({ ExpertClient }) => {
 
 
 def test_it_works_in_a_browser_too(
-    compiled: Path, server: Process, keys: tuple[str, str], tmp_path: Path
+    compiled: Path, server: Process, keys: tuple[str, str, str], tmp_path: Path
 ) -> None:
     question = {"prompt": "Sort: 3, 1, 2", "temperature": 0, "maxTokens": 12}
     script = BROWSED.replace("KEY", json.dumps(keys[0])).replace("QUESTION", json.dumps(question))

@@ -77,19 +77,8 @@ export class EventParser {
   }
 }
 
-/** The events of a body; `onBytes` is told whenever something arrived, comments too. */
-export async function* eventsOf(
-  body: ReadableStream<Uint8Array>,
-  onBytes: () => void,
-): AsyncGenerator<ServerEvent, void> {
-  const reader = body.getReader();
+/** The events of a body that comes in these pieces. */
+export async function* eventsOf(pieces: AsyncIterable<Uint8Array>): AsyncGenerator<ServerEvent, void> {
   const parser = new EventParser();
-  try {
-    for (let read = await reader.read(); !read.done; read = await reader.read()) {
-      onBytes();
-      yield* parser.push(read.value);
-    }
-  } finally {
-    await reader.cancel().catch(() => undefined); // an error that broke the stream is thrown already
-  }
+  for await (const piece of pieces) yield* parser.push(piece);
 }

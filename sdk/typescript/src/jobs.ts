@@ -64,8 +64,8 @@ export class Jobs {
     return fromWire<Job>(await this.#transport.json(call, options));
   }
 
-  async #pause(milliseconds: number, { signal }: CallOptions): Promise<void> {
-    const watch = this.#transport.watch({ signal, timeoutMs: Infinity });
+  async #pause(milliseconds: number, options: CallOptions): Promise<void> {
+    const watch = this.#transport.watch(options);
     try {
       await watch.pause(milliseconds);
     } finally {

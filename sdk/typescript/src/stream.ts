@@ -5,11 +5,12 @@
  * signal, ends the connection, and the server stops writing.
  */
 
+import { piecesOf } from "./body.js";
 import { errorOf, NoAnswerError, UnreachableError } from "./errors.js";
 import { eventsOf, type ServerEvent } from "./events.js";
 import { fromWire } from "./names.js";
 import type { InferResult, Started } from "./result.js";
-import { type Call, type CallOptions, readable, type Transport } from "./transport.js";
+import { type Call, type CallOptions, failureOf, type Transport } from "./transport.js";
 import type { Watch } from "./watch.js";
 
 /** A piece of an answer, or what stands before it and after it. */
@@ -25,12 +26,12 @@ export interface Chunk {
 /** The chunks of one answer; it can be read once. */
 export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
   readonly #chunks: AsyncGenerator<Chunk, undefined>;
-  readonly #watch: Watch;
+  /** Since it is read. */
+  #watch: Watch | undefined;
   #result: InferResult | undefined;
 
   constructor(transport: Transport, call: Call, options: CallOptions) {
-    this.#watch = transport.watch(options);
-    this.#chunks = this.#read(transport, call);
+    this.#chunks = this.#read(transport, call, options);
   }
 
   [Symbol.asyncIterator](): this {
@@ -43,7 +44,7 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
 
   /** End the connection; a loop that is left does so by itself. */
   return(): Promise<IteratorResult<Chunk, undefined>> {
-    this.#watch.close();
+    this.#watch?.close();
     return this.#chunks.return(undefined);
   }
 
@@ -54,11 +55,15 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
     throw new NoAnswerError("the answer is not whole", { hint: "read the stream to its end" });
   }
 
-  async *#read(transport: Transport, call: Call): AsyncGenerator<Chunk, undefined> {
-    const watch = this.#watch;
+  async *#read(
+    transport: Transport,
+    call: Call,
+    options: CallOptions,
+  ): AsyncGenerator<Chunk, undefined> {
+    const watch = (this.#watch = transport.watch(options));
     try {
       const response = await transport.open(call, watch);
-      for await (const event of eventsOf(bodyOf(response), () => watch.renew())) {
+      for await (const event of eventsOf(piecesOf(bodyOf(response), watch))) {
         const chunk = chunkOf(event);
         if (chunk === undefined) continue;
         this.#result = chunk.result;
@@ -67,7 +72,7 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
       }
       throw new UnreachableError("the stream ended before the answer did");
     } catch (error) {
-      return await readable(Promise.reject(error), watch);
+      throw failureOf(error, watch);
     } finally {
       watch.close();
     }

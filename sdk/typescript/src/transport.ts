@@ -6,6 +6,7 @@
  * not.
  */
 
+import { textOf } from "./body.js";
 import { errorOf, ExpertError, UnreachableError, UsageError } from "./errors.js";
 import { Watch } from "./watch.js";
 
@@ -15,7 +16,7 @@ export interface ClientOptions {
   readonly baseUrl?: string | undefined;
   /** Sent as `Authorization: Bearer …`, to the origin of `baseUrl` alone. */
   readonly apiKey?: string | undefined;
-  /** How long the server may be silent, in milliseconds; by default ten minutes. */
+  /** How long the server may be silent that is waited for, in milliseconds; by default ten minutes. */
   readonly timeoutMs?: number | undefined;
   /** How often a request is sent again that the server could not take; by default 2. */
   readonly retries?: number | undefined;
@@ -74,8 +75,7 @@ export class Transport {
     const watch = this.watch(options);
     try {
       const response = await this.open(call, watch);
-      const text = await readable(response.text(), watch);
-      return parsed(text, response);
+      return parsed(await readable(textOf(response, watch), watch), response);
     } finally {
       watch.close();
     }
@@ -84,7 +84,7 @@ export class Transport {
   /** Ask, and give an answer that is no error; its body is still to be read. */
   async open(call: Call, watch: Watch): Promise<Response> {
     for (let tries = 0; ; tries += 1) {
-      const response = await readable(this.#send(call, watch), watch);
+      const response = await readable(watch.during(this.#send(call, watch)), watch);
       if (response.ok) return response;
       const error = await this.#refusal(response, watch);
       const milliseconds = waitBeforeNext(tries, error.retryAfter);
@@ -118,22 +118,27 @@ export class Transport {
         status: response.status,
       });
     }
-    return refusalOf(response, await readable(response.text(), watch));
+    return refusalOf(response, await readable(textOf(response, watch), watch));
   }
 }
 
 /** Wait for what the network gives; what breaks there becomes an error that says so. */
-export async function readable<T>(promise: Promise<T>, watch: Watch): Promise<T> {
+async function readable<T>(promise: Promise<T>, watch: Watch): Promise<T> {
   try {
     return await promise;
   } catch (error) {
-    if (error instanceof ExpertError) throw error;
-    if (watch.signal.aborted) throw watch.signal.reason;
-    throw new UnreachableError(`the connection failed: ${reasonOf(error)}`, {
-      cause: error,
-      hint: "is the server running at this address? it is started by: expertctl serve",
-    });
+    throw failureOf(error, watch);
   }
+}
+
+/** What a call is to end with that broke: the reason of its end, or an error that says so. */
+export function failureOf(error: unknown, watch: Watch): unknown {
+  if (error instanceof ExpertError) return error;
+  if (watch.signal.aborted) return watch.signal.reason;
+  return new UnreachableError(`the connection failed: ${reasonOf(error)}`, {
+    cause: error,
+    hint: "is the server running at this address? it is started by: expertctl serve",
+  });
 }
 
 /** How long to wait before the next try: never less than asked for, and never all at once. */

@@ -5,7 +5,12 @@ import { SilenceError } from "./errors.js";
 /** A timer for longer than this would go off at once; so long is as good as without end. */
 const LONGEST_TIMER = 2 ** 31 - 1;
 
-/** One call's time. Whoever makes one ends it with `close`. */
+/**
+ * One call's time. Whoever makes one ends it with `close`.
+ *
+ * Time runs only while something is awaited from the server: neither while the caller is at work
+ * on what came, nor in a pause before the next try.
+ */
 export class Watch {
   readonly #controller = new AbortController();
   readonly #given: AbortSignal | undefined;
@@ -17,18 +22,20 @@ export class Watch {
     this.#milliseconds = milliseconds;
     if (given?.aborted) this.#leave();
     given?.addEventListener("abort", this.#leave);
-    this.renew();
   }
 
   get signal(): AbortSignal {
     return this.#controller.signal;
   }
 
-  /** Something came: the time begins anew. */
-  renew(): void {
-    clearTimeout(this.#timer);
-    if (this.#milliseconds > LONGEST_TIMER) return;
-    this.#timer = setTimeout(() => this.#controller.abort(this.#silence()), this.#milliseconds);
+  /** Wait for what the server sends next; where that takes too long, the call ends. */
+  async during<T>(promise: Promise<T>): Promise<T> {
+    this.#start();
+    try {
+      return await promise;
+    } finally {
+      clearTimeout(this.#timer);
+    }
   }
 
   /** End the call, if it still goes on, and the timer. */
@@ -52,6 +59,12 @@ export class Watch {
       if (this.signal.aborted) ended();
       else this.signal.addEventListener("abort", ended, { once: true });
     });
+  }
+
+  #start(): void {
+    clearTimeout(this.#timer);
+    if (this.#milliseconds > LONGEST_TIMER) return;
+    this.#timer = setTimeout(() => this.#controller.abort(this.#silence()), this.#milliseconds);
   }
 
   readonly #leave = (): void => this.#controller.abort(this.#given?.reason);

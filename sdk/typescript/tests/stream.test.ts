@@ -124,6 +124,19 @@ describe("a stream", () => {
     await assert.rejects(client.inferStream(QUESTION).result(), SilenceError);
   });
 
+  it("is not given up while its reader is at work on a piece", async () => {
+    await using server = await listen((_, response) => {
+      response.writeHead(200, { "content-type": "text/event-stream" });
+      response.write(PIECES);
+      setTimeout(() => response.end(FINISHED), 400);
+    });
+    const client = new ExpertClient({ baseUrl: server.url, timeoutMs: 200 });
+    const stream = client.inferStream(QUESTION);
+    for await (const { text } of stream)
+      if (text === "lo") await new Promise((resolve) => setTimeout(resolve, 500));
+    assert.equal((await stream.result()).text, "Hello");
+  });
+
   it("passes over events that it does not know", async () => {
     await using server = await listen(events(`event: weather\ndata: fine\n\n${FINISHED}`, "end"));
     await new ExpertClient({ baseUrl: server.url }).inferStream(QUESTION).result();

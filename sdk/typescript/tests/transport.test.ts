@@ -169,6 +169,13 @@ describe("a request that the server could not take", () => {
     });
   }
 
+  it("is no silent server while it waits to be sent again", async () => {
+    const again = refusal(429, "rate_limit", { "retry-after": "1" });
+    await using server = await listen(again, json(200, { data: [] }));
+    await new ExpertClient({ baseUrl: server.url, timeoutMs: 500 }).models();
+    assert.equal(server.asked.length, 2);
+  });
+
   it("is left alone when the caller aborts while it waits", async () => {
     await using server = await listen(refusal(429, "rate_limit", { "retry-after": "30" }));
     const client = new ExpertClient({ baseUrl: server.url });
@@ -212,6 +219,19 @@ describe("a server that is not there", () => {
     await using server = await listen(() => undefined);
     const client = new ExpertClient({ baseUrl: server.url, timeoutMs: 50 });
     assert.ok((await failure(client.infer({ prompt: "?" }))) instanceof SilenceError);
+  });
+
+  it("is not given up for an answer that comes slowly, as long as it comes", async () => {
+    const letters = [...'{"data": []}'];
+    await using server = await listen((_, response) => {
+      const timer = setInterval(() => {
+        response.write(letters.shift());
+        if (letters.length > 0) return;
+        clearInterval(timer);
+        response.end();
+      }, 50);
+    });
+    assert.deepEqual(await new ExpertClient({ baseUrl: server.url, timeoutMs: 400 }).models(), []);
   });
 
   it("is given up when it breaks off in its answer", async () => {

@@ -7,10 +7,11 @@ import {
   type InferRequest,
   NoAnswerError,
   NotFoundError,
+  RateLimitError,
   UnauthenticatedError,
   UsageError,
 } from "../../src/index.js";
-import { BASE, EXPERTS, KEY, OTHER_KEY, URL_OF_SERVER } from "./surroundings.js";
+import { BASE, EXPERTS, KEY, OTHER_KEY, SLOW_KEY, URL_OF_SERVER } from "./surroundings.js";
 
 const client = new ExpertClient({ baseUrl: URL_OF_SERVER, apiKey: KEY });
 const [FIRST = ""] = EXPERTS;
@@ -119,6 +120,14 @@ describe("inferStream", () => {
     await assert.rejects(stream.result(), NoAnswerError);
   });
 
+  it("waits for a reader who is at work for longer than the server may be silent", async () => {
+    const hasty = new ExpertClient({ baseUrl: URL_OF_SERVER, apiKey: KEY, timeoutMs: 3000 });
+    const stream = hasty.inferStream(QUESTION);
+    for await (const { started } of stream)
+      if (started !== undefined) await new Promise((resolve) => setTimeout(resolve, 3500));
+    assert.equal((await stream.result()).text, (await client.infer(QUESTION)).text);
+  });
+
   it("frees the server when the loop is left", async () => {
     for await (const { text } of client.inferStream(LONG)) if (text !== "") break;
     while ((await running()) > 0) await new Promise((resolve) => setTimeout(resolve, 10));
@@ -175,6 +184,22 @@ describe("a job", () => {
   it("that is not there is not found", async () => {
     await assert.rejects(client.jobs.get("0".repeat(32)), NotFoundError);
     await assert.rejects(client.jobs.get("a/../b c?d#e"), (error) => error instanceof NotFoundError || error instanceof UsageError);
+  });
+});
+
+describe("a caller who asks too often", () => {
+  const options = { baseUrl: URL_OF_SERVER, apiKey: SLOW_KEY, timeoutMs: 4000 };
+
+  it("is told so, and not that the server is silent", async () => {
+    const calls = Array.from({ length: 12 }, () => new ExpertClient({ ...options, retries: 0 }).models());
+    const told = (await Promise.allSettled(calls)).filter(({ status }) => status === "rejected");
+    assert.ok(told.length > 0);
+    for (const one of told) {
+      const error: unknown = one.status === "rejected" && one.reason;
+      assert.ok(error instanceof RateLimitError);
+      assert.ok(error.retryAfter !== undefined && error.retryAfter * 1000 > options.timeoutMs);
+    }
+    assert.ok((await new ExpertClient({ ...options, retries: 1 }).models()).length > 0);
   });
 });
 

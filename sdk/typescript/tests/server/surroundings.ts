@@ -11,6 +11,8 @@ export const URL_OF_SERVER = given("EXPERT_TEST_URL");
 export const KEY = given("EXPERT_TEST_KEY");
 /** Another key. */
 export const OTHER_KEY = given("EXPERT_TEST_OTHER_KEY");
+/** A key that may ask ten times a minute. */
+export const SLOW_KEY = given("EXPERT_TEST_SLOW_KEY");
 /** The base. */
 export const BASE = given("EXPERT_TEST_BASE");
 /** Names of experts. */
