@@ -28,8 +28,8 @@ def main() -> None:
     missed = False
     for name in benchmark_names():
         command = [sys.executable, "-m", f"benchmarks.{name}", "--json"]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
-        document = json.loads(output)
+        output = subprocess.run(command, check=False, stdout=subprocess.PIPE).stdout
+        document = json.loads(output)  # also of one that exits 1 for what it found
         missed |= any(row["ok"] is False for row in document["rows"])
         print(as_table(document), flush=True)
     sys.exit(1 if missed else 0)

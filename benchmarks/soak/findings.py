@@ -14,7 +14,7 @@ from benchmarks.soak.watch import Sample, is_idle
 BLOCKS = 20
 """Means of so many stretches are fitted: neighbours in time are alike, so a line through single
 samples would seem surer than it is."""
-GROWTH = 0.02
+GROWTH = 0.01
 """What the last third of the time may hold more than the second."""
 TOO_MANY = 429
 _SHOWN = 200
