@@ -1,8 +1,9 @@
 """`JobStore`: jobs that nobody waits for, until somebody asks what became of them.
 
 A job belongs to the caller who made it: to anybody else it does not exist. What is at its end is
-kept for a while, so many for each caller, and no more bytes in all than there is room for; the
-oldest goes first.
+kept for a while, so many for each caller. Where all take more bytes than there is room for, the
+oldest of the caller with the most bytes goes first, so nobody's answers are put out by what others
+collect. The last answer of a caller is never put out: it stays until it can be asked for.
 
 Events come from the threads of the engine, questions from those of the server, so each is under one
 lock. What a job is never changes back: once it is at its end, it stays as it is.
@@ -10,6 +11,7 @@ lock. What a job is never changes back: once it is at its end, it stays as it is
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -95,7 +97,8 @@ class JobStore:
         """In the order in which they ended."""
         self._by_owner: dict[str, dict[str, None]] = {}
         """The same, of each owner."""
-        self._bytes = 0
+        self._bytes: dict[str, int] = {}
+        """How much those take, of each owner."""
 
     def add(self, job_id: str, *, owner: str, submitted: float, describe: Describe) -> StoredJob:
         """Take a job that is about to begin."""
@@ -158,11 +161,14 @@ class JobStore:
             assert all(entry.job.ended is None for entry in self._running.values())
             ends = [job.ended for job in self._ended.values() if job.ended is not None]
             assert len(ends) == len(self._ended)
-            assert self._bytes == sum(job.size for job in self._ended.values()) >= 0
-            assert self._bytes <= self._kept_bytes or len(self._ended) <= 1
-            owned = {job_id for ids in self._by_owner.values() for job_id in ids}
-            assert owned == self._ended.keys()
+            owned = {job_id: owner for owner, ids in self._by_owner.items() for job_id in ids}
+            assert owned == {job.id: job.owner for job in self._ended.values()}
             assert all(0 < len(ids) <= self._kept_per_owner for ids in self._by_owner.values())
+            sizes = Counter[str]()
+            for job in self._ended.values():
+                sizes[job.owner] += job.size
+            assert self._bytes == sizes
+            assert sizes.total() <= self._kept_bytes or len(self._ended) == len(self._by_owner)
 
     def _of(self, job_id: str, owner: str) -> StoredJob:
         entry = self._running.get(job_id)
@@ -178,14 +184,22 @@ class JobStore:
         job = replace(job, ended=self._clock())
         del self._running[job.id]
         self._ended[job.id] = job
-        self._bytes += job.size
+        self._bytes[job.owner] = self._bytes.get(job.owner, 0) + job.size
         own = self._by_owner.setdefault(job.owner, {})
         own[job.id] = None
         if len(own) > self._kept_per_owner:
             self._forget(next(iter(own)))
-        while self._bytes > self._kept_bytes and len(self._ended) > 1:
-            self._forget(next(iter(self._ended)))
         self._forget_old()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Forget the oldest of who holds most, as long as it is not all that it has."""
+        while sum(self._bytes.values()) > self._kept_bytes:
+            several = [owner for owner, ids in self._by_owner.items() if len(ids) > 1]
+            if not several:
+                return
+            owner = max(several, key=self._bytes.__getitem__)
+            self._forget(next(iter(self._by_owner[owner])))
 
     def _forget_old(self) -> None:
         """Forget what ended too long ago."""
@@ -196,11 +210,11 @@ class JobStore:
 
     def _forget(self, job_id: str) -> None:
         job = self._ended.pop(job_id)
-        self._bytes -= job.size
+        self._bytes[job.owner] -= job.size
         own = self._by_owner[job.owner]
         del own[job_id]
         if not own:
-            del self._by_owner[job.owner]
+            del self._by_owner[job.owner], self._bytes[job.owner]
 
 
 def _now(entry: _Entry) -> StoredJob:

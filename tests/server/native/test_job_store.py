@@ -23,7 +23,7 @@ from expertctl.schema.strict_json import JsonObject
 from expertctl.server.native.job_store import JobStore, StoredJob
 from tests.server.native.results import STARTED, finished
 
-OWNERS = ("ada", "bob")
+OWNERS = ("ada", "bob", "cleo")
 Question = Callable[..., StoredJob]
 
 
@@ -51,7 +51,7 @@ class Told:
 
 
 class Machine(RuleBasedStateMachine):
-    """Submits, starts, ends, calls off, waits and asks, as two callers."""
+    """Submits, starts, ends, calls off, waits and asks, as three callers."""
 
     running = Bundle("running")
     jobs = Bundle("jobs")
@@ -65,6 +65,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.told: dict[str, Told] = {}
         self.ended: list[str] = []
+        self.order: list[str] = []
         self.number = 0
 
     @rule(target=running, owner=st.sampled_from(OWNERS))
@@ -129,7 +130,7 @@ class Machine(RuleBasedStateMachine):
     @rule(job_id=st.one_of(running, jobs))
     def ask_as_somebody_else(self, job_id: str) -> None:
         told = self.told[job_id]
-        [other] = set(OWNERS) - {told.owner}
+        other = next(owner for owner in OWNERS if owner != told.owner)
         for question in (self.store.find, self.store.call_off):
             with pytest.raises(NotFoundError) as foreign:
                 question(job_id, owner=other)
@@ -151,6 +152,19 @@ class Machine(RuleBasedStateMachine):
         self._ask(job_id, self.store.find)
 
     @invariant()
+    def what_ended_last_can_be_asked_for(self) -> None:
+        """Whatever others collect: the last answer of each caller is there for its time."""
+        if hasattr(self, "store"):
+            last = {job.owner: job_id for job_id, job in self.by_end()}
+            for owner, job_id in last.items():
+                if not self._is_old(job_id):
+                    assert self.store.find(job_id, owner=owner).id == job_id
+
+    def by_end(self) -> Iterator[tuple[str, Told]]:
+        """All jobs that ended, kept or not, in that order."""
+        return ((job_id, self.told[job_id]) for job_id in self.order)
+
+    @invariant()
     def adds_up(self) -> None:
         if hasattr(self, "store"):
             self.store.check_integrity()
@@ -160,13 +174,18 @@ class Machine(RuleBasedStateMachine):
         told.status = told.status if told.status == "cancelled" else status
         told.ended = self.clock()
         self.ended.append(job_id)
+        self.order.append(job_id)
         kept = self.store.find(job_id, owner=told.owner)
         told.size = kept.size
         self._forget()
         return job_id
 
     def _forget(self) -> None:
-        """Who is kept: the newest of each owner, as long as there is time and room."""
+        """Who is kept: the newest of each owner, as long as there is time and room.
+
+        What is too old takes no room from others, so it goes first.
+        """
+        self.ended = [job_id for job_id in self.ended if not self._is_old(job_id)]
         while True:
             gone = next(self._superfluous(), None)
             if gone is None:
@@ -178,12 +197,22 @@ class Machine(RuleBasedStateMachine):
             own = [job_id for job_id in self.ended if self.told[job_id].owner == owner]
             yield from own[: -self.count]
         if sum(self.told[job_id].size for job_id in self.ended) > self.most:
-            yield from self.ended[:-1][:1]
+            yield from self._put_out()
+
+    def _put_out(self) -> Iterator[str]:
+        """The oldest of whoever takes most, of those that have more than one."""
+        own = {o: [each for each in self.ended if self.told[each].owner == o] for o in OWNERS}
+        several = [ids for ids in own.values() if len(ids) > 1]
+        if several:
+            yield max(several, key=lambda ids: sum(self.told[each].size for each in ids))[0]
+
+    def _is_old(self, job_id: str) -> bool:
+        ended = self.told[job_id].ended
+        return ended is not None and ended < self.clock() - self.seconds
 
     def _ask(self, job_id: str, question: Question) -> None:
         told = self.told[job_id]
-        is_old = told.ended is not None and told.ended < self.clock() - self.seconds
-        if told.ended is not None and (is_old or job_id not in self.ended):
+        if told.ended is not None and (self._is_old(job_id) or job_id not in self.ended):
             with pytest.raises(NotFoundError):
                 question(job_id, owner=told.owner)
         else:
@@ -222,6 +251,35 @@ def test_a_job_that_is_called_off_keeps_what_came_of_it() -> None:
     store.hear("a" * 32, finished("1, 2", "cancelled"))
     over = store.find("a" * 32, owner="ada")
     assert (over.status, over.text, over.error) == ("cancelled", "1, 2", None)
+
+
+def test_who_collects_much_puts_out_nobody_else() -> None:
+    store = JobStore(kept_bytes=20_000, clock=Clock())
+
+    def end(job_id: str, owner: str, size: int) -> None:
+        store.add(job_id, owner=owner, submitted=1.0, describe=describe)
+        store.hear(job_id, finished("x" * size, job_id=job_id))
+        store.check_integrity()
+
+    end("first", "ada", 10)
+    for number in range(100):
+        end(f"bulk-{number}", "bob", 500)
+    end("second", "ada", 500)
+    for job_id in ("first", "second"):
+        assert store.find(job_id, owner="ada").status == "finished"
+    assert store.find("bulk-99", owner="bob").status == "finished"
+    with pytest.raises(NotFoundError):
+        store.find("bulk-0", owner="bob")
+
+
+def test_the_last_answer_is_kept_however_large_it_is() -> None:
+    store = JobStore(kept_bytes=1000, clock=Clock())
+    for number, owner in enumerate(OWNERS * 2):
+        store.add(str(number), owner=owner, submitted=1.0, describe=describe)
+        store.hear(str(number), finished("x" * 5000, job_id=str(number)))
+    store.check_integrity()
+    for number, owner in enumerate(OWNERS, start=len(OWNERS)):
+        assert store.find(str(number), owner=owner).text == "x" * 5000
 
 
 def test_events_and_questions_from_many_threads_leave_it_in_order() -> None:
