@@ -11,19 +11,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from jinja2.exceptions import TemplateAssertionError, TemplateError, TemplateSyntaxError
+from jinja2.exceptions import (
+    SecurityError,
+    TemplateAssertionError,
+    TemplateError,
+    TemplateSyntaxError,
+)
 
 from expertctl.engine.message import Message
 from expertctl.engine.template_budget import Budget, paying_from
 from expertctl.engine.template_sandbox import ChatSandbox
 from expertctl.engine.tokenizer import Marks, Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
-from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
+from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError, UsageError
 from expertctl.schema.strict_json import JsonValue
 
 MAX_TEMPLATE_CHARACTERS = 256 << 10
 NO_TEMPLATE = "the base has no chat template, the prompt is used as it is"
 USES_CLOCK = "the base's chat template writes the date, so the prompt differs from day to day"
+_ANY_TURN = (Message("user", "?"),)
+_MAX_SAID = 500
 _STRFTIME = re.compile(r"(%[-#]?[A-Za-z%]|[^%]){0,100}")
 
 Clock = Callable[[], datetime]
@@ -63,7 +70,8 @@ class ChatTemplate:
 
         Raises:
             InvalidPackageError: when the template is malformed, fails, or does too much.
-            IncompatibleError: when the template refuses the conversation.
+            IncompatibleError: when the template refuses every conversation.
+            UsageError: when it takes others, and refuses this one or fails on it.
         """
 
         def strftime_now(form: str) -> str:
@@ -71,15 +79,39 @@ class ChatTemplate:
             return _formatted(self._clock(), form)
 
         functions = {"raise_exception": _raise_exception, "strftime_now": strftime_now}
-        values = {
+        usual = {
             "tools": None,
             "documents": None,
-            "messages": [{**m.fields, "role": m.role, "content": m.content} for m in messages],
+            "messages": _fields_of(_ANY_TURN),
             "add_generation_prompt": add_generation_prompt,
             **special_tokens,
-            **(variables or {}),
         }
-        return self._rendered(ChatSandbox(functions), values)
+        values = {**usual, "messages": _fields_of(messages), **(variables or {})}
+        try:
+            return self._rendered(ChatSandbox(functions), values)
+        except (InvalidPackageError, IncompatibleError) as error:
+            is_costly = isinstance(error.__cause__, SecurityError)
+            if is_costly or not self._takes(ChatSandbox(functions), usual):
+                raise
+            raise self._not_this_one(error) from error
+
+    def _takes(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> bool:
+        """Tell whether it renders a conversation, in which nobody has done anything wrong."""
+        try:
+            self._rendered(sandbox, values)
+        except (InvalidPackageError, IncompatibleError):
+            return False
+        return True
+
+    def _not_this_one(self, error: ExpertError) -> UsageError:
+        """Say what is wrong with a conversation, in the words of the template."""
+        cause = error.__cause__
+        is_said = isinstance(cause, _RefusalError)
+        said = str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
+        return UsageError(
+            f"the chat template takes no such conversation: {said[:_MAX_SAID]}",
+            hint="change roles, order or contents of the messages, or of the tools, as it says",
+        )
 
     def _rendered(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> str:
         if len(self.source.text) > MAX_TEMPLATE_CHARACTERS:
@@ -117,10 +149,10 @@ def encode_chat(
     """Return what the decoder reads for a conversation; ``template`` is used for the base's own.
 
     Raises:
-        UsageError: for several messages where the base has no chat template, and for control
-            tokens that cannot be read as letters.
+        UsageError: for several messages where the base has no chat template, for control tokens
+            that cannot be read as letters, and for what the template refuses or fails on.
         InvalidPackageError: when the template is malformed, fails, or does too much.
-        IncompatibleError: when the template refuses the conversation.
+        IncompatibleError: when the template refuses every conversation.
     """
     config = tokenizer.config
     template = template or config.template
@@ -206,6 +238,10 @@ def _without_template(tokenizer: Tokenizer, messages: Sequence[Message]) -> Prom
         )
     text = messages[0].content
     return Prompt(text, tuple(tokenizer.encode(text)), (NO_TEMPLATE,))
+
+
+def _fields_of(messages: Sequence[Message]) -> list[dict[str, JsonValue]]:
+    return [{**m.fields, "role": m.role, "content": m.content} for m in messages]
 
 
 def _raise_exception(message: object) -> None:

@@ -256,8 +256,34 @@ def test_a_date_format_that_pads_is_refused(form: str) -> None:
 
 def test_a_template_may_refuse_a_conversation() -> None:
     text = (TEMPLATES / "llama3.jinja").read_text()
-    with pytest.raises(IncompatibleError, match="Only user, assistant and tool turns: system"):
+    with pytest.raises(UsageError, match="Only user, assistant and tool turns: system"):
         render(text, [USER, Message("system", "late")])
+
+
+def test_a_template_that_refuses_every_conversation_does_not_fit() -> None:
+    with pytest.raises(IncompatibleError, match="refuses this conversation: never"):
+        render("{{ raise_exception('never') }}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{{ messages[-1].tool_calls[0].name.first.letter }}", "has no attribute"),
+        ("{{ messages[-1].content + (messages | length > 1 and 1 or '') }}", "TypeError"),
+        ("{% if messages | length > 1 %}{{ 1 // 0 }}{% endif %}", "zero"),
+        ("{% if messages | length > 1 %}{{ raise_exception('x' * 5000) }}{% endif %}", "xxxx"),
+    ],
+)
+def test_what_a_template_fails_on_is_at_fault_where_it_takes_others(
+    text: str, problem: str
+) -> None:
+    said = Message("assistant", "", {"tool_calls": [{"name": "sort"}]})
+    if "tool_calls" in text:
+        text = "{% if messages[-1].tool_calls %}" + text + "{% endif %}"
+    with pytest.raises(UsageError, match="takes no such conversation") as caught:
+        render(text, [USER, said])
+    assert problem in caught.value.message
+    assert len(caught.value.message) < 600
 
 
 @pytest.mark.parametrize(
