@@ -22,6 +22,7 @@ LARGE = 64 << 10
 """A longer body is read in a thread, one after the other: it takes longer than others can wait."""
 _Kind = TypeVar("_Kind")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
+_FLOAT = "got `float`"
 _PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
@@ -54,6 +55,8 @@ def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
     try:
         return shape(fields, kind)
     except msgspec.ValidationError as error:
+        if _FLOAT not in str(error):
+            raise _misshapen(error) from error
         return _with_whole_numbers(fields, kind, error)
 
 
@@ -64,11 +67,15 @@ def _with_whole_numbers(
     try:
         return shape(_whole(fields), kind)
     except msgspec.ValidationError:
-        place = _PLACE.search(str(first))
-        fact = str(first)[: place.start()] if place else str(first)
-        field = place[1].removeprefix(".") if place else ""
-        where = f"`{field}` of the body" if field else "the body"
-        raise FieldError(f"{where}: {fact}", field=field) from first
+        raise _misshapen(first) from first
+
+
+def _misshapen(error: msgspec.ValidationError) -> FieldError:
+    place = _PLACE.search(str(error))
+    fact = str(error)[: place.start()] if place else str(error)
+    field = place[1].removeprefix(".") if place else ""
+    where = f"`{field}` of the body" if field else "the body"
+    return FieldError(f"{where}: {fact}", field=field)
 
 
 def _whole(value: JsonValue) -> JsonValue:
