@@ -68,11 +68,11 @@ class Metered:
             RateLimitError: when the queue is full, or who asks had too many tokens.
             UsageError: when it wants what is not done here.
         """
-        self._quotas.demand_tokens(job.owner)
         if self._log_prompts:
             fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
             LOG.info("prompt", extra={"fields": fields})
         try:
+            self._quotas.demand_tokens(job.owner)
             heard = self._trace(job, sink)
             self._engine.submit(job, _Meter(job, heard, self._metrics, self._quotas))
         except ExpertError as error:
@@ -112,7 +112,12 @@ class _Meter:
 
     def __init__(self, job: Job, sink: Sink, metrics: Metrics, quotas: Quotas) -> None:
         self._job, self._sink, self._metrics, self._quotas = job, sink, metrics, quotas
+        self._begun = time.perf_counter()
         self._last: dict[int, float] = {}
+
+    @property
+    def _total_ms(self) -> float:
+        return (time.perf_counter() - self._begun) * 1e3
 
     def __call__(self, event: Event) -> None:
         try:
@@ -128,7 +133,8 @@ class _Meter:
                 self._observe_end(event.results)
             case Failed():
                 self._metrics.failed(event.error)
-                LOG.info("job", extra={"fields": job_record.failed(self._job, event.error)})
+                fields = job_record.failed(self._job, event.error, total_ms=self._total_ms)
+                LOG.info("job", extra={"fields": fields})
             case Started():
                 pass
 
@@ -142,7 +148,7 @@ class _Meter:
     def _observe_end(self, results: Sequence[RunResult]) -> None:
         for result in results:
             self._metrics.answered(result)
-        LOG.info("job", extra={"fields": job_record.answered(self._job, results)})
-        if results:  # the prompt of several answers is read once
-            tokens = sum(len(result.generated.tokens) for result in results)
-            self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)
+        fields = job_record.answered(self._job, results, total_ms=self._total_ms)
+        LOG.info("job", extra={"fields": fields})
+        tokens = sum(len(result.generated.tokens) for result in results)
+        self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)  # it is read once

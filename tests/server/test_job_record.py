@@ -50,4 +50,19 @@ def test_a_job_that_fails_says_why_by_a_code(
     body = {"model": BASE, "prompt": "word " * 9000, "max_tokens": 2}
     assert served.client().post("/v1/completions", json=body).status_code == 400
     [line] = records(told)
+    assert line.keys() >= KEYS
     assert (line["success"], line["error"]) == (False, "usage")
+    assert (line["experts_used"], line["output_tokens"]) == ([], 0)
+    assert line["total_latency_ms"] > 0
+
+
+def test_an_answer_that_was_cut_by_its_time_is_no_success(
+    served: Served, told: pytest.LogCaptureFixture
+) -> None:
+    body = {"prompt": "Sort these: 3, 1, 2", "temperature": 0, "max_tokens": 4000}
+    body |= {"timeout_ms": 1000}
+    answer = served.client().post("/v1/infer", json=body).json()
+    [line] = records(told)
+    assert answer["finish_reason"] == "timeout"
+    assert line["finish_reasons"] == ["timeout"]
+    assert (line["success"], line["error"], line["output_tokens"] > 0) == (False, None, True)
