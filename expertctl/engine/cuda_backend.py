@@ -16,7 +16,7 @@ from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.compose import CompiledPlan, Form
 from expertctl.engine.generate import NativeReading, Reading, step_each
-from expertctl.engine.kept_kv import CacheKind, KVSlot
+from expertctl.engine.kept_kv import CacheKind, KVSlots
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
@@ -70,10 +70,10 @@ class CudaBackend:
         """The same where one keeper serves."""
         return f"cuda, {self.dtype}"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlot:
+    def new_keeper(self, tiers: Tiers) -> KVSlots:
         """Return an owner of arenas of one row."""
-        kind = CacheKind(self.kv_kind, self._row, lambda wanted: self.kv_bytes(wanted.capacity))
-        return KVSlot(tiers, kind)
+        kind = CacheKind(self._row, lambda wanted: self.kv_bytes(wanted.capacity))
+        return KVSlots(tiers, kind)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "CudaModel":
         """Read the weights onto the device.

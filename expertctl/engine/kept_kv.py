@@ -1,189 +1,230 @@
-"""What stays of a finished generation, so that the next turn need not be read from its beginning.
+"""What stays of finished generations, so that a next turn need not be read from its beginning.
 
-One generation is kept of each kind of cache. It serves a request of the same cache key and the same
-plan identity, as far as the tokens agree; at least one token is always read, for its scores. While
-it is in use it is taken out, and put back only when that generation completed: one that failed, was
-stopped or was given up leaves nothing, nor does one whose key is forgotten meanwhile. Another plan
-under the same key is a miss, which ends the entry.
+Of each kind of cache so many texts are kept, of all keys and plans. A request finds, among those of
+its own cache key and plan identity, the one that agrees with it furthest; at least one token is
+always read, for its scores. A text that it goes on from is taken out: what becomes of that is put
+back only when the generation completed, so one that failed, was stopped or was given up leaves
+nothing, nor does one whose key is forgotten meanwhile. Of a text that merely begins alike the rows
+are copied, and it stays. Texts without a key neither find nor leave anything.
 
-A cache is lent with exactly the room that is asked for. The bytes of what is kept count as ``kv``;
-they are given up before a request is refused, or an expert evicted, for want of memory. Soft
-prompts stand before the first token; they are the same under one identity, so they are part of what
-is reused.
+A cache is lent with exactly the room that is asked for. Bytes count as ``kv``, and are entered
+before there is memory. What is kept is given up when `Tiers` asks for it, in whatever thread, the
+longest unused first; so the lock is that of `Tiers`. Texts come from one thread. Soft prompts stand
+before the first token; they are the same under one identity, so they are part of what is reused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
 
-from expertctl.digest import Digest
 from expertctl.engine.kv_cache import KVCache
-from expertctl.engine.kv_loan import KVLoan, KVWanted
+from expertctl.engine.kv_loan import KVLoan, KVWanted, Origin, common
 from expertctl.engine.tiers import Tier, Tiers
+
+SLOTS = 64
+"""So many texts are kept at most, so that finding one is cheap; memory mostly ends them before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptKV:
+class KeptText:
     """A completed generation: whose it is, the tokens it read and wrote, their rows."""
 
-    cache_key: str
-    identity: Digest
+    origin: Origin
     ids: tuple[int, ...]
     cache: KVCache
+
+    def agrees(self, wanted: KVWanted) -> int:
+        """Return how many tokens of a text need not be read."""
+        if self.origin != wanted.origin:
+            return 0
+        most = min(len(wanted.ids) - 1, wanted.capacity - wanted.virtual)
+        return min(common(self.ids, wanted.ids), most)
+
+    def begins(self, other: "KeptText") -> bool:
+        """Tell whether another text says all that this one does."""
+        return self.origin == other.origin and self.ids == other.ids[: len(self.ids)]
 
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """One that runs."""
+    """One that runs: what was entered for it, and where its rows are copied from meanwhile."""
 
-    cache_key: str | None
+    origin: Origin | None
+    own_bytes: int = 0
+    cache: KVCache | None = None
+    source: KeptText | None = None
     is_forgotten: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are not those of kept texts."""
+        return self.own_bytes + (0 if self.source is None else self.source.cache.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What caches of some base are: their name, how one is made, what it takes, known before."""
+    """What caches of some base are: how one is made, what it takes, known before."""
 
-    name: str
     make: Callable[[KVWanted], KVCache]
     nbytes: Callable[[KVWanted], int]
 
 
 PLAIN = CacheKind(
-    "torch",
     make=lambda wanted: KVCache(wanted.config, wanted.capacity),
     nbytes=lambda wanted: wanted.nbytes,
 )
 """Float32 in the machine's memory."""
 
 
-class KVSlot:
-    """The owner of the one generation that is kept of a kind."""
+class KVSlots:
+    """The owner of the caches of a kind, of those that are kept and of those that are lent."""
 
-    def __init__(self, tiers: Tiers, kind: CacheKind = PLAIN) -> None:
-        """Begin with none; its memory is that of the device tier."""
-        self._tiers, self._kind = tiers, kind
-        self._place = Tier.DEVICE, Digest.of(f"the last generation in {kind.name}".encode())
+    def __init__(self, tiers: Tiers, kind: CacheKind = PLAIN, *, most: int = SLOTS) -> None:
+        """Begin with none; their memory is that of the device tier."""
+        self._tiers, self._kind, self._most = tiers, kind, most
+        self._kept: list[KeptText] = []
+        """The longest unused first."""
         self._running: list[_Text] = []
+        tiers.spare_from(Tier.DEVICE, nbytes=lambda: self.kept_bytes, give_up=self._let_go)
 
     @contextmanager
     def borrow(self, wanted: KVWanted) -> Iterator[KVLoan[KVCache]]:
-        """Lend a cache: what is kept, as far as it agrees, or an empty one.
+        """Lend a cache; its first rows are those that are kept of a text that began in that way.
 
         Raises:
-            BudgetError: when an empty one cannot fit.
+            BudgetError: when it cannot fit.
         """
-        loan, text = self._reused(wanted) or KVLoan(self._empty(wanted)), _Text(wanted.cache_key)
+        text = _Text(wanted.origin)
         self._running.append(text)
+        try:
+            loan = self._lent(wanted, text)
+        except BaseException:
+            self._end(text, ())
+            raise
         try:
             yield loan
         finally:
-            self._running.remove(text)
-            self._end(loan, wanted, is_forgotten=text.is_forgotten)
-
-    def holds(self, cache_key: str | None, identity: Digest) -> bool:
-        """Tell whether something is kept for this key and plan."""
-        kept = self._peek()
-        return kept is not None and (kept.cache_key, kept.identity) == (cache_key, identity)
+            ids = (loan.completed or ())[: max(loan.cache.length - wanted.virtual, 0)]
+            del loan.cache
+            self._end(text, ids)
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for a key; texts of it that run now leave nothing."""
-        for text in self._running:
-            text.is_forgotten |= text.cache_key == cache_key
-        self._drop(cache_key)
-
-    def _drop(self, cache_key: str) -> None:
-        kept = self._peek()
-        if kept is not None and kept.cache_key == cache_key:
-            self._tiers.forget(self._place)
+        with self._tiers.lock:
+            for text in self._running:
+                text.is_forgotten |= text.origin is not None and text.origin.owner == cache_key
+            before = self.kept_bytes
+            self._kept = [kept for kept in self._kept if kept.origin.owner != cache_key]
+            self._release(before - self.kept_bytes)
 
     def clear(self) -> None:
-        """Drop what is kept."""
-        self._tiers.forget(self._place)
+        """Drop all that is kept."""
+        self._let_go(self.kept_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept."""
-        kept = self._peek()
-        return 0 if kept is None else kept.cache.nbytes
+        """Bytes of all caches, of texts that run and of those that are kept."""
+        return self.kept_bytes + sum(text.nbytes for text in self._running)
 
     @property
     def kept_bytes(self) -> int:
-        """The same: what is lent is no entry."""
-        return self.nbytes
+        """Bytes of the caches that no text that runs has."""
+        return sum(kept.cache.nbytes for kept in self._kept)
 
     def check_integrity(self) -> None:
-        """Assert that what is kept has a row for each of its tokens."""
-        kept = self._peek()
-        if kept is not None:
-            kept.cache.check_integrity()
-            assert kept.cache.length >= len(kept.ids)
+        """Assert that what is kept has a row for each of its tokens, and an owner of its own."""
+        with self._tiers.lock:
+            lent = [(text, text.cache) for text in self._running if text.cache is not None]
+            caches = [*(kept.cache for kept in self._kept), *(cache for _, cache in lent)]
+            assert len({id(cache) for cache in caches}) == len(caches)
+            assert all(text.own_bytes == cache.nbytes for text, cache in lent)
+            assert len(self._kept) <= self._most
+            for kept in self._kept:
+                kept.cache.check_integrity()
+                assert 0 < len(kept.ids) <= kept.cache.length
 
     def check_idle(self) -> None:
         """Assert that nothing is lent."""
         assert not self._running
 
-    def _peek(self) -> KeptKV | None:
-        return cast(KeptKV | None, self._tiers.kept(self._place))
+    def _lent(self, wanted: KVWanted, text: _Text) -> KVLoan[KVCache]:
+        reused = self._reuse(wanted, text)
+        if text.cache is None:
+            size = self._kind.nbytes(wanted)
+            self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
+            text.own_bytes = size
+            text.cache = self._kind.make(wanted)
+        return KVLoan(text.cache, reused=reused)
 
-    def _reused(self, wanted: KVWanted) -> KVLoan[KVCache] | None:
-        """Take out what is kept, if some of it can be used."""
-        kept = self._take(wanted)
-        if kept is None:
-            return None
-        common = min(_common(kept.ids, wanted.ids), len(wanted.ids) - 1)
-        kept.cache.rewind(wanted.virtual + common)
-        if common and kept.cache.capacity == wanted.capacity:
-            return KVLoan(kept.cache, reused=common)
-        try:
-            return self._moved(kept.cache, wanted, common) if common else None
-        finally:
-            size = kept.cache.nbytes
-            del kept
-            self._release(size)
+    def _reuse(self, wanted: KVWanted, text: _Text) -> int:
+        """Give a text the rows of the kept one that agrees with it furthest; return how many."""
+        source = self._take_out(wanted, text)
+        if source is None:
+            return 0
+        tokens = source.agrees(wanted)
+        # a conversation puts no other out that only has the same beginning
+        goes_on = 2 * tokens >= len(source.ids)
+        if goes_on and source.cache.capacity == wanted.capacity:
+            text.cache, text.own_bytes, text.source = source.cache, source.cache.nbytes, None
+            text.cache.rewind(wanted.virtual + tokens)
+            return tokens
+        is_copied = self._copy(source.cache, wanted, text, tokens)
+        del source
+        self._give_back(text, is_kept=not goes_on)
+        return tokens if is_copied else 0
 
-    def _take(self, wanted: KVWanted) -> KeptKV | None:
-        if self.holds(wanted.cache_key, wanted.identity):
-            return cast(KeptKV, self._tiers.take(self._place))
-        if wanted.cache_key is not None:
-            self._drop(wanted.cache_key)
-        return None
+    def _take_out(self, wanted: KVWanted, text: _Text) -> KeptText | None:
+        """Take out what agrees furthest, the newest of several, until it is given back."""
+        with self._tiers.lock:
+            best = max(reversed(self._kept), key=lambda kept: kept.agrees(wanted), default=None)
+            if best is None or not best.agrees(wanted):
+                return None
+            self._kept.remove(best)
+            text.source = best
+            return best
 
-    def _moved(self, cache: KVCache, wanted: KVWanted, common: int) -> KVLoan[KVCache] | None:
-        """Copy the rows that agree into a cache of the size asked for, if both fit for a moment."""
-        if not self._tiers.has_room(Tier.DEVICE, self._kind.nbytes(wanted)):
-            return None  # reading the text again beats evicting the experts that it needs
-        moved = self._empty(wanted)
-        moved.copy_from(cache)
-        return KVLoan(moved, reused=common)
-
-    def _empty(self, wanted: KVWanted) -> KVCache:
+    def _copy(self, cache: KVCache, wanted: KVWanted, text: _Text, tokens: int) -> bool:
+        """Copy rows into a cache of the size asked for, if both fit for a moment."""
         size = self._kind.nbytes(wanted)
-        self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
-        try:
-            return self._kind.make(wanted)
-        except BaseException:
-            self._release(size)
-            raise
+        if not self._tiers.reserve_spare(Tier.DEVICE, "kv", size, what=wanted.what):
+            return False  # reading the text again beats evicting the experts that it needs
+        text.own_bytes = size
+        text.cache = self._kind.make(wanted)
+        text.cache.copy_from(cache, wanted.virtual + tokens)
+        return True
 
-    def _end(self, loan: KVLoan[KVCache], wanted: KVWanted, *, is_forgotten: bool) -> None:
-        cache = loan.cache
-        del loan.cache
-        if loan.completed is None or wanted.cache_key is None or is_forgotten:
-            size = cache.nbytes
-            del cache
-            self._release(size)
-            return
-        ids = loan.completed[: cache.length - wanted.virtual]
-        kept = KeptKV(wanted.cache_key, wanted.identity, ids, cache)
-        self._tiers.keep(self._place, kept, cache.nbytes, purpose="kv")
+    def _give_back(self, text: _Text, *, is_kept: bool) -> None:
+        """Put back what a text was copied from, or let it go."""
+        with self._tiers.lock:
+            before = self.nbytes
+            if is_kept and text.source is not None and not text.is_forgotten:
+                self._kept.append(text.source)
+            text.source = None
+            self._release(before - self.nbytes)
+
+    def _end(self, text: _Text, ids: Sequence[int]) -> None:
+        """Keep the rows of ``ids``, in the place of texts that they go on from."""
+        with self._tiers.lock:
+            before = self.nbytes
+            if ids and text.origin is not None and not text.is_forgotten:
+                assert text.cache is not None
+                self._keep(KeptText(text.origin, tuple(ids), text.cache))
+            self._running.remove(text)
+            text.cache = text.source = None
+            self._release(before - self.nbytes)
+
+    def _keep(self, text: KeptText) -> None:
+        others = [kept for kept in self._kept if not kept.begins(text)]
+        self._kept = [*others, text][-self._most :]
+
+    def _let_go(self, size: int) -> None:
+        """Free so many bytes of what is kept, the longest unused first, as far as there are."""
+        with self._tiers.lock:
+            freed = 0
+            while self._kept and freed < size:
+                freed += self._kept.pop(0).cache.nbytes
+            self._release(freed)
 
     def _release(self, size: int) -> None:
+        """Strike out bytes that are free."""
         self._tiers.release(Tier.DEVICE, "kv", size)
-
-
-def _common(kept: Sequence[int], wanted: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same."""
-    pairs = enumerate(zip(kept, wanted, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(kept), len(wanted)))

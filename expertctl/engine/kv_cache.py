@@ -45,17 +45,18 @@ class KVCache(KVRoom):
         self._values[layer, :, self.length : end].copy_(values)
         return self._keys[layer, :, :end], self._values[layer, :, :end]
 
-    def copy_from(self, other: "KVCache") -> None:
-        """Become what another cache of the same base holds; that one stays as it is.
+    def copy_from(self, other: "KVCache", tokens: int) -> None:
+        """Become the first ``tokens`` of another cache of the same base; that one stays as it is.
 
         Raises:
-            BudgetError: when it does not fit.
+            BudgetError: when they do not fit.
         """
+        assert tokens <= other.length
         self.reset()
-        self.require(other.length)
+        self.require(tokens)
         for own, others in ((self._keys, other._keys), (self._values, other._values)):
-            own[:, :, : other.length].copy_(others[:, :, : other.length])
-        self.advance(other.length)
+            own[:, :, :tokens].copy_(others[:, :, :tokens])
+        self.advance(tokens)
 
     def check_integrity(self) -> None:
         """Assert what always holds: a possible length, numbers in every filled row."""

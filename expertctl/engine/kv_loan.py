@@ -12,6 +12,14 @@ _FLOAT_BYTES = 4
 Room = TypeVar("Room", bound=KVRoom, covariant=True)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose text it is, and the plan that its rows were computed with."""
+
+    owner: str
+    identity: Digest
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVWanted:
     """What a generation needs: the prompt's tokens, virtual ones before them, room for more."""
@@ -22,6 +30,11 @@ class KVWanted:
     ids: Sequence[int]
     virtual: int
     capacity: int
+
+    @property
+    def origin(self) -> Origin | None:
+        """Whose earlier texts may begin it; one without a key neither finds nor leaves anything."""
+        return None if self.cache_key is None else Origin(self.cache_key, self.identity)
 
     @property
     def nbytes(self) -> int:
@@ -45,3 +58,9 @@ class KVLoan(Generic[Room]):
     def complete(self, ids: Sequence[int]) -> None:
         """Say that the generation came to its end; ``ids`` are prompt and answer."""
         self.completed = tuple(ids)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens at the beginning are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))

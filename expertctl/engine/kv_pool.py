@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from expertctl.engine.kernels.heads import PAGE
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_loan import KVLoan, KVWanted
+from expertctl.engine.kv_loan import KVLoan, KVWanted, Origin
 from expertctl.engine.kv_pages import KVPages, pages_bytes
-from expertctl.engine.kv_prefix import VIRTUAL, Block, Found, Origin, PrefixTree, Tokens
+from expertctl.engine.kv_prefix import VIRTUAL, Block, Found, PrefixTree, Tokens
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError
 
@@ -60,7 +60,7 @@ class KVPool:
         Raises:
             BudgetError: when they cannot fit.
         """
-        rent = _Rent(_origin(wanted), _tokens(wanted, wanted.ids))
+        rent = _Rent(wanted.origin, _tokens(wanted, wanted.ids))
         self._rents.append(rent)
         try:
             loan = self._lent(wanted, rent)
@@ -207,10 +207,6 @@ class KVPool:
     def _release(self, size: int) -> None:
         """Strike out bytes that are free."""
         self._tiers.release(Tier.DEVICE, "kv", size)
-
-
-def _origin(wanted: KVWanted) -> Origin | None:
-    return None if wanted.cache_key is None else Origin(wanted.cache_key, wanted.identity)
 
 
 def _tokens(wanted: KVWanted, ids: Sequence[int]) -> Tokens:

@@ -19,21 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.digest import Digest
 from expertctl.engine.kernels.heads import PAGE
+from expertctl.engine.kv_loan import Origin, common
 
 Numbers = np.ndarray[Any, Any]
 Tokens = tuple[int, ...]
 VIRTUAL = -1
 """Stands for a row of a soft prompt; no token of a vocabulary is negative."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Whose text it is, and the plan that its rows were computed with."""
-
-    owner: str
-    identity: Digest
 
 
 @dataclass(slots=True, eq=False)
@@ -204,12 +196,6 @@ class PrefixTree:
         del self._idle[block]
         self.idle_bytes -= block.page.nbytes
         self.nbytes -= block.page.nbytes
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the beginning are the same."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _begins(tokens: Tokens, beginning: Tokens) -> bool:

@@ -91,12 +91,6 @@ class Tiers:
         """Tell whether an entry is resident; where there are other threads, it was."""
         return self._memory.landed(key) is not None
 
-    def has_room(self, tier: Tier, size: int) -> bool:
-        """Tell whether so many bytes fit without evicting an entry."""
-        budget = self._budgets[tier]
-        with self._lock:
-            return size <= budget.free + self._memory.spare(budget)
-
     @property
     def lock(self) -> AbstractContextManager[object]:
         """Held for every decision; may be taken again by the thread that holds it."""
@@ -192,6 +186,17 @@ class Tiers:
         with self._lock:
             self._make_room(budget, purpose, size, what=what)
             budget.reserve(purpose, size, what=what)
+
+    def reserve_spare(self, tier: Tier, purpose: Purpose, size: int, *, what: str) -> bool:
+        """Enter bytes if that evicts nothing but kept rows; tell whether it did."""
+        budget = self._budgets[tier]
+        with self._lock:
+            entries = self._memory.entries.keys()
+            if size > self._memory.room(budget, spared=entries):
+                return False
+            self._memory.make_room(budget, size, spared=entries)
+            budget.reserve(purpose, size, what=what)
+            return True
 
     def release(self, tier: Tier, purpose: Purpose, size: int) -> None:
         """Strike out bytes that `reserve` entered."""

@@ -13,7 +13,7 @@ from expertctl.engine.base_weights import BaseWeights, load_base
 from expertctl.engine.compose import CompiledPlan, Form
 from expertctl.engine.decoder import Decoder, pass_bytes
 from expertctl.engine.generate import NativeReading, Reading, step_each
-from expertctl.engine.kept_kv import KVSlot
+from expertctl.engine.kept_kv import KVSlots
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
@@ -75,9 +75,9 @@ class TorchBackend:
         """The same where one keeper serves."""
         return "torch"
 
-    def new_keeper(self, tiers: Tiers) -> KVSlot:
+    def new_keeper(self, tiers: Tiers) -> KVSlots:
         """Return an owner of caches."""
-        return KVSlot(tiers)
+        return KVSlots(tiers)
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "TorchModel":
         """Read the weights.

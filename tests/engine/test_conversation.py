@@ -145,16 +145,23 @@ def test_short_memory_costs_what_is_kept_and_never_a_refusal(
         say(talk(Engine(planner(house), budget=needed - 1)), SORT)
 
 
-def test_two_conversations_on_one_engine_never_mix(engine: Engine) -> None:
-    one, two = talk(engine), talk(engine)
-    for prompt in ("aaaa", "bbbb"):
-        for conversation in (one, two):
-            turn = say(conversation, prompt)
-            assert reused(turn) == 0
-            assert turn.message.prompt == prompt
-    assert [t.result.generated.tokens for t in one.turns] == [
-        t.result.generated.tokens for t in two.turns
-    ]
+def test_two_conversations_that_take_turns_go_on_each_from_its_own(
+    engine: Engine, house: House
+) -> None:
+    """What is read is only what is new; the words are those of an engine that reads all."""
+    talks = talk(engine), talk(engine)
+    for number, prompts in enumerate((("aaaa", SORT), ("bbbb", "And now?"), ("cc", "Once more"))):
+        for conversation, prompt in zip(talks, prompts, strict=True):
+            fresh = talk(Engine(planner(house), budget=8 << 20))
+            fresh.turns = conversation.turns[:number]
+            turn, oracle = say(conversation, prompt), say(fresh, prompt)
+            assert turn.result.generated.tokens == oracle.result.generated.tokens
+            assert (reused(oracle), turn.message.prompt) == (0, prompt)
+            before = conversation.turns[number - 1].result.prompt_tokens if number else 0
+            assert before <= reused(turn) < turn.result.prompt_tokens
+            assert (reused(turn) > 0) == (number > 0)
+            read = turn.result.generated.prefill_tokens
+            assert read == turn.result.prompt_tokens - reused(turn)
 
 
 def test_another_expert_is_another_plan_that_reads_all_again(

@@ -3,7 +3,10 @@
 The rules are those of ``kv_reuse`` in ``tests/vectors/runtime.json``.
 """
 
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,13 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from expertctl.digest import Digest
 from expertctl.engine.budget import Budget
 from expertctl.engine.decoder import Decoder
-from expertctl.engine.kept_kv import KVSlot
+from expertctl.engine.kept_kv import PLAIN, CacheKind, KVSlots
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.tiers import Tier, Tiers, Wanted
 from expertctl.errors import BudgetError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
 from tests.engine.test_kv_cache import config
+from tests.engine.test_kv_pool import common, marks
 
 PLAN, OTHER_PLAN = Digest.of(b"plan"), Digest.of(b"other plan")
 ROW = 2 * 3 * 2 * 8 * 4
@@ -29,13 +33,13 @@ ROW = 2 * 3 * 2 * 8 * 4
 
 
 class Desk:
-    """A slot with a budget of so many tokens, and the decoder that reads with its caches."""
+    """Slots with a budget of so many tokens, and the decoder that reads with their caches."""
 
-    def __init__(self, decoder: Decoder, *, tokens: int = 1000) -> None:
+    def __init__(self, decoder: Decoder, *, tokens: int = 1000, most: int = 64) -> None:
         self.decoder = decoder
         self.budget = Budget(tokens * ROW)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.slot = KVSlot(self.tiers)
+        self.slots = KVSlots(self.tiers, most=most)
 
     def wanted(self, ids: Sequence[int], *, room: int = 4, **options: Any) -> KVWanted:
         values = {"cache_key": "chat", "identity": PLAN, "virtual": 0, **options}
@@ -46,16 +50,25 @@ class Desk:
         self, ids: Sequence[int], answer: Sequence[int] = (), *, chunk: int = 512, **options: Any
     ) -> tuple[int, torch.Tensor]:
         """Read a prompt and write an answer; return what was reused, and all scores."""
-        with self.slot.borrow(self.wanted(ids, **options)) as loan:
+        with self.slots.borrow(self.wanted(ids, **options)) as loan:
             read = self.decoder.prefill(ids[loan.reused :], loan.cache, chunk=chunk)
             rows = [read.logits, *(self.decoder.decode(t, loan.cache).logits for t in answer)]
             loan.complete((*ids, *answer))
         self.check()
         return loan.reused, torch.stack(rows)
 
+    def turn_beside(self, ids: Sequence[int]) -> None:
+        """Read a prompt while another text runs."""
+        with self.slots.borrow(self.wanted(ids)) as loan:
+            self.decoder.prefill(ids[loan.reused :], loan.cache)
+            loan.complete(ids)
+        self.slots.check_integrity()
+
     def check(self) -> None:
         self.tiers.check_integrity()
-        self.slot.check_integrity()
+        self.slots.check_integrity()
+        self.slots.check_idle()
+        assert self.budget.held("kv") == self.slots.nbytes == self.slots.kept_bytes
 
 
 @pytest.fixture
@@ -120,7 +133,7 @@ def test_at_least_one_token_is_always_read(desk: Desk) -> None:
 
 def test_rows_that_were_never_written_are_not_reused(desk: Desk) -> None:
     """The last token of an answer that reached its limit was drawn, not read."""
-    with desk.slot.borrow(desk.wanted(FIRST)) as loan:
+    with desk.slots.borrow(desk.wanted(FIRST)) as loan:
         desk.decoder.prefill(FIRST, loan.cache)
         loan.complete((*FIRST, 33))
     assert desk.turn([*FIRST, 33, 34])[0] == len(FIRST)
@@ -128,38 +141,107 @@ def test_rows_that_were_never_written_are_not_reused(desk: Desk) -> None:
 
 def test_virtual_tokens_stand_before_the_first_and_are_reused_with_it(desk: Desk) -> None:
     soft, prompt = [50, 51, 52], [1, 2, 3, 4]
-    with desk.slot.borrow(desk.wanted(prompt, virtual=3, room=7)) as loan:
+    with desk.slots.borrow(desk.wanted(prompt, virtual=3, room=7)) as loan:
         desk.decoder.prefill([*soft, *prompt], loan.cache)
         loan.complete((*prompt,))
     longer = [*prompt, 5, 6]
-    with desk.slot.borrow(desk.wanted(longer, virtual=3, room=7)) as loan:
+    with desk.slots.borrow(desk.wanted(longer, virtual=3, room=7)) as loan:
         assert (loan.reused, loan.cache.length) == (4, 7)
         rows = desk.decoder.prefill(longer[loan.reused :], loan.cache).logits
     fresh = KVCache(desk.decoder.config, 9)
     assert_same_logits(rows, desk.decoder.prefill([*soft, *longer], fresh).logits)
 
 
-def test_another_plan_under_the_same_key_is_a_miss_that_ends_the_entry(desk: Desk) -> None:
+def test_another_plan_under_the_same_key_is_a_miss_that_takes_nothing_away(desk: Desk) -> None:
     desk.turn(FIRST)
     assert desk.turn(FIRST, identity=OTHER_PLAN)[0] == 0
-    assert desk.turn(FIRST)[0] == 0
-    assert desk.budget.used == (len(FIRST) + 4) * ROW
+    assert desk.turn(FIRST)[0] == len(FIRST) - 1
+    assert desk.turn(FIRST, identity=OTHER_PLAN)[0] == len(FIRST) - 1
+    assert desk.budget.used == 2 * (len(FIRST) + 4) * ROW
 
 
 def test_two_keys_never_see_each_others_rows(desk: Desk) -> None:
     desk.turn(FIRST, cache_key="a")
     assert desk.turn(FIRST, cache_key="b")[0] == 0
-    assert desk.turn(FIRST, cache_key="b")[0] > 0
-    assert desk.turn(FIRST, cache_key="a")[0] == 0
     assert desk.turn(FIRST, cache_key=None)[0] == 0
+    assert desk.turn(FIRST, cache_key="")[0] == 0
+    assert desk.turn(FIRST, cache_key="b")[0] > 0
     assert desk.turn(FIRST, cache_key="a")[0] > 0
+
+
+def test_two_who_take_turns_each_find_what_they_said(desk: Desk) -> None:
+    said: dict[str, list[int]] = {"a": [], "b": []}
+    for turn in range(3):
+        for key, token in (("a", 20), ("b", 30)):
+            before, ids = len(said[key]), [*said[key], *range(token, token + 6)]
+            reused, rows = desk.turn(ids, [token + turn], cache_key=key)
+            assert reused == before
+            assert_same_logits(rows, Desk(desk.decoder).turn(ids, [token + turn])[1])
+            said[key] = [*ids, token + turn]
+    assert desk.budget.used == sum(len(ids) + 3 for ids in said.values()) * ROW
+
+
+def test_of_many_texts_of_one_key_the_one_that_agrees_furthest_is_found(desk: Desk) -> None:
+    texts = [[*FIRST[:3], token, token, token, token, token, token] for token in (20, 30, 40)]
+    for ids in texts:
+        desk.turn(ids)
+    for ids in texts:
+        longer = [*ids, 7, 8]
+        reused, rows = desk.turn(longer)
+        assert reused == len(ids)
+        assert_same_logits(rows, Desk(desk.decoder).turn(longer)[1])
+
+
+def test_a_text_that_only_begins_alike_leaves_the_other_where_it_is(desk: Desk) -> None:
+    desk.turn(FIRST, ANSWER)
+    other = [*FIRST[:4], 50, 51, 52]
+    reused, rows = desk.turn(other, room=len(FIRST))
+    assert reused == 4
+    assert_same_logits(rows, Desk(desk.decoder).turn(other)[1])
+    assert desk.turn([*FIRST, *ANSWER, 9])[0] == len(FIRST) + len(ANSWER)
+    assert desk.turn([*other, 9])[0] == len(other)
+
+
+def test_a_text_that_goes_on_takes_the_place_of_the_one_before(desk: Desk) -> None:
+    desk.turn(FIRST, ANSWER)
+    said_again = [*FIRST, 9, 10]
+    assert desk.turn(said_again)[0] == len(FIRST)
+    assert desk.budget.used == (len(said_again) + 4) * ROW
+    assert desk.turn([*FIRST, *ANSWER])[0] == len(FIRST)
+
+
+def test_a_text_that_says_all_of_another_takes_its_place(desk: Desk) -> None:
+    with desk.slots.borrow(desk.wanted([*FIRST, 5])) as longer:
+        desk.turn_beside(FIRST)
+        desk.decoder.prefill([*FIRST, 5], longer.cache)
+        longer.complete([*FIRST, 5])
+    desk.check()
+    assert desk.budget.used == (len(FIRST) + 5) * ROW
+
+
+def test_of_too_many_texts_the_longest_unused_goes(shared_oracle: Oracle) -> None:
+    desk = Desk(shared_oracle.decoder(), most=2)
+    for key in "abac":
+        desk.turn(FIRST, cache_key=key)
+    assert desk.budget.used == 2 * (len(FIRST) + 4) * ROW
+    assert [desk.turn(FIRST, cache_key=key)[0] > 0 for key in "acb"] == [True, True, False]
+
+
+def test_others_who_need_memory_have_it_from_the_longest_unused(desk: Desk) -> None:
+    for key in "abcb":
+        desk.turn(FIRST, cache_key=key)
+    size = (len(FIRST) + 4) * ROW
+    room = desk.budget.limit - 2 * size
+    with desk.tiers.holding(Tier.DEVICE, "base", room + 1, what="a base"):
+        assert desk.budget.held("kv") == desk.slots.kept_bytes == size
+    assert [desk.turn(FIRST, cache_key=key)[0] > 0 for key in "bc"] == [True, False]
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_generation_that_does_not_complete_leaves_nothing(desk: Desk, kept: bool) -> None:
     if kept:
         desk.turn(FIRST)
-    borrowed = desk.slot.borrow(desk.wanted([*FIRST, 5]))
+    borrowed = desk.slots.borrow(desk.wanted([*FIRST, 5]))
     loan = borrowed.__enter__()
     desk.decoder.prefill([5], loan.cache)
     failure = ZeroDivisionError()
@@ -170,8 +252,8 @@ def test_a_generation_that_does_not_complete_leaves_nothing(desk: Desk, kept: bo
 
 def test_while_in_use_an_entry_is_nobody_elses(desk: Desk) -> None:
     desk.turn(FIRST)
-    with desk.slot.borrow(desk.wanted(FIRST)) as mine:
-        with desk.slot.borrow(desk.wanted(FIRST)) as other:
+    with desk.slots.borrow(desk.wanted(FIRST)) as mine:
+        with desk.slots.borrow(desk.wanted(FIRST)) as other:
             assert (mine.reused, other.reused) == (len(FIRST) - 1, 0)
             assert other.cache is not mine.cache
         assert desk.budget.used == (len(FIRST) + 4) * ROW
@@ -215,6 +297,19 @@ def test_no_expert_is_evicted_for_a_moment_with_two_caches(shared_oracle: Oracle
     assert desk.tiers.holds(key)
 
 
+def test_no_expert_is_evicted_for_a_copy_where_kept_texts_can_go(shared_oracle: Oracle) -> None:
+    desk = Desk(shared_oracle.decoder(), tokens=60)
+    key = (Tier.RAM, Digest.of(b"an expert"))
+    expert = Wanted(key=key, nbytes=29 * ROW, what="an expert", load=object)
+    with desk.tiers.pin([expert]):
+        pass
+    desk.turn(FIRST, room=0, cache_key="another chat")
+    desk.turn(FIRST, room=0)
+    assert desk.turn([*FIRST, 20], room=0)[0] == len(FIRST)
+    assert desk.tiers.holds(key)
+    assert desk.turn(FIRST, room=0, cache_key="another chat")[0] == 0
+
+
 def test_what_is_kept_is_given_up_before_anything_is_refused(desk: Desk) -> None:
     desk.turn(FIRST)
     everything = desk.budget.limit
@@ -228,75 +323,274 @@ def test_what_is_kept_is_given_up_before_anything_is_refused(desk: Desk) -> None
 
 def test_what_is_forgotten_is_gone(desk: Desk) -> None:
     desk.turn(FIRST)
-    desk.slot.forget("another chat")
-    assert desk.slot.holds("chat", PLAN)
-    desk.slot.forget("chat")
-    assert not desk.slot.holds("chat", PLAN)
+    desk.turn(FIRST, identity=OTHER_PLAN)
+    desk.turn(FIRST, cache_key="another chat")
+    desk.slots.forget("a third chat")
+    assert desk.budget.used == 3 * (len(FIRST) + 4) * ROW
+    desk.slots.forget("chat")
+    assert desk.budget.used == (len(FIRST) + 4) * ROW
+    assert desk.turn(FIRST)[0] == 0
+    assert desk.turn(FIRST, cache_key="another chat")[0] > 0
+
+
+def test_a_text_that_runs_while_its_key_is_forgotten_leaves_nothing(desk: Desk) -> None:
+    with desk.slots.borrow(desk.wanted(FIRST)) as loan:
+        desk.decoder.prefill(FIRST, loan.cache)
+        desk.slots.forget("chat")
+        loan.complete(FIRST)
+    desk.check()
     assert desk.budget.used == 0
 
 
-class Chats(RuleBasedStateMachine):
-    """Two chats, two plans and little memory: what is reused was always read before, by the same.
+@pytest.mark.parametrize(("key", "stays"), [("chat", 0), ("another chat", len(FIRST) + 4)])
+def test_where_there_is_no_memory_after_all_nothing_stays_entered(
+    key: str, stays: int, shared_oracle: Oracle
+) -> None:
+    desk = Desk(shared_oracle.decoder())
 
-    Rows of a cache that nobody computed are marked with the token that stands there.
+    def make(wanted: KVWanted) -> KVCache:
+        if wanted.capacity > len(FIRST) + 4:
+            raise MemoryError
+        return PLAIN.make(wanted)
+
+    desk.slots = KVSlots(desk.tiers, CacheKind(make, PLAIN.nbytes))
+    desk.turn(FIRST)
+    wanted = desk.wanted([*FIRST, 5], cache_key=key)
+    with pytest.raises(MemoryError), desk.slots.borrow(wanted):
+        pass
+    desk.check()
+    assert desk.budget.used == stays * ROW
+
+
+def test_memory_may_be_needed_by_another_thread_at_any_time(desk: Desk) -> None:
+    ended = threading.Event()
+
+    def need_memory() -> None:
+        tokens = 0
+        while not ended.is_set():
+            tokens = tokens % 950 + 50
+            with desk.tiers.holding(Tier.DEVICE, "buffers", tokens * ROW, what="buffers"):
+                desk.tiers.check_integrity()
+
+    other = threading.Thread(target=need_memory)
+    other.start()
+    try:
+        for number in range(60):
+            ids = [*FIRST[: number % 5 + 1], number % 4]
+            with suppress(BudgetError), desk.slots.borrow(desk.wanted(ids)) as loan:
+                desk.decoder.prefill(ids[loan.reused :], loan.cache)
+                loan.complete(ids)
+    finally:
+        ended.set()
+        other.join()
+    desk.check()
+    desk.slots.clear()
+    assert desk.budget.used == 0
+
+
+Origin = tuple[str | None, Digest]
+
+
+@dataclass
+class Kept:
+    """What the model knows of a text: whose it is, its tokens, the room it takes."""
+
+    origin: Origin
+    ids: tuple[int, ...]
+    capacity: int
+
+
+class Model:
+    """The rules in words, in tokens of room."""
+
+    def __init__(self, limit: int, most: int) -> None:
+        self.limit, self.most = limit, most
+        self.kept: list[Kept] = []  # the longest unused first
+        self.lent = self.others = 0
+
+    @property
+    def used(self) -> int:
+        return self.lent + self.others + sum(text.capacity for text in self.kept)
+
+    def reserve(self, tokens: int, *, besides: int = 0) -> bool:
+        """Make room: what is in use stays, of the rest the longest unused goes."""
+        if self.lent + self.others + besides + tokens > self.limit:
+            return False
+        while self.used + besides + tokens > self.limit:
+            del self.kept[0]
+        return True
+
+    def borrow(self, origin: Origin, ids: tuple[int, ...], capacity: int) -> int | None:
+        """Return how many tokens need not be read, or that there is no room."""
+        found: tuple[int, Kept] | None = None
+        for text in self.kept if origin[0] is not None else []:
+            agrees = min(common(text.ids, ids), len(ids) - 1)
+            if text.origin == origin and agrees and agrees >= (found[0] if found else 0):
+                found = agrees, text
+        reused = self.reuse(*found, capacity) if found else 0
+        if not reused and not self.reserve(capacity):
+            return None
+        self.lent += capacity
+        return reused
+
+    def reuse(self, agrees: int, text: Kept, capacity: int) -> int:
+        """Use a text's own room where it is right, else copy while there is room for both."""
+        self.kept = [other for other in self.kept if other is not text]
+        is_turn = agrees * 2 >= len(text.ids)
+        if is_turn and text.capacity == capacity:
+            return agrees
+        is_copied = self.reserve(capacity, besides=text.capacity)
+        if not is_turn:
+            self.kept.append(text)
+        return agrees if is_copied else 0
+
+    def complete(self, text: Kept) -> None:
+        old = [o for o in self.kept if o.origin != text.origin or not begins(o.ids, text.ids)]
+        self.kept = [*old, text][-self.most :]
+
+
+def begins(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return common(one, other) == len(one)
+
+
+@dataclass(eq=False)
+class Open:
+    """A text that runs, and what it will have read in the end."""
+
+    stack: ExitStack
+    loan: KVLoan[KVCache]
+    text: Kept
+    is_forgotten: bool = False
+
+
+class Chats(RuleBasedStateMachine):
+    """Chats of two owners and two plans, several at a time, beside others who need memory.
+
+    A row is marked with a number made from the owner, the plan and all tokens up to it.
     """
+
+    tokens = 60
 
     def __init__(self) -> None:
         super().__init__()
         self.config = config()
         self.row = self.config.kv_bytes(1, itemsize=4)
-        self.budget = Budget(40 * self.row)
+        self.budget = Budget(self.tokens * self.row)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.slot = KVSlot(self.tiers)
+        self.slots = KVSlots(self.tiers, most=4)
+        self.model = Model(self.tokens, most=4)
+        self.open: list[Open] = []
+        self.others: list[int] = []
 
     @rule(
-        ids=st.lists(st.integers(1, 2), min_size=1, max_size=12),
-        answer=st.lists(st.integers(1, 2), max_size=4),
+        ids=st.lists(st.integers(1, 2), min_size=1, max_size=12).map(tuple),
+        answer=st.lists(st.integers(1, 2), max_size=4).map(tuple),
         key=st.sampled_from(["a", "b", None]),
         plan=st.sampled_from([PLAN, OTHER_PLAN]),
-        completes=st.booleans(),
-        spare=st.integers(0, 20),
+        spare=st.sampled_from([0, 1, 20]),
     )
-    def turn(
+    def borrow(
         self,
-        ids: list[int],
-        answer: list[int],
+        ids: tuple[int, ...],
+        answer: tuple[int, ...],
         key: str | None,
         plan: Digest,
-        completes: bool,
         spare: int,
     ) -> None:
-        capacity = len(ids) + len(answer) + spare
+        text = Kept((key, plan), (*ids, *answer), len(ids) + len(answer) + spare)
         wanted = KVWanted(
-            cache_key=key, identity=plan, config=self.config, ids=ids, virtual=0, capacity=capacity
+            cache_key=key,
+            identity=plan,
+            config=self.config,
+            ids=ids,
+            virtual=0,
+            capacity=text.capacity,
         )
-        mark = {PLAN: 100, OTHER_PLAN: 200}[plan] + {"a": 10, "b": 20, None: 30}[key]
-        with self.slot.borrow(wanted) as loan:
-            assert 0 <= loan.reused < len(ids)
-            assert loan.cache.capacity == capacity
-            assert self.rows(loan) == [mark + token for token in ids[: loan.reused]]
-            for token in (*ids[loan.reused :], *answer):
-                row = torch.full((2, 1, 4), float(mark + token))
-                for layer in (0, 1):
-                    loan.cache.write(layer, row, row)
-                loan.cache.advance(1)
-            if completes:
-                loan.complete((*ids, *answer))
+        expected, stack = self.model.borrow(text.origin, ids, text.capacity), ExitStack()
+        try:
+            loan = stack.enter_context(self.slots.borrow(wanted))
+        except BudgetError:
+            assert expected is None
+            return
+        assert (loan.reused, loan.cache.capacity) == (expected, text.capacity)
+        assert self.rows(loan) == marks(key, plan, ids[: loan.reused])
+        self.write(loan, marks(key, plan, text.ids)[loan.reused :])
+        self.open.append(Open(stack, loan, text))
 
-    @rule(tokens=st.integers(1, 40))
-    def need_memory(self, tokens: int) -> None:
-        with self.tiers.holding(Tier.DEVICE, "buffers", tokens * self.row, what="buffers"):
-            assert self.budget.used <= self.budget.limit
+    @rule(place=st.integers(0, 3))
+    def complete(self, place: int) -> None:
+        for running in self.open[place : place + 1]:
+            running.loan.complete(running.text.ids)
+            self.end(running)
+            if running.text.origin[0] is not None and not running.is_forgotten:
+                self.model.complete(running.text)
+
+    @rule(place=st.integers(0, 3))
+    def abandon(self, place: int) -> None:
+        for running in self.open[place : place + 1]:
+            self.end(running)
 
     @rule(key=st.sampled_from(["a", "b"]))
     def forget(self, key: str) -> None:
-        self.slot.forget(key)
-        assert not self.slot.holds(key, PLAN)
+        self.slots.forget(key)
+        self.model.kept = [text for text in self.model.kept if text.origin[0] != key]
+        for running in self.open:
+            running.is_forgotten |= running.text.origin[0] == key
+
+    @rule(tokens=st.integers(1, 60))
+    def others_reserve(self, tokens: int) -> None:
+        fits = self.model.reserve(tokens)
+        try:
+            self.tiers.reserve(Tier.DEVICE, "buffers", tokens * self.row, what="buffers")
+        except BudgetError:
+            assert not fits
+            return
+        assert fits
+        self.model.others += tokens
+        self.others.append(tokens)
+
+    @rule()
+    def others_release(self) -> None:
+        for tokens in self.others:
+            self.tiers.release(Tier.DEVICE, "buffers", tokens * self.row)
+            self.model.others -= tokens
+        self.others.clear()
+
+    @rule()
+    def all_that_is_kept_goes(self) -> None:
+        self.slots.clear()
+        self.model.kept.clear()
 
     @invariant()
     def the_ledger_is_right(self) -> None:
         self.tiers.check_integrity()
-        self.slot.check_integrity()
+        self.slots.check_integrity()
+        assert self.budget.used == self.model.used * self.row <= self.budget.limit
+        assert self.budget.held("kv") == self.slots.nbytes
+        assert self.slots.kept_bytes == sum(t.capacity for t in self.model.kept) * self.row
+
+    def teardown(self) -> None:
+        while self.open:
+            self.abandon(0)
+        self.others_release()
+        self.all_that_is_kept_goes()
+        self.slots.check_idle()
+        assert self.budget.used == 0
+
+    def end(self, running: Open) -> None:
+        """What it has is still its own; then its room is given back."""
+        assert self.rows(running.loan) == marks(*running.text.origin, running.text.ids)
+        self.open.remove(running)
+        running.stack.close()
+        self.model.lent -= running.text.capacity
+
+    @staticmethod
+    def write(loan: KVLoan[KVCache], numbers: Sequence[int]) -> None:
+        for number in numbers:
+            row = torch.full((2, 1, 4), float(number))
+            for layer in (0, 1):
+                loan.cache.write(layer, row, row)
+            loan.cache.advance(1)
 
     @staticmethod
     def rows(loan: KVLoan[KVCache]) -> list[float]:
@@ -307,5 +601,12 @@ class Chats(RuleBasedStateMachine):
         return [float(x) for x in keys[1, :, 3]]
 
 
+class ChatsInMuchMemory(Chats):
+    tokens = 400
+
+
 TestChats = Chats.TestCase
-TestChats.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestChatsInMuchMemory = ChatsInMuchMemory.TestCase
+TestChats.settings = TestChatsInMuchMemory.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None
+)

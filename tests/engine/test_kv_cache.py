@@ -127,7 +127,7 @@ def test_a_copy_holds_the_same_rows_whatever_its_capacity() -> None:
         cache.write(layer, rows(3, 10.0 * layer), -rows(3, 10.0 * layer))
     cache.advance(3)
     larger = KVCache(config(), 11)
-    larger.copy_from(cache)
+    larger.copy_from(cache, 3)
     larger.check_integrity()
     for layer in (0, 1):
         keys, values = larger.write(layer, rows(1, 70), rows(1, 70))
@@ -135,7 +135,12 @@ def test_a_copy_holds_the_same_rows_whatever_its_capacity() -> None:
         assert torch.equal(values[:, :3], -rows(3, 10.0 * layer))
     assert (cache.length, larger.length) == (3, 3)
     with pytest.raises(BudgetError):
-        KVCache(config(), 2).copy_from(cache)
+        KVCache(config(), 2).copy_from(cache, 3)
+    smaller = KVCache(config(), 2)
+    smaller.copy_from(cache, 2)
+    assert (cache.length, smaller.length) == (3, 2)
+    with pytest.raises(AssertionError):
+        larger.copy_from(smaller, 3)
 
 
 def test_integrity_fails_on_a_number_that_is_none() -> None:

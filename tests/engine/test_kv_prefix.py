@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.engine.kv_prefix import Found, Origin, PrefixTree
+from expertctl.engine.kv_loan import Origin
+from expertctl.engine.kv_prefix import Found, PrefixTree
 
 CHAT = Origin("chat", Digest.of(b"plan"))
 OTHERS = [Origin("another chat", CHAT.identity), Origin("chat", Digest.of(b"another plan"))]

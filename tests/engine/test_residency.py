@@ -16,7 +16,7 @@ from expertctl.digest import Digest
 from expertctl.engine import memory
 from expertctl.engine.budget import Budget
 from expertctl.engine.experts import compiled, local_expert
-from expertctl.engine.kept_kv import KVSlot
+from expertctl.engine.kept_kv import KVSlots
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.errors import BudgetError
@@ -78,7 +78,7 @@ class Residency:
         self.shelf, self.meter = shelf, meter
         self.budget = Budget(limit)
         self.tiers = Tiers(ram=self.budget, device=self.budget)
-        self.kv = KVSlot(self.tiers)
+        self.kv = KVSlots(self.tiers)
         self.borrowed: list[ExitStack] = []
         self.meter.limit = limit
 

@@ -47,7 +47,7 @@ def test_what_was_kept_is_copied_between_arenas() -> None:
         row.write(layer, rows(4, layer), rows(4, 9.0))
     row.advance(4)
     assert isinstance(larger, KVCache)
-    larger.copy_from(row)
+    larger.copy_from(row, 4)
     assert larger.length == 4
     assert torch.equal(larger._keys[:, :, :4], row._keys[:, :, :4])
     larger.check_integrity()

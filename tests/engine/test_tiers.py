@@ -299,11 +299,23 @@ def test_an_owner_of_rows_gives_up_what_is_beyond_its_share_before_an_expert_goe
 ) -> None:
     use(tiers, "a", nbytes=200)
     pool = Pool(tiers, 700)
-    assert tiers.has_room(Tier.RAM, 800)
     use(tiers, "b", nbytes=300)
     assert (resident(tiers, "ab"), pool.nbytes, budget.free) == ("ab", 500, 0)
     use(tiers, "c", nbytes=300)
     assert (resident(tiers, "abc"), pool.nbytes) == ("bc", 400)
+
+
+def test_what_may_evict_nothing_has_what_is_free_and_what_is_kept(
+    tiers: Tiers, budget: Budget
+) -> None:
+    use(tiers, "a", nbytes=600)
+    pool = Pool(tiers, 300)
+    assert not tiers.reserve_spare(Tier.DEVICE, "kv", 401, what="a copy")
+    assert (pool.nbytes, budget.used) == (300, 900)
+    assert tiers.reserve_spare(Tier.DEVICE, "kv", 50, what="a copy")
+    assert (pool.nbytes, budget.used) == (300, 950)
+    assert tiers.reserve_spare(Tier.DEVICE, "kv", 250, what="a copy")
+    assert (pool.nbytes, budget.used, resident(tiers, "a")) == (100, 1000, "a")
 
 
 def test_an_owner_of_rows_gives_up_all_before_something_is_refused(tiers: Tiers) -> None:
