@@ -66,7 +66,8 @@ class Churn:
                 pause = EVERY_SECONDS * self._drawn.uniform(0.5, 1.5)
                 await asyncio.wait_for(self._ended.wait(), pause)
                 return
-            await self._change(self._drawn.choice(list(self._versions)))
+            gone = [name for name, version in self._versions.items() if version is None]
+            await self._change(self._drawn.choice(gone or list(self._versions)))
             if number % COLLECT == 0:
                 await self._command("gc")
 
