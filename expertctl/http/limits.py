@@ -4,13 +4,17 @@
   can it use the login that a browser remembers, or that it runs on this machine: its ``Origin`` is
   not ours.
 - Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
-  route takes, and no longer pause than `STALL_SECONDS` between two pieces.
+  route takes, no longer pause than `STALL_SECONDS` between two pieces, and after as many seconds
+  no slower than `LEAST_RATE` on the whole.
+- What large bodies take together is bounded, where a server keeps them until it has answered. Small
+  ones are not counted, so who sends many large ones, or halves of them, keeps nobody from asking.
 - The path has one reading: encoded slashes, empty or dot segments, and control characters are
   refused, so that a proxy in front and the routes behind never mean different things.
 """
 
 import ipaddress
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -24,6 +28,7 @@ from expertctl.errors import (
     ExpertError,
     ForbiddenError,
     MediaTypeError,
+    RateLimitError,
     TooLargeError,
     UsageError,
 )
@@ -32,6 +37,11 @@ MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 100
 MAX_PATH = 4096
 STALL_SECONDS = 30.0
+LEAST_RATE = 1024
+"""Bytes of a body in a second."""
+SMALL_BODY = 64 << 10
+RETRY_SECONDS = 5
+"""When to come again where there is no room for a large body."""
 READING = frozenset({"GET", "HEAD"})
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 _DOUBTFUL_RAW = re.compile(rb"//|%2f|%5c|\\|;|[\x00-\x20\x7f]|%[01][0-9a-f]|%7f", re.IGNORECASE)
@@ -68,6 +78,8 @@ class Bounds:
     host_hint: str = ""
     """How it gets another name."""
     stall_seconds: float = STALL_SECONDS
+    large_bodies: int | None = None
+    """The most bytes of bodies above `SMALL_BODY`, of all requests together; None: any number."""
     named_below: bytes | None = None
     """The path below which one name is all that follows: clients may escape its slashes."""
 
@@ -85,6 +97,7 @@ class RequestLimits:
         """Guard ``app``."""
         self.app = app
         self.bounds = bounds
+        self._room = _Room(bounds.large_bodies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -98,8 +111,11 @@ class RequestLimits:
             await self._refuse(refused, scope, receive, send)
             return
         limit = self.bounds.body_limit(scope["path"])
-        body = _Body(receive, limit, self.bounds.stall_seconds)
-        await self._within(body, scope, send)
+        body = _Body(receive, limit, seconds=self.bounds.stall_seconds, room=self._room)
+        try:
+            await self._within(body, scope, send)
+        finally:
+            self._room.leave(body.counted)
 
     async def _within(self, body: "_Body", scope: Scope, send: Send) -> None:
         """Run the request; answer instead of the app what the body was refused for."""
@@ -170,17 +186,39 @@ class RequestLimits:
         await response(scope, receive, send)
 
 
+class _Room:
+    """What large bodies take together."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most, self._taken = most, 0
+
+    def enter(self, size: int) -> bool:
+        """Take so much more, if that is there."""
+        if self._most is not None and self._taken + size > self._most:
+            return False
+        self._taken += size
+        return True
+
+    def leave(self, size: int) -> None:
+        """Give back what was taken."""
+        self._taken -= size
+
+
 class _Body:
     """The body of a request, counted and timed."""
 
-    def __init__(self, receive: Receive, limit: int | None, seconds: float) -> None:
+    def __init__(self, receive: Receive, limit: int | None, *, seconds: float, room: _Room) -> None:
         self.refused: Refusal | None = None
+        self.whole = False
+        """Whether it came to its end; else the connection is of no use for another request."""
+        self.counted = 0
+        """How much of it counts as that of a large body."""
         self._source = receive
         self._limit = limit
         self._seconds = seconds
+        self._room = room
         self._size = 0
-        self.whole = False
-        """Whether it came to its end; else the connection is of no use for another request."""
+        self._waited = 0.0
 
     async def receive(self) -> Message:
         """Return the next piece; a disconnect once the body is refused."""
@@ -189,21 +227,41 @@ class _Body:
         if self.whole:
             return await self._source()
         message: Message | None = None
+        began = time.monotonic()
         with anyio.move_on_after(self._seconds):
             message = await self._source()
+        self._waited += time.monotonic() - began
         if message is None:
-            stalled = UsageError(f"no byte of the body came for {self._seconds:g} seconds")
-            return self._refuse(Refusal(408, stalled))
+            return self._refuse(408, f"no byte of the body came for {self._seconds:g} seconds")
         return self._counted(message)
 
     def _counted(self, message: Message) -> Message:
         self._size += len(message.get("body") or b"")
         self.whole = message["type"] != "http.request" or not message.get("more_body", False)
         if self._limit is not None and self._size > self._limit:
-            return self._refuse(Refusal(413, _too_large(self._limit)))
+            return self._give_up(Refusal(413, _too_large(self._limit)))
+        if not self._has_room():
+            full = RateLimitError("too many large bodies at once", retry_after=RETRY_SECONDS)
+            return self._give_up(Refusal(429, full))
+        if not self.whole and self._is_slow():
+            return self._refuse(408, f"the body comes slower than {LEAST_RATE} bytes a second")
         return message
 
-    def _refuse(self, refusal: Refusal) -> Message:
+    def _has_room(self) -> bool:
+        """Count what is kept: where routes have limits of their own, they read it as it comes."""
+        large = self._size - SMALL_BODY if self._limit is not None else 0
+        more = max(0, large - self.counted)
+        has_room = self._room.enter(more)
+        self.counted += more if has_room else 0
+        return has_room
+
+    def _is_slow(self) -> bool:
+        return self._size < (self._waited - self._seconds) * LEAST_RATE
+
+    def _refuse(self, status: int, fact: str) -> Message:
+        return self._give_up(Refusal(status, UsageError(fact)))
+
+    def _give_up(self, refusal: Refusal) -> Message:
         self.refused = refusal
         return {"type": "http.disconnect"}
 

@@ -30,6 +30,8 @@ from expertctl.server.settings import ServeSettings
 
 LOG = logging.getLogger("expertctl.server")
 
+LARGE_BODIES = 256 << 20
+"""How much of bodies is held at once."""
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
 """What needs neither a key nor an engine; it holds nothing that is secret."""
 
@@ -42,6 +44,7 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
         origins=_origins(settings),
         open_methods=frozenset(),
         body_limit=lambda _: settings.body_bytes,
+        large_bodies=max(settings.body_bytes, LARGE_BODIES),
         media_type=JSON,
         refuse=_refused,
         whose="this server",

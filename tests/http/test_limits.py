@@ -1,14 +1,19 @@
 """What is the same for every server that is guarded; the rest is tried with the registry's."""
 
+import asyncio
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.testclient import TestClient
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from expertctl.http.limits import Bounds, Refusal, RequestLimits, names_of
+from expertctl.http import limits
+from expertctl.http.limits import SMALL_BODY, Bounds, Refusal, RequestLimits, names_of
 
 URL = "http://127.0.0.1:8000"
 
@@ -22,21 +27,51 @@ def refuse(refusal: Refusal, _: Scope) -> Response:
     return PlainTextResponse(f"{refusal.error.message}; {refusal.error.hint}", refusal.status)
 
 
+BOUNDS = Bounds(
+    names=names_of("127.0.0.1", URL),
+    addresses=False,
+    origins=frozenset({URL}),
+    open_methods=frozenset(),
+    body_limit=lambda path: 10 if path == "/small" else 100,
+    media_type="application/json",
+    refuse=refuse,
+    whose="this one",
+    host_hint="call it so",
+)
+"""Those of a server that only its own pages may ask, and that reads only JSON."""
+
+
 @pytest.fixture
 def client() -> TestClient:
-    """A server that only its own pages may ask, and that reads only JSON."""
-    bounds = Bounds(
-        names=names_of("127.0.0.1", URL),
-        addresses=False,
-        origins=frozenset({URL}),
-        open_methods=frozenset(),
-        body_limit=lambda path: 10 if path == "/small" else 100,
-        media_type="application/json",
-        refuse=refuse,
-        whose="this one",
-        host_hint="call it so",
-    )
-    return TestClient(RequestLimits(echo, bounds), base_url=URL)
+    return TestClient(RequestLimits(echo, BOUNDS), base_url=URL)
+
+
+class Sender:
+    """A request whose body comes as a test sends it."""
+
+    def __init__(self, app: RequestLimits) -> None:
+        self.app, self.pieces = app, asyncio.Queue[Message]()
+        self.sent: list[Message] = []
+
+    def send(self, piece: bytes, *, more: bool = True) -> None:
+        self.pieces.put_nowait({"type": "http.request", "body": piece, "more_body": more})
+
+    async def answer(self) -> tuple[int, bytes]:
+        """The status and the body, once there are some."""
+        headers = {"host": "127.0.0.1", "content-type": "application/json"}
+        scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "path": "/",
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()]
+            + [(b"transfer-encoding", b"chunked")],
+        }
+
+        async def send(message: Message) -> None:
+            self.sent.append(message)
+
+        await self.app(scope, self.pieces.get, send)
+        return self.sent[0]["status"], self.sent[1]["body"]
 
 
 def test_who_means_another_server_is_told_how_this_one_is_called(client: TestClient) -> None:
@@ -85,3 +120,45 @@ def test_each_path_has_its_own_limit(client: TestClient) -> None:
 def test_a_server_is_called_by_its_address_and_by_that_of_its_users() -> None:
     names = names_of("0.0.0.0", "https://Gen.Example.org:8443")
     assert names == {"localhost", "127.0.0.1", "::1", "0.0.0.0", "gen.example.org"}
+
+
+def test_a_body_that_comes_drop_by_drop_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause is too long, yet the whole would take for ever."""
+    monkeypatch.setattr(limits, "LEAST_RATE", 10_000)
+
+    async def drip() -> tuple[int, bytes]:
+        bounds = replace(BOUNDS, stall_seconds=0.05)
+        sender = Sender(RequestLimits(echo, bounds))
+        answering = asyncio.ensure_future(sender.answer())
+        until = time.monotonic() + 20
+        while not answering.done() and len(sender.sent) == 0:
+            assert time.monotonic() < until
+            sender.send(b"")
+            await asyncio.sleep(0)
+        return await answering
+
+    status, said = asyncio.run(drip())
+    assert (status, b"slower than" in said) == (408, True)
+
+
+def test_what_large_bodies_take_together_is_bounded() -> None:
+    async def crowd() -> list[tuple[int, bytes]]:
+        most = 10 * SMALL_BODY
+        bounds = replace(BOUNDS, body_limit=lambda _: most, large_bodies=most)
+        app = RequestLimits(echo, bounds)
+        half, late, small, after = (Sender(app) for _ in range(4))
+        half.send(b"x" * 9 * SMALL_BODY)
+        halfway = asyncio.ensure_future(half.answer())
+        while half.pieces.qsize():
+            await asyncio.sleep(0)
+        late.send(b"x" * 4 * SMALL_BODY, more=False)
+        small.send(b"x" * SMALL_BODY, more=False)
+        answers = [await late.answer(), await small.answer()]
+        half.send(b"", more=False)
+        after.send(b"x" * 4 * SMALL_BODY, more=False)
+        return [*answers, await halfway, await after.answer()]
+
+    late, small, half, after = asyncio.run(crowd())
+    assert (late[0], b"too many large bodies" in late[1]) == (429, True)
+    assert [small[0], half[0], after[0]] == [200] * 3
+    assert after[1] == str(4 * SMALL_BODY).encode()
