@@ -1,7 +1,7 @@
 /** `ExpertClient`: the native API of a generation server. */
 
 import { Jobs } from "./jobs.js";
-import { fromWire, toWire } from "./names.js";
+import { fromWire } from "./names.js";
 import type { InferRequest, RouteRequest } from "./request.js";
 import type { Expert, InferResult, Model, RouteResult } from "./result.js";
 import { InferStream } from "./stream.js";
@@ -20,18 +20,18 @@ export class ExpertClient {
 
   /** Answer a prompt. */
   async infer(request: InferRequest, options: CallOptions = {}): Promise<InferResult> {
-    return fromWire<InferResult>(await this.#post("/v1/infer", toWire(request), options));
+    return fromWire<InferResult>(await this.#post("/v1/infer", request, options));
   }
 
   /** Answer a prompt, piece by piece. */
   inferStream(request: InferRequest, options: CallOptions = {}): InferStream {
-    const body = { ...toWire(request), stream: true };
+    const body = { ...request, stream: true };
     return new InferStream(this.#transport, { method: "POST", path: "/v1/infer", body }, options);
   }
 
   /** Say which experts would answer a prompt, and why; nothing is loaded. */
   async route(request: RouteRequest, options: CallOptions = {}): Promise<RouteResult> {
-    return fromWire<RouteResult>(await this.#post("/v1/route", toWire(request), options));
+    return fromWire<RouteResult>(await this.#post("/v1/route", request, options));
   }
 
   /** List the experts that are installed, by name and version. */
@@ -50,7 +50,7 @@ export class ExpertClient {
     return this.#transport.json({ method: "GET", path }, options);
   }
 
-  #post(path: string, body: unknown, options: CallOptions): Promise<object> {
+  #post(path: string, body: object, options: CallOptions): Promise<object> {
     return this.#transport.json({ method: "POST", path, body }, options);
   }
 }

@@ -15,6 +15,8 @@ export interface ErrorFacts {
   readonly requestId?: string | undefined;
   /** Seconds after which the server asks to try again. */
   readonly retryAfter?: number | undefined;
+  /** Of an `UnreachableError`: whether the request may have arrived; by default it may. */
+  readonly sent?: boolean | undefined;
   readonly cause?: unknown;
   /** The code, where the class does not say it. */
   readonly code?: string | undefined;
@@ -128,6 +130,13 @@ export class OfflineError extends RegistryError {
 /** A connection failed or broke, or whoever answers is no such server, or cannot now. */
 export class UnreachableError extends RegistryError {
   static override readonly code: string = "unreachable";
+  /** Whether the request may have arrived. */
+  readonly sent: boolean;
+
+  constructor(message: string, facts: ErrorFacts = {}) {
+    super(message, facts);
+    this.sent = facts.sent ?? true;
+  }
 }
 
 /** Nothing came within `timeoutMs` of the client; the request may have arrived. */
@@ -208,6 +217,13 @@ export const ERROR_CLASSES: ReadonlyMap<string, typeof ExpertError> = new Map(
   CLASSES.map((one) => [one.code, one]),
 );
 
+/** Status → the class of an answer, whatever its code: later the same request may succeed. */
+const FOR_NOW: ReadonlyMap<number | undefined, typeof ExpertError> = new Map([
+  [429, RateLimitError],
+  [502, UnreachableError],
+  [503, UnreachableError],
+]);
+
 /** Status → the class of an answer whose code says nothing, as that of a proxy. */
 const BY_STATUS: ReadonlyMap<number | undefined, typeof ExpertError> = new Map([
   [400, UsageError],
@@ -219,22 +235,36 @@ const BY_STATUS: ReadonlyMap<number | undefined, typeof ExpertError> = new Map([
   [413, TooLargeError],
   [415, MediaTypeError],
   [422, IncompatibleError],
-  [429, RateLimitError],
-  [502, UnreachableError],
-  [503, UnreachableError],
   [504, TimedOutError],
+  [507, BudgetError],
 ]);
+
+/** More characters of a text than this are not shown. */
+const MAX_TEXT = 1000;
 
 /** Make the error that a document `{"code", "message", "hint"}` stands for. */
 export function errorOf(document: unknown, facts: ErrorFacts): ExpertError {
+  const { status } = facts;
   const code = told(document, "code");
-  const message = told(document, "message") ?? `the server answered with status ${facts.status}`;
-  const Kind = ERROR_CLASSES.get(code ?? "") ?? BY_STATUS.get(facts.status) ?? ExpertError;
-  return new Kind(message, { ...facts, code, hint: told(document, "hint") });
+  const message = told(document, "message") || untold(status);
+  const ByCode = ERROR_CLASSES.get(code ?? "");
+  const Kind = FOR_NOW.get(status) ?? ByCode ?? BY_STATUS.get(status) ?? RegistryError;
+  return new Kind(message, { ...facts, code, hint: told(document, "hint"), sent: status !== 503 });
+}
+
+/** A text of a server as it may be printed: bounded, one line, nothing that a terminal obeys. */
+export function shown(text: string): string {
+  const clean = text.slice(0, MAX_TEXT).replace(/[\p{C}\p{Z}]+/gu, " ").trim();
+  return text.length > MAX_TEXT ? `${clean}…` : clean;
+}
+
+function untold(status: number | undefined): string {
+  if (status === undefined) return "the answer broke off";
+  return `the server answered with status ${status}`;
 }
 
 function told(document: unknown, name: string): string | undefined {
   if (typeof document !== "object" || document === null) return undefined;
   const value: unknown = Reflect.get(document, name);
-  return typeof value === "string" ? value : undefined;
+  return typeof value === "string" ? shown(value) : undefined;
 }

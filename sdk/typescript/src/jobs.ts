@@ -1,10 +1,10 @@
 /** Jobs: requests that go on by themselves, and are asked about. */
 
 import { CancelledError, errorOf, NoAnswerError, UsageError } from "./errors.js";
-import { fromWire, toWire } from "./names.js";
+import { fromWire } from "./names.js";
 import type { InferRequest } from "./request.js";
 import type { InferResult, Job } from "./result.js";
-import type { CallOptions, Transport } from "./transport.js";
+import { type CallOptions, positive, type Transport } from "./transport.js";
 
 const PATH = "/v1/jobs";
 const FIRST_LOOK_MS = 50;
@@ -34,7 +34,7 @@ export class Jobs {
 
   /** Put a request into the queue; it goes on whether or not anybody asks. */
   async submit(request: InferRequest, options: CallOptions = {}): Promise<Job> {
-    const call = { method: "POST", path: PATH, body: toWire(request) } as const;
+    const call = { method: "POST", path: PATH, body: request } as const;
     return fromWire<Job>(await this.#transport.json(call, options));
   }
 
@@ -50,7 +50,7 @@ export class Jobs {
    * One that is called off is not at its end yet: it has what is there of the answer once it is.
    */
   async wait(jobId: string, options: WaitOptions = {}): Promise<Job> {
-    const longest = options.pollMs ?? SLOWEST_LOOK_MS;
+    const longest = positive("pollMs", options.pollMs ?? SLOWEST_LOOK_MS);
     for (let pause = FIRST_LOOK_MS; ; pause = Math.min(2 * pause, longest)) {
       const job = await this.get(jobId, options);
       if (job.endedAt !== null) return job;

@@ -6,7 +6,7 @@
  */
 
 import { piecesOf } from "./body.js";
-import { errorOf, NoAnswerError, UnreachableError } from "./errors.js";
+import { type ErrorFacts, errorOf, NoAnswerError, RegistryError, shown, UnreachableError } from "./errors.js";
 import { eventsOf, type ServerEvent } from "./events.js";
 import { fromWire } from "./names.js";
 import type { InferResult, Started } from "./result.js";
@@ -63,8 +63,9 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
     const watch = (this.#watch = transport.watch(options));
     try {
       const response = await transport.open(call, watch);
+      const requestId = response.headers.get("x-request-id") ?? undefined;
       for await (const event of eventsOf(piecesOf(bodyOf(response), watch))) {
-        const chunk = chunkOf(event);
+        const chunk = chunkOf(event, { requestId });
         if (chunk === undefined) continue;
         this.#result = chunk.result;
         yield chunk;
@@ -82,11 +83,11 @@ export class InferStream implements AsyncIterableIterator<Chunk, undefined> {
 function bodyOf(response: Response): ReadableStream<Uint8Array> {
   const kind = response.headers.get("content-type") ?? "";
   if (kind.startsWith("text/event-stream") && response.body !== null) return response.body;
-  throw new UnreachableError(`the answer is no stream of events but ${kind || "nothing"}`);
+  throw new UnreachableError(`the answer is no stream of events but ${shown(kind) || "nothing"}`);
 }
 
 /** What an event brings; events of a later server that are not known here bring nothing. */
-function chunkOf(event: ServerEvent): Chunk | undefined {
+function chunkOf(event: ServerEvent, facts: ErrorFacts): Chunk | undefined {
   switch (event.name) {
     case "started":
       return { text: "", started: fromWire<Started>(documentOf(event)) };
@@ -96,7 +97,7 @@ function chunkOf(event: ServerEvent): Chunk | undefined {
       return { text: "", result: fromWire<InferResult>(documentOf(event)) };
     case "failed":
     case "error":
-      throw errorOf(fromWire<{ error: unknown }>(documentOf(event)).error, {});
+      throw errorOf(fromWire<{ error: unknown }>(documentOf(event)).error, facts);
     default:
       return undefined;
   }
@@ -106,6 +107,6 @@ function documentOf(event: ServerEvent): unknown {
   try {
     return JSON.parse(event.data);
   } catch (error) {
-    throw new UnreachableError(`the event ${event.name} is not JSON`, { cause: error });
+    throw new RegistryError(`the event ${event.name} is not JSON`, { cause: error });
   }
 }

@@ -1,24 +1,26 @@
 /**
- * Requests over `fetch`: who asks, how long, how often again, and what an error answer means.
+ * Requests over `fetch`: who asks, how long, and what an error answer means.
  *
- * A redirect is never followed, so the key never reaches another origin. What the server could not
- * take (429, 503) is asked again after a while, for as long as it says; what it may have begun is
- * not.
+ * A redirect is never followed, so the key never reaches another origin; that of the environment
+ * is for the server of the environment alone.
  */
 
 import { textOf } from "./body.js";
-import { errorOf, ExpertError, UnreachableError, UsageError } from "./errors.js";
+import { variable } from "./environment.js";
+import { errorOf, ExpertError, RegistryError, shown, UnreachableError, UsageError } from "./errors.js";
+import { toWire } from "./names.js";
+import { secondsOf, waitAfter } from "./retries.js";
 import { Watch } from "./watch.js";
 
 /** Where the server is and how it is asked. */
 export interface ClientOptions {
-  /** The address of the server; by default `http://127.0.0.1:8000`. */
+  /** The address of the server; by default that of `EXPERT_SERVER`, else `http://127.0.0.1:8000`. */
   readonly baseUrl?: string | undefined;
-  /** Sent as `Authorization: Bearer …`, to the origin of `baseUrl` alone. */
+  /** Sent as `Authorization: Bearer …`, to that server alone; by default that of `EXPERT_API_KEY`. */
   readonly apiKey?: string | undefined;
   /** How long the server may be silent that is waited for, in milliseconds; by default ten minutes. */
   readonly timeoutMs?: number | undefined;
-  /** How often a request is sent again that the server could not take; by default 2. */
+  /** How often a request is sent again that was not taken, or does no harm twice; by default 2. */
   readonly retries?: number | undefined;
   /** Used instead of the global `fetch`. */
   readonly fetch?: typeof globalThis.fetch | undefined;
@@ -36,15 +38,20 @@ export interface CallOptions {
 export interface Call {
   readonly method: "GET" | "POST" | "DELETE";
   readonly path: string;
-  readonly body?: unknown;
+  /** With names of ours. */
+  readonly body?: object;
 }
 
 export const DEFAULT_URL = "http://127.0.0.1:8000";
 const DEFAULT_TIMEOUT_MS = 600_000;
 const DEFAULT_RETRIES = 2;
-const FIRST_WAIT_MS = 500;
-const LONGEST_WAIT_MS = 60_000;
-const NOT_TAKEN: ReadonlySet<number> = new Set([429, 503]);
+/** What `fetch` of Node says where no connection came about; browsers do not tell. */
+const NEVER_SENT: ReadonlySet<unknown> = new Set([
+  "ECONNREFUSED",
+  "ENOTFOUND",
+  "EAI_AGAIN",
+  "UND_ERR_CONNECT_TIMEOUT",
+]);
 const PRINTABLE = /^[\x21-\x7e]+$/;
 
 /** Sends requests to one server. */
@@ -56,8 +63,10 @@ export class Transport {
   readonly #fetch: typeof globalThis.fetch;
 
   constructor(options: ClientOptions) {
-    this.#url = checkedUrl(options.baseUrl ?? DEFAULT_URL);
-    this.#key = checkedKey(options.apiKey);
+    const named = checkedUrl(variable("EXPERT_SERVER") ?? DEFAULT_URL);
+    this.#url = options.baseUrl === undefined ? named : checkedUrl(options.baseUrl);
+    const isNamed = new URL(this.#url).origin === new URL(named).origin;
+    this.#key = checkedKey(options.apiKey ?? (isNamed ? variable("EXPERT_API_KEY") : undefined));
     this.#timeoutMs = positive("timeoutMs", options.timeoutMs ?? DEFAULT_TIMEOUT_MS);
     this.#retries = whole("retries", options.retries ?? DEFAULT_RETRIES);
     // A browser's fetch wants to be called as a function of the window, not of this object.
@@ -74,45 +83,59 @@ export class Transport {
   async json(call: Call, options: CallOptions): Promise<object> {
     const watch = this.watch(options);
     try {
-      const response = await this.open(call, watch);
-      return parsed(await readable(textOf(response, watch), watch), response);
+      return await this.#again(call, watch, async () => {
+        const response = await this.#answer(call, watch);
+        return parsed(await readable(textOf(response, watch), watch), response);
+      });
     } finally {
       watch.close();
     }
   }
 
   /** Ask, and give an answer that is no error; its body is still to be read. */
-  async open(call: Call, watch: Watch): Promise<Response> {
-    for (let tries = 0; ; tries += 1) {
-      const response = await readable(watch.during(this.#send(call, watch)), watch);
-      if (response.ok) return response;
-      const error = await this.#refusal(response, watch);
-      const milliseconds = waitBeforeNext(tries, error.retryAfter);
-      const again = NOT_TAKEN.has(response.status) && tries < this.#retries;
-      if (!again || milliseconds > LONGEST_WAIT_MS) throw error;
-      await watch.pause(milliseconds);
+  open(call: Call, watch: Watch): Promise<Response> {
+    return this.#again(call, watch, () => this.#answer(call, watch));
+  }
+
+  async #again<T>(call: Call, watch: Watch, attempt: () => Promise<T>): Promise<T> {
+    for (let tries = 1; ; tries += 1) {
+      try {
+        return await attempt();
+      } catch (error) {
+        const wait = waitAfter(tries, error, call.method !== "POST");
+        if (wait === undefined || tries > this.#retries) throw error;
+        watch.renew();
+        await watch.pause(wait);
+      }
     }
   }
 
-  #send(call: Call, watch: Watch): Promise<Response> {
+  async #answer(call: Call, watch: Watch): Promise<Response> {
+    const body = call.body === undefined ? null : written(call.body);
+    const response = await readable(watch.during(this.#send(call, body, watch.signal)), watch);
+    if (response.ok) return response;
+    throw await this.#refusal(response, watch);
+  }
+
+  #send(call: Call, body: string | null, signal: AbortSignal): Promise<Response> {
     const headers: Record<string, string> = { accept: "application/json, text/event-stream" };
     if (this.#key !== undefined) headers["authorization"] = `Bearer ${this.#key}`;
-    if (call.body !== undefined) headers["content-type"] = "application/json";
+    if (body !== null) headers["content-type"] = "application/json";
     return this.#fetch(this.#url + call.path, {
       method: call.method,
       headers,
-      body: call.body === undefined ? null : JSON.stringify(call.body),
+      body,
       redirect: "manual",
       credentials: "omit",
       cache: "no-store",
-      signal: watch.signal,
+      signal,
     });
   }
 
   async #refusal(response: Response, watch: Watch): Promise<ExpertError> {
     if (response.type === "opaqueredirect" || (response.status >= 300 && response.status < 400)) {
       await response.body?.cancel();
-      const place = response.headers.get("location") ?? "another address";
+      const place = shown(response.headers.get("location") ?? "") || "another address";
       return new UnreachableError(`${this.#url} sends requests on to ${place}`, {
         hint: "if that is right, give it as baseUrl; a key is not sent to where a server points",
         status: response.status,
@@ -135,31 +158,17 @@ async function readable<T>(promise: Promise<T>, watch: Watch): Promise<T> {
 export function failureOf(error: unknown, watch: Watch): unknown {
   if (error instanceof ExpertError) return error;
   if (watch.signal.aborted) return watch.signal.reason;
-  return new UnreachableError(`the connection failed: ${reasonOf(error)}`, {
+  return new UnreachableError(`the connection failed: ${shown(reasonOf(error))}`, {
     cause: error,
+    sent: !NEVER_SENT.has(codeOf(error)),
     hint: "is the server running at this address? it is started by: expertctl serve",
   });
-}
-
-/** How long to wait before the next try: never less than asked for, and never all at once. */
-export function waitBeforeNext(tries: number, retryAfter: number | undefined): number {
-  const own = FIRST_WAIT_MS * 2 ** tries;
-  const least = retryAfter === undefined ? own / 2 : retryAfter * 1000;
-  return least + Math.random() * (own / 2);
-}
-
-/** The seconds of a `Retry-After`, which is a number of them or a date. */
-export function secondsOf(retryAfter: string | null, now: number): number | undefined {
-  if (retryAfter === null) return undefined;
-  if (/^\d+$/.test(retryAfter.trim())) return Number(retryAfter);
-  const date = Date.parse(retryAfter);
-  return Number.isNaN(date) ? undefined : Math.max(0, (date - now) / 1000);
 }
 
 function refusalOf(response: Response, text: string): ExpertError {
   const facts = {
     status: response.status,
-    retryAfter: secondsOf(response.headers.get("retry-after"), Date.now()),
+    retryAfter: secondsOf(response.headers.get("retry-after")),
     requestId: response.headers.get("x-request-id") ?? undefined,
   };
   return errorOf(errorIn(text), facts);
@@ -181,10 +190,23 @@ function parsed(text: string, response: Response): object {
   try {
     document = text === "" ? {} : JSON.parse(text);
   } catch (error) {
-    throw new UnreachableError("the answer is not JSON", { cause: error, status: response.status });
+    throw misunderstood("not JSON", response, error);
   }
   if (typeof document === "object" && document !== null) return document;
-  throw new UnreachableError("the answer is not a JSON object", { status: response.status });
+  throw misunderstood("not a JSON object", response);
+}
+
+function misunderstood(what: string, { status }: Response, cause?: unknown): RegistryError {
+  const hint = "is that an expertctl server, and of this version?";
+  return new RegistryError(`the answer is ${what}`, { cause, status, hint });
+}
+
+function written(body: object): string {
+  try {
+    return JSON.stringify(toWire(body));
+  } catch (error) {
+    throw new UsageError(`the request is no JSON: ${reasonOf(error)}`, { cause: error });
+  }
 }
 
 function reasonOf(error: unknown): string {
@@ -192,17 +214,22 @@ function reasonOf(error: unknown): string {
   return error.cause instanceof Error ? error.cause.message || error.message : error.message;
 }
 
+function codeOf(error: unknown): unknown {
+  if (!(error instanceof Error) || !(error.cause instanceof Error)) return undefined;
+  return Reflect.get(error.cause, "code");
+}
+
 function checkedUrl(text: string): string {
   let url: URL;
   try {
     url = new URL(text);
   } catch {
-    throw new UsageError(`baseUrl is no address: ${text}`, { hint: `as in ${DEFAULT_URL}` });
+    throw new UsageError(`${shown(text)} is no address of a server`, { hint: `as in ${DEFAULT_URL}` });
   }
   if (url.protocol !== "http:" && url.protocol !== "https:")
-    throw new UsageError(`baseUrl begins with ${url.protocol}//, not with http:// or https://`);
+    throw new UsageError(`the address begins with ${url.protocol}//, not with http:// or https://`);
   if (url.username || url.password || url.search || url.hash)
-    throw new UsageError("baseUrl has more than a host, a port and a path", {
+    throw new UsageError("the address has more than a host, a port and a path", {
       hint: "the key is given as apiKey",
     });
   return (url.origin + url.pathname).replace(/\/+$/, "");
@@ -211,10 +238,11 @@ function checkedUrl(text: string): string {
 /** What a header cannot hold is refused here, as `fetch` would show the key in its error. */
 function checkedKey(key: string | undefined): string | undefined {
   if (key === undefined || PRINTABLE.test(key)) return key;
-  throw new UsageError("apiKey is empty, or has a space or another character that no key has");
+  throw new UsageError("the API key is empty, or has a space or another character that no key has");
 }
 
-function positive(name: string, value: number): number {
+/** Demand a number above 0. */
+export function positive(name: string, value: number): number {
   if (value > 0) return value;
   throw new UsageError(`${name} must be above 0`);
 }

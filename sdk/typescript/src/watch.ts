@@ -12,10 +12,11 @@ const LONGEST_TIMER = 2 ** 31 - 1;
  * on what came, nor in a pause before the next try.
  */
 export class Watch {
-  readonly #controller = new AbortController();
+  #controller = new AbortController();
   readonly #given: AbortSignal | undefined;
   readonly #milliseconds: number;
   #timer: ReturnType<typeof setTimeout> | undefined;
+  #isSilent = false;
 
   constructor(given: AbortSignal | undefined, milliseconds: number) {
     this.#given = given;
@@ -28,7 +29,7 @@ export class Watch {
     return this.#controller.signal;
   }
 
-  /** Wait for what the server sends next; where that takes too long, the call ends. */
+  /** Wait for what the server sends next; where that takes too long, the try ends. */
   async during<T>(promise: Promise<T>): Promise<T> {
     this.#start();
     try {
@@ -36,6 +37,14 @@ export class Watch {
     } finally {
       clearTimeout(this.#timer);
     }
+  }
+
+  /** Go on after a silence, which ended one try: the next one has a signal of its own. */
+  renew(): void {
+    if (!this.#isSilent) return;
+    this.#isSilent = false;
+    this.#controller = new AbortController();
+    if (this.#given?.aborted) this.#leave();
   }
 
   /** End the call, if it still goes on, and the timer. */
@@ -64,14 +73,16 @@ export class Watch {
   #start(): void {
     clearTimeout(this.#timer);
     if (this.#milliseconds > LONGEST_TIMER) return;
-    this.#timer = setTimeout(() => this.#controller.abort(this.#silence()), this.#milliseconds);
+    this.#timer = setTimeout(this.#despair, this.#milliseconds);
   }
 
   readonly #leave = (): void => this.#controller.abort(this.#given?.reason);
 
-  #silence(): SilenceError {
-    return new SilenceError(`nothing came from the server for ${this.#milliseconds} ms`, {
+  readonly #despair = (): void => {
+    this.#isSilent = !this.signal.aborted;
+    const error = new SilenceError(`nothing came from the server for ${this.#milliseconds} ms`, {
       hint: "give the client a longer timeoutMs, or the request a timeoutMs of its own",
     });
-  }
+    this.#controller.abort(error);
+  };
 }

@@ -36,6 +36,10 @@ describe("a job", () => {
     await assert.rejects(jobs.wait("1", { signal: controller.signal, pollMs: 10_000 }), reason);
   });
 
+  it("is not looked at all the time", async () => {
+    await assert.rejects(new ExpertClient().jobs.wait("1", { pollMs: 0 }), UsageError);
+  });
+
   for (const jobId of ["", ".", ".."]) {
     it(`has no id ${JSON.stringify(jobId)}, which would be another address`, async () => {
       await assert.rejects(new ExpertClient().jobs.get(jobId), UsageError);

@@ -32,6 +32,12 @@ export async function listen(...answers: Answer[]): Promise<Listening> {
   return { url: `http://127.0.0.1:${port}`, asked, left: () => left, [Symbol.asyncDispose]: close };
 }
 
+/** An address at which nobody listens any more. */
+export async function nobody(): Promise<string> {
+  await using server = await listen();
+  return server.url;
+}
+
 /** Answer with a JSON document. */
 export function json(status: number, document: unknown, headers: Record<string, string> = {}): Answer {
   return (_, response) => {

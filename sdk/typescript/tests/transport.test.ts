@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { describe, it } from "node:test";
+import { afterEach, describe, it } from "node:test";
 
 import {
   ExpertClient,
@@ -7,12 +7,13 @@ import {
   ForbiddenError,
   NotFoundError,
   RateLimitError,
+  RegistryError,
   SilenceError,
   UnreachableError,
   UsageError,
 } from "../src/index.js";
-import { secondsOf, waitBeforeNext } from "../src/transport.js";
-import { json, listen, refusal } from "./listening.js";
+import { secondsOf, waitAfter } from "../src/retries.js";
+import { json, listen, nobody, refusal } from "./listening.js";
 
 const KEY = "xpt_0123456789";
 const NOW = "0";
@@ -73,7 +74,7 @@ describe("the key", () => {
   }
 
   it("is not shown by the client or by an error", async () => {
-    const client = new ExpertClient({ apiKey: KEY, baseUrl: "http://127.0.0.1:1" });
+    const client = new ExpertClient({ apiKey: KEY, baseUrl: "http://127.0.0.1:1", retries: 0 });
     const { inspect } = await import("node:util");
     const error = await failure(client.models());
     for (const shown of [inspect(client, { depth: 9, showHidden: true }), inspect(error), JSON.stringify(client)])
@@ -88,6 +89,45 @@ describe("the key", () => {
       });
     });
   }
+});
+
+describe("the environment", () => {
+  const names = ["EXPERT_SERVER", "EXPERT_API_KEY"] as const;
+  afterEach(() => {
+    for (const name of names) delete process.env[name];
+  });
+
+  it("names the server, and the key for it", async () => {
+    await using server = await listen(json(200, { data: [] }));
+    [process.env["EXPERT_SERVER"], process.env["EXPERT_API_KEY"]] = [`${server.url}/deep`, KEY];
+    await new ExpertClient().models();
+    await new ExpertClient({ baseUrl: server.url }).models();
+    await new ExpertClient({ apiKey: "another" }).models();
+    assert.deepEqual(
+      server.asked.map(({ url, headers }) => [url, headers.authorization]),
+      [
+        ["/deep/v1/models", `Bearer ${KEY}`],
+        ["/v1/models", `Bearer ${KEY}`],
+        ["/deep/v1/models", "Bearer another"],
+      ],
+    );
+  });
+
+  it("has no key for any other server", async () => {
+    await using server = await listen(json(200, { data: [] }));
+    process.env["EXPERT_API_KEY"] = KEY;
+    await new ExpertClient({ baseUrl: server.url }).models();
+    process.env["EXPERT_SERVER"] = server.url.replace("127.0.0.1", "localhost");
+    await new ExpertClient({ baseUrl: server.url }).models();
+    assert.deepEqual(server.asked.map(({ headers }) => headers.authorization), [undefined, undefined]);
+  });
+
+  it("that is empty says nothing, and one that is wrong is refused", () => {
+    [process.env["EXPERT_SERVER"], process.env["EXPERT_API_KEY"]] = ["", ""];
+    new ExpertClient();
+    process.env["EXPERT_SERVER"] = "localhost:8000";
+    assert.throws(() => new ExpertClient(), UsageError);
+  });
 });
 
 describe("settings that make no sense", () => {
@@ -124,15 +164,66 @@ describe("an error of the server", () => {
 
   it("may be the page of a proxy", async () => {
     await using server = await listen((_, response) => response.writeHead(502).end("<h1>Bad Gateway</h1>"));
-    const error = await failure(new ExpertClient({ baseUrl: server.url }).models());
+    const error = await failure(new ExpertClient({ baseUrl: server.url, retries: 0 }).models());
     assert.ok(error instanceof UnreachableError);
     assert.equal(error.status, 502);
     assert.equal(server.asked.length, 1);
   });
 
+  it("that may pass is of the class of its status, and keeps its code", async () => {
+    await using server = await listen(refusal(503, "store"), refusal(429, "budget"));
+    const client = new ExpertClient({ baseUrl: server.url, retries: 0 });
+    const [stored, limited] = [await failure(client.models()), await failure(client.models())];
+    assert.ok(stored instanceof UnreachableError && !stored.sent && stored.code === "store");
+    assert.ok(limited instanceof RateLimitError && limited.code === "budget");
+  });
+
+  it("of a status and a code that nobody knows is a RegistryError", async () => {
+    await using server = await listen(refusal(507, "?"), refusal(418, "?"));
+    const client = new ExpertClient({ baseUrl: server.url });
+    assert.equal((await failure(client.models())).name, "BudgetError");
+    assert.equal((await failure(client.models())).name, "RegistryError");
+  });
+
+  it("is shown in one line that is not too long, with nothing that a terminal obeys", async () => {
+    const message = `\u001b[31mno\r\n\u202e${"x".repeat(2000)}`;
+    await using server = await listen(json(400, { error: { code: "usage", message, hint: "a\u0007b" } }));
+    const error = await failure(new ExpertClient({ baseUrl: server.url }).models());
+    assert.match(error.message, /^\[31mno x{900,1000}…$/);
+    assert.equal(error.hint, "a b");
+  });
+
   it("may be an answer that is no JSON", async () => {
     await using server = await listen((_, response) => response.end("hello"));
-    assert.ok((await failure(new ExpertClient({ baseUrl: server.url }).models())) instanceof UnreachableError);
+    const error = await failure(new ExpertClient({ baseUrl: server.url }).models());
+    assert.ok(error instanceof RegistryError && !(error instanceof UnreachableError));
+    assert.equal(server.asked.length, 1);
+  });
+
+  it("may be an answer without end", async () => {
+    const piece = Buffer.alloc(1024 * 1024, " ");
+    await using server = await listen((_, response) => {
+      const more = (): void => {
+        while (!response.destroyed && response.write(piece));
+      };
+      response.on("drain", more);
+      more();
+    });
+    const error = await failure(new ExpertClient({ baseUrl: server.url }).models());
+    assert.match(error.message, /67108864 bytes/);
+    while (server.left() === 0) await new Promise((resolve) => setImmediate(resolve));
+  });
+});
+
+describe("a request that is no JSON", () => {
+  it("is refused before it is sent", async () => {
+    await using server = await listen(json(200, {}));
+    const metadata: Record<string, unknown> = {};
+    metadata["self"] = metadata;
+    const request = { prompt: "?", metadata: metadata as Record<string, string> };
+    const error = await failure(new ExpertClient({ baseUrl: server.url }).infer(request));
+    assert.ok(error instanceof UsageError);
+    assert.equal(server.asked.length, 0);
   });
 });
 
@@ -176,6 +267,40 @@ describe("a request that the server could not take", () => {
     assert.equal(server.asked.length, 2);
   });
 
+  it("is sent again after a silence or a break, unless it may have begun", async () => {
+    const silent = (): void => undefined;
+    const breaks = (_: unknown, response: { destroy(): unknown }): unknown => response.destroy();
+    await using server = await listen(silent, breaks, json(200, { data: [] }));
+    const client = new ExpertClient({ baseUrl: server.url, timeoutMs: 1000 });
+    assert.deepEqual(await client.models(), []);
+    assert.equal(server.asked.length, 3);
+    await using other = await listen(breaks, json(200, {}));
+    const error = await failure(new ExpertClient({ baseUrl: other.url }).infer({ prompt: "?" }));
+    assert.ok(error instanceof UnreachableError && error.sent);
+    assert.equal(other.asked.length, 1);
+  });
+
+  it("may be a prompt that never arrived, and is sent once the server is there", async () => {
+    const [tried, nowhere]: [string[], string] = [[], await nobody()];
+    const fetch: typeof globalThis.fetch = (input, init) => {
+      tried.push(String(input));
+      return globalThis.fetch(tried.length < 3 ? nowhere : input, init);
+    };
+    await using server = await listen(json(200, { text: "3" }));
+    const result = await new ExpertClient({ baseUrl: server.url, fetch }).infer({ prompt: "1 + 2" });
+    assert.equal(result.text, "3");
+    assert.deepEqual([tried.length, server.asked.length], [3, 1]);
+  });
+
+  it("is left alone when the caller aborts after a silence", async () => {
+    await using server = await listen(() => undefined);
+    const client = new ExpertClient({ baseUrl: server.url, timeoutMs: 50 });
+    const [controller, reason] = [new AbortController(), new Error("enough")];
+    setTimeout(() => controller.abort(reason), 150);
+    await assert.rejects(client.models({ signal: controller.signal }), reason);
+    assert.equal(server.asked.length, 1);
+  });
+
   it("is left alone when the caller aborts while it waits", async () => {
     await using server = await listen(refusal(429, "rate_limit", { "retry-after": "30" }));
     const client = new ExpertClient({ baseUrl: server.url });
@@ -188,30 +313,39 @@ describe("a request that the server could not take", () => {
 });
 
 describe("the time before the next try", () => {
-  it("grows, differs, and is never less than asked for", () => {
-    for (let tries = 0; tries < 4; tries += 1) {
-      const own = 500 * 2 ** tries;
-      const waits = Array.from({ length: 200 }, () => waitBeforeNext(tries, undefined));
+  const passing = new UnreachableError("?", { sent: false });
+
+  it("grows up to eight seconds, differs, and is never less than asked for", () => {
+    for (let tries = 1; tries <= 20; tries += 1) {
+      const own = Math.min(8000, 500 * 2 ** (tries - 1));
+      const waits = Array.from({ length: 200 }, () => waitAfter(tries, passing, false) ?? 0);
       assert.ok(waits.every((wait) => wait >= own / 2 && wait <= own));
       assert.ok(new Set(waits).size > 100);
-      assert.ok(waitBeforeNext(tries, 7) >= 7000);
+      const asked = new RateLimitError("?", { retryAfter: 60 });
+      assert.ok((waitAfter(tries, asked, false) ?? 0) >= 60_000);
     }
   });
 
-  it("is read from a Retry-After in both its forms", () => {
-    const now = Date.parse("2026-01-01T00:00:00Z");
-    assert.equal(secondsOf("12", now), 12);
-    assert.equal(secondsOf("Thu, 01 Jan 2026 00:00:30 GMT", now), 30);
-    assert.equal(secondsOf("Wed, 31 Dec 2025 23:59:00 GMT", now), 0);
-    assert.equal(secondsOf("soon", now), undefined);
-    assert.equal(secondsOf(null, now), undefined);
+  it("is none where another one is of no use", () => {
+    assert.equal(waitAfter(1, new RateLimitError("?", { retryAfter: 61 }), true), undefined);
+    assert.equal(waitAfter(1, new UnreachableError("?"), false), undefined);
+    assert.notEqual(waitAfter(1, new UnreachableError("?"), true), undefined);
+    assert.equal(waitAfter(1, new UsageError("?"), true), undefined);
+    assert.equal(waitAfter(1, new Error("?"), true), undefined);
+  });
+
+  it("is read from a Retry-After in seconds; a date needs a right clock", () => {
+    assert.equal(secondsOf("12"), 12);
+    assert.equal(secondsOf(" 7 "), 7);
+    for (const text of ["Thu, 01 Jan 2026 00:00:30 GMT", "soon", "-1", "9".repeat(20), null])
+      assert.equal(secondsOf(text), undefined);
   });
 });
 
 describe("a server that is not there", () => {
   it("gives an error that says so", async () => {
-    const error = await failure(new ExpertClient({ baseUrl: "http://127.0.0.1:1" }).models());
-    assert.ok(error instanceof UnreachableError);
+    const error = await failure(new ExpertClient({ baseUrl: await nobody(), retries: 0 }).models());
+    assert.ok(error instanceof UnreachableError && !error.sent);
     assert.match(error.hint, /expertctl serve/);
   });
 
@@ -240,7 +374,8 @@ describe("a server that is not there", () => {
       response.write("{");
       setTimeout(() => response.destroy(), 20);
     });
-    assert.ok((await failure(new ExpertClient({ baseUrl: server.url }).models())) instanceof UnreachableError);
+    const client = new ExpertClient({ baseUrl: server.url, retries: 0 });
+    assert.ok((await failure(client.models())) instanceof UnreachableError);
   });
 });
 

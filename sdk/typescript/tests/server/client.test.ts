@@ -204,6 +204,13 @@ describe("a caller who asks too often", () => {
 });
 
 describe("what is there", () => {
+  it("is told to whom the environment names, with its key", async () => {
+    [process.env["EXPERT_SERVER"], process.env["EXPERT_API_KEY"]] = [URL_OF_SERVER, KEY];
+    assert.deepEqual(await new ExpertClient().models(), await client.models());
+    process.env["EXPERT_SERVER"] = "http://127.0.0.1:1";
+    await assert.rejects(new ExpertClient({ baseUrl: URL_OF_SERVER }).models(), UnauthenticatedError);
+  });
+
   it("is told by experts, models and route", async () => {
     const experts = await client.experts();
     assert.deepEqual(experts.map(({ name }) => name), [...EXPERTS].sort());
