@@ -2,10 +2,11 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,7 +19,9 @@ from expertctl.settings import (
     DEVICES,
     DTYPES,
     parse_age,
+    parse_count,
     parse_names,
+    parse_seconds,
     parse_size,
     parse_switch,
     read_config,
@@ -27,10 +30,12 @@ from expertctl.settings import (
 _SWITCHES = {"offline", "allow_http", "deterministic"}
 _CHOICES = {"device": DEVICES, "dtype": DTYPES, "adapter_dtype": ADAPTER_DTYPES}
 _MAX_VALUE = 1000
-_READERS = {
+_READERS: dict[str, Callable[[str], object]] = {
     "memory_budget": parse_size,
     "minimum_release_age": parse_age,
     "minimum_release_age_exclude": parse_names,
+    **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},
+    **{key: partial(parse_seconds, key) for key in ("serve_timeout", "serve_behind")},
 }
 """What refuses a value that cannot be one."""
 LOCK_SECONDS = 30.0

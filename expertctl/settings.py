@@ -43,8 +43,24 @@ CONFIG_KEYS = {
     "adapter_dtype": "EXPERT_ADAPTER_DTYPE",
     "deterministic": "EXPERT_DETERMINISTIC",
     "encoder": "EXPERT_ENCODER",
+    "serve_base": "EXPERT_SERVE_BASE",
+    "serve_host": "EXPERT_SERVE_HOST",
+    "serve_port": "EXPERT_SERVE_PORT",
+    "serve_url": "EXPERT_SERVE_URL",
+    "serve_rows": "EXPERT_SERVE_ROWS",
+    "serve_queue": "EXPERT_SERVE_QUEUE",
+    "serve_timeout": "EXPERT_SERVE_TIMEOUT",
+    "serve_behind": "EXPERT_SERVE_BEHIND",
+    "serve_tls_cert": "EXPERT_SERVE_TLS_CERT",
+    "serve_tls_key": "EXPERT_SERVE_TLS_KEY",
 }
 """Config key → environment variable of the same meaning."""
+
+MAX_PORT, MAX_ROWS, MAX_QUEUE = 65_535, 1024, 100_000
+MAX_SECONDS = 86_400
+_COUNTS = {"serve_port": (0, MAX_PORT), "serve_rows": (1, MAX_ROWS), "serve_queue": (1, MAX_QUEUE)}
+_COUNT = re.compile(r"[0-9]{1,9}")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 DEVICES = ("cpu", "cuda", "auto")
 """Where a model can be computed; ``auto`` is a CUDA device if there is one."""
@@ -112,6 +128,30 @@ def parse_switch(key: str, text: str) -> bool:
         hint = f"{key} is true or false; {CONFIG_KEYS[key]} is 1 or 0"
         raise UsageError(f"{key}: {text[:40]!r} is not true or false", hint=hint)
     return text.lower() in _TRUE
+
+
+def parse_count(key: str, text: str) -> int:
+    """Read a setting that is a whole number.
+
+    Raises:
+        UsageError: for anything else, or one beyond its limits.
+    """
+    low, high = _COUNTS[key]
+    if not _COUNT.fullmatch(text) or not low <= int(text) <= high:
+        raise UsageError(f"{key}: {text[:40]!r} is no whole number from {low} to {high}")
+    return int(text)
+
+
+def parse_seconds(key: str, text: str) -> float:
+    """Read a setting that is a number of seconds.
+
+    Raises:
+        UsageError: for anything else, or one beyond its limits.
+    """
+    if not _SECONDS.fullmatch(text) or not 0 < float(text) <= MAX_SECONDS:
+        message = f"{key}: {text[:40]!r} is no number of seconds above 0, up to {MAX_SECONDS}"
+        raise UsageError(message)
+    return float(text)
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -218,6 +258,22 @@ class Home:
         return self.root / "config.toml"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeChoices:
+    """How ``expertctl serve`` answers where no option says; ``None``: as it usually does."""
+
+    base: str | None = None
+    host: str | None = None
+    port: int | None = None
+    url: str | None = None
+    rows: int | None = None
+    queue: int | None = None
+    timeout: float | None = None
+    behind: float | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The user's choices; ``None`` means that nobody chose."""
@@ -237,6 +293,7 @@ class Settings:
     adapter_dtype: str | None = None
     deterministic: bool = False
     encoder: str | None = None
+    serve: ServeChoices = ServeChoices()
 
 
 def find_home(environment: Mapping[str, str] = os.environ) -> Home:
@@ -272,6 +329,31 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         adapter_dtype=values.get("adapter_dtype"),
         deterministic=parse_switch("deterministic", values.get("deterministic", "no")),
         encoder=values.get("encoder"),
+        serve=_serve_choices(values),
+    )
+
+
+def _serve_choices(values: Mapping[str, str]) -> ServeChoices:
+    def count(key: str) -> int | None:
+        return parse_count(key, values[key]) if key in values else None
+
+    def seconds(key: str) -> float | None:
+        return parse_seconds(key, values[key]) if key in values else None
+
+    def path(key: str) -> Path | None:
+        return Path(values[key]).expanduser() if key in values else None
+
+    return ServeChoices(
+        base=values.get("serve_base"),
+        host=values.get("serve_host"),
+        port=count("serve_port"),
+        url=values.get("serve_url"),
+        rows=count("serve_rows"),
+        queue=count("serve_queue"),
+        timeout=seconds("serve_timeout"),
+        behind=seconds("serve_behind"),
+        tls_cert=path("serve_tls_cert"),
+        tls_key=path("serve_tls_key"),
     )
 
 

@@ -132,3 +132,27 @@ def test_a_limit_is_shown_as_it_was_typed(typed: str, shown: str | None) -> None
             parse_size(typed)
     else:
         assert human_limit(parse_size(typed)) == shown
+
+
+def test_how_a_server_answers_is_read(home: Path) -> None:
+    home.mkdir()
+    kept = "serve_port = 8080\nserve_rows = '4'\nserve_timeout = 1.5\nserve_tls_key = '~/k.pem'\n"
+    (home / "config.toml").write_text(kept)
+    serve = load_settings({"EXPERT_HOME": str(home), "EXPERT_SERVE_ROWS": "8"}).serve
+    assert (serve.port, serve.rows, serve.timeout) == (8080, 8, 1.5)
+    assert serve.tls_key == Path("~/k.pem").expanduser()
+    assert (serve.base, serve.queue, serve.tls_cert) == (None, None, None)
+
+
+@pytest.mark.parametrize("key", ["serve_port", "serve_rows", "serve_queue"])
+@pytest.mark.parametrize("text", ["-1", "1.5", "many", "100001", "9" * 30, "\u0661"])
+def test_what_is_no_count_is_refused(key: str, text: str, home: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{key}: .* is no whole number from"):
+        load_settings({"EXPERT_HOME": str(home), CONFIG_KEYS[key]: text})
+
+
+@pytest.mark.parametrize("key", ["serve_timeout", "serve_behind"])
+@pytest.mark.parametrize("text", ["0", "0.0", "-1", "1e3", "nan", "inf", "86401", "soon"])
+def test_what_is_no_time_is_refused(key: str, text: str, home: Path) -> None:
+    with pytest.raises(UsageError, match=f"^{key}: .* is no number of seconds"):
+        load_settings({"EXPERT_HOME": str(home), CONFIG_KEYS[key]: text})

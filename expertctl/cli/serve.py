@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -43,20 +43,29 @@ key = typer.Typer(
 )
 app.add_typer(key, name="key")
 
+_Value = TypeVar("_Value")
 KeyName = Annotated[str, typer.Argument(metavar="NAME", help="Such as alice-laptop.")]
 
 
 @app.callback(invoke_without_command=True)
 def serve(
     context: typer.Context,
-    host: Annotated[str, typer.Option(help="Listen on this address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Listen on this port; 0 is a free one.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Listen on this address.", show_default="127.0.0.1")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Listen on this port; 0 is a free one.", show_default="8000")
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="The address that users see, where it is another.")
     ] = None,
     base: Base = None,
-    rows: Annotated[int, typer.Option(help="How many texts are written at a time.")] = 16,
-    queue: Annotated[int, typer.Option(help="How many jobs may wait.")] = 128,
+    rows: Annotated[
+        int | None, typer.Option(help="How many texts are written at a time.", show_default="16")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="How many jobs may wait.", show_default="128")
+    ] = None,
     memory_budget: MemoryBudget = None,
     on_budget: Annotated[
         Literal["queue", "fewer"],
@@ -73,6 +82,14 @@ def serve(
     timeout: Annotated[
         float | None,
         typer.Option(metavar="SECONDS", help="When an answer ends that names no time itself."),
+    ] = None,
+    behind: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="How long who reads a stream may leave an event unread.",
+            show_default="60",
+        ),
     ] = None,
     validator: Annotated[
         list[str] | None,
@@ -116,25 +133,27 @@ def serve(
     held = numerics_of(
         settings, dtype=dtype, adapter_dtype=adapter_dtype, deterministic=deterministic
     )
+    kept, usual = settings.serve, ServeSettings()
     wanted = ServeSettings(
-        host=host,
-        port=port,
-        url=url,
-        certificate=tls_cert,
-        private_key=tls_key,
-        timeout=timeout,
+        host=_first(host, kept.host, usual.host),
+        port=_first(port, kept.port, usual.port),
+        url=url or kept.url,
+        certificate=tls_cert or kept.tls_cert,
+        private_key=tls_key or kept.tls_key,
+        timeout=_first(timeout, kept.timeout, usual.timeout),
+        behind_seconds=_first(behind, kept.behind, usual.behind_seconds),
         log_prompts=log_prompts,
         traces=traced_to,
         validators=read_commands(validator or ()),
         batch=BatchSettings(
-            base=base,
+            base=base or kept.base,
             budget=budget_of(memory_budget, settings),
             device=chosen_device(device, settings),
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
-            rows=rows,
-            queue=queue,
+            rows=_first(rows, kept.rows, usual.batch.rows),
+            queue=_first(queue, kept.queue, usual.batch.queue),
             on_budget=on_budget,
             warm=tuple(warm or ()),
         ),
@@ -245,6 +264,12 @@ def _seconds(text: str) -> float:
     if seconds <= 0:
         raise UsageError(f"--expires {text}: a key ends later than now", hint="write 12h or 30d")
     return seconds
+
+
+def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:
+    """Return what an option says, else a setting, else what is usual."""
+    chosen = kept if given is None else given
+    return usual if chosen is None else chosen
 
 
 def _demand_traces() -> None:

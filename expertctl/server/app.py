@@ -24,6 +24,7 @@ from expertctl.server.native import routes as native
 from expertctl.server.openai import routes as openai
 from expertctl.server.request_log import request_log
 from expertctl.server.service import Service
+from expertctl.server.sse import Patience
 from expertctl.server.status_page import routes as status_page
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None)
     if service.tracing is not None:
         _trace(app, service.tracing)
     app.state.service = service
+    app.state.patience = Patience(seconds=service.settings.behind_seconds)
     app.router.redirect_slashes = False
     return app
 

@@ -9,13 +9,13 @@ from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.errors import UsageError
 from expertctl.http.listening import url_of
 from expertctl.server.post_processing.command import Command
+from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000
-BODY_BYTES = 16 << 20
+BODY_BYTES = 4 << 20
+"""More than the longest prompt takes in JSON; what is made of it can take fifty times as much."""
 MAX_BODY_BYTES = 1 << 30
-MAX_ROWS = 1024
-MAX_QUEUE = 100_000
-MAX_SECONDS = 86_400
+BEHIND_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,8 @@ class ServeSettings:
     body_bytes: int = BODY_BYTES
     timeout: float | None = None
     """Seconds after which an answer ends with what is there, where a request names no time."""
+    behind_seconds: float = BEHIND_SECONDS
+    """How long the reader of a stream may leave an event untaken."""
     log_prompts: bool = False
     traces: str | None = None
     """Where spans are sent to, as `trace_address` says; None: none are made."""
@@ -54,15 +56,16 @@ def check_settings(settings: ServeSettings) -> None:
     """
     batch = settings.batch
     for name, value, low, high in (
-        ("port", settings.port, 0, 65535),
+        ("port", settings.port, 0, MAX_PORT),
         ("rows", batch.rows, 1, MAX_ROWS),
         ("queue", batch.queue, 1, MAX_QUEUE),
         ("body_bytes", settings.body_bytes, 1, MAX_BODY_BYTES),
     ):
         if not low <= value <= high:
             raise UsageError(f"{name} {value} is outside {low} to {high}")
-    if settings.timeout is not None and not 0 < settings.timeout <= MAX_SECONDS:
-        raise UsageError(f"timeout {settings.timeout:g} must be above 0, up to {MAX_SECONDS}")
+    for name, seconds in (("timeout", settings.timeout), ("behind", settings.behind_seconds)):
+        if seconds is not None and not 0 < seconds <= MAX_SECONDS:
+            raise UsageError(f"{name} {seconds:g} must be above 0, up to {MAX_SECONDS}")
     if (settings.certificate is None) != (settings.private_key is None):
         raise UsageError("a certificate and its key go together", hint="--tls-cert and --tls-key")
     if settings.url is not None and not _is_address(settings.url):

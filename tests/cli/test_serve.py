@@ -58,6 +58,7 @@ def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, ho
         (("serve", "--rows", "0"), 2, "rows"),
         (("serve", "--queue", "-1"), 2, "queue"),
         (("serve", "--timeout", "0"), 2, "timeout"),
+        (("serve", "--behind", "0"), 2, "behind"),
         (("serve", "--port", "65536"), 2, "port"),
         (("serve", "--tls-cert", "chain.pem"), 2, "go together"),
         (("serve", "--url", "ftp://x"), 2, "url"),
@@ -77,3 +78,24 @@ def test_others_are_not_answered_in_clear_text(run: Commands) -> None:
     said = run("serve", "--host", "0.0.0.0", code=2)
     assert "clear text" in said.err
     assert "--tls-cert" in said.err
+
+
+def test_an_option_counts_before_the_environment_and_that_before_the_file(
+    run: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("config", "set", "serve_url", "ftp://file")
+    assert "ftp://file" in run("serve", code=2).err
+    monkeypatch.setenv("EXPERT_SERVE_URL", "ftp://environment")
+    assert "ftp://environment" in run("serve", code=2).err
+    assert "ftp://option" in run("serve", "--url", "ftp://option", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [("serve_host", "0.0.0.0", "no API keys"), ("serve_tls_cert", "chain.pem", "go together")],
+)
+def test_what_is_kept_is_refused_as_an_option_is(
+    run: Commands, key: str, value: str, says: str
+) -> None:
+    run("config", "set", key, value)
+    assert says in run("serve", code=2).err

@@ -16,6 +16,7 @@ from expertctl.server.error_bodies import error_response
 from expertctl.server.sse import (
     KEEP_ALIVE,
     EventStream,
+    Patience,
     event,
     event_stream,
     named_event,
@@ -48,14 +49,19 @@ class Source:
             self.closed.set()
 
 
-def app_of(source: Source, *, quiet_seconds: float = 10) -> Starlette:
+def app_of(
+    source: Source, *, quiet_seconds: float = 10, patience: Patience | None = None
+) -> Starlette:
     async def stream(request: Request) -> Response:
         await request.body()
         if quiet_seconds == 10:
             return event_stream(request, source.lines())
         return EventStream(request, source.lines(), quiet_seconds=quiet_seconds)
 
-    return _app(stream)
+    app = _app(stream)
+    if patience is not None:
+        app.state.patience = patience
+    return app
 
 
 def _app(endpoint: Any) -> Starlette:
@@ -164,6 +170,114 @@ def test_who_leaves_without_having_read_ends_the_events() -> None:
             assert source.closed.is_set()
 
     within(read())
+
+
+def test_who_reads_slowly_holds_up_nobody() -> None:
+    """All is taken as it is made, and given in order as it is read."""
+
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source), PATH, {}) as listener:
+            listener.may_read.clear()
+            for number in range(500):
+                source.queue.put_nowait(event(b"%d" % number))
+            source.queue.put_nowait(None)
+            await source.closed.wait()
+            listener.may_read.set()
+            assert (await listener.head())[0] == 200
+            for number in range(500):
+                assert await listener.piece() == b"data: %d\n\n" % number
+            assert await listener.piece() == b""
+            await listener.done()
+
+    within(read())
+
+
+def test_an_error_waits_for_what_was_made_before_it() -> None:
+    async def read() -> None:
+        source = Source()
+        async with Listener(app_of(source), PATH, {}) as listener:
+            listener.may_read.clear()
+            source.queue.put_nowait(event(b"1"))
+            source.queue.put_nowait(ExpertError("broken"))
+            await source.closed.wait()
+            listener.may_read.set()
+            assert (await listener.head())[0] == 200
+            assert await listener.piece() == b"data: 1\n\n"
+            assert (await listener.piece()).startswith(b"event: error")
+            assert await listener.piece() == b""
+
+    within(read())
+
+
+@pytest.mark.parametrize("last", [None, ExpertError("broken"), event(b"3")])
+def test_who_leaves_an_event_untaken_for_too_long_gets_no_more(
+    last: bytes | ExpertError | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def read() -> None:
+        source = Source()
+        app = app_of(source, patience=Patience(seconds=0.05))
+        async with Listener(app, PATH, {}) as listener:
+            source.queue.put_nowait(event(b"1"))
+            assert (await listener.head())[0] == 200
+            assert await listener.piece() == b"data: 1\n\n"
+            listener.may_read.clear()
+            source.queue.put_nowait(event(b"2"))
+            source.queue.put_nowait(last)
+            await listener.done()
+            assert source.closed.is_set()
+
+    caplog.set_level("INFO", logger="expertctl.server")
+    within(read())
+    assert "a reader is too far behind" in caplog.messages
+
+
+def test_who_takes_each_event_in_time_may_listen_for_long() -> None:
+    async def read() -> None:
+        source = Source()
+        app = app_of(source, quiet_seconds=0.01, patience=Patience(seconds=0.05))
+        async with Listener(app, PATH, {}) as listener:
+            assert (await listener.head())[0] == 200
+            for _ in range(20):  # four times as long
+                assert await listener.piece() == KEEP_ALIVE
+            assert not source.closed.is_set()
+
+    within(read())
+
+
+def test_who_leaves_too_much_untaken_gets_no_more() -> None:
+    async def read() -> None:
+        source = Source()
+        app = app_of(source, patience=Patience(unread_bytes=1000))
+        async with Listener(app, PATH, {}) as listener:
+            listener.may_read.clear()
+            while not source.closed.is_set():
+                source.queue.put_nowait(event(b"x" * 90))
+                await asyncio.sleep(0)
+            await listener.done()
+        assert source.queue.qsize() < 50
+
+    within(read())
+
+
+def test_what_nobody_expected_is_no_end_of_a_stream() -> None:
+    async def lines() -> AsyncIterator[bytes]:
+        yield event(b"1")
+        raise ZeroDivisionError
+
+    async def endpoint(request: Request) -> Response:
+        await request.body()
+        return event_stream(request, lines())
+
+    async def read() -> None:
+        async with Listener(_app(endpoint), PATH, {}) as listener:
+            assert (await listener.head())[0] == 200
+            assert await listener.piece() == b"data: 1\n\n"
+            with pytest.raises(ZeroDivisionError):
+                await listener.done()
+
+    with pytest.raises(ZeroDivisionError):
+        within(read())
 
 
 def test_work_for_who_has_left_is_cancelled() -> None:
