@@ -1,7 +1,9 @@
 """A home to serve from: a base in the shape of Qwen3-0.6B and experts for it, random weights.
 
 The base is in bfloat16 with the byte-level tokenizer of the starter base; each expert is a bfloat16
-rank-16 LoRA on all seven projections, signed and installed as any other.
+rank-16 LoRA on all seven projections, signed and installed as any other. Each has a subject, so
+that there is something to route by. Nearly every token is a number, so that an answer, which
+nobody trained, is JSON all the same.
 """
 
 import json
@@ -18,6 +20,7 @@ from expertctl.install.install import install_files
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
 from expertctl.package.draft import Overrides
+from expertctl.schema.manifest import MANIFEST_PATH
 from expertctl.settings import Home
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
@@ -26,6 +29,25 @@ from expertctl.trust.policy import TrustStore
 
 BASE = "qwen3-0.6b-shape"
 SPREAD = 0.01
+SUBJECTS = (
+    ("sql", "Write SQL queries for databases", "an SQL query that counts the orders of a customer"),
+    ("recipes", "Cook meals from recipes", "a recipe for tomato soup with fresh basil"),
+    ("travel", "Plan trips and itineraries", "an itinerary for a trip of three days to Lisbon"),
+    ("contracts", "Draft clauses of contracts", "a clause of a contract about termination"),
+    ("chess", "Analyse chess positions", "the best chess opening against the queen's gambit"),
+    ("astronomy", "Explain planets and stars", "an explanation of the orbits of Jupiter's moons"),
+    ("gardening", "Grow plants in gardens", "a schedule for pruning roses in the garden"),
+    ("fitness", "Plan workouts and training", "a workout that trains for a half marathon"),
+    ("poetry", "Write poems in verse", "a poem of two verses about the autumn sea"),
+    ("taxes", "Fill in tax returns", "the deductions of a tax return for a home office"),
+    ("biology", "Explain cells and genes", "an explanation of how a cell copies its genes"),
+    ("music", "Compose chords and melodies", "a melody over chords in the key of D minor"),
+    ("weather", "Forecast the weather", "a weather forecast with rain, wind and storms"),
+    ("football", "Report on football matches", "a report of a football match with three goals"),
+    ("welding", "Weld steel and aluminium", "the electrodes for welding a steel frame"),
+    ("insurance", "Settle insurance claims", "a letter that settles an insurance claim"),
+)
+"""Keyword, description, and what is asked for: one for each of as many experts as are measured."""
 
 
 def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
@@ -49,12 +71,17 @@ def expert_name(number: int) -> str:
     return f"bench/expert-{number}"
 
 
+def question(number: int) -> str:
+    """Return a question that the expert of this number is for."""
+    return f"Please give me {SUBJECTS[number % len(SUBJECTS)][2]}"
+
+
 def _give_text_to_all_tokens(path: Path) -> None:
-    """Spell the tokens beyond bytes, so that whatever is drawn is text for whoever reads along."""
+    """Spell the tokens beyond bytes as numbers: text for who reads along, and JSON as a whole."""
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     first = 1 + max(added["id"] for added in tokenizer["added_tokens"])
-    vocabulary.update({f"w{number}": number for number in range(first, VOCABULARY)})
+    vocabulary.update({str(number): number for number in range(first, VOCABULARY)})
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
@@ -75,9 +102,10 @@ def _package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Pa
         "target_modules": sorted(name.split(".")[1] for name in PROJECTIONS),
     }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    overrides = Overrides(
-        name=expert_name(number), version="1.0.0", description=f"benchmark's adapter {number}"
-    )
+    keyword, description, asked = SUBJECTS[number % len(SUBJECTS)]
+    routing = {"keywords": [keyword], "examples": [f"Write {asked}", f"I need {asked}"]}
+    (adapter / MANIFEST_PATH).write_text(json.dumps({"routing": routing}))
+    overrides = Overrides(name=expert_name(number), version="1.0.0", description=description)
     build(plan_build(adapter, overrides, base=facts), package, key=key)
     weights.unlink()
     return package

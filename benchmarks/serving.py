@@ -2,21 +2,20 @@
 
 ``expertctl serve`` in a process of its own, on a home of `served_home`, asked over HTTP by the
 clients of `serving_load`; transformers and PEFT compute the same texts in one batch of
-``adapter_names``, without a server. Everything takes turns. ``--plot FILE`` draws what comes of
-more and more requests a second.
+``adapter_names``, without a server. Everything takes turns. What else is measured of it, and how,
+is told by the modules of `benchmarks.served`: a turn of a conversation, the time outside the
+engine, more plans than fit. ``--plot FILE`` draws what comes of more and more requests a second.
 """
 
 import argparse
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
+from itertools import chain, repeat
 from pathlib import Path
 
 from benchmarks import serving_load
@@ -24,20 +23,24 @@ from benchmarks.engine_process import EngineProcess
 from benchmarks.expert_engines import PEFT_INSTALL, Answers, has_peft, peft
 from benchmarks.harness import (
     Row,
+    Run,
     Seconds,
     absent,
     as_table,
     compare_rates,
-    compare_times,
-    judged,
     machine,
     take_turns,
 )
-from benchmarks.served_home import BASE, furnish
+from benchmarks.served.conversation import ask_twice, conversation_row
+from benchmarks.served.crowding import budget_for, compare_crowds, crowding_row
+from benchmarks.served.load_plot import draw
+from benchmarks.served.outside import ask_routed, outside_row
+from benchmarks.served.saturation import saturation_of, saturation_row
+from benchmarks.served.server import Figures, Server, serving
+from benchmarks.served_home import furnish
 from benchmarks.serving_load import Ask, Told
 from expertctl.settings import Home
 
-EXPERTCTL = str(Path(sys.executable).with_name("expertctl"))
 CLIENTS = 16
 PROMPT, ANSWER = 64, 48
 """Tokens of what is asked and of what is answered."""
@@ -45,87 +48,70 @@ HISTORY = 1024
 """Tokens of a conversation before its next turn."""
 ALONE = 4
 """How many are asked one by one: a quarter says as much."""
-START_SECONDS = 300
+FITTING = 8
+"""How many plans fit where twice as many are asked for."""
 
 
-class Server:
-    """A server that runs."""
+class Load:
+    """What a server is asked for in turns."""
 
-    def __init__(self, url: str) -> None:
-        """Ask it at this address."""
-        self.url = url
+    def __init__(self, server: Server) -> None:
+        """Ask this one."""
+        self._url = server.url
 
     def experts(self) -> Seconds:
         """Have as many clients as experts answered, each by its own."""
-        asks = serving_load.asks(serving_load.experts(CLIENTS), prompt=PROMPT, answer=ANSWER)
-        return self._checked(serving_load.together(self.url, asks))
+        return self._together(serving_load.experts(CLIENTS))
 
     def base(self) -> Seconds:
         """Have as many answered by the base alone."""
-        asks = serving_load.asks(serving_load.base_alone(CLIENTS), prompt=PROMPT, answer=ANSWER)
-        return self._checked(serving_load.together(self.url, asks))
+        return self._together(serving_load.base_alone(CLIENTS))
 
     def one_by_one(self) -> Seconds:
         """Have a few answered by their experts, one after the other."""
         asks = serving_load.asks(serving_load.experts(ALONE), prompt=PROMPT, answer=ANSWER)
-        return self._checked(serving_load.one_by_one(self.url, asks))
+        return _checked(serving_load.one_by_one(self._url, asks))
 
-    def turns(self) -> tuple[Seconds, Seconds]:
-        """Return the time to the first token of a conversation, and of its next turn."""
-        history = serving_load.new_prompt(HISTORY)
-        _, [cold] = serving_load.one_by_one(self.url, [Ask(BASE, 4, history, key=history[:6])])
-        longer = f"{history} And then?"
-        _, [warm] = serving_load.one_by_one(self.url, [Ask(BASE, 4, longer, key=history[:6])])
-        assert cold.cached == 0, cold
-        assert warm.cached >= HISTORY - 16, warm
-        return cold.first, warm.first
-
-    def _checked(self, measured: tuple[Seconds, list[Told]]) -> Seconds:
-        seconds, told = measured
-        assert all(one.status == 200 and one.tokens == ANSWER for one in told), told
-        return seconds
+    def _together(self, models: Sequence[str]) -> Seconds:
+        asks = serving_load.asks(models, prompt=PROMPT, answer=ANSWER)
+        return _checked(serving_load.together(self._url, asks))
 
 
-@contextmanager
-def serving(home: Home, *options: str) -> Iterator[Server]:
-    """Run a server on a home."""
-    command = [EXPERTCTL, "serve", "--port", "0", "--json", "--base", BASE, *options]
-    environment = {**os.environ, "EXPERT_HOME": str(home.root)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            yield Server(json.loads(process.stdout.readline())["url"])
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(START_SECONDS)
+def measure(home: Home, rounds: int, *, plot: Path | None = None) -> Iterator[Row]:
+    """Let all take turns, then measure the rest; with ``plot``, up to saturation."""
+    with serving(home) as server:
+        seconds = _batches(server, rounds)
+        yield from _of_the_batch(seconds)
+        figures = server.figures()
+        yield _of_conversations(server, rounds)
+        yield _of_routed(server, rounds)
+        if plot:
+            yield _saturated(server, CLIENTS / statistics.median(seconds["experts"]), plot)
+    yield _of_crowds(home, figures, rounds)
 
 
-def measure(home: Home, rounds: int) -> Iterator[Row]:
-    """Let all take turns, then compare."""
+def _batches(server: Server, rounds: int) -> dict[str, list[Seconds]]:
+    load = Load(server)
+    runs: dict[str, Run] = {
+        "experts": load.experts,
+        "base": load.base,
+        "alone": load.one_by_one,
+    }
     with ExitStack() as stack:
-        server = stack.enter_context(serving(home))
-        runs = {"experts": server.experts, "base": server.base, "alone": server.one_by_one}
         if has_peft():
-            rival = stack.enter_context(EngineProcess(peft(CLIENTS)))
-            task = Answers(texts=CLIENTS, prompt=PROMPT, tokens=ANSWER)
-            runs["PEFT"] = rival.runs(task, os.cpu_count() or 1)
-        seconds = take_turns(runs, rounds=rounds)
-        server.turns()
-        turns = [server.turns() for _ in range(rounds)]
-        outside = [_outside(server) for _ in range(rounds)]
-    yield from _of_the_batch(seconds)
-    yield compare_times(
-        f"first token of the next turn behind {HISTORY} tokens",
-        [warm for _, warm in turns],
-        [cold for cold, _ in turns],
-        steps=1,
-        rival="of the first turn",
-        target="<= 0.25",
+            runs["PEFT"] = _peft(stack.enter_context(EngineProcess(peft(CLIENTS))))
+        return take_turns(runs, rounds=rounds)
+
+
+def _peft(rival: EngineProcess[Answers]) -> Run:
+    """Return its run; for the first one, which only warms up, two tokens are enough."""
+    threads = os.cpu_count() or 1
+    short, whole = (
+        rival.runs(Answers(texts=CLIENTS, prompt=PROMPT, tokens=tokens), threads)
+        for tokens in (2, ANSWER)
     )
-    yield _outside_row(outside)
-    yield from _with_half_the_memory(home, rounds)
+    runs = chain([short], repeat(whole))
+    return lambda: next(runs)()
 
 
 def _of_the_batch(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
@@ -151,99 +137,47 @@ def _of_the_batch(seconds: dict[str, list[Seconds]]) -> Iterator[Row]:
         )
 
 
-def _outside(server: Server) -> tuple[Seconds, Seconds]:
-    """Return how long a request takes that is alone, and how much of that is not the engine's."""
-    asks = serving_load.asks(serving_load.experts(1), prompt=PROMPT, answer=ANSWER)
-    seconds, [told] = serving_load.together(server.url, asks)
-    inside = sum(told.timings_ms[name] for name in ("load", "prefill", "decode")) / 1000
-    return seconds - inside, seconds
+def _of_conversations(server: Server, rounds: int) -> Row:
+    [model] = serving_load.experts(1)
+    turns = [
+        ask_twice(server.url, model=model, history=HISTORY, cold_first=bool(number % 2))
+        for number in range(rounds + 1)
+    ]
+    return conversation_row(turns[1:], history=HISTORY, target="<= 0.25")
 
 
-def _outside_row(outside: Sequence[tuple[Seconds, Seconds]]) -> Row:
-    row = compare_times(
-        "time outside the engine: HTTP, decision, checking the answer",
-        [beside for beside, _ in outside],
-        [whole for _, whole in outside],
-        steps=1,
-        rival="the whole of a request that is alone",
-    )
-    return judged(row, "<= 0.05")
+def _of_routed(server: Server, rounds: int) -> Row:
+    routed = [ask_routed(server.url, tokens=ANSWER) for _ in range(rounds + 1)]
+    return outside_row(routed[1:], target="<= 0.05")
 
 
-def _with_half_the_memory(home: Home, rounds: int) -> Iterator[Row]:
-    """Compare the time to the first token where all plans fit with that where half of them do."""
-    found: dict[str, list[Seconds]] = {}
-    for name, room in (("all", CLIENTS), ("half", CLIENTS // 2)):
-        budget = _budget(plans=room)
-        with serving(home, "--memory-budget", str(budget), "--rows", "4") as server:
-            found[name] = [_median_first(server) for _ in range(rounds + 1)][1:]
-    yield compare_times(
-        f"first token, {CLIENTS} plans in turn, room for {CLIENTS // 2}",
-        found["half"],
-        found["all"],
-        steps=1,
-        rival="room for all",
-        target="<= 3",
-    )
+def _of_crowds(home: Home, figures: Figures, rounds: int) -> Row:
+    """Compare times to the first token where plans fit with those where half of them do."""
+    options = "--memory-budget", str(budget_for(FITTING, figures))
+    with serving(home, *options) as roomy, serving(home, *options) as crowded:
+        pairs = list(compare_crowds(roomy, crowded, fitting=FITTING, rounds=rounds))
+    return crowding_row(pairs, target="<= 3")
 
 
-def _median_first(server: Server) -> Seconds:
-    """Return the median time to the first token of two clients that go through all experts."""
-    models = serving_load.experts(CLIENTS)
-
-    def ask(number: int) -> Ask:
-        return Ask(models[number % CLIENTS], 16, serving_load.new_prompt(PROMPT))
-
-    _, told = serving_load.closed_loop(server.url, ask, clients=2, each=CLIENTS)
-    assert all(one.status == 200 for one in told), told
-    return statistics.median(one.first for one in told)
-
-
-def _budget(*, plans: int) -> int:
-    """Return a budget with room for so many plans beside all that is needed in any case."""
-    base, plan, loading, texts = 1_193_000_000, 20_400_000, 45_000_000, 4 * 20_000_000
-    return base + 40_000_000 + texts + loading + plans * plan
-
-
-def plotted(home: Home, path: Path) -> None:
-    """Draw throughput and times to the first token against requests a second."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    points = []
-    with serving(home) as server:
-        server.experts()
-        saturated = CLIENTS / server.experts()
-        for share in (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0):
-            points.append((share * saturated, *_open(server, share * saturated)))
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6))
-    rates = [point[0] for point in points]
-    above.plot(rates, [point[1] for point in points], marker="o")
-    above.set_ylabel("answered tokens a second")
-    above.set_ylim(bottom=0)
-    for column, label in ((2, "p50"), (3, "p99")):
-        below.plot(rates, [point[column] for point in points], marker="o", label=label)
-    below.set_ylabel("seconds to the first token")
-    below.set_xlabel(f"requests a second, {CLIENTS} experts")
-    below.set_yscale("log")
-    below.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-def _open(server: Server, rate: float) -> tuple[float, Seconds, Seconds]:
+def _saturated(server: Server, capacity: float, path: Path) -> Row:
+    """Load it until it is saturated, and draw that."""
     models = serving_load.experts(CLIENTS)
 
     def ask(number: int) -> Ask:
         return Ask(models[number % CLIENTS], ANSWER, serving_load.new_prompt(PROMPT))
 
-    seconds, told = serving_load.open_loop(server.url, ask, rate=rate, seconds=30)
-    answered = [one for one in told if one.status == 200]
-    firsts = sorted(one.first for one in answered)
-    last = firsts[min(int(0.99 * len(firsts)), len(firsts) - 1)]
-    return sum(one.tokens for one in answered) / seconds, statistics.median(firsts), last
+    found = saturation_of(server, ask, tokens=ANSWER, capacity=capacity)
+    what = f"expertctl serve, shape of Qwen3-0.6B, {CLIENTS} experts, {os.cpu_count()} cores\n"
+    what += f"open loop, prompts of {PROMPT} tokens, answers of {ANSWER}"
+    draw(found, path, tokens=ANSWER, what=what)
+    return saturation_row(found, capacity=capacity, clients=CLIENTS)
+
+
+def _checked(measured: tuple[Seconds, list[Told]]) -> Seconds:
+    seconds, told = measured
+    if not all(one.status == 200 and one.tokens == ANSWER for one in told):
+        raise SystemExit(f"serving: not all answers are whole: {told}")
+    return seconds
 
 
 def main() -> None:
@@ -255,9 +189,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder), Path(folder), experts=CLIENTS)
-        rows = list(measure(home, options.rounds))
-        if options.plot:
-            plotted(home, options.plot)
+        rows = list(measure(home, options.rounds, plot=options.plot))
     document: dict[str, object] = {
         "name": "serving",
         "machine": machine(),

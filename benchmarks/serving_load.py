@@ -6,11 +6,13 @@ asks again, or asks when a clock says so (`open_loop`).
 
 import asyncio
 import json
+import math
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import httpx2
 
@@ -20,6 +22,8 @@ from benchmarks.served_home import BASE, expert_name
 _NUMBERS = count()
 """No two prompts are the same, so nothing is found again that was not asked to be."""
 LONG = 600.0
+UNANSWERED = 0
+"""The status of what has none yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,47 @@ class Ask:
     key: str | None = None
 
     @property
+    def path(self) -> str:
+        """Where it is asked."""
+        return "/v1/completions"
+
+    @property
     def body(self) -> dict[str, object]:
         """The request."""
         return {
             "model": self.model,
             "prompt": self.prompt,
-            "max_tokens": self.tokens,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            **_streamed(self.tokens),
             **({} if self.key is None else {"user": self.key}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The next turn of a conversation: what was said so far, by the user first and last."""
+
+    model: str
+    tokens: int
+    said: tuple[str, ...]
+    session: str
+
+    @property
+    def path(self) -> str:
+        """Where it is asked."""
+        return "/v1/chat/completions"
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The request."""
+        roles = ("user", "assistant")
+        messages = [
+            {"role": roles[number % 2], "content": text} for number, text in enumerate(self.said)
+        ]
+        return {
+            "model": self.model,
+            "messages": messages,
+            "session_id": self.session,
+            **_streamed(self.tokens),
         }
 
 
@@ -50,10 +85,14 @@ class Told:
     """When the pieces of one answer came, since it was asked for."""
 
     begun: float
+    """By `time.perf_counter`."""
     times: list[Seconds] = field(default_factory=list)
+    end: Seconds | None = None
+    """When all of it was there, if ever."""
+    text: str = ""
     tokens: int = 0
     cached: int = 0
-    status: int = 200
+    status: int = UNANSWERED
     timings_ms: dict[str, float] = field(default_factory=dict)
     """What the server says of its stages."""
 
@@ -64,7 +103,7 @@ class Told:
 
     @property
     def last(self) -> Seconds:
-        """The time to the end."""
+        """The time to the last token."""
         return self.times[-1]
 
 
@@ -75,7 +114,12 @@ def asks(models: Sequence[str], *, prompt: int, answer: int) -> list[Ask]:
 
 def new_prompt(tokens: int) -> str:
     """Return a prompt that nobody had before."""
-    return (f"{next(_NUMBERS):06d} " + "all that is asked for here is text. " * tokens)[:tokens]
+    return (f"{new_number():06d} " + "all that is asked for here is text. " * tokens)[:tokens]
+
+
+def new_number() -> int:
+    """Return a number that makes a prompt one that nobody had before."""
+    return next(_NUMBERS)
 
 
 def experts(number: int) -> list[str]:
@@ -88,7 +132,7 @@ def base_alone(number: int) -> list[str]:
     return [BASE] * number
 
 
-def together(url: str, wanted: Sequence[Ask]) -> tuple[Seconds, list[Told]]:
+def together(url: str, wanted: Sequence[Ask | Turn]) -> tuple[Seconds, list[Told]]:
     """Ask all at once; return how long it took until all were answered."""
 
     async def all_of_them(client: httpx2.AsyncClient) -> list[Told]:
@@ -97,7 +141,7 @@ def together(url: str, wanted: Sequence[Ask]) -> tuple[Seconds, list[Told]]:
     return _timed(url, all_of_them)
 
 
-def one_by_one(url: str, wanted: Sequence[Ask]) -> tuple[Seconds, list[Told]]:
+def one_by_one(url: str, wanted: Sequence[Ask | Turn]) -> tuple[Seconds, list[Told]]:
     """Ask one after the other."""
 
     async def in_turn(client: httpx2.AsyncClient) -> list[Told]:
@@ -107,7 +151,7 @@ def one_by_one(url: str, wanted: Sequence[Ask]) -> tuple[Seconds, list[Told]]:
 
 
 def closed_loop(
-    url: str, wanted: Callable[[int], Ask], *, clients: int, each: int
+    url: str, wanted: Callable[[int], Ask | Turn], *, clients: int, each: int
 ) -> tuple[Seconds, list[Told]]:
     """Let so many clients ask again and again; ``wanted`` gives the question of a number."""
 
@@ -122,22 +166,59 @@ def closed_loop(
 
 
 def open_loop(
-    url: str, wanted: Callable[[int], Ask], *, rate: float, seconds: float, seed: int = 0
-) -> tuple[Seconds, list[Told]]:
-    """Ask at random times, ``rate`` a second on average, whether or not answers have come."""
+    url: str, wanted: Callable[[int], Ask | Turn], *, arrivals: Sequence[Seconds], seconds: Seconds
+) -> tuple[float, list[Told]]:
+    """Ask at given times, whether or not answers have come, and hang up on all after a while.
+
+    Returns when it began, by `time.perf_counter`, and what was told by the end.
+    """
+    told, begun = list[Told](), time.perf_counter()
+
+    async def asked(client: httpx2.AsyncClient) -> list[Told]:
+        tasks: list[asyncio.Task[None]] = []
+        for number, at in enumerate(arrivals):
+            await asyncio.sleep(begun + at - time.perf_counter())
+            told.append(Told(time.perf_counter()))
+            tasks.append(asyncio.create_task(_hear(client, wanted(number), told[-1])))
+        await asyncio.sleep(begun + seconds - time.perf_counter())
+        await _hang_up(tasks)
+        return told
+
+    _timed(url, asked)
+    return begun, told
+
+
+def arrivals_at(rate: float, *, seconds: Seconds, seed: int) -> list[Seconds]:
+    """Return random times of arrival, ``rate`` a second: one somewhere in each ``1 / rate``.
+
+    With so few as a point can have, a Poisson process would say more of its draw than of the
+    server: bursts would be taken for a rate that is too high.
+    """
     drawn = random.Random(seed)  # arrivals are no secret
+    return [(number + drawn.random()) / rate for number in range(int(rate * seconds))]
 
-    async def arriving(client: httpx2.AsyncClient) -> list[Told]:
-        tasks, at, begun = list[asyncio.Task[Told]](), 0.0, time.perf_counter()
-        for number in count():
-            at += drawn.expovariate(rate)
-            if at > seconds:
-                break
-            await asyncio.sleep(max(begun + at - time.perf_counter(), 0))
-            tasks.append(asyncio.create_task(_told(client, wanted(number))))
-        return list(await asyncio.gather(*tasks))
 
-    return _timed(url, arriving)
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the least value that at least such a share of all does not exceed (nearest rank)."""
+    return sorted(values)[max(math.ceil(share * len(values)), 1) - 1]
+
+
+async def _hang_up(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """End what still runs; what failed by itself is raised."""
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(ended, Exception):
+            raise ended
+
+
+def _streamed(tokens: int) -> Mapping[str, object]:
+    return {
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 def _timed(
@@ -153,26 +234,41 @@ def _timed(
     return asyncio.run(run())
 
 
-async def _told(client: httpx2.AsyncClient, ask: Ask) -> Told:
+async def _told(client: httpx2.AsyncClient, ask: Ask | Turn) -> Told:
     told = Told(time.perf_counter())
-    async with client.stream("POST", "/v1/completions", json=ask.body) as answer:
-        told.status = answer.status_code
-        if answer.status_code != 200:
-            await answer.aread()
-            return told
-        async for chunk in _chunks(answer):
-            if chunk.get("choices"):
-                told.times.append(time.perf_counter() - told.begun)
-            usage = chunk.get("usage")
-            if isinstance(usage, dict):
-                told.tokens = int(usage["completion_tokens"])
-                told.cached = int(usage["prompt_tokens_details"]["cached_tokens"])
-            if isinstance(said := chunk.get("expertctl"), dict):
-                told.timings_ms = said["timings_ms"]
+    await _hear(client, ask, told)
     return told
 
 
-async def _chunks(answer: httpx2.Response) -> AsyncIterator[dict[str, object]]:
+async def _hear(client: httpx2.AsyncClient, ask: Ask | Turn, told: Told) -> None:
+    """Ask, and note what comes as it comes."""
+    async with client.stream("POST", ask.path, json=ask.body) as answer:
+        told.status = answer.status_code
+        if answer.status_code != 200:
+            await answer.aread()
+            return
+        async for chunk in _chunks(answer):
+            _note(chunk, told)
+        told.end = time.perf_counter() - told.begun
+
+
+def _note(chunk: Mapping[str, Any], told: Told) -> None:
+    """Note one chunk; the first of a chat says only who speaks, the last only why it ended."""
+    if text := "".join(map(_text, chunk.get("choices") or ())):
+        told.times.append(time.perf_counter() - told.begun)
+        told.text += text
+    if usage := chunk.get("usage"):
+        told.tokens = int(usage["completion_tokens"])
+        told.cached = int(usage["prompt_tokens_details"]["cached_tokens"])
+    if said := chunk.get("expertctl"):
+        told.timings_ms = said["timings_ms"]
+
+
+def _text(choice: Mapping[str, Any]) -> str:
+    return str(choice.get("text") or (choice.get("delta") or {}).get("content") or "")
+
+
+async def _chunks(answer: httpx2.Response) -> AsyncIterator[Mapping[str, Any]]:
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
             yield json.loads(line.removeprefix("data: "))

@@ -1,0 +1,68 @@
+"""The next turn of a conversation: behind what was kept of the turn before, and read anew.
+
+A chat with an expert, in a session: a long first turn, its answer, and a second turn. The second is
+asked once more in a session that nobody had, word for word, so that both read and answer the same
+but for what is kept. Who comes first of the two changes from round to round.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness import Row, compare_times
+from benchmarks.serving_load import Told, Turn, new_prompt, one_by_one
+
+TOKENS = 8
+"""Of each answer."""
+NEXT = "And then?"
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A second turn, told in the session of the first and in another."""
+
+    warm: Told
+    cold: Told
+
+
+def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> NextTurn:
+    """Have a conversation, then its second turn again in a new session.
+
+    Raises:
+        SystemExit: when something else was found again than is to be.
+    """
+    text = new_prompt(history)
+    session, other = f"session {text[:6]}", f"stranger {text[:6]}"
+    _, [first] = one_by_one(url, [Turn(model, TOKENS, (text,), session)])
+    said = (text, first.text, NEXT)
+    order = (other, session) if cold_first else (session, other)
+    _, told = one_by_one(url, [Turn(model, TOKENS, said, name) for name in order])
+    cold, warm = told if cold_first else reversed(told)
+    check_kept(first, NextTurn(warm, cold), history=history)
+    return NextTurn(warm, cold)
+
+
+def check_kept(first: Told, turn: NextTurn, *, history: int) -> None:
+    """Demand that the first turn was found again in its session, and nothing where nothing was.
+
+    Raises:
+        SystemExit: when that is not so.
+    """
+    told = (first, turn.warm, turn.cold)
+    if any(one.status != 200 or not one.times for one in told):
+        raise SystemExit(f"serving: a turn was not answered: {[one.status for one in told]}")
+    if first.cached or turn.cold.cached:
+        raise SystemExit("serving: a session that nobody had found something of another")
+    if turn.warm.cached < history:
+        raise SystemExit(f"serving: of {history} tokens only {turn.warm.cached} were found again")
+
+
+def conversation_row(turns: Sequence[NextTurn], *, history: int, target: str) -> Row:
+    """Compare the times to the first token."""
+    return compare_times(
+        f"first token of a second chat turn behind {history} tokens",
+        [turn.warm.first for turn in turns],
+        [turn.cold.first for turn in turns],
+        steps=1,
+        rival="of the same turn in a new session",
+        target=target,
+    )

@@ -1,0 +1,163 @@
+"""Where a server is saturated: open-loop load, more and more of it, until it is no longer served.
+
+Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
+rate is doubled until less than `SERVED` of it is answered, then halved in between, and what is
+around the rate that was found is measured as well. A point is measured from `LEAD` seconds on, when
+as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next point begins
+with a server at rest. Who had no first token by then counts with the time that it has waited: at
+least so long.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from benchmarks.harness import Row, Seconds
+from benchmarks.served.server import Server
+from benchmarks.serving_load import Ask, Told, Turn, arrivals_at, open_loop, percentile
+
+SERVED = 0.9
+LEAD, WINDOW = 8.0, 22.0
+MOST_SECONDS = 240.0
+"""No point is begun later, so the whole ends within another half minute."""
+FIRST_SHARE = 0.5
+"""Of what clients are answered that wait for their answers: there the search begins."""
+DOUBLINGS, HALVINGS = 5, 2
+AROUND = (1.75, 0.75, 1.25, 0.25)
+"""Of the rate that is found; where time is short, the last ones are left out."""
+NEAR = 0.08
+"""Rates that differ by less are one point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What came of one rate, in requests a second."""
+
+    offered: float
+    served: float
+    tokens: float
+    """Tokens written in a second."""
+    p50: Seconds
+    p99: Seconds
+    """To the first token."""
+    requests: int
+    refused: int
+
+    @property
+    def is_served(self) -> bool:
+        """Whether what was offered was answered, but for chance."""
+        return self.served >= SERVED * self.offered
+
+
+@dataclass(frozen=True, slots=True)
+class Saturation:
+    """The rate that is just no longer served, and what was measured around it."""
+
+    rate: float
+    points: tuple[Point, ...]
+    """By rate."""
+
+
+Measure = Callable[[float], Point]
+MayBegin = Callable[[], bool]
+"""Whether there is time for another point."""
+
+
+def find_saturation(measure: Measure, *, first: float, may_begin: MayBegin) -> Saturation:
+    """Search between a rate that is served and one that is not, from ``first`` on.
+
+    Raises:
+        SystemExit: when all rates are served, or none, or time was too short to say.
+    """
+    low, high, points = _bracket(measure, first, may_begin)
+    for _ in range(HALVINGS):
+        if may_begin():
+            points.append(measure(math.sqrt(low * high)))
+            rate = points[-1].offered
+            low, high = (rate, high) if points[-1].is_served else (low, rate)
+    rate = math.sqrt(low * high)
+    for share in AROUND:
+        wanted = share * rate
+        if may_begin() and not any(abs(p.offered / wanted - 1) < NEAR for p in points):
+            points.append(measure(wanted))
+    return Saturation(rate, tuple(sorted(points, key=lambda point: point.offered)))
+
+
+def _bracket(
+    measure: Measure, first: float, may_begin: MayBegin
+) -> tuple[float, float, list[Point]]:
+    """Double or halve the rate until one is served and its neighbour is not."""
+    points = [measure(first)]
+    factor = 2.0 if points[0].is_served else 0.5
+    for _ in range(DOUBLINGS):
+        if not may_begin():
+            break
+        before = points[-1].offered
+        points.append(measure(factor * before))
+        if points[-1].is_served != points[0].is_served:
+            return min(before, points[-1].offered), max(before, points[-1].offered), points
+    rates = ", ".join(f"{point.offered:.2f} ({point.served:.2f} served)" for point in points)
+    raise SystemExit(f"serving: no saturation was found; requests a second: {rates}")
+
+
+def saturation_of(
+    server: Server, ask: Callable[[int], Ask | Turn], *, tokens: int, capacity: float
+) -> Saturation:
+    """Load a server; ``capacity`` is what it answers to clients that wait, ``tokens`` an answer.
+
+    Raises:
+        SystemExit: as `find_saturation` does.
+    """
+    end, seeds = time.monotonic() + MOST_SECONDS, count()
+
+    def measure(rate: float) -> Point:
+        server.rest()
+        arrivals = arrivals_at(rate, seconds=LEAD + WINDOW, seed=next(seeds))
+        begun, told = open_loop(server.url, ask, arrivals=arrivals, seconds=LEAD + WINDOW)
+        return point_of(told, rate=rate, begun=begun, tokens=tokens)
+
+    return find_saturation(
+        measure, first=FIRST_SHARE * capacity, may_begin=lambda: time.monotonic() < end
+    )
+
+
+def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) -> Point:
+    """Say what came of a rate; what is served is counted in tokens, of which an answer has some.
+
+    Answers that were begun before the window or end after it count with their part in it.
+    """
+    opens, closes = begun + LEAD, begun + LEAD + WINDOW
+    written = sum(opens <= one.begun + at < closes for one in told for at in one.times)
+    came = [one for one in told if opens <= one.begun < closes]
+    taken = [one for one in came if one.status in {0, 200}]
+    firsts = [one.first if one.times else closes - one.begun for one in taken]
+    return Point(
+        offered=rate,
+        served=written / tokens / WINDOW,
+        tokens=written / WINDOW,
+        p50=percentile(firsts, 0.5) if firsts else math.nan,
+        p99=percentile(firsts, 0.99) if firsts else math.nan,
+        requests=len(came),
+        refused=len(came) - len(taken),
+    )
+
+
+def saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
+    """Compare the rate of saturation with what clients are answered that wait for it."""
+    told = "; ".join(
+        f"{p.offered:.2f} req/s: {p.tokens:.0f} tok/s, first token {p.p50:.2f} s, p99 {p.p99:.2f} s"
+        for p in found.points
+    )
+    return Row(
+        case="open loop: requests a second at saturation",
+        ours=round(found.rate, 2),
+        rival=f"{clients} clients that wait",
+        theirs=round(capacity, 2),
+        unit="req/s",
+        better="higher",
+        ratio=round(found.rate / capacity, 3),
+        spread=None,
+        note=told,
+    )
