@@ -16,6 +16,8 @@ BLOCKS = 20
 samples would seem surer than it is."""
 GROWTH = 0.01
 """What the last third of the time may hold more than the second."""
+SPARE_THREADS = 8
+"""Workers of pools that come when many ask at once, and stay."""
 TOO_MANY = 429
 _SHOWN = 200
 """Characters of a message."""
@@ -78,6 +80,11 @@ def refused(told: Sequence[Told]) -> int:
     return sum(one.status == TOO_MANY for one in told)
 
 
+def faults(told: Sequence[Told], away: Sequence[Away]) -> int:
+    """Return how many were told what nobody asked for."""
+    return sum(_fault(one, away) is not None for one in told)
+
+
 def not_asked_for(told: Sequence[Told], away: Sequence[Away]) -> list[str]:
     """Say of each kind of wrong answer how many there were, and what one of them said."""
     wrong = [(one, fault) for one in told if (fault := _fault(one, away))]
@@ -103,7 +110,7 @@ def kept_at_end(before: Sample, after: Sample, told: Sequence[Told]) -> Iterator
         yield f"other processes than before: {before.processes.ids}, now {after.processes.ids}"
     if after.processes.files > before.processes.files:
         yield f"{after.processes.files} open files, {before.processes.files} before"
-    if after.processes.threads > before.processes.threads:
+    if after.processes.threads > before.processes.threads + SPARE_THREADS:
         yield f"{after.processes.threads} threads, {before.processes.threads} before"
     limit = after.metric("expertctl_memory_limit_bytes")
     if after.metric("expertctl_memory_peak_bytes") > limit:

@@ -7,7 +7,9 @@ import pytest
 from benchmarks.soak.caller import Told
 from benchmarks.soak.churn import Away, Change
 from benchmarks.soak.findings import (
+    SPARE_THREADS,
     failed_changes,
+    faults,
     fit,
     kept_at_end,
     memory_of,
@@ -97,6 +99,7 @@ def test_what_was_asked_for_is_not_wrong(fine: Told) -> None:
 )
 def test_what_nobody_asked_for_is_wrong(fault: Told) -> None:
     assert len(not_asked_for([told(), fault], GONE)) == 1
+    assert faults([told(), fault], GONE) == 1
 
 
 def test_faults_of_one_kind_are_told_once_with_their_number() -> None:
@@ -124,7 +127,7 @@ def test_a_server_that_gave_everything_back_keeps_nothing() -> None:
         (sample(text=IDLE.replace("texts 0.0", "texts 1.0")), "not idle"),
         (sample(text=IDLE.replace("peak_bytes 90.0", "peak_bytes 101.0")), "budget"),
         (replace(sample(), processes=Processes((1, 3), 1, 10, 5)), "processes"),
-        (replace(sample(), processes=Processes((1, 2), 1, 10, 6)), "threads"),
+        (replace(sample(), processes=Processes((1, 2), 1, 10, 6 + SPARE_THREADS)), "threads"),
     ],
 )
 def test_what_is_kept_is_named(after: Sample, word: str) -> None:
