@@ -130,7 +130,7 @@ def _by_keys(security: Security) -> str:
 
 def _answer(content: dict[str, Any]) -> str:
     kinds = [_kind(each["schema"]) for media, each in content.items() if media != EVENTS]
-    events = ", or events" if EVENTS in content else ""
+    events = f", or events: {_kind(content[EVENTS]['schema'])}" if EVENTS in content else ""
     return f"{' or '.join(kinds) or 'no body'}{events}"
 
 
@@ -146,8 +146,11 @@ def _kind(schema: dict[str, Any]) -> str:
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
-    if "anyOf" in schema:
-        return " or ".join(_kind(each) for each in schema["anyOf"]) + _described(schema)
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return " or ".join(_kind(each) for each in schema[several]) + _described(schema)
+    if isinstance(schema.get("type"), list):
+        return " or ".join(_kind({**schema, "type": kind}) for kind in schema["type"])
     if "enum" in schema:
         words = " or ".join(f"`{json.dumps(word)}`" for word in schema["enum"])
         return words + _described(schema)

@@ -25,6 +25,11 @@ class WholeAnswer:
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     @property
+    def thought(self) -> str:
+        """What was thought."""
+        return "".join(part.text for part in self.parts if isinstance(part, Thought))
+
+    @property
     def calls(self) -> tuple[Call, ...]:
         """The calls, in order."""
         return tuple(part for part in self.parts if isinstance(part, Call))

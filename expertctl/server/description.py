@@ -1,26 +1,47 @@
 """What is described of the server: every address that programs ask, and the document's own."""
 
+from typing import get_args
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from expertctl.schema.strict_json import JsonObject
+from expertctl.server.anthropic.message_document import Message, StreamEvent, TokenCount
 from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
+from expertctl.server.anthropic.models import ModelInfo, ModelPage
 from expertctl.server.body import JSON
+from expertctl.server.documents import PieceEvent, StartedEvent, reference
 from expertctl.server.native.expert_document import ExpertsDocument
 from expertctl.server.native.infer_request import InferRequest, RouteFields
 from expertctl.server.native.job_document import JobDocument
+from expertctl.server.openai.chat_document import ChatChunk, ChatCompletion
 from expertctl.server.openai.chat_request import ChatRequest
+from expertctl.server.openai.completion_document import Completion, PromptExtensions
 from expertctl.server.openai.completion_request import CompletionRequest
+from expertctl.server.openai.models import ModelDocument, ModelsDocument
 from expertctl.server.openapi import Operation, openapi
 from expertctl.server.readiness import ReadinessDocument
 from expertctl.server.service import Service
 
 DOCUMENT = "/openapi.json"
-_OBJECT: JsonObject = {"type": "object"}
 _TEXT: JsonObject = {"type": "string"}
 _GENERATING = (404, 422)
+_INFER = reference("InferAnswer")
+
+
+def _only_anthropic(name: str, words: str, *, place: str = "query") -> JsonObject:
+    schema: JsonObject = {"type": "string", "description": words}
+    return {"name": name, "in": place, "schema": schema}
+
+
+_PAGING = (
+    _only_anthropic("anthropic-version", "Asks for the answer of that API.", place="header"),
+    _only_anthropic("limit", "From 1 to 1000; with the header of Anthropic's API"),
+    _only_anthropic("before_id", "The model that the page ends before; with the header"),
+    _only_anthropic("after_id", "The model that the page begins after; with the header"),
+)
 
 OPERATIONS = (
     Operation(
@@ -30,8 +51,8 @@ OPERATIONS = (
         summary="Answer a conversation, as OpenAI's API does.",
         tag="openai",
         body=ChatRequest,
-        answer=_OBJECT,
-        streams=True,
+        answer=ChatCompletion,
+        events=(ChatChunk,),
         errors=_GENERATING,
     ),
     Operation(
@@ -41,8 +62,9 @@ OPERATIONS = (
         summary="Go on with texts, as OpenAI's API does.",
         tag="openai",
         body=CompletionRequest,
-        answer=_OBJECT,
-        streams=True,
+        answer=Completion,
+        events=(Completion,),
+        parts=(PromptExtensions,),
         errors=_GENERATING,
     ),
     Operation(
@@ -51,7 +73,9 @@ OPERATIONS = (
         name="listModels",
         summary="List what a request can name as its model.",
         tag="openai",
-        answer=_OBJECT,
+        parameters=_PAGING,
+        answer=ModelsDocument,
+        also=(ModelPage,),
     ),
     Operation(
         method="GET",
@@ -59,7 +83,9 @@ OPERATIONS = (
         name="retrieveModel",
         summary="Describe one model.",
         tag="openai",
-        answer=_OBJECT,
+        parameters=_PAGING[:1],
+        answer=ModelDocument,
+        also=(ModelInfo,),
         errors=(404,),
     ),
     Operation(
@@ -69,8 +95,8 @@ OPERATIONS = (
         summary="Answer a conversation, as Anthropic's API does.",
         tag="anthropic",
         body=MessageRequest,
-        answer=_OBJECT,
-        streams=True,
+        answer=Message,
+        events=get_args(StreamEvent),
         errors=_GENERATING,
     ),
     Operation(
@@ -80,7 +106,7 @@ OPERATIONS = (
         summary="Count the tokens that a conversation is to the base.",
         tag="anthropic",
         body=CountRequest,
-        answer=_OBJECT,
+        answer=TokenCount,
         errors=(404, 422),
     ),
     Operation(
@@ -90,8 +116,8 @@ OPERATIONS = (
         summary="Answer a prompt with the experts that suit it, or named ones.",
         tag="native",
         body=InferRequest,
-        answer=_OBJECT,
-        streams=True,
+        answer=_INFER,
+        events=(StartedEvent, PieceEvent, _INFER),
         errors=_GENERATING,
     ),
     Operation(
@@ -130,7 +156,7 @@ OPERATIONS = (
         summary="Return the plan that a prompt would have, and why.",
         tag="native",
         body=RouteFields,
-        answer=_OBJECT,
+        answer=reference("RouteAnswer"),
         errors=(404, 422),
     ),
     Operation(

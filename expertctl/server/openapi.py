@@ -10,6 +10,7 @@ from msgspec import Struct
 from expertctl import __version__
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.body import JSON
+from expertctl.server.documents import REFERENCE, documents
 from expertctl.server.error_bodies import AnthropicError, OpenAIError, OwnError, error_kinds
 
 EVENTS = "text/event-stream"
@@ -43,7 +44,6 @@ _ABOUT = (
     "Generation with experts, as chat completions and completions of OpenAI, messages of "
     "Anthropic, and an API of its own."
 )
-_REFERENCE = "#/components/schemas/{name}"
 _SECRETS: JsonObject = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "An API key, `xpk_…`."},
     "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -57,8 +57,9 @@ _SHOWN: list[JsonValue] = [{"bearer": []}, {"key": []}]
 class Operation:
     """A method and a path, what it takes and what it answers.
 
-    ``answer`` is a type, or a JSON Schema where there is none. ``streams``: with ``stream`` in the
-    body, events come instead. ``errors`` are the statuses beside those that all can have.
+    ``answer`` is a type, or a JSON Schema where there is none. With ``stream`` in the body,
+    ``events`` come instead: such is the data of each. ``errors`` are the statuses beside those
+    that all can have.
     """
 
     method: Method
@@ -67,10 +68,16 @@ class Operation:
     summary: str
     tag: str
     body: Kind | None = None
+    parameters: tuple[JsonObject, ...] = ()
+    """Beside those in the path."""
     answer: Kind | JsonObject | None = None
+    also: tuple[Kind, ...] = ()
+    """Other forms of the answer."""
     media_type: str = JSON
     status: int = 200
-    streams: bool = False
+    events: tuple[Kind | JsonObject, ...] = ()
+    parts: tuple[Kind, ...] = ()
+    """What answers hold that their types refer to by name alone."""
     errors: tuple[int, ...] = ()
     same: tuple[int, ...] = ()
     """Statuses that are answered in the form of the good one."""
@@ -81,7 +88,7 @@ class Operation:
 def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonObject:
     """Return the document of the server at ``url``; ``keyed``: whether it demands keys."""
     kinds = list(dict.fromkeys(_kinds(operations)))
-    references, components = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+    references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     schemas: Schemas = dict(zip(kinds, references, strict=True))
     paths: dict[str, JsonValue] = {}
     for operation in operations:
@@ -93,7 +100,10 @@ def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonOb
         "info": {"title": "expertctl serve", "version": __version__, "description": _ABOUT},
         "servers": [{"url": url}],
         "paths": paths,
-        "components": {"schemas": dict(components), "securitySchemes": _SECRETS},
+        "components": {
+            "schemas": {**components, **documents()},
+            "securitySchemes": _SECRETS,
+        },
     }
 
 
@@ -105,9 +115,8 @@ def statuses(operation: Operation) -> list[int]:
 def _kinds(operations: Iterable[Operation]) -> Iterator[Kind]:
     yield from (OwnError, OpenAIError, AnthropicError)
     for operation in operations:
-        for kind in (operation.body, operation.answer):
-            if isinstance(kind, type):
-                yield kind
+        answers = (operation.answer, *operation.also, *operation.events, *operation.parts)
+        yield from (kind for kind in (operation.body, *answers) if isinstance(kind, type))
 
 
 def _described(operation: Operation, schemas: Schemas, *, keyed: bool) -> JsonObject:
@@ -116,7 +125,7 @@ def _described(operation: Operation, schemas: Schemas, *, keyed: bool) -> JsonOb
         "summary": operation.summary,
         "tags": [operation.tag],
         "security": _SHOWN if keyed and not operation.open else [{}],
-        "parameters": list(_parameters(operation.path)),
+        "parameters": [*_parameters(operation.path), *operation.parameters],
         "responses": {
             str(status): _answer(operation, status, schemas) for status in statuses(operation)
         },
@@ -136,20 +145,21 @@ def _parameters(path: str) -> Iterator[JsonObject]:
 
 def _answer(operation: Operation, status: int, schemas: Schemas) -> JsonObject:
     answer: JsonObject = {"description": _MEANINGS[status]}
+    errors = [schemas[kind] for kind in error_kinds(operation.path)]
     if status not in {operation.status, *operation.same}:
-        schema = _one_of([schemas[kind] for kind in error_kinds(operation.path)])
-        return {**answer, "content": {JSON: {"schema": schema}}}
+        return {**answer, "content": {JSON: {"schema": _one_of(errors)}}}
     content: dict[str, JsonValue] = {}
-    match operation.answer:
-        case type():
-            content[operation.media_type] = {"schema": schemas[operation.answer]}
-        case dict():
-            content[operation.media_type] = {"schema": operation.answer}
-        case None:
-            pass
-    if operation.streams:
-        content[EVENTS] = {"schema": {}}
+    if operation.answer is not None:
+        forms = [_schema(one, schemas) for one in (operation.answer, *operation.also)]
+        content[operation.media_type] = {"schema": _one_of(forms)}
+    if operation.events:
+        events = [_schema(one, schemas) for one in operation.events]
+        content[EVENTS] = {"schema": _one_of([*events, *errors])}
     return {**answer, "content": content} if content else answer
+
+
+def _schema(form: Kind | JsonObject, schemas: Schemas) -> JsonObject:
+    return schemas[form] if isinstance(form, type) else form
 
 
 def _one_of(schemas: Sequence[JsonObject]) -> JsonObject:

@@ -6,15 +6,30 @@ is left out where it is not asked for.
 
 from collections.abc import Iterable, Iterator
 
-from expertctl.schema.strict_json import JsonObject
+from msgspec.structs import replace
+
 from expertctl.server.answer_reader import AnswerReader, Read
 from expertctl.server.anthropic.message_answer import signature_of, tool_use
 from expertctl.server.anthropic.message_call import MessageCall
+from expertctl.server.anthropic.message_document import (
+    Block,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    Delta,
+    InputDelta,
+    Said,
+    SignatureDelta,
+    TextDelta,
+    Thinking,
+    ThinkingDelta,
+)
 from expertctl.server.thinking import Thought
 from expertctl.server.tool_calls.call import Call
 from expertctl.server.tool_calls.scanner import Text
 
 _Kind = type[Text] | type[Thought]
+BlockEvent = BlockStart | BlockDelta | BlockStop
 
 
 class BlockWriter:
@@ -37,58 +52,56 @@ class BlockWriter:
         """What of the answer is not given out."""
         return self._reader.warnings
 
-    def push(self, text: str) -> Iterator[JsonObject]:
+    def push(self, text: str) -> Iterator[BlockEvent]:
         """Take the next piece of the answer, yield what is certain now."""
         yield from self._written(self._reader.push(text))
 
-    def finish(self) -> Iterator[JsonObject]:
+    def finish(self) -> Iterator[BlockEvent]:
         """Yield what was held back, and close what is open."""
         yield from self._written(self._reader.finish())
         yield from self._close()
 
-    def _written(self, parts: Iterable[Read]) -> Iterator[JsonObject]:
+    def _written(self, parts: Iterable[Read]) -> Iterator[BlockEvent]:
         for part in parts:
             match part:
                 case Text(text):
-                    yield from self._go_on(Text, {"type": "text", "text": ""})
-                    yield self._delta({"type": "text_delta", "text": text})
+                    yield from self._go_on(Text, Said(text=""))
+                    yield self._delta(TextDelta(text=text))
                 case Call():
                     yield from self._called(part)
                 case Thought(thought) if self._call.shows_thinking:
-                    empty: JsonObject = {"type": "thinking", "thinking": "", "signature": ""}
-                    yield from self._go_on(Thought, empty)
-                    yield self._delta({"type": "thinking_delta", "thinking": thought})
+                    yield from self._go_on(Thought, Thinking(thinking="", signature=""))
+                    yield self._delta(ThinkingDelta(thinking=thought))
                 case Thought():
                     continue
 
-    def _go_on(self, kind: _Kind, empty: JsonObject) -> Iterator[JsonObject]:
+    def _go_on(self, kind: _Kind, empty: Block) -> Iterator[BlockEvent]:
         if self._open is kind:
             return
         yield from self._close()
         self._open = kind
         yield self._start(empty)
 
-    def _close(self) -> Iterator[JsonObject]:
+    def _close(self) -> Iterator[BlockEvent]:
         if self._open is Thought:
-            signature = signature_of(self._call)
-            yield self._delta({"type": "signature_delta", "signature": signature})
+            yield self._delta(SignatureDelta(signature=signature_of(self._call)))
         if self._open is not None:
             yield self._stop()
         self._open = None
 
-    def _called(self, call: Call) -> Iterator[JsonObject]:
+    def _called(self, call: Call) -> Iterator[BlockEvent]:
         yield from self._close()
-        yield self._start({**tool_use(self._call, call, number=self._calls), "input": {}})
-        yield self._delta({"type": "input_json_delta", "partial_json": call.arguments_json})
+        yield self._start(replace(tool_use(self._call, call, number=self._calls), input={}))
+        yield self._delta(InputDelta(partial_json=call.arguments_json))
         yield self._stop()
         self._calls += 1
 
-    def _start(self, block: JsonObject) -> JsonObject:
-        return {"type": "content_block_start", "index": self._index, "content_block": block}
+    def _start(self, block: Block) -> BlockStart:
+        return BlockStart(index=self._index, content_block=block)
 
-    def _delta(self, delta: JsonObject) -> JsonObject:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def _delta(self, delta: Delta) -> BlockDelta:
+        return BlockDelta(index=self._index, delta=delta)
 
-    def _stop(self) -> JsonObject:
+    def _stop(self) -> BlockStop:
         self._index += 1
-        return {"type": "content_block_stop", "index": self._index - 1}
+        return BlockStop(index=self._index - 1)

@@ -11,10 +11,16 @@ import msgspec
 
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
-from expertctl.schema.strict_json import JsonObject
 from expertctl.server.anthropic.block_writer import BlockWriter
-from expertctl.server.anthropic.message_answer import head_of
 from expertctl.server.anthropic.message_call import MessageCall
+from expertctl.server.anthropic.message_document import (
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    Ping,
+    StreamEvent,
+)
 from expertctl.server.anthropic.outcome import extension_of, stop_of, usage_of, usage_of_result
 from expertctl.server.generation import Jobs, events_of
 from expertctl.server.sse import named_event
@@ -32,7 +38,7 @@ async def message_lines(jobs: Jobs, call: MessageCall) -> AsyncIterator[bytes]:
             if isinstance(event, Finished):
                 stream.thought = await call.thought_tokens(event.results)
             for told in stream.told(event):
-                yield named_event(str(told["type"]), msgspec.json.encode(told))
+                yield named_event(name_of(told), msgspec.json.encode(told))
 
 
 class MessageStream:
@@ -46,7 +52,7 @@ class MessageStream:
         self._blocks = BlockWriter(call)
         self._has_begun = False
 
-    def told(self, event: Event) -> Iterator[JsonObject]:
+    def told(self, event: Event) -> Iterator[StreamEvent]:
         """Yield what an event adds to the message."""
         match event:
             case Started(_, prompt, reused):
@@ -57,29 +63,35 @@ class MessageStream:
                 yield from self._begin(prompt=results[0].prompt_tokens, reused=0)
                 yield from self._blocks.finish()
                 yield self._ended(results[0])
-                yield {"type": "message_stop"}
+                yield MessageStop()
             case Failed():
                 return
 
-    def _begin(self, *, prompt: int, reused: int) -> Iterator[JsonObject]:
+    def _begin(self, *, prompt: int, reused: int) -> Iterator[StreamEvent]:
         """Begin the message, once: a job can be over before its prompt was read."""
         if self._has_begun:
             return
         self._has_begun = True
-        message: JsonObject = {
-            **head_of(self._call),
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": usage_of(prompt=prompt, reused=reused, written=0),
-        }
-        yield {"type": "message_start", "message": message}
-        yield {"type": "ping"}
+        message = Message(
+            id=self._call.id,
+            role="assistant",
+            model=self._call.model,
+            content=[],
+            stop_reason=None,
+            stop_sequence=None,
+            usage=usage_of(prompt=prompt, reused=reused, written=0),
+        )
+        yield MessageStart(message=message)
+        yield Ping()
 
-    def _ended(self, result: RunResult) -> JsonObject:
-        return {
-            "type": "message_delta",
-            "delta": stop_of(self._call, result, calls=self._blocks.calls),
-            "usage": usage_of_result(result, thought=self.thought),
-            "expertctl": extension_of(self._call, result, self._blocks.warnings),
-        }
+    def _ended(self, result: RunResult) -> MessageDelta:
+        return MessageDelta(
+            delta=stop_of(self._call, result, calls=self._blocks.calls),
+            usage=usage_of_result(result, thought=self.thought),
+            expertctl=extension_of(self._call, result, self._blocks.warnings),
+        )
+
+
+def name_of(event: StreamEvent) -> str:
+    """Return the name of an event, which is its type."""
+    return str(event.__struct_config__.tag)

@@ -20,14 +20,13 @@ _KNOWN = frozenset({"limit", "before_id", "after_id", _LIFECYCLE, "beta"})
 _STAGES = frozenset({"active", "deprecated", "retired"})
 
 
-class ModelInfo(Struct, frozen=True, kw_only=True):
+class ModelInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
     """One model, which has been there since the server began."""
 
     id: str
-    type: Literal["model"] = "model"
     display_name: str
     created_at: str
-    lifecycle: Literal["active"] = "active"
+    lifecycle: Literal["active"]
     max_input_tokens: int
     max_tokens: int
 
@@ -106,6 +105,7 @@ def model_info(model: Model, *, since: int, context: int) -> ModelInfo:
         id=model.name,
         display_name=model.name,
         created_at=datetime.fromtimestamp(since, UTC).isoformat().replace("+00:00", "Z"),
+        lifecycle="active",
         max_input_tokens=context,
         max_tokens=min(int(most), context),
     )

@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 
+from msgspec import UNSET
+
 from expertctl.engine.run_result import RunResult
-from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.message_call import MessageCall
+from expertctl.server.anthropic.message_document import (
+    MessageExtension,
+    MessageUsage,
+    Stop,
+    ThinkingTokens,
+)
 
 
-def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> JsonObject:
+def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> Stop:
     """Return why an answer ended; what was cut off, for whatever cause, had no more tokens.
 
     Strings that an expert ends its answers with are none of the request.
@@ -15,28 +22,28 @@ def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> JsonObject:
     generated = result.generated
     by = generated.stopped_by if generated.stopped_by in call.stop_sequences else None
     if generated.finish_reason != "stop":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return Stop(stop_reason="max_tokens", stop_sequence=None)
     if by is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": by}
-    return {"stop_reason": "tool_use" if calls else "end_turn", "stop_sequence": None}
+        return Stop(stop_reason="stop_sequence", stop_sequence=by)
+    return Stop(stop_reason="tool_use" if calls else "end_turn", stop_sequence=None)
 
 
-def usage_of(*, prompt: int, reused: int, written: int, thought: int = 0) -> JsonObject:
+def usage_of(*, prompt: int, reused: int, written: int, thought: int = 0) -> MessageUsage:
     """Return the ``usage``: tokens that were kept of earlier requests are not in ``input_tokens``.
 
     Keeping them takes no tokens of its own. Of what was written, ``thought`` tokens are told
     apart, where there are any.
     """
-    return {
-        "input_tokens": prompt - reused,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": reused,
-        "output_tokens": written,
-        **({"output_tokens_details": {"thinking_tokens": thought}} if thought else {}),
-    }
+    return MessageUsage(
+        input_tokens=prompt - reused,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=reused,
+        output_tokens=written,
+        output_tokens_details=ThinkingTokens(thinking_tokens=thought) if thought else UNSET,
+    )
 
 
-def usage_of_result(result: RunResult, *, thought: int) -> JsonObject:
+def usage_of_result(result: RunResult, *, thought: int) -> MessageUsage:
     """Return the ``usage`` of an answer that is whole."""
     return usage_of(
         prompt=result.prompt_tokens,
@@ -46,15 +53,14 @@ def usage_of_result(result: RunResult, *, thought: int) -> JsonObject:
     )
 
 
-def extension_of(call: MessageCall, result: RunResult, warnings: Sequence[str]) -> JsonObject:
+def extension_of(call: MessageCall, result: RunResult, warnings: Sequence[str]) -> MessageExtension:
     """Return what the published API has no place for."""
-    told = dict.fromkeys((*call.warnings, *result.warnings, *warnings))
-    return {
-        "job_id": result.job_id,
-        "plan": result.planned.result.plan.to_json(),
-        "notes": list[JsonValue](result.planned.result.notes),
-        "finish_reason": result.generated.finish_reason,
-        "validation_passed": result.validation_passed,
-        "warnings": list[JsonValue](told),
-        "timings_ms": {name: round(ms, 3) for name, ms in result.timings_ms.items()},
-    }
+    return MessageExtension(
+        job_id=result.job_id,
+        plan=result.planned.result.plan.to_json(),
+        notes=list(result.planned.result.notes),
+        finish_reason=result.generated.finish_reason,
+        validation_passed=result.validation_passed,
+        warnings=list(dict.fromkeys((*call.warnings, *result.warnings, *warnings))),
+        timings_ms={name: round(ms, 3) for name, ms in result.timings_ms.items()},
+    )

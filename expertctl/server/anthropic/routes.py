@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Route
 
 from expertctl.server.anthropic.message_answer import message_of
 from expertctl.server.anthropic.message_call import asked_of, message_call
+from expertctl.server.anthropic.message_document import TokenCount
 from expertctl.server.anthropic.message_request import CountRequest, MessageRequest
 from expertctl.server.anthropic.message_stream import message_lines
 from expertctl.server.base_text import BaseText
@@ -66,7 +67,7 @@ class _Wire:
         asked = asked_of(body, text)
         counted = asyncio.to_thread(text.count, asked.messages, asked.variables)
         tokens = await while_connected(request, counted)
-        return json_reply({"input_tokens": tokens})
+        return json_reply(TokenCount(input_tokens=tokens))
 
     def _text(self) -> BaseText:
         return BaseText(self._service.engine.tokenizer)

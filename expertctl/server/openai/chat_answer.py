@@ -1,10 +1,15 @@
 """The answers to a chat call, told in one document."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.server.answer_reader import Read
+from msgspec import UNSET
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.serving.job import Drawn
+from expertctl.server.answer_reader import WholeAnswer
 from expertctl.server.openai.chat_call import MAX_CALLS, ChatCall
+from expertctl.server.openai.chat_document import ChatChoice, ChatCompletion, ChatMessage
+from expertctl.server.openai.conversation import CalledFunction, ToolCall
 from expertctl.server.openai.logprobs import chat_logprobs
 from expertctl.server.openai.outcome import (
     Answered,
@@ -14,63 +19,61 @@ from expertctl.server.openai.outcome import (
     usage_of,
 )
 from expertctl.server.openai.several_jobs import Collected
-from expertctl.server.thinking import Thought
 from expertctl.server.tool_calls.call import Call, call_id
-from expertctl.server.tool_calls.scanner import Text
 
 
-def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> JsonObject:
+def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> ChatCompletion:
     """Return the answer to a chat call; choices that a deadline let not begin are not there.
 
     ``thought`` is how many of the tokens are thought.
     """
-    choices, answers = list[JsonValue](), list[Answered]()
-    for index, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False)):
-        read = call.reading.whole(result.generated.text)
-        reason = finish_reason_of(result.generated.finish_reason, calls=len(read.calls))
-        choices.append(
-            {
-                "index": index,
-                "message": _message(call, index, read.parts),
-                "logprobs": None if call.job.logprobs is None else chat_logprobs(tokens),
-                "finish_reason": reason,
-            }
-        )
-        answers.append(Answered(index, result, read.warnings))
-    return {
-        "id": call.id,
-        "object": "chat.completion",
-        "created": call.created,
-        "model": call.model,
-        "choices": choices,
-        "usage": usage_of([came.results], thought=thought),
-        "system_fingerprint": fingerprint_of(came.results[0].planned.result.plan),
-        "expertctl": extension_of(answers),
-    }
+    read = [call.reading.whole(result.generated.text) for result in came.results]
+    parts = zip(came.results, read, came.drawn, strict=False)
+    return ChatCompletion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[_choice(call, index, *one) for index, one in enumerate(parts)],
+        usage=usage_of([came.results], thought=thought),
+        system_fingerprint=fingerprint_of(came.results[0].planned.result.plan),
+        expertctl=extension_of(
+            [
+                Answered(index, result, one.warnings)
+                for index, (result, one) in enumerate(zip(came.results, read, strict=True))
+            ]
+        ),
+    )
 
 
-def tool_call_of(call: ChatCall, found: Call, *, index: int, number: int) -> JsonObject:
+def tool_call_of(call: ChatCall, found: Call, *, index: int, number: int) -> ToolCall:
     """Return a call as an answer holds it; its id is that of no other call of the job."""
     number += index * MAX_CALLS
-    return {
-        "id": call_id("call_", job_id=call.job.id, number=number),
-        "type": "function",
-        "function": {"name": found.name, "arguments": found.arguments_json},
-    }
+    return ToolCall(
+        id=call_id("call_", job_id=call.job.id, number=number),
+        function=CalledFunction(name=found.name, arguments=found.arguments_json),
+    )
 
 
-def _message(call: ChatCall, index: int, read: Iterable[Read]) -> JsonObject:
-    said, thought, calls = list[str](), list[str](), list[JsonValue]()
-    for part in read:
-        match part:
-            case Text(text):
-                said.append(text)
-            case Thought(text):
-                thought.append(text)
-            case Call():
-                calls.append(tool_call_of(call, part, index=index, number=len(calls)))
-    content = "".join(said) or (None if calls else "")
-    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
-    if thought:
-        message["reasoning_content"] = "".join(thought)
-    return {**message, "tool_calls": calls} if calls else message
+def _choice(
+    call: ChatCall, index: int, result: RunResult, read: WholeAnswer, drawn: Sequence[Drawn]
+) -> ChatChoice:
+    return ChatChoice(
+        index=index,
+        message=_message(call, index, read),
+        logprobs=None if call.job.logprobs is None else chat_logprobs(drawn),
+        finish_reason=finish_reason_of(result.generated.finish_reason, calls=len(read.calls)),
+    )
+
+
+def _message(call: ChatCall, index: int, read: WholeAnswer) -> ChatMessage:
+    calls = [
+        tool_call_of(call, found, index=index, number=number)
+        for number, found in enumerate(read.calls)
+    ]
+    return ChatMessage(
+        role="assistant",
+        content=read.said or (None if calls else ""),
+        refusal=None,
+        reasoning_content=read.thought or UNSET,
+        tool_calls=calls or UNSET,
+    )

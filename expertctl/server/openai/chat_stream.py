@@ -7,18 +7,28 @@ chunk of all, which is that of the usage where it is asked for, holds what is to
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Drawn, Event, Failed, Finished, Piece, Started
 from expertctl.routing.plan import Plan
-from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_reader import AnswerReader, Read
 from expertctl.server.generation import Jobs, events_of
 from expertctl.server.openai.chat_answer import tool_call_of
 from expertctl.server.openai.chat_call import ChatCall
+from expertctl.server.openai.chat_document import (
+    ChatChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChunkCall,
+    ChunkChoice,
+)
 from expertctl.server.openai.logprobs import chat_logprobs
 from expertctl.server.openai.outcome import (
     Answered,
+    EndReason,
+    Usage,
     extension_of,
     fingerprint_of,
     finish_reason_of,
@@ -60,7 +70,7 @@ class ChatStream:
         self._calls = [0] * call.job.texts
         self._fingerprint: str | None = None
 
-    def chunks(self, event: Event) -> Iterator[JsonObject]:
+    def chunks(self, event: Event) -> Iterator[ChatChunk]:
         """Yield what an event adds to the answer."""
         match event:
             case Started(plan):
@@ -73,77 +83,73 @@ class ChatStream:
             case Failed():
                 return
 
-    def _begin(self, plan: Plan) -> Iterator[JsonObject]:
+    def _begin(self, plan: Plan) -> Iterator[ChatChunk]:
         """Begin each answer, once: a job can be over before its prompt was read."""
         if self._fingerprint is not None:
             return
         self._fingerprint = fingerprint_of(plan)
         for index in range(self._call.job.texts):
-            yield self._chunk(index, {"role": "assistant", "content": ""})
+            yield self._grown(index, ChatDelta(role="assistant", content=""))
 
     def _said(
         self, index: int, read: Iterable[Read], drawn: Iterable[Drawn] = ()
-    ) -> Iterator[JsonObject]:
+    ) -> Iterator[ChatChunk]:
         """Yield a chunk per part; the tokens go with the first, if need be alone."""
         scores = chat_logprobs(drawn) if drawn else None
         deltas = [self._delta(index, part) for part in read]
-        for delta in deltas or ([{}] if scores else []):
-            yield self._chunk(index, delta, scores=scores)
+        for delta in deltas or ([ChatDelta()] if scores else []):
+            yield self._grown(index, delta, scores=scores)
             scores = None
 
-    def _delta(self, index: int, part: Read) -> JsonObject:
+    def _delta(self, index: int, part: Read) -> ChatDelta:
         match part:
             case Text(text):
-                return {"content": text}
+                return ChatDelta(content=text)
             case Thought(text):
-                return {"reasoning_content": text}
+                return ChatDelta(reasoning_content=text)
             case Call():
                 number = self._calls[index]
                 self._calls[index] += 1
-                called = tool_call_of(self._call, part, index=index, number=number)
-                return {"tool_calls": [{"index": number, **called}]}
+                found = tool_call_of(self._call, part, index=index, number=number)
+                return ChatDelta(
+                    tool_calls=[ChunkCall(id=found.id, function=found.function, index=number)]
+                )
 
-    def _ended(self, results: tuple[RunResult, ...]) -> Iterator[JsonObject]:
+    def _ended(self, results: tuple[RunResult, ...]) -> Iterator[ChatChunk]:
         for index in range(len(results)):
             yield from self._said(index, self._readers[index].finish())
         ends = [self._end(index, result) for index, result in enumerate(results)]
         late = range(len(results), self._call.job.texts)  # a deadline came before they began
-        ends += [self._chunk(index, {}, reason="length") for index in late]
+        ends += [self._grown(index, ChatDelta(), reason="length") for index in late]
         if self._call.with_usage:
-            usage = usage_of([results], thought=self.thought)
-            ends.append({**self._head(), "choices": [], "usage": usage})
-        ends[-1]["expertctl"] = extension_of(
-            [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
-        )
-        yield from ends
+            ends.append(self._chunk([], usage=usage_of([results], thought=self.thought)))
+        *others, last = ends
+        yield from others
+        answered = [Answered(i, r, self._readers[i].warnings) for i, r in enumerate(results)]
+        yield replace(last, expertctl=extension_of(answered))
 
-    def _end(self, index: int, result: RunResult) -> JsonObject:
+    def _end(self, index: int, result: RunResult) -> ChatChunk:
         calls = self._readers[index].calls
         reason = finish_reason_of(result.generated.finish_reason, calls=calls)
-        return self._chunk(index, {}, reason=reason)
+        return self._grown(index, ChatDelta(), reason=reason)
 
-    def _chunk(
+    def _grown(
         self,
         index: int,
-        delta: JsonObject,
+        delta: ChatDelta,
         *,
-        scores: JsonObject | None = None,
-        reason: str | None = None,
-    ) -> JsonObject:
-        choice: JsonObject = {
-            "index": index,
-            "delta": delta,
-            "logprobs": scores,
-            "finish_reason": reason,
-        }
-        usage: JsonObject = {"usage": None} if self._call.with_usage else {}
-        return {**self._head(), "choices": list[JsonValue]([choice]), **usage}
+        scores: ChatLogprobs | None = None,
+        reason: EndReason | None = None,
+    ) -> ChatChunk:
+        choice = ChunkChoice(index=index, delta=delta, logprobs=scores, finish_reason=reason)
+        return self._chunk([choice], usage=None if self._call.with_usage else UNSET)
 
-    def _head(self) -> JsonObject:
-        return {
-            "id": self._call.id,
-            "object": "chat.completion.chunk",
-            "created": self._call.created,
-            "model": self._call.model,
-            "system_fingerprint": self._fingerprint,
-        }
+    def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(
+            id=self._call.id,
+            created=self._call.created,
+            model=self._call.model,
+            choices=choices,
+            system_fingerprint=self._fingerprint,
+            usage=usage,
+        )

@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 
 from expertctl.engine.run_result import RunResult
-from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.openai.completion_call import CompletionCall
+from expertctl.server.openai.completion_document import (
+    Completion,
+    CompletionChoice,
+    PromptExtensions,
+)
 from expertctl.server.openai.logprobs import completion_logprobs
 from expertctl.server.openai.outcome import (
     Answered,
+    Extension,
     extension_of,
     fingerprint_of,
     finish_reason_of,
@@ -16,40 +21,40 @@ from expertctl.server.openai.outcome import (
 from expertctl.server.openai.several_jobs import Collected
 
 
-def completion(call: CompletionCall, came: Sequence[Collected]) -> JsonObject:
+def completion(call: CompletionCall, came: Sequence[Collected]) -> Completion:
     """Return the answer to a completion call: for each prompt in order, all its answers."""
-    choices = [choice for number, one in enumerate(came) for choice in _choices(call, number, one)]
-    first = came[0].results[0].planned.result.plan
-    return {
-        "id": call.id,
-        "object": "text_completion",
-        "created": call.created,
-        "model": call.model,
-        "choices": choices,
-        "usage": usage_of([one.results for one in came]),
-        "system_fingerprint": fingerprint_of(first),
-        "expertctl": told(call, [one.results for one in came]),
-    }
+    results = [one.results for one in came]
+    return Completion(
+        id=call.id,
+        created=call.created,
+        model=call.model,
+        choices=[one for number, each in enumerate(came) for one in _choices(call, number, each)],
+        usage=usage_of(results),
+        system_fingerprint=fingerprint_of(results[0][0].planned.result.plan),
+        expertctl=told(call, results),
+    )
 
 
-def told(call: CompletionCall, results: Sequence[Sequence[RunResult]]) -> JsonObject:
+def told(
+    call: CompletionCall, results: Sequence[Sequence[RunResult]]
+) -> Extension | PromptExtensions:
     """Return what is told besides, prompt by prompt where there are several."""
     each = [
         extension_of([Answered(call.index(number, i), r) for i, r in enumerate(one)])
         for number, one in enumerate(results)
     ]
-    return each[0] if len(each) == 1 else {"prompts": list[JsonValue](each)}
+    return each[0] if len(each) == 1 else PromptExtensions(prompts=each)
 
 
-def _choices(call: CompletionCall, number: int, came: Collected) -> list[JsonValue]:
+def _choices(call: CompletionCall, number: int, came: Collected) -> list[CompletionChoice]:
     head = call.head(number)
     scored = call.jobs[number].logprobs is not None
     return [
-        {
-            "index": call.index(number, i),
-            "text": head + result.generated.text,
-            "logprobs": completion_logprobs(tokens, start=0) if scored else None,
-            "finish_reason": finish_reason_of(result.generated.finish_reason),
-        }
+        CompletionChoice(
+            index=call.index(number, i),
+            text=head + result.generated.text,
+            logprobs=completion_logprobs(tokens, start=0) if scored else None,
+            finish_reason=finish_reason_of(result.generated.finish_reason),
+        )
         for i, (result, tokens) in enumerate(zip(came.results, came.drawn, strict=False))
     ]

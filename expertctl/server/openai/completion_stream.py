@@ -7,17 +7,29 @@ holds what is told besides.
 from collections.abc import AsyncIterator, Iterator
 
 import msgspec
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
 from expertctl.routing.plan import Plan
-from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.generation import Jobs
 from expertctl.server.openai.chat_stream import DONE
 from expertctl.server.openai.completion_answer import told
 from expertctl.server.openai.completion_call import CompletionCall
+from expertctl.server.openai.completion_document import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
 from expertctl.server.openai.logprobs import completion_logprobs
-from expertctl.server.openai.outcome import fingerprint_of, finish_reason_of, usage_of
+from expertctl.server.openai.outcome import (
+    EndReason,
+    Usage,
+    fingerprint_of,
+    finish_reason_of,
+    usage_of,
+)
 from expertctl.server.openai.several_jobs import events_of_all
 from expertctl.server.sse import event as line
 
@@ -47,7 +59,7 @@ class CompletionStream:
         self._offsets: dict[int, int] = {}
         self._results: dict[int, tuple[RunResult, ...]] = {}
 
-    def chunks(self, number: int, event: Event) -> Iterator[JsonObject]:
+    def chunks(self, number: int, event: Event) -> Iterator[Completion]:
         """Yield what an event of a job adds to the answer."""
         match event:
             case Started(plan):
@@ -60,7 +72,7 @@ class CompletionStream:
             case Failed():
                 return
 
-    def _begin(self, number: int, plan: Plan) -> Iterator[JsonObject]:
+    def _begin(self, number: int, plan: Plan) -> Iterator[Completion]:
         """Yield a prompt, once, where it is wanted."""
         if number in self._begun:
             return
@@ -68,21 +80,21 @@ class CompletionStream:
         self._fingerprint = self._fingerprint or fingerprint_of(plan)
         for index in range(self._call.jobs[number].texts):
             if head := self._call.head(number):
-                yield self._chunk(self._call.index(number, index), head)
+                yield self._grown(self._call.index(number, index), head)
 
-    def _said(self, number: int, piece: Piece) -> JsonObject:
+    def _said(self, number: int, piece: Piece) -> Completion:
         place = self._call.index(number, piece.number)
         scores = None
         if piece.drawn:
             start = self._offsets.get(place, 0)
             scores = completion_logprobs(piece.drawn, start=start)
             self._offsets[place] = start + sum(len(one.chosen.text) for one in piece.drawn)
-        return self._chunk(place, piece.text, scores=scores)
+        return self._grown(place, piece.text, scores=scores)
 
-    def _ended(self, number: int, results: tuple[RunResult, ...]) -> Iterator[JsonObject]:
+    def _ended(self, number: int, results: tuple[RunResult, ...]) -> Iterator[Completion]:
         self._results[number] = results
         ends = [
-            self._chunk(
+            self._grown(
                 self._call.index(number, index),
                 "",
                 reason=finish_reason_of(result.generated.finish_reason),
@@ -90,36 +102,38 @@ class CompletionStream:
             for index, result in enumerate(results)
         ]
         late = range(len(results), self._call.jobs[number].texts)  # a deadline was before
-        ends += [self._chunk(self._call.index(number, i), "", reason="length") for i in late]
+        ends += [self._grown(self._call.index(number, i), "", reason="length") for i in late]
         if len(self._results) == len(self._call.jobs):
             ends = self._with_rest(ends)
         yield from ends
 
-    def _with_rest(self, ends: list[JsonObject]) -> list[JsonObject]:
+    def _with_rest(self, ends: list[Completion]) -> list[Completion]:
         """Add what is told once, at the very end."""
         came = [self._results[number] for number in range(len(self._call.jobs))]
         if self._call.with_usage:
-            ends.append({**self._head(), "choices": [], "usage": usage_of(came)})
-        ends[-1]["expertctl"] = told(self._call, came)
-        return ends
+            ends = [*ends, self._chunk([], usage=usage_of(came))]
+        *others, last = ends
+        return [*others, replace(last, expertctl=told(self._call, came))]
+
+    def _grown(
+        self,
+        place: int,
+        text: str,
+        *,
+        scores: CompletionLogprobs | None = None,
+        reason: EndReason | None = None,
+    ) -> Completion:
+        choice = CompletionChoice(index=place, text=text, logprobs=scores, finish_reason=reason)
+        return self._chunk([choice], usage=None if self._call.with_usage else UNSET)
 
     def _chunk(
-        self, place: int, text: str, *, scores: JsonObject | None = None, reason: str | None = None
-    ) -> JsonObject:
-        choice: JsonObject = {
-            "index": place,
-            "text": text,
-            "logprobs": scores,
-            "finish_reason": reason,
-        }
-        usage: JsonObject = {"usage": None} if self._call.with_usage else {}
-        return {**self._head(), "choices": list[JsonValue]([choice]), **usage}
-
-    def _head(self) -> JsonObject:
-        return {
-            "id": self._call.id,
-            "object": "text_completion",
-            "created": self._call.created,
-            "model": self._call.model,
-            "system_fingerprint": self._fingerprint,
-        }
+        self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            id=self._call.id,
+            created=self._call.created,
+            model=self._call.model,
+            choices=choices,
+            system_fingerprint=self._fingerprint,
+            usage=usage,
+        )

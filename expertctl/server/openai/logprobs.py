@@ -1,46 +1,49 @@
 """How likely the tokens of an answer were, in the form of each call."""
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from expertctl.engine.serving.job import Drawn, Likely
-from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.openai.chat_document import ChatLogprobs, DrawnScore, TokenScore
+from expertctl.server.openai.completion_document import CompletionLogprobs
 
 _NO_TEXT = "�"
 
 
-def chat_logprobs(drawn: Iterable[Drawn]) -> JsonObject:
+def chat_logprobs(drawn: Iterable[Drawn]) -> ChatLogprobs:
     """Return the ``logprobs`` of a choice of a chat."""
-    content: list[JsonValue] = [
-        {**_likely(one.chosen), "top_logprobs": [_likely(other) for other in one.likeliest]}
-        for one in drawn
-    ]
-    return {"content": content, "refusal": None}
+    return ChatLogprobs(content=[_drawn(one) for one in drawn], refusal=None)
 
 
-def completion_logprobs(drawn: Sequence[Drawn], *, start: int) -> JsonObject:
+def completion_logprobs(drawn: Sequence[Drawn], *, start: int) -> CompletionLogprobs:
     """Return the ``logprobs`` of a choice of a completion; ``start`` is where its text begins."""
     tokens = [one.chosen.text for one in drawn]
-    offsets: list[JsonValue] = []
-    for token in tokens:
-        offsets.append(start)
-        start += len(token)
-    return {
-        "tokens": list[JsonValue](tokens),
-        "token_logprobs": [one.chosen.logprob for one in drawn],
-        "top_logprobs": [_by_text(one) for one in drawn],
-        "text_offset": offsets,
-    }
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[one.chosen.logprob for one in drawn],
+        top_logprobs=[_by_text(one) for one in drawn],
+        text_offset=list(accumulate(map(len, tokens[:-1]), initial=start)) if tokens else [],
+    )
 
 
-def _likely(one: Likely) -> JsonObject:
-    return {"token": one.text, "logprob": one.logprob, "bytes": _bytes(one.text)}
+def _drawn(one: Drawn) -> DrawnScore:
+    return DrawnScore(
+        token=one.chosen.text,
+        logprob=one.chosen.logprob,
+        bytes=_bytes(one.chosen.text),
+        top_logprobs=[_score(other) for other in one.likeliest],
+    )
 
 
-def _bytes(text: str) -> list[JsonValue] | None:
+def _score(one: Likely) -> TokenScore:
+    return TokenScore(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
+
+
+def _bytes(text: str) -> list[int] | None:
     """Return the bytes of a token; None for one that is only part of a letter."""
-    return None if _NO_TEXT in text else list[JsonValue](text.encode())
+    return None if _NO_TEXT in text else list(text.encode())
 
 
-def _by_text(drawn: Drawn) -> JsonObject:
+def _by_text(drawn: Drawn) -> dict[str, float]:
     """Return the likeliest by their text, and the one that was drawn among them."""
     return {one.text: one.logprob for one in (drawn.chosen, *drawn.likeliest)}

@@ -1,26 +1,23 @@
 """The list of models, as the OpenAI API has it."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 from msgspec import Struct
 
 from expertctl.server.served_models import Model
 
 
-class ModelDocument(Struct, frozen=True, kw_only=True):
+class ModelDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="model"):
     """One model, which has been there since the server began."""
 
     id: str
-    object: Literal["model"] = "model"
     created: int
     owned_by: str
 
 
-class ModelsDocument(Struct, frozen=True, kw_only=True):
+class ModelsDocument(Struct, frozen=True, kw_only=True, tag_field="object", tag="list"):
     """All of them."""
 
-    object: Literal["list"] = "list"
     data: list[ModelDocument]
 
 

@@ -6,11 +6,62 @@ published API has no place for it; its clients keep fields that they do not know
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from msgspec import UNSET, Struct, UnsetType
 
 from expertctl.engine.generate import FinishReason
 from expertctl.engine.run_result import RunResult
 from expertctl.routing.plan import Plan
-from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.documents import PlanDocument
+
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+class PromptTokens(Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt that were taken from what was kept."""
+
+    cached_tokens: int
+
+
+class CompletionTokens(Struct, frozen=True, kw_only=True):
+    """Tokens of answers that were thought."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Tokens that were read and written; a prompt with several answers was read once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    completion_tokens_details: CompletionTokens | UnsetType = UNSET
+
+
+class AnswerFacts(Struct, frozen=True, kw_only=True):
+    """What is told of one of several answers."""
+
+    index: int
+    finish_reason: FinishReason
+    stopped_by: str | None
+    validation_passed: bool | None
+
+
+class Extension(Struct, frozen=True, kw_only=True):
+    """What is told of the answers to a prompt; plan and times are those of the first one.
+
+    ``validation_passed`` is false when one failed, null when nothing was to be checked.
+    """
+
+    job_id: str
+    plan: PlanDocument
+    notes: list[str]
+    validation_passed: bool | None
+    warnings: list[str]
+    timings_ms: dict[str, float]
+    answers: list[AnswerFacts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,44 +73,40 @@ class Answered:
     warnings: tuple[str, ...] = ()
 
 
-def finish_reason_of(reason: FinishReason, *, calls: int = 0) -> str:
+def finish_reason_of(reason: FinishReason, *, calls: int = 0) -> EndReason:
     """Return why an answer ended; what was cut off, for whatever cause, is ``length``."""
     if reason != "stop":
         return "length"
     return "tool_calls" if calls else "stop"
 
 
-def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> JsonObject:
-    """Return the ``usage`` of jobs; a prompt with several answers was read once.
-
-    Of what was written, ``thought`` tokens are told apart, where there are any.
-    """
+def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> Usage:
+    """Return the ``usage`` of jobs; ``thought`` tokens are told apart, where there are any."""
     prompt = sum(results[0].prompt_tokens for results in jobs)
     cached = sum(results[0].kv_reused_tokens for results in jobs)
     written = sum(len(one.generated.tokens) for results in jobs for one in results)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        **({"completion_tokens_details": {"reasoning_tokens": thought}} if thought else {}),
-    }
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=written,
+        total_tokens=prompt + written,
+        prompt_tokens_details=PromptTokens(cached_tokens=cached),
+        completion_tokens_details=CompletionTokens(reasoning_tokens=thought) if thought else UNSET,
+    )
 
 
-def extension_of(answers: Sequence[Answered]) -> JsonObject:
-    """Return what is told of answers to one prompt, the plan and the times of the first one."""
+def extension_of(answers: Sequence[Answered]) -> Extension:
+    """Return what is told of answers to one prompt."""
     first = answers[0].result
-    plan = first.planned.result.plan
     warnings = (text for one in answers for text in (*one.result.warnings, *one.warnings))
-    return {
-        "job_id": first.job_id,
-        "plan": plan.to_json(),
-        "notes": list[JsonValue](first.planned.result.notes),
-        "validation_passed": _passed(one.result.validation_passed for one in answers),
-        "warnings": list[JsonValue](dict.fromkeys(warnings)),
-        "timings_ms": {name: round(ms, 3) for name, ms in first.timings_ms.items()},
-        "answers": [_answer(one) for one in answers],
-    }
+    return Extension(
+        job_id=first.job_id,
+        plan=first.planned.result.plan.to_json(),
+        notes=list(first.planned.result.notes),
+        validation_passed=_passed(one.result.validation_passed for one in answers),
+        warnings=list(dict.fromkeys(warnings)),
+        timings_ms={name: round(ms, 3) for name, ms in first.timings_ms.items()},
+        answers=[_answer(one) for one in answers],
+    )
 
 
 def fingerprint_of(plan: Plan) -> str:
@@ -67,14 +114,14 @@ def fingerprint_of(plan: Plan) -> str:
     return f"fp_{plan.identity.hex[:12]}"
 
 
-def _answer(answered: Answered) -> JsonObject:
+def _answer(answered: Answered) -> AnswerFacts:
     result = answered.result
-    return {
-        "index": answered.index,
-        "finish_reason": result.generated.finish_reason,
-        "stopped_by": result.generated.stopped_by,
-        "validation_passed": result.validation_passed,
-    }
+    return AnswerFacts(
+        index=answered.index,
+        finish_reason=result.generated.finish_reason,
+        stopped_by=result.generated.stopped_by,
+        validation_passed=result.validation_passed,
+    )
 
 
 def _passed(outcomes: Iterable[bool | None]) -> bool | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import Message, RawMessageStreamEvent
@@ -48,10 +49,9 @@ def result(scripted: Served) -> RunResult:
 def streamed(call: MessageCall, result: RunResult, pieces: list[str]) -> Iterator[JsonObject]:
     stream = MessageStream(call)
     plan = result.planned.result.plan
-    yield from stream.told(Started(plan, result.prompt_tokens, result.kv_reused_tokens))
-    for piece in pieces:
-        yield from stream.told(Piece(0, piece))
-    yield from stream.told(Finished((result,)))
+    begin = Started(plan, result.prompt_tokens, result.kv_reused_tokens)
+    for event in (begin, *(Piece(0, piece) for piece in pieces), Finished((result,))):
+        yield from map(msgspec.to_builtins, stream.told(event))
 
 
 def added_up(events: Iterator[JsonObject]) -> dict[str, Any]:
@@ -93,9 +93,8 @@ def test_any_text_in_any_pieces_adds_up_to_the_message(
     written = replace(result, generated=replace(result.generated, text=text))
     ends = sorted({min(place, len(text)) for place in places} | {len(text)})
     pieces = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    whole = Message.model_validate(message_of(call, written), strict=True).to_dict(
-        exclude_none=True
-    )
+    document = msgspec.to_builtins(message_of(call, written))
+    whole = Message.model_validate(document, strict=True).to_dict(exclude_none=True)
     extension = whole.pop("expertctl")
     assert added_up(streamed(call, written, pieces)) == whole
     *_, last, _ = streamed(call, written, pieces)
@@ -108,7 +107,7 @@ def test_a_job_that_was_over_before_it_began_is_a_message_all_the_same(
     call = a_call(scripted)
     generated = replace(result.generated, text="", tokens=(), finish_reason="timeout")
     over = replace(result, generated=generated)
-    events = list(MessageStream(call).told(Finished((over,))))
+    events = [msgspec.to_builtins(one) for one in MessageStream(call).told(Finished((over,)))]
     assert [event["type"] for event in events] == [
         "message_start",
         "ping",

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from anthropic.types import Usage
 
@@ -61,11 +62,12 @@ def test_why_an_answer_ended_is_told_in_published_words(
     call = a_call(scripted, stop_sequences=["END", "FIN"])
     ended = replace(result.generated, finish_reason=reason, stopped_by=by)
     stop = stop_of(call, replace(result, generated=ended), calls=calls)
-    assert (stop["stop_reason"], stop["stop_sequence"]) == wanted
+    assert (stop.stop_reason, stop.stop_sequence) == wanted
 
 
 def test_tokens_add_up_as_published() -> None:
-    usage = Usage.model_validate(usage_of(prompt=100, reused=60, written=7), strict=True)
+    told = msgspec.to_builtins(usage_of(prompt=100, reused=60, written=7))
+    usage = Usage.model_validate(told, strict=True)
     cached = (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
     assert usage.input_tokens + cached == 100
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (40, 60, 7)

@@ -1,5 +1,6 @@
 """How likely tokens were, in the forms of the published API."""
 
+import msgspec
 from openai.types.chat.chat_completion import ChoiceLogprobs
 from openai.types.completion_choice import Logprobs
 
@@ -14,7 +15,7 @@ DRAWN = (
 
 def test_a_chat_tells_tokens_their_bytes_and_the_likeliest() -> None:
     scores = chat_logprobs(DRAWN)
-    read = ChoiceLogprobs.model_validate(scores, strict=True)
+    read = ChoiceLogprobs.model_validate(msgspec.to_builtins(scores), strict=True)
     assert read.content is not None
     assert [one.token for one in read.content] == ["Hé", "�"]
     assert read.content[0].bytes == [72, 195, 169]
@@ -25,12 +26,13 @@ def test_a_chat_tells_tokens_their_bytes_and_the_likeliest() -> None:
 
 
 def test_a_token_that_is_part_of_a_letter_has_no_bytes_that_are_known() -> None:
-    [_, part] = chat_logprobs(DRAWN)["content"]  # type: ignore[misc]  # a list of two
-    assert part["bytes"] is None  # type: ignore[index,call-overload]  # an object
+    [_, part] = chat_logprobs(DRAWN).content
+    assert part.bytes is None
 
 
 def test_a_completion_tells_columns_and_where_tokens_begin() -> None:
-    scores = Logprobs.model_validate(completion_logprobs(DRAWN, start=3), strict=True)
+    told = msgspec.to_builtins(completion_logprobs(DRAWN, start=3))
+    scores = Logprobs.model_validate(told, strict=True)
     assert scores.tokens == ["Hé", "�"]
     assert scores.token_logprobs == [-0.25, -3.0]
     assert scores.text_offset == [3, 5]

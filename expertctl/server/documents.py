@@ -1,0 +1,75 @@
+"""Documents that are not made of types: those whose schemas are files, and events of our own.
+
+What `run --json`, `/v1/infer` and `/v1/route` answer is written down in ``schemas``; a plan is part
+of each of them, and of answers of the other APIs.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.schema.validation import schema_path
+
+REFERENCE = "#/components/schemas/{name}"
+
+
+def reference(name: str) -> JsonObject:
+    """Return the schema that another one of the document stands for."""
+    return {"$ref": REFERENCE.format(name=name)}
+
+
+PlanDocument = Annotated[dict[str, Any], Meta(extra_json_schema=reference("Plan"))]
+"""A plan, as `Plan.to_json` writes it."""
+
+
+class PromptTokensRead(Struct, frozen=True, kw_only=True):
+    """Tokens of a prompt, and how many of them were read for an earlier one."""
+
+    prompt: int
+    reused: int
+
+
+class StartedEvent(Struct, frozen=True, kw_only=True):
+    """``started``: the plan is made and the prompt is being read."""
+
+    job_id: str
+    submitted_at: str
+    plan: PlanDocument
+    tokens: PromptTokensRead
+
+
+class PieceEvent(Struct, frozen=True, kw_only=True):
+    """``piece``: more of the text."""
+
+    text: str
+
+
+def documents() -> Mapping[str, JsonObject]:
+    """Return the schemas of files by the names they have in the OpenAPI document."""
+    infer, route = _read("infer"), _read("route")
+    properties = infer["properties"]
+    assert isinstance(properties, dict)
+    plan = properties["plan"]
+    assert isinstance(plan, dict)
+    return {
+        "InferAnswer": _described(infer, "An answer, and all that is known of how it came about."),
+        "RouteAnswer": _described(route, "The plan that a prompt would have, and why."),
+        "Plan": _described(plan, "Who answers, with what weights, and how tokens are drawn."),
+    }
+
+
+def _described(schema: JsonObject, words: str) -> JsonObject:
+    """Point at the one plan that there is, wherever a plan is part of a schema."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    shared: dict[str, JsonValue] = {"plan": reference("Plan")} if "plan" in properties else {}
+    rest = {name: value for name, value in schema.items() if name not in {"$schema", "$id"}}
+    return {**rest, "description": words, "properties": {**properties, **shared}}
+
+
+def _read(name: str) -> JsonObject:
+    schema: JsonObject = json.loads(schema_path(name).read_text(encoding="utf-8"))
+    return schema
