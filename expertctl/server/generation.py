@@ -5,11 +5,13 @@ for any other reason, cancels it: its row is free within one step.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from expertctl.engine.serving.job import Event, Failed, Finished, Job, Sink
+
+Numbered = tuple[int, Event]
 
 
 class Jobs(Protocol):
@@ -33,12 +35,28 @@ async def events_of(jobs: Jobs, job: Job) -> AsyncIterator[AsyncIterator[Event]]
     Raises:
         ExpertError: when it is refused, or fails before or while its events are read.
     """
-    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Event]()
-    jobs.submit(job, _into(queue, loop))
+    async with events_of_all(jobs, [job]) as events:
+        yield (event async for _, event in events)
+
+
+@asynccontextmanager
+async def events_of_all(jobs: Jobs, asked: Sequence[Job]) -> AsyncIterator[AsyncIterator[Numbered]]:
+    """Begin jobs and give the events of all as they come, each with the number of its job.
+
+    Raises:
+        ExpertError: when one is refused, or fails before or while events are read; the others are
+            given up then.
+    """
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[Numbered]()
+    begun = list[Job]()
     try:
-        yield _events(queue)
+        for number, job in enumerate(asked):
+            jobs.submit(job, _into(queue, loop, number))
+            begun.append(job)
+        yield _events(queue, len(asked))
     finally:
-        jobs.cancel(job.id)
+        for job in begun:
+            jobs.cancel(job.id)
 
 
 async def finished(jobs: Jobs, job: Job) -> Finished:
@@ -54,21 +72,22 @@ async def finished(jobs: Jobs, job: Job) -> Finished:
     raise AssertionError("a job ends with Finished or Failed")
 
 
-def _into(queue: asyncio.Queue[Event], loop: asyncio.AbstractEventLoop) -> Callable[[Event], None]:
+def _into(
+    queue: asyncio.Queue[Numbered], loop: asyncio.AbstractEventLoop, number: int
+) -> Callable[[Event], None]:
     def put(event: Event) -> None:
         try:
-            loop.call_soon_threadsafe(queue.put_nowait, event)
+            loop.call_soon_threadsafe(queue.put_nowait, (number, event))
         except RuntimeError:  # the loop is closed: nobody reads any more
             return
 
     return put
 
 
-async def _events(queue: asyncio.Queue[Event]) -> AsyncIterator[Event]:
-    while True:
-        event = await queue.get()
+async def _events(queue: asyncio.Queue[Numbered], running: int) -> AsyncIterator[Numbered]:
+    while running:
+        number, event = await queue.get()
         if isinstance(event, Failed):
             raise event.error
-        yield event
-        if isinstance(event, Finished):
-            return
+        yield number, event
+        running -= isinstance(event, Finished)

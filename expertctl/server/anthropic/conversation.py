@@ -11,7 +11,6 @@ from dataclasses import replace
 from msgspec import Struct
 
 from expertctl.engine.message import Message
-from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.anthropic.content_block import (
     AssistantBlock,
@@ -27,6 +26,7 @@ from expertctl.server.anthropic.content_block import (
     texts_of,
     told,
 )
+from expertctl.server.asked_text import check_length
 from expertctl.server.field_error import FieldError
 
 
@@ -69,24 +69,8 @@ def messages_of(system: Texts | None, turns: Sequence[Turn]) -> tuple[Message, .
             "messages: the last one is of the assistant; an answer is always a new turn",
             field="messages",
         )
-    size = sum(len(message.content) for message in messages)
-    if size > MAX_PROMPT_CHARACTERS:
-        fact = f"they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed"
-        raise FieldError(f"messages: {fact}", field="messages", hint="leave out the oldest ones")
+    check_length(messages)
     return messages
-
-
-def routed_by(messages: Sequence[Message]) -> str:
-    """Return the text that experts are chosen by: the user's last one, else the last of all.
-
-    Raises:
-        FieldError: when there is no text.
-    """
-    texts = [message for message in messages if message.content.strip()]
-    if not texts:
-        raise FieldError("messages: none of them has any text", field="messages")
-    said = [message for message in texts if message.role == "user"]
-    return (said or texts)[-1].content
 
 
 class _Reader:

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from expertctl.engine.message import Message, UserMessage
 from expertctl.engine.request import RunRequest
@@ -14,7 +14,7 @@ from expertctl.routing.request import RouteRequest, check_request, parse_target
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
-from expertctl.server.anthropic.conversation import messages_of, routed_by
+from expertctl.server.anthropic.conversation import messages_of
 from expertctl.server.anthropic.message_request import (
     CountRequest,
     MessageRequest,
@@ -22,6 +22,7 @@ from expertctl.server.anthropic.message_request import (
     check_thinking,
 )
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
+from expertctl.server.asked_text import routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -29,22 +30,11 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import Choice, chosen
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.post_processing.response_format import ResponseFormat
+from expertctl.server.sampling_fields import as_published, top_p_of
 from expertctl.server.thought_tokens import thought_tokens
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a thought"
-_LEAST_TOP_P = 1e-9
-"""The likeliest token is always in: of nothing at all, it alone is left."""
-_AS_PUBLISHED = SamplingWishes(
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-)
-"""What is done where the client is silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,15 +164,15 @@ def _run_request(
 
 def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
     """Return how tokens are drawn: with ``auto``, silence leaves it to the experts."""
-    given = {
-        "temperature": request.temperature,
-        "top_p": _LEAST_TOP_P if request.top_p == 0 else request.top_p,
-        "top_k": request.top_k,
-    }
-    said = {name: value for name, value in given.items() if value is not None}
-    stop = None if request.stop_sequences is None else tuple(request.stop_sequences)
-    silent = SamplingWishes() if auto else _AS_PUBLISHED
-    return replace(silent, **said, max_tokens=request.max_tokens, stop=stop)  # type: ignore[arg-type]  # numbers, each of its field
+    stop = request.stop_sequences
+    given = SamplingWishes(
+        temperature=request.temperature,
+        top_p=top_p_of(request.top_p),
+        top_k=request.top_k,
+        max_tokens=request.max_tokens,
+        stop=None if stop is None else tuple(stop),
+    )
+    return given if auto else as_published(given)
 
 
 def _cache_key(request: MessageRequest, caller: Caller) -> str:

@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from expertctl.routing.presets import LIMITS, MAX_STOP_CHARACTERS, MAX_STOPS
+from expertctl.routing.presets import MAX_STOP_CHARACTERS, MAX_STOPS
 from expertctl.server.anthropic.content_block import CacheControl, Texts
 from expertctl.server.anthropic.conversation import Turn
 from expertctl.server.anthropic.tool import MAX_TOOLS, Choice, OfferedTool
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
+from expertctl.server.sampling_fields import within
 
 MAX_TURNS = 10_000
 LEAST_THINKING = 1024
@@ -21,11 +22,6 @@ _MAX_KEY = 512
 
 _Key = Annotated[str, Meta(max_length=_MAX_KEY)]
 _Display = Literal["summarized", "omitted"]
-
-
-def _within(name: str) -> Meta:
-    low, high = LIMITS[name]
-    return Meta(ge=low, le=high)
 
 
 class _Thinking(Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
@@ -103,7 +99,7 @@ class CountRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A conversation whose next turn is asked for."""
 
-    max_tokens: Annotated[int, _within("max_tokens")]
+    max_tokens: Annotated[int, within("max_tokens")]
     stream: bool | None = None
     stop_sequences: (
         Annotated[
@@ -113,21 +109,21 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
         | None
     ) = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
-    top_k: Annotated[int, _within("top_k")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
     inference_geo: None = None
     diagnostics: None = None
 
-    seed: Annotated[int, _within("seed")] | None = None
-    priority: Annotated[int, _within("priority")] | None = None
+    seed: Annotated[int, within("seed")] | None = None
+    priority: Annotated[int, within("priority")] | None = None
     timeout_ms: TimeoutMs | None = None
     cache_key: _Key | None = None
     session_id: _Key | None = None
     exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
-    max_experts: Annotated[int, _within("max_experts")] | None = None
+    max_experts: Annotated[int, within("max_experts")] | None = None
 
 
 def check_thinking(request: MessageRequest) -> None:

@@ -15,13 +15,14 @@ from expertctl.errors import UsageError
 from expertctl.schema.strict_json import JsonObject
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
+from expertctl.server.asked_text import routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.model_name import chosen
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.conversation import messages_of, routed_by
+from expertctl.server.openai.conversation import messages_of
 from expertctl.server.openai.neutral_values import check_neutral
 from expertctl.server.openai.shared_fields import route_of
 from expertctl.server.openai.tool import Tool, offered, strict_tools

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import Event, Failed, Finished, Piece, Started
 from expertctl.routing.plan import Plan
-from expertctl.server.generation import Jobs
+from expertctl.server.generation import Jobs, events_of_all
 from expertctl.server.openai.chat_stream import DONE
 from expertctl.server.openai.completion_answer import told
 from expertctl.server.openai.completion_call import CompletionCall
@@ -30,7 +30,6 @@ from expertctl.server.openai.outcome import (
     finish_reason_of,
     usage_of,
 )
-from expertctl.server.openai.several_jobs import events_of_all
 from expertctl.server.sse import event as line
 
 

@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 
 from expertctl.engine.message import Message
 from expertctl.errors import InvalidPackageError
-from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+from expertctl.server.asked_text import check_length
 from expertctl.server.field_error import FieldError
 
 _MAX_PARTS = 1_000
@@ -140,27 +140,8 @@ def messages_of(turns: Sequence[Turn]) -> tuple[Message, ...]:
         FieldError: for parts that are not read, and for too much text.
     """
     messages = tuple(_message(turn, f"messages[{i}]") for i, turn in enumerate(turns))
-    size = sum(len(message.content) for message in messages)
-    if size > MAX_PROMPT_CHARACTERS:
-        raise FieldError(
-            f"messages: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
-            field="messages",
-            hint="leave out the oldest ones",
-        )
+    check_length(messages)
     return messages
-
-
-def routed_by(messages: Sequence[Message]) -> str:
-    """Return the text that experts are chosen by: the user's last one, else the last of all.
-
-    Raises:
-        FieldError: when there is no text.
-    """
-    texts = [message for message in messages if message.content.strip()]
-    said = [message for message in texts if message.role == "user"]
-    if not texts:
-        raise FieldError("messages: none of them has any text", field="messages")
-    return (said or texts)[-1].content
 
 
 def _message(turn: Turn, where: str) -> Message:

@@ -3,15 +3,12 @@
 The last group is our own. A field that is not written down here, or in the call, is refused.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct
 
 from expertctl.routing.presets import (
     DEFAULT_MAX_EXPERTS,
-    LIMITS,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
     SamplingWishes,
@@ -19,32 +16,14 @@ from expertctl.routing.presets import (
 from expertctl.routing.request import RouteRequest, Target, check_request, parse_target
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.model_name import Choice
+from expertctl.server.sampling_fields import as_published, top_p_of, within
 
 MAX_TEXTS = 128
 _MAX_KEY = 512
 _MAX_SEED = 2**53
-_LEAST_TOP_P = 1e-9
-"""The likeliest token is always in: of nothing at all, it alone is left."""
-
-_DEFAULTS: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""What the published API does, and for our own fields what changes nothing."""
-
-
-def _within(name: str) -> Meta:
-    low, high = LIMITS[name]
-    return Meta(ge=low, le=high)
-
 
 Key = Annotated[str, Meta(max_length=_MAX_KEY)]
-Tokens = Annotated[int, _within("max_tokens")]
+Tokens = Annotated[int, within("max_tokens")]
 Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -63,24 +42,24 @@ class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_TEXTS)] | None = None
     max_tokens: Tokens | None = None
-    temperature: Annotated[float, _within("temperature")] | None = None
-    top_p: Annotated[float, _within("top_p")] | None = None
-    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
-    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    top_p: Annotated[float, within("top_p")] | None = None
+    presence_penalty: Annotated[float, within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, within("frequency_penalty")] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     seed: int | None = None
     user: Key | None = None
     logit_bias: dict[str, float] | None = None
 
-    priority: Annotated[int, _within("priority")] | None = None
+    priority: Annotated[int, within("priority")] | None = None
     timeout_ms: TimeoutMs | None = None
     cache_key: Key | None = None
     session_id: Key | None = None
-    top_k: Annotated[int, _within("top_k")] | None = None
-    min_p: Annotated[float, _within("min_p")] | None = None
-    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
     exclude_experts: Annotated[list[str], Meta(max_length=100)] | None = None
-    max_experts: Annotated[int, _within("max_experts")] | None = None
+    max_experts: Annotated[int, within("max_experts")] | None = None
 
     @property
     def texts(self) -> int:
@@ -120,10 +99,9 @@ def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> Sa
     With ``auto`` what is not said is left to the experts and the preset of the task. So are, for
     every model, the length and the strings that end an answer: an expert knows its own end.
     """
-    top_p = _LEAST_TOP_P if fields.top_p == 0 else fields.top_p
     given = SamplingWishes(
         temperature=fields.temperature,
-        top_p=top_p,
+        top_p=top_p_of(fields.top_p),
         top_k=fields.top_k,
         min_p=fields.min_p,
         repetition_penalty=fields.repetition_penalty,
@@ -132,12 +110,7 @@ def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> Sa
         max_tokens=max_tokens,
         stop=_stops(fields.stop),
     )
-    return given if auto else _completed(given)
-
-
-def _completed(given: SamplingWishes) -> SamplingWishes:
-    silent = {name: value for name, value in _DEFAULTS.items() if getattr(given, name) is None}
-    return replace(given, **silent)
+    return given if auto else as_published(given)
 
 
 def _excluded(fields: SharedFields) -> tuple[Target, ...]:

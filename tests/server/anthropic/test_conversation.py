@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.message import Message
-from expertctl.server.anthropic.conversation import messages_of, routed_by
+from expertctl.server.anthropic.conversation import messages_of
 from expertctl.server.anthropic.message_request import CountRequest
 from expertctl.server.body import parse_body
 from expertctl.server.field_error import FieldError
@@ -157,11 +157,3 @@ def test_what_is_not_read_is_refused_by_its_place(turns: list[Any], field: str) 
 def test_too_much_text_is_refused() -> None:
     with pytest.raises(FieldError, match="500006 characters"):
         read(user("x" * 250_000), assistant("y" * 250_000), user("more…z"))
-
-
-def test_experts_are_chosen_by_what_the_user_said_last() -> None:
-    turns = read(user("Weather?"), assistant([USE]), user([RESULT]), system="Be brief.")
-    assert routed_by(turns) == "Weather?"
-    assert routed_by([Message("system", "Go on.")]) == "Go on."
-    with pytest.raises(FieldError, match="any text"):
-        routed_by([Message("user", " \n")])

@@ -10,7 +10,7 @@ from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
 from expertctl.server.body import parse_body
 from expertctl.server.field_error import FieldError
 from expertctl.server.openai.chat_request import ChatRequest
-from expertctl.server.openai.conversation import messages_of, routed_by
+from expertctl.server.openai.conversation import messages_of
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 
@@ -140,20 +140,3 @@ def test_more_text_than_any_prompt_may_have_is_refused() -> None:
     half = {"role": "user", "content": "a" * (MAX_PROMPT_CHARACTERS // 2 + 1)}
     with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
         messages(half, half)
-
-
-def test_experts_are_chosen_by_the_last_words_of_the_user() -> None:
-    said = messages(
-        {"role": "user", "content": "Sort this"},
-        {"role": "assistant", "content": "What?"},
-        {"role": "user", "content": "3, 1"},
-        {"role": "user", "content": " "},
-        {"role": "tool", "content": "a result", "tool_call_id": "1"},
-    )
-    assert routed_by(said) == "3, 1"
-    assert routed_by(messages({"role": "system", "content": "Tell a joke"})) == "Tell a joke"
-
-
-def test_a_conversation_without_a_word_is_refused() -> None:
-    with pytest.raises(FieldError, match="none of them has any text"):
-        routed_by(messages({"role": "user", "content": " \n"}, {"role": "user", "content": []}))

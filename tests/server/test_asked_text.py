@@ -1,0 +1,35 @@
+"""The text of a conversation: what experts are chosen by, and how much of it there may be."""
+
+import pytest
+
+from expertctl.engine.message import Message
+from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
+from expertctl.server.asked_text import check_length, routed_by
+from expertctl.server.field_error import FieldError
+
+
+def test_experts_are_chosen_by_the_last_words_of_the_user() -> None:
+    said = [
+        Message("user", "Sort this"),
+        Message("assistant", "What?"),
+        Message("user", "3, 1"),
+        Message("user", " "),
+        Message("tool", "a result"),
+    ]
+    assert routed_by(said) == "3, 1"
+
+
+def test_where_the_user_says_nothing_the_last_words_of_all_count() -> None:
+    assert routed_by([Message("system", "Tell a joke"), Message("assistant", "")]) == "Tell a joke"
+
+
+def test_a_conversation_without_a_word_is_refused() -> None:
+    with pytest.raises(FieldError, match="none of them has any text"):
+        routed_by([Message("user", " \n"), Message("user", "")])
+
+
+def test_a_conversation_may_be_as_long_as_a_prompt_and_no_longer() -> None:
+    half = MAX_PROMPT_CHARACTERS // 2
+    check_length([Message("user", "a" * half), Message("assistant", "b" * half)])
+    with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
+        check_length([Message("user", "a" * half), Message("assistant", "b" * (half + 1))])
