@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import tokenizers
 
+from expertctl.engine.token_bytes import spelt_bytes
 from expertctl.engine.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from expertctl.errors import InvalidPackageError, NotFoundError, UsageError
 
@@ -53,6 +54,7 @@ class Tokenizer:
         self.config = config
         self._backend = backend
         added: dict[int, Any] = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         control = {i: token for i, token in added.items() if token.special}
         self.control_ids = frozenset(control)
         self._suspect = _pattern_of(control.values())
@@ -133,6 +135,16 @@ class Tokenizer:
         """Return the text of tokens, control tokens left out, broken UTF-8 as U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=True))
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes that a token adds to a text; None where they cannot be known."""
+        piece: str | None = self._backend.id_to_token(token)
+        if piece is not None and token not in self._added_ids:
+            spelt = spelt_bytes(piece, self._decoder)
+            if spelt is not None:
+                return spelt
+        text = self.decode([token])
+        return None if _BROKEN in text else text.encode()
+
     def token_id(self, token: str) -> int | None:
         """Return the number of a token by its spelling."""
         found: int | None = self._backend.token_to_id(token)
@@ -146,6 +158,12 @@ class Tokenizer:
         """Both places count: some chat models name the end of a turn in one of them only."""
         named = self.token_id(self.config.special_tokens.get("eos_token", ""))
         return frozenset(self.config.end_ids) | ({named} if named is not None else set())
+
+    @cached_property
+    def _decoder(self) -> str | None:
+        """How the file has tokens read, as JSON."""
+        decoder = self._backend.decoder
+        return None if decoder is None else bytes(decoder.__getstate__()).decode()
 
     @cached_property
     def _letter_backend(self) -> tokenizers.Tokenizer:

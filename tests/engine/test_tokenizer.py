@@ -274,6 +274,32 @@ def test_bytes_that_never_become_a_character_are_not_held_forever(folders: dict[
     assert "".join(stream.push(0xFF) for _ in range(200)).count("\ufffd") >= 128
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "plain_bytes"])
+@settings(deadline=None, max_examples=80)
+@given(text=TEXTS)
+def test_the_bytes_of_tokens_are_those_of_the_text(
+    folders: dict[str, Path], kind: str, text: str
+) -> None:
+    ours = Tokenizer.open(folders[kind])
+    assert b"".join(ours.bytes_of(token) or b"?" for token in ours.encode(text)) == text.encode()
+
+
+def test_bytes_that_a_file_spells_one_by_one_are_known(folders: dict[str, Path]) -> None:
+    ours = Tokenizer.open(folders["byte_fallback"])
+    spelt = [ours.token_id(f"<0x{byte:02X}>") for byte in range(256)]
+    assert [ours.bytes_of(token or 0) for token in spelt] == [bytes([n]) for n in range(256)]
+    assert (
+        b"".join(ours.bytes_of(token) or b"?" for token in ours.encode("🌍")[-4:]) == "🌍".encode()
+    )
+
+
+def test_control_tokens_and_unknown_numbers_have_no_bytes(folders: dict[str, Path]) -> None:
+    ours = Tokenizer.open(folders["byte_level"])
+    assert ours.bytes_of(ours.token_id("<|im_end|>") or 0) == b""
+    assert ours.bytes_of(10**6) == b""
+    assert ours.bytes_of(ours.token_id("<think>") or 0) == b"<think>"
+
+
 def test_control_tokens_and_unknown_numbers_have_no_text(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["byte_fallback"])
     end, fox = tokenizer.token_id("</s>"), tokenizer.token_id("▁fox")

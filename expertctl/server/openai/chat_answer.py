@@ -60,7 +60,7 @@ def _choice(
     return ChatChoice(
         index=index,
         message=_message(call, index, read),
-        logprobs=None if call.job.logprobs is None else chat_logprobs(drawn),
+        logprobs=None if call.job.logprobs is None else chat_logprobs(drawn, call.bytes_of),
         finish_reason=finish_reason_of(result.generated.finish_reason, calls=len(read.calls)),
     )
 

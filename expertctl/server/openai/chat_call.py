@@ -55,6 +55,10 @@ class ChatCall:
     created: int
     with_usage: bool
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None where they cannot be known."""
+        return self.text.tokenizer.bytes_of(token)
+
     async def thought_tokens(self, results: Sequence[RunResult]) -> int:
         """Return how many tokens of its answers are thought."""
         opened = self.reading.opened

@@ -95,7 +95,7 @@ class ChatStream:
         self, index: int, read: Iterable[Read], drawn: Iterable[Drawn] = ()
     ) -> Iterator[ChatChunk]:
         """Yield a chunk per part; the tokens go with the first, if need be alone."""
-        scores = chat_logprobs(drawn) if drawn else None
+        scores = chat_logprobs(drawn, self._call.bytes_of) if drawn else None
         deltas = [self._delta(index, part) for part in read]
         for delta in deltas or ([ChatDelta()] if scores else []):
             yield self._grown(index, delta, scores=scores)

@@ -1,18 +1,19 @@
 """How likely the tokens of an answer were, in the form of each call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from expertctl.engine.serving.job import Drawn, Likely
 from expertctl.server.openai.chat_document import ChatLogprobs, DrawnScore, TokenScore
 from expertctl.server.openai.completion_document import CompletionLogprobs
 
-_NO_TEXT = "�"
+BytesOf = Callable[[int], bytes | None]
+"""Tells what bytes a token stands for."""
 
 
-def chat_logprobs(drawn: Iterable[Drawn]) -> ChatLogprobs:
+def chat_logprobs(drawn: Iterable[Drawn], bytes_of: BytesOf) -> ChatLogprobs:
     """Return the ``logprobs`` of a choice of a chat."""
-    return ChatLogprobs(content=[_drawn(one) for one in drawn], refusal=None)
+    return ChatLogprobs(content=[_drawn(one, bytes_of) for one in drawn], refusal=None)
 
 
 def completion_logprobs(drawn: Sequence[Drawn], *, start: int) -> CompletionLogprobs:
@@ -26,22 +27,22 @@ def completion_logprobs(drawn: Sequence[Drawn], *, start: int) -> CompletionLogp
     )
 
 
-def _drawn(one: Drawn) -> DrawnScore:
+def _drawn(one: Drawn, bytes_of: BytesOf) -> DrawnScore:
     return DrawnScore(
         token=one.chosen.text,
         logprob=one.chosen.logprob,
-        bytes=_bytes(one.chosen.text),
-        top_logprobs=[_score(other) for other in one.likeliest],
+        bytes=_bytes(one.chosen, bytes_of),
+        top_logprobs=[_score(other, bytes_of) for other in one.likeliest],
     )
 
 
-def _score(one: Likely) -> TokenScore:
-    return TokenScore(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
+def _score(one: Likely, bytes_of: BytesOf) -> TokenScore:
+    return TokenScore(token=one.text, logprob=one.logprob, bytes=_bytes(one, bytes_of))
 
 
-def _bytes(text: str) -> list[int] | None:
-    """Return the bytes of a token; None for one that is only part of a letter."""
-    return None if _NO_TEXT in text else list(text.encode())
+def _bytes(one: Likely, bytes_of: BytesOf) -> list[int] | None:
+    found = bytes_of(one.token)
+    return None if found is None else list(found)
 
 
 def _by_text(drawn: Drawn) -> dict[str, float]:

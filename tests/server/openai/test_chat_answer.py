@@ -7,7 +7,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
-from tests.server.openai.clients import Client, told
+from tests.server.openai.clients import Client, a_client, told
 from tests.server.openai.scripted_base import ANSWER, HELLO, INSIDE, THOUGHTS
 from tests.server.served import Served
 
@@ -113,6 +113,21 @@ def test_the_scores_of_every_token_are_told_with_its_bytes(client: Client) -> No
         assert math.exp(one.logprob) > 0.99
         assert one.top_logprobs[0].token == word
         assert len(one.top_logprobs) == 2
+
+
+def test_the_bytes_of_tokens_add_up_to_the_answer_even_where_letters_are_cut(
+    served: Served,
+) -> None:
+    with a_client(served) as client:
+        answer = ask(client, max_tokens=64, logprobs=True, top_logprobs=20)
+    [choice] = answer.choices
+    assert choice.logprobs is not None
+    scores = choice.logprobs.content or []
+    others = [other for one in scores for other in one.top_logprobs]
+    assert all(one.bytes is not None for one in (*scores, *others))
+    assert any("\ufffd" in one.token for one in (*scores, *others))
+    written = bytes(byte for one in scores for byte in one.bytes or [])
+    assert written.decode(errors="replace") == choice.message.content
 
 
 def test_without_top_logprobs_no_other_token_is_told(client: Client) -> None:

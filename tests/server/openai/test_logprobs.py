@@ -13,8 +13,11 @@ DRAWN = (
 )
 
 
+BYTES = {1: "Hé".encode(), 2: b"He", 3: b"\xc3"}
+
+
 def test_a_chat_tells_tokens_their_bytes_and_the_likeliest() -> None:
-    scores = chat_logprobs(DRAWN)
+    scores = chat_logprobs(DRAWN, BYTES.get)
     read = ChoiceLogprobs.model_validate(msgspec.to_builtins(scores), strict=True)
     assert read.content is not None
     assert [one.token for one in read.content] == ["Hé", "�"]
@@ -25,9 +28,10 @@ def test_a_chat_tells_tokens_their_bytes_and_the_likeliest() -> None:
     ]
 
 
-def test_a_token_that_is_part_of_a_letter_has_no_bytes_that_are_known() -> None:
-    [_, part] = chat_logprobs(DRAWN).content
-    assert part.bytes is None
+def test_a_token_that_is_part_of_a_letter_has_bytes_where_they_are_known() -> None:
+    [_, part] = chat_logprobs(DRAWN, BYTES.get).content
+    assert part.bytes == [0xC3]
+    assert part.top_logprobs[0].bytes is None
 
 
 def test_a_completion_tells_columns_and_where_tokens_begin() -> None:
