@@ -1,20 +1,21 @@
 """What lies in memory, and who goes when room is needed: the rules, without threads.
 
 What is pinned stays, and so does what a resident plan uses in place, and what is on its way. Of the
-rest, two classes share the memory: experts, and keys and values that were kept. Kept ones give way
-first while they are more than their share of both, else experts do; a class with nothing left to
-give leaves it to the other. Within a class what nobody expects goes first, then what is expected
-last; there the lowest priority, ``count * 0.25 ** (age / 128)`` with the age in requests. The count
-is one for each use, less what fades: ``0.25 ** (requests since / 512)`` is left of it. Counts
-outlive their entries, so what is in demand again need not begin at one. Why that formula, and no
-other, is in ``docs/adr/0016-residency.md``.
+rest, two classes share the memory: experts, which are entries here, and keys and values that were
+kept, whose owners choose among them. Kept ones give way first while they are more than their share
+of both, else experts do; a class with nothing left to give leaves it to the other. Of experts what
+nobody expects goes first, then what is expected last; there the lowest priority,
+``count * 0.25 ** (age / 128)`` with the age in requests. The count is one for each use, less what
+fades: ``0.25 ** (requests since / 512)`` is left of it. Counts outlive their entries, so what is in
+demand again need not begin at one. Why that formula, and no other, is in
+``docs/adr/0016-residency.md``.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from expertctl.engine.budget import PURPOSES, Budget, Purpose
+from expertctl.engine.budget import Budget
 
 DECAY = 0.25
 PERIOD = 128
@@ -40,7 +41,6 @@ class Entry(Generic[Name]):
     nbytes: int
     last_used: int
     uses: tuple[Name, ...] = ()
-    purpose: Purpose = "experts"
     value: object = ABSENT
     traffic: bool = True
     landed: bool = False
@@ -113,11 +113,10 @@ class Occupancy(Generic[Name]):
         """Let go of one thing after the other until so many bytes are free; `room` has them."""
         while size > (free := budget.free):
             able, spare = self._able(spared), self.spare(budget)
-            crowded = self._kept_are_crowded(budget)
-            if spare and (crowded or not _sum(able.values(), budget)):
+            if spare and (self._is_crowded(spare, budget) or not _sum(able.values(), budget)):
                 self._give_up(budget, min(spare, size - free))
             else:
-                self.evict(self._victim(able, budget, kept_first=crowded))
+                self.evict(self._victim(able, budget))
 
     def sooner(self, ticket: Ticket) -> set[Name]:
         """Return what is expected by then."""
@@ -126,22 +125,17 @@ class Occupancy(Generic[Name]):
     def drop_unneeded(self, name: Name) -> None:
         """Let go of what was brought and never used, unless somebody still expects it."""
         entry = self.landed(name)
-        if entry is None or entry.is_used or entry.purpose != "experts":
+        if entry is None or entry.is_used:
             return
         if not any(name in names for names in self.expected.values()):
             self.evict(name)
-
-    def drop_users(self, name: Name) -> None:
-        """Let go of what uses the memory of an entry."""
-        for user in [other for other, entry in self.entries.items() if name in entry.uses]:
-            self.evict(user)
 
     def evict(self, name: Name) -> None:
         """Let go of an entry, and of its bytes."""
         assert not self.entries[name].pins, "what is pinned stays"
         entry = self.entries.pop(name)
         entry.value = ABSENT  # what is freed is gone before its bytes are struck out
-        entry.budget.release(entry.purpose, entry.nbytes)
+        entry.budget.release("experts", entry.nbytes)
         self._remember(name, entry)
         self._evicted(name)
 
@@ -153,9 +147,9 @@ class Occupancy(Generic[Name]):
             used = {name for entry in able.values() for name in entry.uses}
             self.evict(next(name for name in able if name not in used))
 
-    def held(self, budget: Budget, purpose: Purpose) -> int:
-        """Return the bytes of all entries of one memory and purpose."""
-        return _sum((e for e in self.entries.values() if e.purpose == purpose), budget)
+    def held(self, budget: Budget) -> int:
+        """Return the bytes of all entries of one memory."""
+        return _sum(self.entries.values(), budget)
 
     def check_idle(self) -> None:
         """Assert that nobody has, expects or brings anything."""
@@ -169,8 +163,7 @@ class Occupancy(Generic[Name]):
             assert entry.pins >= 0
             assert all(name in self.entries for name in entry.uses)
             entry.budget.check_integrity()
-            for purpose in PURPOSES:
-                assert self.held(entry.budget, purpose) <= entry.budget.held(purpose)
+            assert self.held(entry.budget) <= entry.budget.held("experts")
 
     def _remember(self, name: Name, entry: Entry[Name]) -> None:
         self._counts.pop(name, None)  # the order is that of going
@@ -185,29 +178,22 @@ class Occupancy(Generic[Name]):
         kept |= {used for name in kept for used in self.entries[name].uses}
         return {name: entry for name, entry in self.entries.items() if name not in kept}
 
-    def _victim(
-        self, able: Mapping[Name, Entry[Name]], budget: Budget, *, kept_first: bool
-    ) -> Name:
+    def _victim(self, able: Mapping[Name, Entry[Name]], budget: Budget) -> Name:
         """Return who goes first in one memory; a plan elsewhere goes before what it uses here."""
         used = {name for entry in able.values() for name in entry.uses}
         here = {name for name, entry in self.entries.items() if entry.budget is budget}
         tickets = sorted(self.expected, reverse=True)
         places = {name: ticket for ticket in tickets for name in self.expected[ticket]}
 
-        def order(name: Name) -> tuple[bool, int, float, int]:
-            entry = able[name]
-            stays = (entry.purpose == "experts") == kept_first
-            place = places.get(name, _NEVER)
-            return (stays, -place, entry.priority(self.now), entry.last_used)
+        def order(name: Name) -> tuple[int, float, int]:
+            entry, place = able[name], places.get(name, _NEVER)
+            return (-place, entry.priority(self.now), entry.last_used)
 
         free = [n for n, e in able.items() if n in here or not here.isdisjoint(e.uses)]
         return min((name for name in free if name not in used), key=order)
 
-    def _kept_are_crowded(self, budget: Budget) -> bool:
-        besides = self.spare(budget)
-        kept = (entry for entry in self.entries.values() if entry.purpose != "experts")
-        whole = _sum(self.entries.values(), budget) + besides
-        return _sum(kept, budget) + besides > KEPT_SHARE * whole
+    def _is_crowded(self, kept: int, budget: Budget) -> bool:
+        return kept > KEPT_SHARE * (self.held(budget) + kept)
 
     def _give_up(self, budget: Budget, size: int) -> None:
         for spare in self.spares:

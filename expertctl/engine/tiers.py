@@ -204,36 +204,6 @@ class Tiers:
             self._budgets[tier].release(purpose, size)
             self._changed.notify_all()
 
-    def keep(self, key: Key, value: object, nbytes: int, *, purpose: Purpose) -> None:
-        """Take over something and the bytes held for it, until room is needed."""
-        with self._lock:
-            self.forget(key)
-            budget, now = self._budgets[key[0]], self._memory.now
-            self._memory.entries[key] = Entry(
-                budget, nbytes, now, purpose=purpose, value=value, landed=True
-            )
-            self._changed.notify_all()
-
-    def kept(self, key: Key) -> object | None:
-        """Look at what was kept, if it is still there."""
-        entry = self._memory.landed(key)
-        return None if entry is None else entry.value
-
-    def take(self, key: Key) -> object | None:
-        """Hand over what was kept, if it is still there; its bytes stay held, for the caller."""
-        with self._lock:
-            entry = self._memory.entries.pop(key, None)
-            return None if entry is None else entry.value
-
-    def forget(self, key: Key) -> None:
-        """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
-        with self._lock:
-            while key in self._memory.entries and not self.holds(key):
-                self._changed.wait()
-            self._memory.drop_users(key)
-            if key in self._memory.entries:
-                self._memory.evict(key)
-
     def clear(self) -> None:
         """Drop everything that is not pinned, nor on its way."""
         with self._lock:
@@ -244,7 +214,7 @@ class Tiers:
         with self._lock:
             self._memory.check_idle()
             for budget in self._budgets.values():
-                assert budget.held("experts") == self._memory.held(budget, "experts")
+                assert budget.held("experts") == self._memory.held(budget)
                 assert budget.held("buffers") == 0
 
     def check_integrity(self) -> None:
@@ -352,7 +322,7 @@ class Tiers:
                 return
             if entry.value is ABSENT:
                 del self._memory.entries[key]
-                entry.budget.release(entry.purpose, entry.nbytes)
+                entry.budget.release("experts", entry.nbytes)
             else:
                 entry.landed = True
                 self.traffic[key[0]].nbytes += entry.nbytes

@@ -18,6 +18,7 @@ from expertctl.engine.budget import Budget
 from expertctl.engine.prefetch import Prefetch
 from expertctl.engine.tiers import Key, Tier, Tiers, Wanted
 from expertctl.errors import BudgetError, DigestError
+from tests.engine.test_tiers import Pool
 
 LIMIT = 1000
 PATIENCE = 60.0
@@ -427,7 +428,7 @@ TestExpectations.settings = settings(max_examples=80, stateful_step_count=30, de
 
 def a_life(home: Home, seed: int, told: list[str]) -> None:
     """What one of several threads does: requests with and without notice, memory, kept rows."""
-    rng = random.Random(seed)
+    rng, rows = random.Random(seed), Pool(home.tiers)
     try:
         for step in range(STEPS):
             names = rng.sample("abcdefgh", rng.randint(1, 2))
@@ -442,7 +443,7 @@ def a_life(home: Home, seed: int, told: list[str]) -> None:
                 case 3:
                     a_pass(home, rng.randrange(300))
                 case _:
-                    a_kept_cache(home, f"K{seed}", step)
+                    a_kept_text(rows, step)
     except BaseException as error:
         told.append(f"{seed}: {error!r}")
         raise
@@ -472,15 +473,11 @@ def a_request(home: Home, needs: list[Wanted[Block]]) -> None:
         pass
 
 
-def a_kept_cache(home: Home, name: str, step: int) -> None:
-    size = 10 + step % 100
-    try:
-        home.tiers.reserve(Tier.DEVICE, "kv", size, what="KV")
-    except BudgetError:
-        return
-    home.tiers.keep(key(name), step, size, purpose="kv")
-    if step % 2 and home.tiers.take(key(name)) is not None:
-        home.tiers.release(Tier.DEVICE, "kv", size)
+def a_kept_text(rows: Pool, step: int) -> None:
+    with suppress(BudgetError):
+        rows.keep(10 + step % 100)
+    with rows.tiers.lock:
+        rows.give_up(rows.nbytes // 2 if step % 2 else 0)
 
 
 @pytest.fixture

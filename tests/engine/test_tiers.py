@@ -168,11 +168,6 @@ def test_other_memory_makes_room_too(tiers: Tiers, budget: Budget) -> None:
     assert len(resident(tiers, "ab")) == 1
 
 
-def test_forgetting_what_is_pinned_is_our_own_bug(tiers: Tiers) -> None:
-    with tiers.pin([wanted("a")]), pytest.raises(AssertionError):
-        tiers.forget(key("a"))
-
-
 def test_what_is_reserved_stays_until_it_is_released(tiers: Tiers, budget: Budget) -> None:
     use(tiers, "a", nbytes=400)
     tiers.reserve(Tier.DEVICE, "base", 700, what="the base")
@@ -211,16 +206,6 @@ def test_a_load_that_fails_unpins_what_was_there(tiers: Tiers) -> None:
     assert resident(tiers, "abc") == "c"
 
 
-def test_what_is_forgotten_takes_the_plans_that_use_it_along(tiers: Tiers, budget: Budget) -> None:
-    plan = Wanted(key("p", Tier.DEVICE), 100, "p", lambda: "plan", uses=(key("a"),))
-    with tiers.pin([wanted("a"), wanted("b", 7)]), tiers.pin([plan]):
-        pass
-    tiers.forget(key("a"))
-    tiers.forget(key("never there"))
-    assert budget.used == 7
-    tiers.check_integrity()
-
-
 def test_evictions_are_counted(tiers: Tiers) -> None:
     use(tiers, "a", nbytes=600)
     use(tiers, "b", nbytes=600)
@@ -237,11 +222,6 @@ def test_two_memories_have_two_budgets() -> None:
     tiers.check_integrity()
 
 
-def kept(tiers: Tiers, name: str, nbytes: int) -> None:
-    tiers.reserve(Tier.DEVICE, "kv", nbytes, what="KV")
-    tiers.keep(key(name), name, nbytes, purpose="kv")
-
-
 def test_a_plan_in_another_memory_goes_before_what_it_uses_in_this_one() -> None:
     tiers = Tiers(ram=Budget(500), device=Budget(200))
     plan = Wanted(key("p", Tier.DEVICE), 100, "p", lambda: "plan", uses=(key("a"),))
@@ -251,42 +231,18 @@ def test_a_plan_in_another_memory_goes_before_what_it_uses_in_this_one() -> None
     assert (resident(tiers, "ab"), tiers.holds(plan.key)) == ("b", False)
 
 
-def test_kept_keys_and_values_within_their_share_outlive_rare_experts(tiers: Tiers) -> None:
-    use(tiers, "a", nbytes=200)
-    use(tiers, "b", nbytes=200)
-    kept(tiers, "k", 400)
-    use(tiers, "c", nbytes=300)
-    assert (resident(tiers, "abc"), tiers.kept(key("k"))) == ("bc", "k")
-
-
-def test_kept_keys_and_values_beyond_their_share_go_first_the_oldest_before_the_others(
-    tiers: Tiers,
-) -> None:
-    use(tiers, "a", nbytes=200)
-    kept(tiers, "k", 300)
-    tiers.begin_request()
-    kept(tiers, "l", 300)
-    use(tiers, "b", nbytes=300)
-    assert [tiers.kept(key(name)) for name in "kl"] == [None, "l"]
-    assert resident(tiers, "ab") == "ab"
-
-
-def test_a_class_with_nothing_left_to_give_leaves_it_to_the_other(tiers: Tiers) -> None:
-    kept(tiers, "k", 200)
-    with tiers.pin([wanted("a", 700)]):
-        use(tiers, "b", nbytes=300)
-        assert tiers.kept(key("k")) is None
-    kept(tiers, "l", 600)
-    assert (resident(tiers, "a"), tiers.kept(key("l"))) == ("", "l")
-
-
 class Pool:
     """Keeps rows until they are wanted back."""
 
-    def __init__(self, tiers: Tiers, nbytes: int) -> None:
-        self.tiers, self.nbytes = tiers, nbytes
-        tiers.reserve(Tier.DEVICE, "kv", nbytes, what="rows")
+    def __init__(self, tiers: Tiers, nbytes: int = 0) -> None:
+        self.tiers, self.nbytes = tiers, 0
         tiers.spare_from(Tier.DEVICE, nbytes=lambda: self.nbytes, give_up=self.give_up)
+        self.keep(nbytes)
+
+    def keep(self, nbytes: int) -> None:
+        self.tiers.reserve(Tier.DEVICE, "kv", nbytes, what="rows")
+        with self.tiers.lock:
+            self.nbytes += nbytes
 
     def give_up(self, size: int) -> None:
         with self.tiers.lock:
@@ -328,42 +284,21 @@ def test_an_owner_of_rows_gives_up_all_before_something_is_refused(tiers: Tiers)
         assert resident(tiers, "ab") == "ab"
 
 
+def test_a_class_with_nothing_left_to_give_leaves_it_to_the_other(tiers: Tiers) -> None:
+    pool = Pool(tiers, 200)
+    with tiers.pin([wanted("a", 700)]):
+        use(tiers, "b", nbytes=300)
+        assert pool.nbytes == 0
+    pool = Pool(tiers, 600)
+    assert (resident(tiers, "a"), pool.nbytes) == ("", 600)
+
+
 def test_within_its_share_an_owner_of_rows_outlives_rare_experts(tiers: Tiers) -> None:
     pool = Pool(tiers, 300)
     use(tiers, "a", nbytes=350)
     use(tiers, "b", nbytes=350)
     use(tiers, "c", nbytes=350)
     assert (resident(tiers, "abc"), pool.nbytes) == ("bc", 300)
-
-
-def test_what_is_kept_holds_its_bytes_and_goes_when_it_has_more_than_the_experts(
-    tiers: Tiers, budget: Budget
-) -> None:
-    use(tiers, "a", nbytes=300)
-    tiers.reserve(Tier.DEVICE, "kv", 400, what="KV")
-    tiers.keep(key("k"), "rows", 400, purpose="kv")
-    tiers.check_integrity()
-    assert (budget.held("kv"), tiers.kept(key("k"))) == (400, "rows")
-    use(tiers, "b", nbytes=500)
-    assert (budget.held("kv"), tiers.kept(key("k"))) == (0, None)
-    assert resident(tiers, "ab") == "ab"
-    assert tiers.take(key("k")) is None
-
-
-def test_what_is_taken_out_leaves_its_bytes_to_the_one_who_took_it(
-    tiers: Tiers, budget: Budget
-) -> None:
-    tiers.reserve(Tier.DEVICE, "kv", 400, what="KV")
-    tiers.keep(key("k"), "rows", 400, purpose="kv")
-    assert tiers.take(key("k")) == "rows"
-    assert tiers.take(key("k")) is None
-    assert budget.held("kv") == 400
-    with pytest.raises(BudgetError):
-        use(tiers, "b", nbytes=700)
-    tiers.keep(key("k"), "rows", 400, purpose="kv")
-    tiers.reserve(Tier.DEVICE, "kv", 200, what="KV")
-    tiers.keep(key("k"), "others", 200, purpose="kv")
-    assert budget.held("kv") == 200
 
 
 def test_clear_drops_all_but_what_is_pinned(tiers: Tiers, budget: Budget) -> None:
