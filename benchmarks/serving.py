@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -180,6 +181,12 @@ def _checked(measured: tuple[Seconds, list[Told]]) -> Seconds:
     return seconds
 
 
+def _said(row: Row) -> Row:
+    """Say what came out already, lest an error at the end take it along."""
+    print(f"{row.case} / {row.rival}: {row.ratio}", file=sys.stderr, flush=True)
+    return row
+
+
 def main() -> None:
     """The command line: that of every benchmark, and ``--plot``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
@@ -189,7 +196,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         home = furnish(Path(folder), Path(folder), experts=CLIENTS)
-        rows = list(measure(home, options.rounds, plot=options.plot))
+        rows = [_said(row) for row in measure(home, options.rounds, plot=options.plot)]
     document: dict[str, object] = {
         "name": "serving",
         "machine": machine(),

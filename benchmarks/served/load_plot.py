@@ -27,6 +27,7 @@ def draw(found: Saturation, path: Path, *, tokens: int, what: str) -> None:
     below.set_ylabel("time to first token (s)")
     below.set_yscale("log")
     below.yaxis.set_major_formatter("{x:g}")
+    below.yaxis.set_minor_formatter("{x:g}")
     below.set_xlabel("offered load (requests/s)")
     below.set_xlim(left=0)
     for axes in (above, below):

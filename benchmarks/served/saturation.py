@@ -1,11 +1,12 @@
 """Where a server is saturated: open-loop load, more and more of it, until it is no longer served.
 
 Requests come at random times (`serving_load.arrivals_at`), whether or not answers have come. The
-rate is doubled until less than `SERVED` of it is answered, then halved in between, and what is
-around the rate that was found is measured as well. A point is measured from `LEAD` seconds on, when
-as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next point begins
-with a server at rest. Who had no first token by then counts with the time that it has waited: at
-least so long.
+rate is doubled until less than `SERVED` of it is answered, then the gap below is halved, and what
+is around the rate that was found is measured as well. Should more be served there after all, the
+search goes on: what counts is the highest rate that was served. A point is measured from `LEAD`
+seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next
+point begins with a server at rest. Who had no first token by then counts with the time that it has
+waited: at least so long.
 """
 
 import math
@@ -24,7 +25,9 @@ MOST_SECONDS = 240.0
 """No point is begun later, so the whole ends within another half minute."""
 FIRST_SHARE = 0.5
 """Of what clients are answered that wait for their answers: there the search begins."""
-DOUBLINGS, HALVINGS = 5, 2
+MOST_POINTS = 14
+FINE = 1.2
+"""So close the rates below and above are to be."""
 AROUND = (1.75, 0.75, 1.25, 0.25)
 """Of the rate that is found; where time is short, the last ones are left out."""
 NEAR = 0.08
@@ -71,35 +74,40 @@ def find_saturation(measure: Measure, *, first: float, may_begin: MayBegin) -> S
     Raises:
         SystemExit: when all rates are served, or none, or time was too short to say.
     """
-    low, high, points = _bracket(measure, first, may_begin)
-    for _ in range(HALVINGS):
-        if may_begin():
-            points.append(measure(math.sqrt(low * high)))
-            rate = points[-1].offered
-            low, high = (rate, high) if points[-1].is_served else (low, rate)
-    rate = math.sqrt(low * high)
-    for share in AROUND:
-        wanted = share * rate
-        if may_begin() and not any(abs(p.offered / wanted - 1) < NEAR for p in points):
-            points.append(measure(wanted))
-    return Saturation(rate, tuple(sorted(points, key=lambda point: point.offered)))
-
-
-def _bracket(
-    measure: Measure, first: float, may_begin: MayBegin
-) -> tuple[float, float, list[Point]]:
-    """Double or halve the rate until one is served and its neighbour is not."""
     points = [measure(first)]
-    factor = 2.0 if points[0].is_served else 0.5
-    for _ in range(DOUBLINGS):
-        if not may_begin():
-            break
-        before = points[-1].offered
-        points.append(measure(factor * before))
-        if points[-1].is_served != points[0].is_served:
-            return min(before, points[-1].offered), max(before, points[-1].offered), points
-    rates = ", ".join(f"{point.offered:.2f} ({point.served:.2f} served)" for point in points)
-    raise SystemExit(f"serving: no saturation was found; requests a second: {rates}")
+    while (rate := _next_rate(points)) and len(points) < MOST_POINTS and may_begin():
+        points.append(measure(rate))
+    points.sort(key=lambda point: point.offered)
+    low, high = _edges(points)
+    if low is None or high is None:
+        rates = ", ".join(f"{point.offered:.2f} ({point.served:.2f} served)" for point in points)
+        raise SystemExit(f"serving: no saturation was found; requests a second: {rates}")
+    return Saturation(math.sqrt(low * high), tuple(points))
+
+
+def _next_rate(points: Sequence[Point]) -> float | None:
+    """Return what is worth measuring next; None when all is known."""
+    low, high = _edges(points)
+    if low is None:
+        return min(point.offered for point in points) / 2
+    if high is None:
+        return low * 2
+    rate = math.sqrt(low * high)
+    if high / low > FINE:
+        return rate
+    around = (share * rate for share in AROUND)
+    return next((one for one in around if not _is_near(one, points)), None)
+
+
+def _edges(points: Sequence[Point]) -> tuple[float | None, float | None]:
+    """Return the highest rate that is served, and the next one that is not."""
+    low = max((point.offered for point in points if point.is_served), default=None)
+    above = (p.offered for p in points if not p.is_served and p.offered > (low or 0.0))
+    return low, min(above, default=None)
+
+
+def _is_near(rate: float, points: Sequence[Point]) -> bool:
+    return any(abs(point.offered / rate - 1) < NEAR for point in points)
 
 
 def saturation_of(
@@ -129,7 +137,7 @@ def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) ->
     Answers that were begun before the window or end after it count with their part in it.
     """
     opens, closes = begun + LEAD, begun + LEAD + WINDOW
-    written = sum(opens <= one.begun + at < closes for one in told for at in one.times)
+    written = sum(_written(one, opens, closes) for one in told)
     came = [one for one in told if opens <= one.begun < closes]
     taken = [one for one in came if one.status in {0, 200}]
     firsts = [one.first if one.times else closes - one.begun for one in taken]
@@ -142,6 +150,12 @@ def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) ->
         requests=len(came),
         refused=len(came) - len(taken),
     )
+
+
+def _written(told: Told, opens: float, closes: float) -> float:
+    """Return how many tokens came in between; a piece of text may be more than one."""
+    pieces = sum(opens <= told.begun + at < closes for at in told.times)
+    return pieces * told.tokens / len(told.times) if told.tokens and told.times else pieces
 
 
 def saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
