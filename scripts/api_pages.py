@@ -46,10 +46,10 @@ and Anthropic are as those publish them, and take further fields of ours; `/v1/i
 tells all.
 
 Bodies and answers are JSON, and a body must say so. Keys that are not named here are refused, by
-name. As soon as there is an API key, every call demands one but those that anybody may ask; it comes
-as `Authorization: Bearer KEY` or as `x-api-key`. Without keys, anybody on the server's own machine
-may ask all. With `"stream": true` an answer comes as server-sent events; an error on the way is the
-last of them.
+name. As soon as there is an API key, every call demands one but those that anybody may ask; it
+comes as `Authorization: Bearer KEY` or as `x-api-key`. Without keys, anybody on the server's own
+machine may ask all. With `"stream": true` an answer comes as server-sent events; an error on the
+way is the last of them.
 
 An error has the form of the API that was asked: ours is `{"error": {"code", "message", "hint"}}`.
 429 and 503 say in `Retry-After` when to come again. Jobs, and what is kept for the next turn, are
