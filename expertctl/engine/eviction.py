@@ -130,6 +130,11 @@ class Occupancy(Generic[Name]):
         if not any(name in names for names in self.expected.values()):
             self.evict(name)
 
+    def drop_users(self, name: Name) -> None:
+        """Let go of what uses the memory of an entry."""
+        for user in [other for other, entry in self.entries.items() if name in entry.uses]:
+            self.evict(user)
+
     def evict(self, name: Name) -> None:
         """Let go of an entry, and of its bytes."""
         assert not self.entries[name].pins, "what is pinned stays"

@@ -204,6 +204,15 @@ class Tiers:
             self._budgets[tier].release(purpose, size)
             self._changed.notify_all()
 
+    def forget(self, key: Key) -> None:
+        """Drop an entry, if it is there, and what uses its memory; nothing of it may be pinned."""
+        with self._lock:
+            while key in self._memory.entries and not self.holds(key):
+                self._changed.wait()
+            self._memory.drop_users(key)
+            if key in self._memory.entries:
+                self._memory.evict(key)
+
     def clear(self) -> None:
         """Drop everything that is not pinned, nor on its way."""
         with self._lock:

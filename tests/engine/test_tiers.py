@@ -168,6 +168,11 @@ def test_other_memory_makes_room_too(tiers: Tiers, budget: Budget) -> None:
     assert len(resident(tiers, "ab")) == 1
 
 
+def test_forgetting_what_is_pinned_is_our_own_bug(tiers: Tiers) -> None:
+    with tiers.pin([wanted("a")]), pytest.raises(AssertionError):
+        tiers.forget(key("a"))
+
+
 def test_what_is_reserved_stays_until_it_is_released(tiers: Tiers, budget: Budget) -> None:
     use(tiers, "a", nbytes=400)
     tiers.reserve(Tier.DEVICE, "base", 700, what="the base")
@@ -204,6 +209,16 @@ def test_a_load_that_fails_unpins_what_was_there(tiers: Tiers) -> None:
         pass
     use(tiers, "c", nbytes=900)
     assert resident(tiers, "abc") == "c"
+
+
+def test_what_is_forgotten_takes_the_plans_that_use_it_along(tiers: Tiers, budget: Budget) -> None:
+    plan = Wanted(key("p", Tier.DEVICE), 100, "p", lambda: "plan", uses=(key("a"),))
+    with tiers.pin([wanted("a"), wanted("b", 7)]), tiers.pin([plan]):
+        pass
+    tiers.forget(key("a"))
+    tiers.forget(key("never there"))
+    assert budget.used == 7
+    tiers.check_integrity()
 
 
 def test_evictions_are_counted(tiers: Tiers) -> None:
