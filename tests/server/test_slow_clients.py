@@ -1,0 +1,121 @@
+"""Clients that read nothing, or send half of what they promised: others are served meanwhile."""
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import pytest
+
+from expertctl.http.connections import allow_files
+from tests.server.running import WAIT, Running, running
+from tests.server.served import BASE, Stock
+
+pytestmark = pytest.mark.all
+CHAT = "/v1/chat/completions"
+TURNS = [{"role": "user", "content": "Sort: 3, 1, 2"}]
+READERS, SENDERS = 200, 1000
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def server(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Four rows, and little patience."""
+    home = tmp_path_factory.mktemp("slow") / "home"
+    stock.house(home)
+    with running(home, "--rows", "4", "--queue", "1000", "--behind", "2") as server:
+        yield server
+
+
+@pytest.fixture
+def open_files() -> Iterator[None]:
+    """As many as are needed, here; afterwards what it was before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def worker_of(server: Running) -> psutil.Process:
+    (worker,) = [
+        child
+        for child in psutil.Process(server.process.pid).children()
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+    return worker
+
+
+def asked(tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": BASE, "messages": TURNS, "max_tokens": tokens, **more}
+
+
+def bytes_of(body: bytes, *, sent: int | None = None) -> bytes:
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body[:sent]
+
+
+def deaf(server: Running) -> socket.socket:
+    """A connection whose other end takes no more than a little."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    made.connect(("127.0.0.1", server.port))
+    return made
+
+
+def honest_answer(server: Running) -> None:
+    """Somebody in a hurry is answered whatever others do."""
+    began = time.monotonic()
+    answer = server.json("POST", CHAT, asked(5, priority=9))
+    assert answer["usage"]["completion_tokens"] <= 5
+    assert time.monotonic() - began < 20
+
+
+def is_idle(server: Running) -> bool:
+    text = server.ask("GET", "/metrics")[2].decode()
+    kinds = ("running", "waiting")
+    return all(
+        f'vllm:num_requests_{kind}{{engine="0",model_name="{BASE}"}} 0.0' in text for kind in kinds
+    )
+
+
+def test_who_reads_nothing_holds_no_row_and_no_memory(server: Running, open_files: None) -> None:
+    body = json.dumps(asked(100, stream=True, logprobs=True, top_logprobs=20)).encode()
+    honest_answer(server)
+    worker = worker_of(server)
+    before = worker.memory_info().rss
+    with ExitStack() as stack:
+        for _ in range(READERS):
+            stack.enter_context(deaf(server)).sendall(bytes_of(body))
+        until = time.monotonic() + WAIT
+        while not is_idle(server):
+            honest_answer(server)
+            assert time.monotonic() < until
+        assert worker.memory_info().rss - before < 64 * MEBIBYTE
+
+
+def test_a_thousand_halves_of_bodies_keep_nobody_from_being_served(
+    server: Running, open_files: None
+) -> None:
+    """Half of them are large: what they take together is bounded."""
+    small = bytes_of(b'{"model": "' + b"x" * 1000, sent=500)
+    large = bytes_of(b'{"model": "' + b"x" * MEBIBYTE, sent=MEBIBYTE // 2)
+    worker = worker_of(server)
+    before = worker.memory_info().rss
+    with ExitStack() as stack:
+        for number in range(SENDERS):
+            one = stack.enter_context(server.socket())
+            one.settimeout(0.2)
+            try:
+                one.sendall(large if number % 2 else small)
+            except OSError:  # it is not taken any more
+                continue
+        honest_answer(server)
+        assert worker.memory_info().rss - before < 400 * MEBIBYTE
+    honest_answer(server)
