@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import secrets
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that runs the tests in the background lets them ignore it, and so all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _THEIRS = {"COLUMNS", "LINES", "SOURCE_DATE_EPOCH"}
 _SLOW = (HealthCheck.too_slow,)

@@ -23,6 +23,7 @@ from expertctl.http.listening import Listening, held_address
 from expertctl.http.log import log_config
 from expertctl.server.api_keys import ApiKeys
 from expertctl.server.exposure import demand_secure
+from expertctl.server.heap import bound_arenas
 from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Settings
 
@@ -111,6 +112,7 @@ def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlett
     """Make the application in the worker; only there torch is imported."""
     from expertctl.server.opening import Opening
 
+    bound_arenas()
     opening = Opening(settings, home)
 
     @asynccontextmanager

@@ -1,0 +1,44 @@
+"""Threads of a server share few arenas of the C library."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from expertctl.server.heap import ARENAS
+
+THREADS = 12
+PROGRAM = f"""
+import ctypes, sys, tempfile, threading
+from expertctl.server.heap import bound_arenas
+if sys.argv[1] == "bound":
+    assert bound_arenas()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+held = threading.Barrier({THREADS} + 1)
+def hold():
+    libc.malloc(100)
+    held.wait()
+    held.wait()
+for _ in range({THREADS}):
+    threading.Thread(target=hold).start()
+held.wait()
+libc.fdopen.restype = ctypes.c_void_p
+out = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, out)
+libc.fflush(out)
+held.wait()
+"""
+
+
+def arenas(how: str) -> int:
+    """How many the C library itself says that it has, with so many threads that allocate."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, check=True)
+    return len(set(re.findall(rb'<heap nr="(\d+)">', done.stdout)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an option of glibc")
+def test_threads_share_few_arenas() -> None:
+    assert arenas("as it is") > ARENAS
+    assert arenas("bound") == ARENAS
