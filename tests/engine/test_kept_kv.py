@@ -131,12 +131,15 @@ def test_at_least_one_token_is_always_read(desk: Desk) -> None:
     assert desk.turn(FIRST[:1])[0] == 0
 
 
-def test_rows_that_were_never_written_are_not_reused(desk: Desk) -> None:
+@pytest.mark.parametrize("virtual", [0, 2])
+def test_rows_that_were_never_written_are_not_reused(desk: Desk, virtual: int) -> None:
     """The last token of an answer that reached its limit was drawn, not read."""
-    with desk.slots.borrow(desk.wanted(FIRST)) as loan:
-        desk.decoder.prefill(FIRST, loan.cache)
+    with desk.slots.borrow(desk.wanted(FIRST, virtual=virtual)) as loan:
+        desk.decoder.prefill([*[50] * virtual, *FIRST], loan.cache)
         loan.complete((*FIRST, 33))
-    assert desk.turn([*FIRST, 33, 34])[0] == len(FIRST)
+    desk.check()
+    with desk.slots.borrow(desk.wanted([*FIRST, 33, 34], virtual=virtual)) as loan:
+        assert loan.reused == len(FIRST)
 
 
 def test_virtual_tokens_stand_before_the_first_and_are_reused_with_it(desk: Desk) -> None:
