@@ -6,12 +6,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from expertctl.http.connections import allow_files
+from tests.server.openai.scripted_base import scripted_stock
 from tests.server.running import WAIT, Running, running
 from tests.server.served import BASE, Stock
 
@@ -98,6 +100,20 @@ def test_who_reads_nothing_holds_no_row_and_no_memory(server: Running, open_file
             honest_answer(server)
             assert time.monotonic() < until
         assert worker.memory_info().rss - before < 64 * MEBIBYTE
+
+
+def test_who_reads_nothing_of_a_long_answer_gets_no_more(tmp_path: Path) -> None:
+    """So much is written that neither the system nor granian holds it."""
+    scripted_stock(tmp_path / "stock").house(tmp_path / "home")
+    said = [{"role": "user", "content": "forever"}]
+    scores = {"stream": True, "logprobs": True, "top_logprobs": 20, "temperature": 0}
+    body = json.dumps({"model": BASE, "messages": said, "max_tokens": 3900, **scores}).encode()
+    with running(tmp_path / "home", "--behind", "1") as server, deaf(server) as listener:
+        listener.sendall(bytes_of(body))
+        until = time.monotonic() + WAIT
+        while "a reader is too far behind" not in server.log.read_text():
+            honest_answer(server)
+            assert time.monotonic() < until
 
 
 def test_a_thousand_halves_of_bodies_keep_nobody_from_being_served(
