@@ -2,8 +2,8 @@
 
 The base is in bfloat16 with the byte-level tokenizer of the starter base; each expert is a bfloat16
 rank-16 LoRA on all seven projections, signed and installed as any other. Each has a subject, so
-that there is something to route by. Nearly every token is a number, so that an answer, which
-nobody trained, is JSON all the same.
+that there is something to route by. All tokens that are drawn are spelled as numbers, so that an
+answer, which nobody trained, is JSON all the same.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.inputs import PROJECTIONS, RANK, VOCABULARY, shapes
+from benchmarks.inputs import HIDDEN, PROJECTIONS, RANK, VOCABULARY, shapes
 from benchmarks.prefix import write_base
 from expertctl.install.install import install_files
 from expertctl.package.base_model import BaseFacts, read_base
@@ -53,7 +53,8 @@ SUBJECTS = (
 def furnish(root: Path, scratch: Path, *, experts: int) -> Home:
     """Make a home with the base and so many experts; ``scratch`` is used on the way."""
     home, base_dir = Home(root / "home"), write_base(scratch / "base")
-    _give_text_to_all_tokens(base_dir / "tokenizer.json")
+    first = _give_text_to_all_tokens(base_dir / "tokenizer.json")
+    _quieten(base_dir / "model.safetensors", tokens=first)
     bases, trust = BaseStore(home.bases), TrustStore(home.trust)
     bases.add(base_dir, name=BASE)
     key = PrivateKey.generate("ed25519")
@@ -76,13 +77,33 @@ def question(number: int) -> str:
     return f"Please give me {SUBJECTS[number % len(SUBJECTS)][2]}"
 
 
-def _give_text_to_all_tokens(path: Path) -> None:
-    """Spell the tokens beyond bytes as numbers: text for who reads along, and JSON as a whole."""
+def _give_text_to_all_tokens(path: Path) -> int:
+    """Spell the tokens beyond bytes as numbers: text for who reads along, and JSON as a whole.
+
+    Returns which is the first of these.
+    """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
-    first = 1 + max(added["id"] for added in tokenizer["added_tokens"])
+    first: int = 1 + max(added["id"] for added in tokenizer["added_tokens"])
     vocabulary.update({str(number): number for number in range(first, VOCABULARY)})
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return first
+
+
+def _quieten(path: Path, *, tokens: int) -> None:
+    """Halve the embeddings of the first tokens, so that others, which are as random, are drawn.
+
+    The embedding is also what scores are made with, and its rows repeat: each has twins that stay.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        begin = 8 + length + header["model.embed_tokens.weight"]["data_offsets"][0]
+        file.seek(begin)
+        rows = bytearray(file.read(tokens * HIDDEN * torch.bfloat16.itemsize))
+        torch.frombuffer(rows, dtype=torch.bfloat16).div_(2)
+        file.seek(begin)
+        file.write(rows)
 
 
 def _package(folder: Path, number: int, facts: BaseFacts, key: PrivateKey) -> Path:
