@@ -32,6 +32,7 @@ from expertctl.engine.tiers import Tiers
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import AdapterDtype, Dtype
 
+_FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {
     "float32": Scheme.FLOAT32,
     "bf16": Scheme.BFLOAT16,
@@ -94,13 +95,14 @@ class PackedBackend:
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """What a pass over so many tokens, or rows, needs besides weights and cache.
 
-        Plans that meet in a batch may be in any scheme.
+        Plans that meet in a batch may be in any scheme. The scores of a step are copied out.
         """
         mixed = ADAPTERS if width and rows > 1 else None
         passing = buffer_bytes(
             self.config, self.scheme, tokens=tokens, rows=rows, width=width, adapters=mixed
         )
-        return passing + sample_bytes(self.config.vocab_size)
+        scores = rows * self.config.vocab_size * _FLOAT_BYTES
+        return passing + scores + sample_bytes(self.config.vocab_size)
 
     @property
     def kv_kind(self) -> str:

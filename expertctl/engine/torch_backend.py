@@ -66,9 +66,11 @@ class TorchBackend:
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """What a pass over so many tokens needs besides weights and cache, at most about.
 
-        Texts of a batch are read one after the other.
+        Texts of a batch are read one after the other; then the scores of all are put together.
         """
-        return pass_bytes(self.config, tokens) + sample_bytes(self.config.vocab_size)
+        vocabulary = self.config.vocab_size
+        scores = 2 * (rows - 1) * vocabulary * _FLOAT_BYTES
+        return pass_bytes(self.config, tokens) + scores + sample_bytes(vocabulary)
 
     @property
     def kv_kind(self) -> str:
