@@ -78,7 +78,7 @@ class Occupancy(Generic[Name]):
     """The owner of the entries; whoever has several threads guards it with a lock."""
 
     def __init__(self, *, evicted: Callable[[Name], None]) -> None:
-        """Begin with nothing; ``evicted`` hears who went."""
+        """Begin with nothing; ``evicted`` hears which experts and plans went."""
         self.entries: dict[Name, Entry[Name]] = {}
         self.expected: dict[Ticket, frozenset[Name]] = {}
         self.spares: list[Spare] = []
@@ -142,7 +142,8 @@ class Occupancy(Generic[Name]):
         entry.value = ABSENT  # what is freed is gone before its bytes are struck out
         entry.budget.release("experts", entry.nbytes)
         self._remember(name, entry)
-        self._evicted(name)
+        if entry.traffic:
+            self._evicted(name)
 
     def clear(self) -> None:
         """Let go of all that is able to."""

@@ -225,6 +225,12 @@ def test_evictions_are_counted(tiers: Tiers) -> None:
     use(tiers, "a", nbytes=600)
     use(tiers, "b", nbytes=600)
     assert tiers.traffic[Tier.RAM].evictions == 1
+    gains = Wanted(key("g"), 100, "g", lambda: "gains", traffic=False)
+    with tiers.pin([gains]):
+        pass
+    Pool(tiers, 300)
+    with tiers.holding(Tier.DEVICE, "buffers", LIMIT, what="buffers"):
+        assert tiers.traffic[Tier.RAM].evictions == 2  # what follows, or is kept, is no expert
 
 
 def test_two_memories_have_two_budgets() -> None:
