@@ -158,7 +158,7 @@ class BatchEngine:
                 preparing=len(prepared),
                 running=len(texts),
                 rows=batch.rows,
-                totals=replace(board.totals),
+                totals=board.totals.copy(),
                 counts=replace(batch.counts),
                 held=memory.held,
                 limit=memory.budget,
@@ -167,7 +167,7 @@ class BatchEngine:
                 kv_in_use=house.kv_in_use,
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),
-                waiting_plans=tuple(ticket.refs for ticket in prepared),
+                waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.line)),
             )
 
     def close(self, *, seconds: float = 0.0) -> None:

@@ -1,10 +1,11 @@
 """What the engine of a server is doing, in numbers: read now and then, by whoever shows them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from expertctl.engine.budget import Purpose
 from expertctl.engine.serving.batch import Counts
+from expertctl.engine.serving.expert_counts import ExpertCounts
 from expertctl.engine.tiers import Traffic
 
 
@@ -20,6 +21,12 @@ class Totals:
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
+    experts: ExpertCounts = field(default_factory=ExpertCounts)
+    """In how many answered jobs each had a part."""
+
+    def copy(self) -> "Totals":
+        """Return what became of jobs until now."""
+        return replace(self, experts=self.experts.copy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
