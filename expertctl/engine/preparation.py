@@ -55,10 +55,10 @@ class Prepared:
         backend = self.base.backend.name if isinstance(self.base, OpenBase) else "transformers"
         return Numerics(backend, wish.dtype, wish.adapter_dtype, wish.deterministic)
 
-    def buffer_bytes(self, *, width: int = 0) -> int:
+    def buffer_bytes(self, *, width: int = 0, rows: int = 1) -> int:
         """What a pass needs besides weights and cache, with a compiled plan so wide."""
         if isinstance(self.base, OpenBase):
-            return self.base.buffer_bytes(self.prompt.capacity, width=width)
+            return self.base.buffer_bytes(self.prompt.capacity, width=width, rows=rows)
         return self.base.buffer_bytes(self.prompt.capacity)
 
     @property
@@ -148,14 +148,18 @@ def prepare_fewer(
     files: Files,
     *,
     limit: int,
+    rows: int = 1,
 ) -> Prepared:
-    """Prepare a plan without the experts that do not fit; raises as `prepare_on` does."""
+    """Prepare a plan without the experts that do not fit, in a batch of so many rows.
+
+    Raises as `prepare_on` does.
+    """
     dropped: tuple[Dropped, ...] = ()
     while True:
         prepared = prepare_on(base, planner, request, planned, files)
         prepared = replace(prepared, dropped=dropped)
         try:
-            check_fits(needs(planner, prepared, files), limit)
+            check_fits(needs(planner, prepared, files, rows=rows), limit)
         except BudgetError as error:
             why = error.message
         else:
@@ -166,18 +170,19 @@ def prepare_fewer(
         dropped += gone
 
 
-def certain_needs(prepared: Prepared, *, width: int = 0) -> list[Need]:
+def certain_needs(prepared: Prepared, *, width: int = 0, rows: int = 1) -> list[Need]:
     """Return what a run takes for certain; of its experts only how wide their plan is counts."""
     base, tokens = prepared.base, prepared.prompt.capacity
+    buffers = prepared.buffer_bytes(width=width, rows=rows)
     return [
         Need("base", base.weight_bytes, f"the base {base.stored.name}"),
         Need("kv", base.kv_bytes(tokens), f"the KV cache of {tokens} tokens"),
-        Need("buffers", prepared.buffer_bytes(width=width), f"the buffers of {tokens} tokens"),
+        Need("buffers", buffers, f"the buffers of {tokens} tokens"),
     ]
 
 
-def needs(planner: Planner, prepared: Prepared, files: Files) -> list[Need]:
-    """Return all that a run takes at most, to the byte.
+def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) -> list[Need]:
+    """Return all that a run takes at most, to the byte, alone in a batch of so many rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
@@ -191,7 +196,7 @@ def needs(planner: Planner, prepared: Prepared, files: Files) -> list[Need]:
     names = ", ".join(expert.ref for expert in experts)
     here = [] if prepared.wish.device == "cuda" else outlines  # else they lie in another memory
     return [
-        *certain_needs(prepared, width=plan.width),
+        *certain_needs(prepared, width=plan.width, rows=rows),
         *(Need("experts", source.nbytes, source.manifest.ref) for source in here),
         Need("experts", plan.nbytes, f"the plan of {names}"),
     ]

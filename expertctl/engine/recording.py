@@ -31,16 +31,20 @@ def failures_of(planned: Planned, catalogue: Catalogue) -> Iterator[None]:
     """Remember that a run ended with an error; a call that was wrong never became one."""
     try:
         yield
-    except UsageError:
-        raise
     except ExpertError as error:
-        catalogue.history.record(_failed(planned, error))
+        record_failure(planned, catalogue, error)
         raise
+
+
+def record_failure(planned: Planned, catalogue: Catalogue, error: ExpertError) -> None:
+    """Remember that a run ended with an error, unless the call was wrong."""
+    if not isinstance(error, UsageError):
+        catalogue.history.record(_failed(planned, error))
 
 
 def check_answer(generated: Generated, planned: Planned, prompt: str) -> Checked:
     """Check the form of an answer that was not stopped; one that was cut may lack its end."""
-    if generated.finish_reason == "cancelled":
+    if generated.finish_reason in {"cancelled", "timeout"}:
         return Checked(None)
     experts = [expert.manifest for expert in planned.experts]
     return checked(generated.text, wanted_form(prompt, experts))

@@ -19,6 +19,8 @@ AHEAD = 2
 """How many jobs are prepared beyond those that rows are free for."""
 LOOK_SECONDS = 0.5
 """How long a thread sleeps at most before it looks for jobs whose time is over."""
+PATIENCE_SECONDS = 5.0
+"""How long others are prepared while one waits for memory; then all that they free is for it."""
 _LONGEST_WAIT = 60
 _FORGETS = 0.8
 """How much of what was known of a job's time stays when another one ended."""
@@ -47,7 +49,8 @@ class Board:
     @property
     def tickets(self) -> tuple[Ticket, ...]:
         """All jobs that are here."""
-        return tuple(self._tickets.values())
+        with self.lock:
+            return tuple(self._tickets.values())
 
     @property
     def preparing(self) -> int:
@@ -58,25 +61,25 @@ class Board:
         """Put a new job into the line.
 
         Raises:
-            RateLimitError: when it is full, or the engine ends.
+            RateLimitError: when it is full, or the share of who asks; or when the engine ends.
         """
         with self.lock:
             assert ticket.job.id not in self._tickets, "a job has an id of its own"
-            if self.is_closing or self.line.is_full:
+            if self.is_closing or not self.line.add(ticket, now=time.monotonic()):
                 self.totals.refused += 1
                 raise self._refusal()
             self._tickets[ticket.job.id] = ticket
-            self.line.add(ticket, now=time.monotonic())
             self.changed.notify_all()
 
     def next_to_prepare(self) -> Ticket | None:
         """Take who is next out of the line, if there may soon be a row for it."""
         with self.lock:
-            if self._preparing + len(self.ready) >= AHEAD + self.free_rows:
+            now = time.monotonic()
+            if not self._may_prepare(now):
                 return None
-            ticket = self.line.take(now=time.monotonic())
+            ticket = self.line.take(now=now)
             if ticket is not None:
-                ticket.stage, ticket.left_line = "preparing", time.monotonic()
+                ticket.stage, ticket.left_line = "preparing", now
                 self._preparing += 1
             return ticket
 
@@ -89,6 +92,8 @@ class Board:
         """Let a job that found too little wait; it holds nothing."""
         with self.lock:
             ticket.stage = "preparing"
+            if ticket.lacks_since is None:
+                ticket.lacks_since = time.monotonic()
             self.changed.notify_all()
 
     @property
@@ -102,7 +107,7 @@ class Board:
             is_here = ticket.job.id in self._tickets
             if is_here:
                 self._preparing -= 1
-                ticket.stage = "ready"
+                ticket.stage, ticket.lacks_since = "ready", None
                 self.ready.append(ticket)
                 self.changed.notify_all()
         if not is_here:  # it ended meanwhile
@@ -114,7 +119,7 @@ class Board:
             self.ready.remove(ticket)
             ticket.stage = "preparing"
             self._preparing += 1
-        self.give_back(ticket)
+            self.give_back(ticket)
 
     def expected_wait(self) -> float:
         """Return about how many seconds a job would wait that came now."""
@@ -152,18 +157,19 @@ class Board:
         if waits:
             self.fail(ticket, CancelledError("the job was cancelled"))
 
-    def fail(self, ticket: Ticket, error: ExpertError) -> None:
-        """End a job that has no text in the batch."""
-        with self.lock:
+    def fail(self, ticket: Ticket, error: ExpertError) -> bool:
+        """End a job that has no text in the batch; False when it was at its end."""
+        with self.lock:  # who looks for memory finds the job here, or what it held
             if not self._leave(ticket):
-                return
+                return False
             if isinstance(error, CancelledError):
                 self.totals.cancelled += 1
             else:
                 self.totals.failed += 1
-        self.give_back(ticket)
+            self.give_back(ticket)
         error.__cause__ = error.__context__ = None  # their frames hold the prompt, and experts
         ticket.tell(Failed(error.with_traceback(None)))
+        return True
 
     def finish(self, ticket: Ticket, finished: Finished) -> None:
         """End a job with its answers."""
@@ -210,6 +216,15 @@ class Board:
             assert all(ticket.job.id in self._tickets for ticket in self.ready)
             assert all(ticket.memory is None for ticket in self.line)
 
+    def _may_prepare(self, now: float) -> bool:
+        """Whether a job may be prepared now: not too far ahead, nor at the cost of who waits."""
+        tickets = self._tickets.values()
+        waits = [t.lacks_since for t in tickets if t.lacks_since is not None]
+        checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)
+        ahead = self._preparing + len(self.ready) - self.free_rows
+        is_patient = now - min(waits, default=now) < PATIENCE_SECONDS
+        return ahead < AHEAD and checked <= self._rows and is_patient
+
     def _leave(self, ticket: Ticket) -> bool:
         """Take a job off the board; False when it was off already."""
         if self._tickets.pop(ticket.job.id, None) is None:
@@ -230,6 +245,7 @@ class Board:
             totals.finished += 1
         totals.prompt_tokens += sum(result.prompt_tokens for result in results)
         totals.reused_tokens += sum(result.kv_reused_tokens for result in results)
+        totals.experts.count(ticket.refs)
         totals.generated_tokens += sum(len(result.generated.tokens) for result in results)
         took = time.monotonic() - ticket.left_line
         self._job_seconds = _FORGETS * self._job_seconds + (1 - _FORGETS) * took
@@ -239,7 +255,7 @@ class Board:
             return RateLimitError("the server is ending", retry_after=_LONGEST_WAIT)
         waits = self.expected_wait()
         return RateLimitError(
-            f"{len(self.line)} jobs wait already, and no more may",
+            f"{len(self.line)} jobs wait already, and no more of yours may",
             retry_after=max(1, min(round(waits), _LONGEST_WAIT)),
             hint="send it again later",
         )

@@ -7,15 +7,17 @@ checked beside, since a check may take seconds.
 
 import traceback
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from expertctl.engine.answer_form import Checked
 from expertctl.engine.generate import Generated
 from expertctl.engine.outcome import Outcome
 from expertctl.engine.preparation import plan_request
-from expertctl.engine.recording import check_answer, failures_of
+from expertctl.engine.recording import check_answer, record_failure
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
@@ -29,6 +31,8 @@ from expertctl.telling import Tell
 
 CHECKERS = 2
 """How many answers are checked at a time of those that somebody asked to have checked."""
+_REST_SECONDS = 30.0
+"""How long one pass may take that buffers are waited for behind."""
 
 
 class Desk:
@@ -69,10 +73,12 @@ class Desk:
 
     def conclude(self, ticket: Ticket) -> None:
         """Check the answers of a job, remember them, and tell whoever asked."""
-        ticket.clock.resume()
-        slow = ticket.job.check is not None
-        pool = self._checking if slow else self._planning
-        pool.submit(self._guarded, ticket, self._check)
+        for lent in ticket.lents.values():
+            lent.clock.resume()
+        if ticket.job.check is None:
+            self._planning.submit(self._guarded, ticket, self._check_and_remember)
+        else:
+            self._checking.submit(self._guarded, ticket, self._check)
 
     def close(self) -> None:
         """End the threads, once what they have is done."""
@@ -85,10 +91,10 @@ class Desk:
         try:
             work(ticket)
         except ExpertError as error:
-            self._board.fail(ticket, error)
+            self.fail(ticket, error)
         except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
-            self._board.fail(ticket, ExpertError("the server failed to answer this"))
+            self.fail(ticket, ExpertError("the server failed to answer this"))
         self.prepare_next()
 
     def _plan(self, ticket: Ticket) -> None:
@@ -96,8 +102,8 @@ class Desk:
         ticket.demand_wanted()
         request = ticket.job.request
         ticket.planned = plan_request(self._session, request, {})
-        with self._failures_of(ticket):
-            ticket.prepared = self._house.prepared(request, ticket.planned)
+        ticket.prepared = self._house.prepared(request, ticket.planned)
+        ticket.planned = ticket.prepared.planned  # perhaps with fewer experts
         ticket.clock.lap("route")
         self._loading.submit(self._guarded, ticket, self._load)
 
@@ -110,16 +116,12 @@ class Desk:
         self._board.loads(ticket)
         try:
             ticket.memory = self._house.in_memory(ticket.prepared)
-        except BudgetError as error:
+        except BudgetError:
             self._board.waits_for_memory(ticket)
-            if not self._may_come(seen):
-                self.remember_failure(ticket, error)
+            if not (self._may_come(seen) or self._is_rested()):
                 raise
             self._loading.submit(self._guarded, ticket, self._load)
             return
-        except ExpertError as error:
-            self.remember_failure(ticket, error)
-            raise
         ticket.clock.lap("load")
         self._board.is_ready(ticket)
 
@@ -133,25 +135,42 @@ class Desk:
                 return True
             return False
 
-    def remember_failure(self, ticket: Ticket, error: ExpertError) -> None:
-        """Count a failure of the experts of a job, soon."""
-        if ticket.planned is not None and ticket.job.remember and not _is_the_callers(error):
-            self._planning.submit(self._count_failure, ticket, error)
+    def _is_rested(self) -> bool:
+        """Have buffers of wide plans given back, while nothing runs; False if there are none."""
+        board, rested = self._board, Future[bool]()
 
-    def _count_failure(self, ticket: Ticket, error: ExpertError) -> None:
-        with suppress(ExpertError), self._failures_of(ticket):
-            raise error
+        def rest() -> None:
+            idle = board.free_rows == self._house.settings.rows
+            rested.set_result(idle and self._house.rest())
 
-    def _failures_of(self, ticket: Ticket) -> AbstractContextManager[None]:
-        assert ticket.planned is not None
-        if not ticket.job.remember:
-            return nullcontext()
-        return failures_of(ticket.planned, self._planner.catalogue)
+        with board.lock:
+            board.errands.append(rest)
+            board.changed.notify_all()
+        with suppress(FutureTimeoutError):  # the thread that does it may have ended
+            return rested.result(_REST_SECONDS)
+        return False
+
+    def fail(self, ticket: Ticket, error: ExpertError) -> None:
+        """End a job that has no text in the batch, and count it against its experts, soon."""
+        planned = ticket.planned if ticket.job.remember else None
+        if self._board.fail(ticket, error) and not (
+            planned is None or isinstance(error, NoAnswerError)
+        ):
+            catalogue = self._planner.catalogue
+            self._planning.submit(record_failure, planned, catalogue, error)
+
+    def _check_and_remember(self, ticket: Ticket) -> None:
+        self._remember(self._checks(ticket), ticket)
 
     def _check(self, ticket: Ticket) -> None:
-        forms = {n: self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)}
-        ticket.clock.lap("post")
+        forms = self._checks(ticket)
         self._planning.submit(self._guarded, ticket, partial(self._remember, forms))
+
+    def _checks(self, ticket: Ticket) -> Mapping[int, Checked]:
+        forms = {n: self._checked(ticket, ticket.ended[n]) for n in sorted(ticket.ended)}
+        for lent in ticket.lents.values():
+            lent.clock.lap("post")
+        return forms
 
     def _remember(self, forms: Mapping[int, Checked], ticket: Ticket) -> None:
         results = tuple(self._remembered(ticket, n, form) for n, form in forms.items())
@@ -160,8 +179,13 @@ class Desk:
     def _checked(self, ticket: Ticket, generated: Generated) -> Checked:
         """Check the form of an answer, by what the job says or by what its prompt calls for."""
         job = ticket.job
+        if ticket.stopped():
+            return Checked(None)
         if job.check is not None and generated.finish_reason not in {"cancelled", "timeout"}:
-            return job.check(generated.text)
+            found = job.check(generated.text)
+            if isinstance(found, Checked):
+                return found
+            generated = replace(generated, text=found)
         assert ticket.prepared is not None
         return check_answer(generated, ticket.prepared.planned, job.request.route.prompt)
 
@@ -179,8 +203,3 @@ class Desk:
             return outcome.result(lent.clock.timings(outcome.generated))
         notes = self._house.residents.take_notes
         return outcome.remembered(self._planner.catalogue, notes=notes)
-
-
-def _is_the_callers(error: ExpertError) -> bool:
-    """Whether who asked ended it, by leaving or by the time they gave."""
-    return isinstance(error, NoAnswerError)

@@ -7,13 +7,15 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from expertctl.digest import no_progress
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
 from expertctl.engine.budget import PURPOSES, Budget
 from expertctl.engine.compose import BASE_ALONE
-from expertctl.engine.kv_loan import KVWanted
+from expertctl.engine.kv_loan import KVLoan, KVWanted
+from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import OpenBase
 from expertctl.engine.memory import budget_limit, usual_budget
 from expertctl.engine.message import UserMessage
@@ -34,7 +36,7 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
-from expertctl.errors import BaseMismatchError, UsageError
+from expertctl.errors import BaseMismatchError, BudgetError, UsageError
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
@@ -121,12 +123,13 @@ class House:
                 f"{planned.base.name} is another base now than the one that is served",
                 hint="start the server again",
             )
+        base, rows, limit = self.base, self.settings.rows, self.budget.limit
         if self.settings.on_budget == "fewer":
-            limit = self.budget.limit - (self._least - self.base.buffer_bytes(1))
-            prepared = prepare_fewer(self.base, self._planner, request, planned, {}, limit=limit)
+            fewer = partial(prepare_fewer, limit=limit, rows=rows)
+            prepared = fewer(base, self._planner, request, planned, {})
         else:
-            prepared = prepare_on(self.base, self._planner, request, planned, {})
-        self._check_alone(prepared)
+            prepared = prepare_on(base, self._planner, request, planned, {})
+        check_fits(needs(self._planner, prepared, {}, rows=rows), limit)
         return prepared
 
     def in_memory(self, prepared: Prepared) -> InMemory:
@@ -157,8 +160,7 @@ class House:
             BudgetError: when they do not fit beside what is in use now.
         """
         wanted = kv_wanted(self.base, prepared, cache_key)
-        self._widen(tokens=wanted.capacity, width=memory.plan.width)
-        with self.residents.keeper(self.base.backend).borrow(wanted) as kv:
+        with self._widened_for(wanted, width=memory.plan.width) as kv:
             tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)
             refs = (expert.ref for expert in prepared.planned.result.plan.experts)
@@ -177,8 +179,7 @@ class House:
         if self._buffers <= least:
             return False
         self.model.rest()
-        self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers - least)
-        self._buffers, self._widest = least, (1, 0)
+        self._narrow(least, (1, 0))
         return True
 
     @property
@@ -226,14 +227,18 @@ class House:
         )
         return replace(request, route=route)
 
-    def _check_alone(self, prepared: Prepared) -> None:
-        """Refuse what could not run if it were alone, in words about its own part."""
-        own = [
-            need for need in needs(self._planner, prepared, {}) if need.purpose in {"experts", "kv"}
-        ]
-        tokens = prepared.prompt.capacity
-        buffers = self.base.buffer_bytes(tokens, rows=self.settings.rows)
-        check_fits(own, self.budget.limit - self.base.weight_bytes - buffers)
+    @contextmanager
+    def _widened_for(self, wanted: KVWanted, *, width: int) -> Iterator[KVLoan[KVRoom]]:
+        """Lend keys and values, with buffers that are wide enough; both or neither."""
+        before = self._buffers, self._widest
+        self._widen(tokens=wanted.capacity, width=width)
+        with ExitStack() as stack:
+            try:
+                kv = stack.enter_context(self.residents.keeper(self.base.backend).borrow(wanted))
+            except BudgetError:
+                self._narrow(*before)
+                raise
+            yield kv
 
     def _widen(self, *, tokens: int, width: int) -> None:
         """Hold buffers for so many tokens and so wide a plan, and for all that were before."""
@@ -245,6 +250,11 @@ class House:
             tiers.reserve(Tier.DEVICE, "buffers", extra, what=_WHAT)
             self._buffers = wanted
         self._widest = widest
+
+    def _narrow(self, buffers: int, widest: tuple[int, int]) -> None:
+        """Hold no more than these buffers, which were held before."""
+        self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers - buffers)
+        self._buffers, self._widest = buffers, widest
 
     def _warm(self, planned: Planned) -> None:
         """Compile what the base is run with, and read a token with it."""

@@ -11,8 +11,11 @@ from expertctl.routing.plan import Plan
 
 DEFAULT_PRIORITY = 5
 """Of 0 to 9; 9 is served first."""
-Check = Callable[[str], Checked]
-"""Tells whether an answer has the form that was asked for; called once, with the whole answer."""
+Check = Callable[[str], Checked | str]
+"""Tells whether an answer has the form that was asked for; called once, with the whole answer.
+
+Where none was, it returns the part of the answer that the usual check is for.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 from expertctl.engine.compose import BASE_ALONE
@@ -45,6 +46,8 @@ class Press:
         self.batch = Batch(house.model, rows=house.settings.rows)
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
+        self._lacked: tuple[Ticket, int, int] | None = None
+        """Who found too little memory, after how much was freed, beside how many texts."""
         self._broke = broke
         self._thread = threading.Thread(target=self._work, name="press", daemon=True)
 
@@ -70,20 +73,26 @@ class Press:
                 self._go_round()
         except Exception:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
-            self._board.abandon(_failure())
-            self._broke()
+            try:
+                self._board.abandon(_failure())
+            finally:
+                self._broke()
             raise
 
     def _go_round(self) -> None:
-        while self._has_work():
-            while self._board.errands:
-                self._board.errands.popleft()()
-            self._expire()
-            self._begin_texts()
-            self._compute()
-            self._desk.prepare_next()
+        while self.has_work():
+            self.turn()
 
-    def _has_work(self) -> bool:
+    def turn(self) -> None:
+        """Do one pass, and what is to be done before it."""
+        while self._board.errands:
+            self._board.errands.popleft()()
+        self._expire()
+        self._begin_texts()
+        self._compute()
+        self._desk.prepare_next()
+
+    def has_work(self) -> bool:
         """Wait for something to do; False when the board is closed and empty."""
         board = self._board
         with board.lock:
@@ -111,13 +120,22 @@ class Press:
         """Give rows to texts of jobs that are ready, as far as there are rows and memory."""
         while self.batch.free and self._board.ready:
             ticket, was_loading = self._board.ready[0], self._board.is_loading
+            now = ticket, self._board.freed, len(self.batch.texts)
+            if self.batch.texts and now == self._lacked:
+                return
+            if ticket.begun and self._is_reading(ticket):
+                return  # what its first text reads is not read again
             try:
                 self._begin(ticket)
             except BudgetError as error:
                 if self.batch.texts:
+                    self._lacked = now
                     return  # one of them ends and gives back what is missing
-                if not (self._made_room(ticket) or self._awaits_loading() or was_loading):
-                    self._put_out(ticket, error)
+                if self._made_room(ticket):
+                    continue
+                if self._awaits_loading() or was_loading:
+                    return  # look for others, and for jobs whose time is over
+                self._put_out(ticket, error)
             except ExpertError as error:
                 self._put_out(ticket, error)
             except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
@@ -154,13 +172,18 @@ class Press:
                 tokenizer=tokenizer,
             )
             made_with = memory.loads, memory.moved, self._house.threads
-            ticket.lents[number] = Lent(prepared, ready, *made_with, ticket.clock)
+            # the others may wait for a row yet, this one does not
+            clock = deepcopy(ticket.clock)
+            ticket.lents[number] = Lent(prepared, ready, *made_with, clock)
             self._lent[text] = _Loan(ready, stack.pop_all())
         self.batch.add(text)
         self._count_rows()  # first: who looks for memory must see that somebody holds some
         ticket.begun += 1
         if ticket.begun == ticket.job.texts:
             self._board.has_begun(ticket)
+
+    def _is_reading(self, ticket: Ticket) -> bool:
+        return any(text.is_reading for text in self._lent if text.ticket is ticket)
 
     def _made_room(self, ticket: Ticket) -> bool:
         """While nothing runs, take from those that only wait; False when they have nothing."""
@@ -217,8 +240,7 @@ class Press:
         for text in [text for text in self._lent if text.ticket is ticket]:
             self.batch.remove(text)
             self._lent.pop(text).stack.close()
-        self._desk.remember_failure(ticket, error)
-        self._board.fail(ticket, error)
+        self._desk.fail(ticket, error)
 
     def _count_rows(self) -> None:
         with self._board.lock:

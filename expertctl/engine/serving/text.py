@@ -36,7 +36,8 @@ class Text:
         """Why it cannot go on."""
         self._unread, self._tokenizer = list(unread), tokenizer
         self._begun = time.perf_counter()
-        self._prefilled, self._prefill_ms, self._first_ms = 0, 0.0, 0.0
+        self._prefilled, self._prefill_ms = 0, 0.0
+        self._first_ms: float | None = None
         self._decode_ms, self._steps = 0.0, 0
 
     @property
@@ -71,7 +72,7 @@ class Text:
         self._prefill_ms += result.ms
         if not self._unread:
             self.take(result.logits)
-            self._first_ms = (time.perf_counter() - self._begun) * 1e3
+            self._first_ms = self._ms()
 
     def count_step(self, ms: float) -> None:
         """Count a step that it took part in."""
@@ -97,7 +98,7 @@ class Text:
 
     def generated(self) -> Generated:
         """Return what came of it, once it is at its end."""
-        reason = self.writer.finish_reason
+        reason, first_ms = self.writer.finish_reason, self._first_ms
         assert reason is not None, "a text that goes on is not generated"
         return Generated(
             text="".join(self.writer.pieces),
@@ -105,11 +106,15 @@ class Text:
             finish_reason=reason,
             prefill_tokens=self._prefilled,
             prefill_ms=self._prefill_ms,
-            first_token_ms=self._first_ms or (time.perf_counter() - self._begun) * 1e3,
+            first_token_ms=self._ms() if first_ms is None else first_ms,
             decode_ms=self._decode_ms,
             decode_steps=self._steps,
             stopped_by=self.writer.stopped_by,
         )
+
+    def _ms(self) -> float:
+        """Milliseconds since it began."""
+        return (time.perf_counter() - self._begun) * 1e3
 
     def _tell(self, text: str, drawn: tuple[Drawn, ...]) -> None:
         if text or drawn:

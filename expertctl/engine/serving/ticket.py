@@ -13,7 +13,9 @@ from expertctl.engine.preparation import Prepared
 from expertctl.engine.run_result import BytesRead
 from expertctl.engine.serving.job import Event, Job, Sink
 from expertctl.errors import CancelledError, TimedOutError
+from expertctl.reference import Reference
 from expertctl.routing.planner import Planned
+from expertctl.routing.request import Forced
 
 Stage = Literal["waiting", "preparing", "loading", "ready", "running", "concluding", "ended"]
 Stopped = Literal["cancelled", "timeout"]
@@ -40,11 +42,14 @@ class Ticket:
     left_line: float = field(default_factory=now)
     """When it began to be prepared; until then, when it came."""
     clock: Clock = field(default_factory=Clock)
+    """Runs until its last text begins; each text has a copy of how it stood at its beginning."""
     stage: Stage = "waiting"
     is_cancelled: bool = False
     planned: Planned | None = None
     prepared: Prepared | None = None
     memory: InMemory | None = None
+    lacks_since: float | None = None
+    """Since when its experts find no memory."""
     begun: int = 0
     """How many of its texts have begun."""
     lents: dict[int, Lent] = field(default_factory=dict)
@@ -67,8 +72,11 @@ class Ticket:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """The experts of its plan, once there is one."""
-        return tuple(e.ref for e in self.planned.result.plan.experts) if self.planned else ()
+        """The experts of its plan; until there is one, those that were asked for."""
+        if self.planned is not None:
+            return tuple(expert.ref for expert in self.planned.result.plan.experts)
+        named = (one.target for one in self.job.request.experts if isinstance(one, Forced))
+        return tuple(str(name.package) for name in named if isinstance(name, Reference))
 
     def stopped(self) -> Stopped | None:
         """Why it is not to go on, if so."""

@@ -1,9 +1,13 @@
 """Who is next: jobs in a bounded line, by priority, and fairly among those who asked.
 
-Of the jobs of the highest priority that one is taken whose owner was served least of late, and of
-an owner's own the one that came first. What was served counts from the moment an owner comes, so
-nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). Jobs of an owner
-who is not served rise by one priority every `RISE_SECONDS`, so nobody waits for ever.
+The next turn is that of the owner who has a job of the highest priority, and of several such that
+of the one who was served least of late. What was served counts from the moment an owner comes, so
+nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). Owners who are not
+served rise by one priority every `RISE_SECONDS`, and so does each job among those of its owner: no
+owner waits for ever, and no job.
+
+So that one owner with many jobs does not keep others out, all who asked within `ASKED_SECONDS` have
+equal shares of the places; who asks alone has them all.
 """
 
 from collections.abc import Iterator
@@ -11,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 RISE_SECONDS = 10.0
+ASKED_SECONDS = 60.0
 
 
 class Waiting(Protocol):
@@ -42,6 +47,10 @@ class _Place(Generic[Item]):
         """Its priority, risen since it came or its owner was served last."""
         return self.item.priority + int((now - max(self.since, served)) / RISE_SECONDS)
 
+    def order(self, now: float) -> tuple[int, int]:
+        """Its place among the jobs of its owner: risen since it came."""
+        return -self.level(now, self.since), self.number
+
 
 class WaitingLine(Generic[Item]):
     """Jobs that nobody works at yet; times are seconds of one clock."""
@@ -53,6 +62,8 @@ class WaitingLine(Generic[Item]):
         self._served: dict[str, float] = {}
         self._last: dict[str, float] = {}
         """When owners who wait were served last."""
+        self._asked: dict[str, float] = {}
+        """When owners asked for a place last."""
         self._begun = 0.0
         """What the owner that was taken last had been served before."""
         self._numbers = 0
@@ -70,20 +81,27 @@ class WaitingLine(Generic[Item]):
         """Whether no more may come."""
         return len(self._places) >= self.bound
 
-    def add(self, item: Item, *, now: float) -> None:
-        """Put a job into the line, which is not full."""
-        assert not self.is_full, "whoever adds has looked"
+    def add(self, item: Item, *, now: float) -> bool:
+        """Put a job into the line; False when it is full, or its owner's share of it."""
+        self._asked = {o: at for o, at in self._asked.items() if now - at < ASKED_SECONDS}
+        self._asked[item.owner] = now
+        share = max(1, self.bound // len(self._asked))
+        own = sum(place.item.owner == item.owner for place in self._places)
+        if self.is_full or own >= share:
+            return False
         self._numbers += 1
         self._places.append(_Place(item, self._numbers, now))
         self._served[item.owner] = max(self._served.get(item.owner, 0.0), self._begun)
+        return True
 
     def take(self, *, now: float) -> Item | None:
         """Take who is next out of the line; None when nobody waits."""
         if not self._places:
             return None
-        place = min(self._places, key=lambda place: self._order(place, now))
+        owner = min(self._places, key=lambda place: self._turn(place, now)).item.owner
+        own = (place for place in self._places if place.item.owner == owner)
+        place = min(own, key=lambda place: place.order(now))
         self._places.remove(place)
-        owner = place.item.owner
         self._begun = self._served[owner]
         self._served[owner] += place.item.cost
         self._last[owner] = now
@@ -106,7 +124,7 @@ class WaitingLine(Generic[Item]):
         numbers = [place.number for place in self._places]
         assert numbers == sorted(set(numbers))
 
-    def _order(self, place: _Place[Item], now: float) -> tuple[float, float, int]:
+    def _turn(self, place: _Place[Item], now: float) -> tuple[float, float, int]:
         owner = place.item.owner
         level = place.level(now, self._last.get(owner, place.since))
         return -level, self._served[owner], place.number

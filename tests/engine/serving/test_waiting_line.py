@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from expertctl.engine.serving.waiting_line import RISE_SECONDS, WaitingLine
+from expertctl.engine.serving.waiting_line import ASKED_SECONDS, RISE_SECONDS, WaitingLine
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def taken(line: WaitingLine[Job], *, now: float = 0.0) -> list[Job]:
 def line_of(*jobs: Job, bound: int = 100) -> WaitingLine[Job]:
     line = WaitingLine[Job](bound)
     for job in jobs:
-        line.add(job, now=0.0)
+        assert line.add(job, now=0.0)
     return line
 
 
@@ -71,6 +71,36 @@ def test_a_long_line_of_one_caller_does_not_outgrow_the_turns_of_another() -> No
     assert line.take(now=15.0) == Job("one", number=99)
 
 
+def test_a_job_rises_among_those_of_its_owner_however_often_others_of_them_are_served() -> None:
+    line = line_of(Job("a", priority=0, number=0))
+    for second in range(1, 200):
+        assert line.add(Job("a", priority=9, number=second), now=float(second))
+        job = line.take(now=float(second))
+        assert job is not None
+        if job.number == 0:
+            break
+    assert second == 9 * RISE_SECONDS
+
+
+def test_who_asks_alone_has_all_places_and_of_two_each_has_half() -> None:
+    line = WaitingLine[Job](8)
+    added = [line.add(Job("many", number=n), now=0.0) for n in range(10)]
+    assert added.count(True) == 8
+    assert not line.add(Job("one"), now=1.0), "no place is free"
+    for second in range(2, 6):
+        assert line.take(now=float(second)) is not None
+        assert not line.add(Job("many"), now=float(second)), "its share is half now"
+    assert line.add(Job("one"), now=6.0)
+
+
+def test_a_share_is_given_up_by_who_asks_no_more() -> None:
+    line = WaitingLine[Job](8)
+    assert line.add(Job("one"), now=0.0)
+    later = [line.add(Job("many", number=n), now=ASKED_SECONDS - 1) for n in range(8)]
+    assert later.count(True) == 4
+    assert line.add(Job("many"), now=ASKED_SECONDS)
+
+
 def test_a_job_that_is_removed_is_not_served() -> None:
     first, second = Job(number=1), Job(number=2)
     line = line_of(first, second)
@@ -97,14 +127,19 @@ class Lines(RuleBasedStateMachine):
         super().__init__()
         self.line, self.now, self.number = WaitingLine[Job](6), 0.0, 0
         self.here: list[Job] = []
+        self.asked: dict[str, float] = {}
 
-    @precondition(lambda self: len(self.here) < 6)
     @rule(owner=st.sampled_from("abcd"), priority=st.integers(0, 9), cost=st.integers(1, 4))
     def add(self, owner: str, priority: int, cost: int) -> None:
         self.number += 1
         job = Job(owner, priority, cost, self.number)
-        self.line.add(job, now=self.now)
-        self.here.append(job)
+        self.asked[owner] = self.now
+        lately = [one for one, at in self.asked.items() if self.now - at < ASKED_SECONDS]
+        own = [other for other in self.here if other.owner == owner]
+        fits = len(self.here) < 6 and len(own) < 6 // len(lately)
+        assert self.line.add(job, now=self.now) == fits
+        if fits:
+            self.here.append(job)
 
     @rule(seconds=st.floats(0, 100))
     def wait(self, seconds: float) -> None:

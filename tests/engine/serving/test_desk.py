@@ -1,0 +1,215 @@
+"""Before and after the batch: a job that fails there ends alone; what lacks memory waits."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from expertctl.engine.answer_form import Checked
+from expertctl.engine.request import RunRequest
+from expertctl.engine.serving import board
+from expertctl.engine.serving.ticket import Ticket
+from expertctl.errors import BudgetError, CancelledError, DigestError, UsageError
+from tests.engine.market import Market
+from tests.engine.serving.workshop import (
+    SETTINGS,
+    Caller,
+    Workshop,
+    held_by_others,
+    market,
+    request,
+    workshop,
+)
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house", "market"]
+
+ENDLESS = 400
+
+
+@pytest.fixture(autouse=True)
+def known(house: House, market: Market) -> None:
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
+
+
+@pytest.fixture
+def shop(house: House) -> Iterator[Workshop]:
+    with workshop(house.home) as shop:
+        yield shop
+
+
+def damage(house: House, name: str) -> None:
+    """Change a bit of an expert's weights, behind the server."""
+    [stored] = [e for e in house.store.experts() if str(e.package) == f"acme/{name}"]
+    weights = max(stored.files, key=lambda file: file.size)
+    path = house.store.paths.blob(weights.digest)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.chmod(0o600)
+    path.write_bytes(data)
+
+
+def lacks_memory(caller: Caller) -> bool:
+    return caller.ticket.lacks_since is not None
+
+
+def test_an_expert_whose_bytes_changed_fails_its_own_job_and_is_remembered(
+    shop: Workshop, house: House
+) -> None:
+    damage(house, "sql")
+    bad, good = shop.submit(request("Sort: 1", "sql")), shop.submit(request("Sort: 1", "go"))
+    shop.finish(bad, good)
+    assert isinstance(bad.error, DigestError)
+    assert good.results[0].generated.tokens
+    shop.check_idle()
+    shop.desk.plan(shop.house.bound(request()))  # behind what is remembered
+    blamed = [job for job in shop.planner.catalogue.history.jobs() if job.blamed]
+    assert [[expert.ref for expert in job.experts] for job in blamed] == [["acme/sql@1.0.0"]]
+
+
+def test_a_check_that_breaks_ends_one_job_and_is_told(shop: Workshop) -> None:
+    def check(_: str) -> Checked:
+        raise ZeroDivisionError
+
+    bad, good = shop.submit(request(), check=check), shop.submit(request())
+    shop.finish(bad, good)
+    assert bad.error.message == "the server failed to answer this"
+    assert "ZeroDivisionError" in shop.told[0]
+    assert good.results[0].generated.tokens
+    shop.check_idle()
+
+
+def test_a_check_that_takes_long_holds_up_no_other_job(shop: Workshop) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def check(_: str) -> Checked:
+        begun.set()
+        assert may_end.wait(60)
+        return Checked(True)
+
+    slow = shop.submit(request(), check=check)
+    shop.turn_until(begun.is_set)
+    quick = shop.answer(request("Sort: 1", "sql"))
+    assert quick.results[0].generated.tokens
+    assert not slow.is_over
+    may_end.set()
+    shop.finish(slow)
+    assert slow.results[0].validation_passed
+
+
+def test_a_check_may_leave_the_usual_one_a_part_of_the_answer(shop: Workshop) -> None:
+    wanted = request("Answer with JSON only: a list of numbers")
+    whole = shop.answer(wanted, check=lambda _: "[1, 2]")
+    assert whole.results[0].validation_passed is True
+    part = shop.answer(wanted, check=lambda _: "[1, 2")
+    assert part.results[0].validation_passed is False
+
+
+def test_an_expert_that_finds_no_memory_comes_again_when_some_is_given_back(
+    shop: Workshop,
+) -> None:
+    first = shop.ready(request("Sort: 1", max_tokens=ENDLESS))
+    shop.press.turn()
+    with held_by_others(shop, leaving=1000):
+        second = shop.submit(request("Sort: 2", "go"))
+        shop.wait(lambda: lacks_memory(second))
+        assert (second.events, second.ticket.memory) == ([], None)
+    shop.turn_until(lambda: second.is_over)
+    assert second.results[0].generated.tokens
+    assert not lacks_memory(second)
+    shop.board.call_off(first.ticket.job.id)
+    shop.finish(first)
+    shop.check_idle()
+
+
+def test_a_job_that_waits_for_memory_can_be_called_off(shop: Workshop) -> None:
+    first = shop.ready(request("Sort: 1", max_tokens=ENDLESS))
+    shop.press.turn()
+    with held_by_others(shop, leaving=1000):
+        second = shop.submit(request("Sort: 2", "go"))
+        shop.wait(lambda: lacks_memory(second))
+        shop.board.call_off(second.ticket.job.id)
+        shop.wait(lambda: second.is_over)
+    assert isinstance(second.error, CancelledError)
+    assert not first.is_over
+    shop.board.call_off(first.ticket.job.id)
+    shop.finish(first)
+    shop.check_idle()
+
+
+def test_an_expert_that_nobody_can_make_room_for_is_refused(shop: Workshop) -> None:
+    with held_by_others(shop, leaving=1000):
+        job = shop.answer(request("Sort: 2", "go"))
+    assert isinstance(job.error, BudgetError)
+    assert "acme/go" in job.error.message
+    assert shop.answer(request("Sort: 2", "go")).results[0].generated.tokens
+    shop.check_idle()
+
+
+def test_an_idle_server_gives_up_wide_buffers_for_an_expert(shop: Workshop) -> None:
+    shop.answer(request("Sort: 1", max_tokens=ENDLESS))
+    wide = shop.house.budget.held("buffers")
+    with held_by_others(shop, leaving=1000):
+        job = shop.answer(request("Sort: 2", "go", max_tokens=2))
+        assert job.results[0].generated.tokens
+        assert shop.house.budget.held("buffers") < wide
+    shop.check_idle()
+
+
+def test_whoever_waits_for_memory_is_not_overtaken_for_ever(
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(board, "PATIENCE_SECONDS", 1e-9)
+    first = shop.ready(request("Sort: 1", max_tokens=ENDLESS))
+    shop.press.turn()
+    with held_by_others(shop, leaving=1000):
+        large = shop.submit(request("Sort: 2", "go"))
+        shop.wait(lambda: lacks_memory(large))
+        small = shop.submit(request("Sort: 3"))
+        assert small.ticket.stage == "waiting"
+    shop.turn_until(lambda: small.ticket.stage != "waiting")
+    assert large.ticket.planned is not None
+    assert not lacks_memory(large)
+    shop.board.call_off(first.ticket.job.id)
+    shop.finish(first, large, small)
+    shop.check_idle()
+
+
+def test_a_job_that_failed_is_kept_by_nobody(shop: Workshop) -> None:
+    job = shop.answer(request("word " * 9000, "sql"))
+    failed_id, job.ticket = job.ticket.job.id, shop.answer(request()).ticket
+    gc.collect()  # who works keeps what they did last until the next job
+    tickets = [one for one in gc.get_objects() if type(one) is Ticket]
+    assert failed_id not in {ticket.job.id for ticket in tickets}
+    assert isinstance(job.error, UsageError)  # the caller has it still
+
+
+def test_a_plan_that_does_not_fit_is_answered_with_fewer_experts_which_is_told(
+    house: House,
+) -> None:
+    both = request("Sort: 1", "sql", "go")
+    limit = least_budget(house, both) - 1
+    fewer = replace(SETTINGS, budget=limit, on_budget="fewer")
+    with workshop(house.home, replace(fewer, on_budget="queue")) as shop:
+        assert isinstance(shop.answer(both).error, BudgetError)
+    with workshop(house.home, fewer) as shop:
+        [result] = shop.answer(both).results
+        [dropped] = result.dropped
+        [kept] = result.planned.result.plan.experts
+        assert {dropped.ref, kept.ref} == {"acme/sql@1.0.0", "acme/go@1.0.0"}
+        assert dropped.warning in result.warnings
+        name = kept.ref.removeprefix("acme/").removesuffix("@1.0.0")
+        [alone] = shop.answer(request("Sort: 1", name)).results
+        assert alone.generated.tokens == result.generated.tokens
+        assert shop.house.budget.peak <= limit
+        assert dict(shop.board.totals.experts) == {kept.ref: 2}
+
+
+def least_budget(house: House, wanted: RunRequest) -> int:
+    """The smallest budget that a server takes a request with."""
+    with workshop(house.home) as shop:
+        return shop.least_budget(wanted)
