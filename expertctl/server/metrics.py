@@ -3,7 +3,8 @@
 Requests and answers are counted as they end; what the engine is doing is read from its snapshot
 when somebody asks. Routes are templates, methods and outcomes closed sets: no client can make new
 time series. Those with ``vllm:`` have the names and labels by which gateways schedule to servers
-of vLLM (the model server protocol of the gateway API inference extension).
+of vLLM (the model server protocol of the gateway API inference extension). Experts have a series
+each, as far as they are counted apart.
 """
 
 import time
@@ -204,6 +205,12 @@ def _experts(now: Snapshot) -> Iterator[Family]:
     for tier, traffic in now.traffic.items():
         loaded.add_metric([tier], traffic.nbytes)
     yield loaded
+    asked = CounterMetricFamily(
+        "expertctl_expert_requests", "Jobs that an expert had a part in.", labels=["expert"]
+    )
+    for ref, jobs in now.totals.experts:
+        asked.add_metric([ref], jobs)
+    yield asked
 
 
 def _as_vllm(base: str, now: Snapshot) -> Iterator[Family]:

@@ -51,6 +51,9 @@ def test_what_the_engine_does_is_there(scraped: dict[str, Metric]) -> None:
     assert value(scraped["expertctl_tokens"], "_total", kind="generated") >= 2
     assert value(scraped["expertctl_memory_bytes"], owner="base") > 0
     assert value(scraped["expertctl_expert_loads"], "_total", tier="ram") >= 1
+    asked = scraped["expertctl_expert_requests"]
+    assert value(asked, "_total", expert="acme/sql@1.0.0") >= 1
+    assert {sample.labels["expert"] for sample in asked.samples} == {"acme/sql@1.0.0"}
     assert value(scraped["expertctl_batch_rows"]) == 16
     assert value(scraped["expertctl_queue_jobs"]) == 0
     assert 0 < value(scraped["expertctl_kv_limit_bytes"]) <= 64 << 20

@@ -72,7 +72,15 @@ def _experts(now: Snapshot) -> list[JsonValue]:
     """
     running, prepared = _times(now.running_plans), _times(now.waiting_plans)
     busiest = sorted(running | prepared, key=lambda ref: (-running[ref], -prepared[ref], ref))
-    return [{"ref": ref, "running": running[ref], "prepared": prepared[ref]} for ref in busiest]
+    return [
+        {
+            "ref": ref,
+            "running": running[ref],
+            "prepared": prepared[ref],
+            "requests": now.totals.experts.of(ref),
+        }
+        for ref in busiest
+    ]
 
 
 def _times(plans: Iterable[tuple[str, ...]]) -> Counter[str]:

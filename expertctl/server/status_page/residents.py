@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from expertctl.engine.serving.expert_counts import ExpertCounts
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
@@ -9,13 +10,14 @@ MAX_LISTED = 200
 """So many fit on a page; the others are counted."""
 
 
-def residents(experts: Sequence[ExpertHere]) -> JsonObject:
+def residents(experts: Sequence[ExpertHere], counts: ExpertCounts) -> JsonObject:
     """Return how many experts can answer here, and those whose weights are in memory, by name."""
     here = sorted((one for one in experts if one.in_memory), key=lambda one: one.expert.ref)
-    listed = list[JsonValue](_resident(one) for one in here[:MAX_LISTED])
+    listed = list[JsonValue](_resident(one, counts) for one in here[:MAX_LISTED])
     able = sum(one.fits and not one.expert.revoked for one in experts)
     return {"able": able, "in_memory": len(here), "listed": listed}
 
 
-def _resident(here: ExpertHere) -> JsonObject:
-    return {"ref": here.expert.ref, "size": here.expert.stored.size}
+def _resident(here: ExpertHere, counts: ExpertCounts) -> JsonObject:
+    ref = here.expert.ref
+    return {"ref": ref, "size": here.expert.stored.size, "requests": counts.of(ref)}

@@ -81,7 +81,11 @@ class _Numbers:
 
     async def experts(self, _: Request) -> Response:
         """Answer with what is installed and in memory, which may wait for a plan to be made."""
-        return _json(residents(await to_thread.run_sync(self._service.engine.experts)))
+        return _json(await to_thread.run_sync(self._residents))
+
+    def _residents(self) -> JsonObject:
+        engine = self._service.engine
+        return residents(engine.experts(), engine.snapshot().totals.experts)
 
     def _read(self) -> JsonObject:
         engine = self._service.engine

@@ -59,9 +59,17 @@ def test_keys_and_values_that_no_text_uses_are_kept_ones() -> None:
 
 def test_an_expert_counts_once_for_each_text_and_the_busiest_is_first() -> None:
     assert figures(snapshot(), NONE)["experts"] == [
-        {"ref": SQL, "running": 3, "prepared": 0},
-        {"ref": DATES, "running": 2, "prepared": 1},
+        {"ref": SQL, "running": 3, "prepared": 0, "requests": 0},
+        {"ref": DATES, "running": 2, "prepared": 1, "requests": 0},
     ]
+
+
+def test_an_expert_is_told_with_the_jobs_that_it_had_a_part_in() -> None:
+    totals = Totals()
+    totals.experts.count([DATES])
+    told = figures(snapshot(totals=totals), NONE)["experts"]
+    assert isinstance(told, list)
+    assert [one["requests"] for one in told] == [0, 1]  # type: ignore[index]  # objects
 
 
 def test_tiers_have_their_traffic() -> None:

@@ -2,8 +2,10 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from expertctl.server.status_page.routes import FILES, HEADERS
 from tests.server.conftest import MakeServed
@@ -95,6 +97,14 @@ def test_the_experts_in_memory_are_named_with_their_size(served: Served) -> None
     assert f"{EXPERTS[1]}@1.0.0" in listed
     assert listed == {r: one["size"] for r, one in installed.items() if one["in_memory"]}
     assert told["in_memory"] == len(listed)
+    again = client.post("/v1/infer", json=body)
+    assert again.status_code == 200
+    jobs = [{o["ref"]: o["requests"] for o in t["listed"]} for t in (told, _experts(client))]
+    assert jobs[1][f"{EXPERTS[1]}@1.0.0"] == jobs[0][f"{EXPERTS[1]}@1.0.0"] + 1
+
+
+def _experts(client: TestClient) -> Any:
+    return client.get("/status/experts").json()
 
 
 def test_numbers_want_a_key_where_there_are_keys_and_the_page_does_not(

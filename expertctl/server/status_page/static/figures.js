@@ -118,11 +118,12 @@ function tile(name, number, below) {
 function showExperts(busy, { able, in_memory: inMemory, listed }) {
   const sizes = new Map(listed.map(({ ref, size }) => [ref, size]));
   const idle = listed.filter(({ ref }) => !busy.some((one) => one.ref === ref));
-  const all = [...busy, ...idle.map(({ ref }) => ({ ref, running: 0, prepared: 0 }))];
-  const rows = all.map(({ ref, running, prepared }) => [
+  const all = [...busy, ...idle.map(({ ref, requests }) => ({ ref, running: 0, prepared: 0, requests }))];
+  const rows = all.map(({ ref, running, prepared, requests }) => [
     ref,
     count(running),
     count(prepared),
+    count(requests),
     sizes.has(ref) ? bytes(sizes.get(ref)) : "–",
   ]);
   byId("no-experts").hidden = rows.length > 0;
