@@ -2,7 +2,8 @@
 
 Nothing that is written can be forced into a form, so its form is looked at afterwards: that of what
 is said by the schema or format that was asked for, that of a call by the schema of its tool where
-the tool is ``strict``. What was thought is no answer. An answer with calls says nothing that a
+the tool is ``strict``. Where nothing was asked for, the form that experts or the prompt call for is
+looked for in what is said. What was thought is no answer. An answer with calls says nothing that a
 format is meant for.
 """
 
@@ -37,16 +38,16 @@ class AnswerCheck:
 
     reading: Reading
     form: Check | None
-    """What is asked of what is said."""
+    """What is asked of what is said; None: what experts or the prompt call for."""
     tools: Schemas
 
-    def __call__(self, text: str) -> Checked:
-        """Check a whole answer, as the model wrote it."""
+    def __call__(self, text: str) -> Checked | str:
+        """Check a whole answer, as the model wrote it; or return what of it is to be checked."""
         answer = self.reading.whole(text)
         if answer.calls:
             found = [self._fits(call) for call in answer.calls if call.name in self.tools]
             return worst(found) if found else UNCHECKED
-        return UNCHECKED if self.form is None else self.form(answer.said)
+        return answer.said if self.form is None else self.form(answer.said)
 
     def _fits(self, call: Call) -> Checked:
         what = f"what {call.name} is called with"
@@ -56,13 +57,14 @@ class AnswerCheck:
 def answer_check(
     reading: Reading, *, form: Check | None, tools: Sequence[StrictTool]
 ) -> AnswerCheck | None:
-    """Return the check of answers; None where nothing was asked of them.
+    """Return the check of answers; None where nothing was asked, and all that is written is said.
 
     Raises:
         FieldError: when the schema of a tool cannot be used.
     """
     schemas = _schemas(tools)
-    return AnswerCheck(reading, form, schemas) if form or schemas else None
+    needed = form is not None or reading.tools or reading.thinks
+    return AnswerCheck(reading, form, schemas) if needed else None
 
 
 def _schemas(tools: Sequence[StrictTool]) -> Schemas:

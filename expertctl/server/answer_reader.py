@@ -43,6 +43,8 @@ class Reading:
     tools: Collection[str] = ()
     one_call: bool = False
     """Whether only the first call counts, as the client asked."""
+    thinks: bool = False
+    """Whether the base is one that may think before it answers."""
     opened: bool = False
     """Whether the prompt ends inside a thought."""
 

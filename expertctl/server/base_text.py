@@ -15,7 +15,7 @@ from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.tokenizer_config import TemplateSource
 from expertctl.errors import ExpertError
 from expertctl.schema.strict_json import JsonValue, canonical
-from expertctl.server.thinking import opens_thinking
+from expertctl.server.thinking import OPEN, opens_thinking
 from expertctl.server.tool_calls.call_format import CallFormat, format_of, reads_tools
 
 _ANY_TURN = (Message("user", "?"),)
@@ -39,6 +39,11 @@ class BaseText:
     def reads_tools(self) -> bool:
         """Whether it can be told of tools at all."""
         return reads_tools(self._template)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether it may think before it answers: its template or its tokens know the tag."""
+        return OPEN in self._template or self.tokenizer.token_id(OPEN) is not None
 
     def opens_thinking(self, variables: Mapping[str, JsonValue]) -> bool:
         """Whether a prompt ends inside a thought, with these variables of the chat template."""

@@ -23,10 +23,15 @@ def tool(schema: Any = NUMBER, *, name: str = "f", number: int = 0) -> StrictToo
     return StrictTool(name, schema, f"tools[{number}].schema")
 
 
+PLAIN = Reading(form=HERMES)
+
+
 def checked(text: str, *, form: Any = None, tools: Any = None) -> Checked:
     check = answer_check(READING, form=form, tools=(tool(),) if tools is None else tools)
     assert check is not None
-    return check(text)
+    found = check(text)
+    assert isinstance(found, Checked)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -39,7 +44,6 @@ def checked(text: str, *, form: Any = None, tools: Any = None) -> Checked:
         (f"Look: {GOOD}", True),
         (GOOD + LOOSE, True),
         (LOOSE, None),
-        ("No call at all", None),
     ],
 )
 def test_every_call_of_a_strict_tool_must_fit_its_schema(text: str, passed: bool | None) -> None:
@@ -58,8 +62,18 @@ def test_a_form_is_asked_of_what_is_said_only() -> None:
     assert checked(LOOSE, form=check_object, tools=()).passed is None
 
 
-def test_nothing_is_checked_where_nothing_was_asked() -> None:
-    assert answer_check(READING, form=None, tools=()) is None
+@pytest.mark.parametrize("text", ["<think>[1]</think>\n\n{}", "{}", f"<think>{BAD}</think>{{}}"])
+def test_where_nothing_was_asked_what_is_said_is_returned_for_the_usual_check(text: str) -> None:
+    check = answer_check(READING, form=None, tools=(tool(),))
+    assert check is not None
+    assert check(text) == "{}"
+
+
+def test_an_answer_that_is_said_as_it_is_written_needs_no_check_of_its_own() -> None:
+    assert answer_check(PLAIN, form=None, tools=()) is None
+    assert answer_check(PLAIN, form=check_object, tools=()) is not None
+    thinks = Reading(form=HERMES, thinks=True)
+    assert answer_check(thinks, form=None, tools=()) is not None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ def test_a_thought_may_be_open_depending_on_what_the_template_is_told(tmp_path: 
     assert not text.opens_thinking({"enable_thinking": False})
 
 
+def test_a_base_may_think_where_its_template_knows_the_tag(tmp_path: Path) -> None:
+    assert base_text(tmp_path, THINKS).thinks
+    assert not base_text(tmp_path / "plain", "{{ messages[0].content }}").thinks
+
+
 def test_a_template_that_fails_opens_nothing(tmp_path: Path) -> None:
     assert not base_text(tmp_path, "{{ raise_exception('no') }}<think>").opens_thinking({})
 

@@ -134,6 +134,7 @@ def _reading(request: MessageRequest, asked: Asked, text: BaseText) -> Reading:
         form=text.form,
         tools=frozenset(tool.name for tool in asked.tools),
         one_call=one_call(request.tool_choice),
+        thinks=text.thinks,
         opened=text.opens_thinking(asked.variables),
     )
 

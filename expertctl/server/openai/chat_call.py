@@ -29,7 +29,6 @@ from expertctl.server.openai.tool import Tool, offered, strict_tools
 from expertctl.server.post_processing.check import check_of
 from expertctl.server.settings import ServeSettings
 from expertctl.server.thought_tokens import thought_tokens
-from expertctl.server.tool_calls.call_format import CallFormat
 from expertctl.server.tool_calls.earlier_calls import with_known_ids
 
 _OURS = re.compile(
@@ -89,7 +88,13 @@ def chat_call(
     choice = chosen(request.model, base_name=base_name)
     tools = _tools(request, text)
     variables = _variables(request, tools)
-    reading = _reading(request, tools, opened=text.opens_thinking(variables), form=text.form)
+    reading = Reading(
+        form=text.form,
+        tools=frozenset(tool.function.name for tool in tools),
+        one_call=request.parallel_tool_calls is False,
+        thinks=text.thinks,
+        opened=text.opens_thinking(variables),
+    )
     turns = with_known_ids(messages_of(request.messages), text.form)
     prompt = routed_by(turns)
     asked = RunRequest(
@@ -131,17 +136,6 @@ def _job(
             form=_form(request, settings),
             tools=strict_tools(request.tools or ()) if reading.tools else (),
         ),
-    )
-
-
-def _reading(
-    request: ChatRequest, tools: tuple[Tool, ...], *, opened: bool, form: CallFormat
-) -> Reading:
-    return Reading(
-        form=form,
-        tools=frozenset(tool.function.name for tool in tools),
-        one_call=request.parallel_tool_calls is False,
-        opened=opened,
     )
 
 

@@ -279,6 +279,15 @@ def test_a_form_is_not_looked_for_in_thoughts_and_calls(client: Client) -> None:
     assert told(thought)["validation_passed"] is False
 
 
+def test_a_form_that_the_prompt_calls_for_is_not_looked_for_in_calls(client: Client) -> None:
+    called = ask(client, "The weather, as json", tools=[WEATHER])
+    assert called.choices[0].finish_reason == "tool_calls"
+    assert told(called)["validation_passed"] is None
+    assert told(called)["warnings"] == []
+    said = ask(client, "The weather, as json")
+    assert told(said)["validation_passed"] is False
+
+
 def test_an_answer_that_is_read_by_its_type_is_parsed_by_the_client(client: Client) -> None:
     answer = client.chat.completions.parse(
         model="tiny",

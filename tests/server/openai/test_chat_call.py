@@ -176,7 +176,9 @@ def test_a_check_that_only_the_operator_can_name_is_one_of_theirs(text: BaseText
     with pytest.raises(FieldError) as refused:
         call(text, response_format=form)
     assert refused.value.field == "response_format"
-    assert call(text, response_format={"type": "text"}).job.check is None
+    usual = call(text, response_format={"type": "text"}).job.check
+    assert usual is not None
+    assert usual("<think>So?</think>Hi") == "Hi"
 
 
 def test_a_base_that_reads_no_tools_is_not_told_of_any(text: BaseText) -> None:
