@@ -6,6 +6,7 @@ Observations are made in the threads of the engine, as events pass to who asked.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
@@ -83,17 +84,17 @@ class Metered:
         """End a job where it is; one that is unknown or at its end stays as it is."""
         self._engine.cancel(job_id)
 
-    def plan(self, request: RunRequest) -> Planned:
-        """Return the plan that a request would have; it blocks, so call it in a thread."""
+    def plan(self, request: RunRequest) -> Future[Planned]:
+        """Return the plan that a request would have, once it is made."""
         return self._engine.plan(request)
 
     def experts(self) -> tuple[ExpertHere, ...]:
         """Return the installed experts; it blocks, so call it in a thread."""
         return self._engine.experts()
 
-    def expected_wait(self) -> float:
-        """Return about how many seconds a job would wait that came now."""
-        return self._engine.expected_wait()
+    def expected_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait, or one would that came now."""
+        return self._engine.expected_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
         """Forget what was kept under a key."""

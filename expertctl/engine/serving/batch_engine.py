@@ -12,6 +12,7 @@ could not have it even alone is refused.
 """
 
 import uuid
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -122,11 +123,11 @@ class BatchEngine:
         """End a job where it is; one that is unknown or at its end stays as it is."""
         self._board.call_off(job_id)
 
-    def plan(self, request: RunRequest) -> Planned:
-        """Return the plan that a request would have; it takes a while.
+    def plan(self, request: RunRequest) -> Future[Planned]:
+        """Return the plan that a request would have, or what is wrong with it, once it is made.
 
         Raises:
-            ExpertError: whatever is wrong with the request or the experts.
+            UsageError: when it wants what is not done here.
         """
         return self._desk.plan(self._house.bound(request))
 
@@ -135,9 +136,9 @@ class BatchEngine:
         inventory = self._desk.inventory()
         return tuple(self._house.expert_here(one) for one in inventory.experts)
 
-    def expected_wait(self) -> float:
-        """Return about how many seconds a job would wait that came now."""
-        return self._board.expected_wait()
+    def expected_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait, or one would that came now."""
+        return self._board.expected_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
         """Drop what is kept for the next request of a key, soon."""

@@ -121,12 +121,14 @@ class Board:
             self._preparing += 1
             self.give_back(ticket)
 
-    def expected_wait(self) -> float:
-        """Return about how many seconds a job would wait that came now."""
+    def expected_wait(self, job_id: str | None = None) -> float:
+        """Return about how many seconds a job has to wait, or one would that came now."""
         with self.lock:
-            ahead = len(self.line) + self._preparing + len(self.ready)
-            waiting = 1 + len(self.line) if ahead >= self.free_rows else 0
-            return waiting * self._job_seconds / self._rows
+            ticket = None if job_id is None else self._tickets.get(job_id)
+            ahead = self.line.ahead(ticket, now=time.monotonic())
+            if ahead + self._preparing + len(self.ready) < self.free_rows:
+                return 0.0
+            return (1 + ahead) * self._job_seconds / self._rows
 
     def has_begun(self, ticket: Ticket) -> None:
         """Let a job be ready no longer: all its texts have rows."""

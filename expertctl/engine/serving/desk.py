@@ -50,13 +50,9 @@ class Desk:
         """Have the base read; raises as `House.open` does."""
         self._planning.submit(self._house.open, self._session).result()
 
-    def plan(self, request: RunRequest) -> Planned:
-        """Plan a request that is not answered; any thread may wait for it.
-
-        Raises:
-            ExpertError: whatever is wrong with it.
-        """
-        return self._planning.submit(plan_request, self._session, request, {}).result()
+    def plan(self, request: RunRequest) -> Future[Planned]:
+        """Plan a request that is not answered, behind what is planned already."""
+        return self._planning.submit(plan_request, self._session, request, {})
 
     def inventory(self) -> Inventory:
         """Return the installed experts; any thread may wait for it."""

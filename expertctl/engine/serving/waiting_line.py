@@ -10,6 +10,7 @@ So that one owner with many jobs does not keep others out, all who asked within 
 equal shares of the places; who asks alone has them all.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -107,6 +108,30 @@ class WaitingLine(Generic[Item]):
         self._last[owner] = now
         self._forget_absent()
         return place.item
+
+    def ahead(self, item: Item | None, *, now: float) -> int:
+        """Count those whose turns come about before that of a job; all, if it is not in the line.
+
+        These are those of its owner that are served before it, and of other owners all of higher
+        priority, or of the same as many as catch up with what its owner is served until then.
+        """
+        own = next((place for place in self._places if place.item is item), None)
+        if own is None:
+            return len(self._places)
+        turns = dict[str, list[tuple[float, float, int]]]()
+        for place in self._places:
+            turns.setdefault(place.item.owner, []).append(self._turn(place, now))
+        owner = own.item.owner
+        level, served, _ = min(turns.pop(owner))
+        mine = (place for place in self._places if place.item.owner == owner)
+        of_owner = sum(place.order(now) < own.order(now) for place in mine)
+        ahead = of_owner
+        for theirs in turns.values():
+            higher = sum(turn[0] < level for turn in theirs)
+            equal = sum(turn[0] == level for turn in theirs)
+            catch_up = math.ceil(served + of_owner - theirs[0][1])
+            ahead += higher + max(0, min(equal, catch_up))
+        return ahead
 
     def remove(self, item: Item) -> bool:
         """Take a job out of the line that is not wanted any more; False when it was not there."""

@@ -1,13 +1,16 @@
 """The addresses of our own API: inference, jobs, routing, and what is installed."""
 
+import asyncio
 from functools import partial
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
+from expertctl.routing.planner import Planned
 from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.field_error import FieldError
@@ -28,8 +31,8 @@ JOBS = "/v1/jobs"
 JOB = "/v1/jobs/{job_id}"
 ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
-PLANS_AT_ONCE, PLANS_WAITING = 2, 16
-"""How many plans are made for those who only ask for one: whose answers wait are planned, too."""
+PLANS = 16
+"""How many plans wait at a time for those who only ask for one: answers wait for theirs, too."""
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -51,7 +54,8 @@ class _Wire:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
-        self._planning = CapacityLimiter(PLANS_AT_ONCE)
+        self._plans = 0
+        """How many are being made, whoever still waits for them."""
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
@@ -104,16 +108,19 @@ class _Wire:
     async def route(self, request: Request) -> Response:
         """Plan a prompt; nothing is loaded."""
         body = await read_body(request, RouteFields)
-        if self._planning.statistics().tasks_waiting >= PLANS_WAITING:
-            raise RateLimitError("too many plans are asked for at once")
-        planning = to_thread.run_sync(
-            self._service.engine.plan,
-            body.planned(),
-            limiter=self._planning,
-            abandon_on_cancel=True,
-        )
-        planned = await while_connected(request, planning)
+        planned = await while_connected(request, self._planned(body.planned()))
         return json_reply(planned.result.to_json())
+
+    async def _planned(self, request: RunRequest) -> Planned:
+        """Have a plan made; who leaves takes back what is not begun."""
+        if self._plans >= PLANS:
+            raise RateLimitError("too many plans are asked for at once")
+        planning = asyncio.wrap_future(self._service.engine.plan(request))
+        self._plans += 1
+        try:
+            return await planning
+        finally:
+            self._plans -= 1
 
     async def experts(self, _: Request) -> Response:
         """List what is installed."""
@@ -127,4 +134,5 @@ class _Wire:
         )
 
     def _told(self, job: StoredJob) -> Response:
-        return json_reply(document_of(job, expected_wait=self._service.engine.expected_wait()))
+        wait = self._service.engine.expected_wait(job.id)
+        return json_reply(document_of(job, expected_wait=wait))

@@ -66,7 +66,7 @@ def test_an_expert_whose_bytes_changed_fails_its_own_job_and_is_remembered(
     assert isinstance(bad.error, DigestError)
     assert good.results[0].generated.tokens
     shop.check_idle()
-    shop.desk.plan(shop.house.bound(request()))  # behind what is remembered
+    shop.desk.plan(shop.house.bound(request())).result()  # behind what is remembered
     blamed = [job for job in shop.planner.catalogue.history.jobs() if job.blamed]
     assert [[expert.ref for expert in job.experts] for job in blamed] == [["acme/sql@1.0.0"]]
 

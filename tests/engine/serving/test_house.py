@@ -127,7 +127,7 @@ def test_a_base_that_was_changed_behind_the_server_is_no_more_served(
 ) -> None:
     with workshop(house.home) as shop:
         bound = shop.house.bound(request())
-        planned = shop.desk.plan(bound)
+        planned = shop.desk.plan(bound).result()
         identity = replace(planned.base.identity, weights=planned.base.identity.arch)
         other = replace(planned, base=replace(planned.base, identity=identity))
         with pytest.raises(BaseMismatchError, match="is another base now"):

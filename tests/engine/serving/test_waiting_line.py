@@ -101,6 +101,27 @@ def test_a_share_is_given_up_by_who_asks_no_more() -> None:
     assert line.add(Job("many"), now=ASKED_SECONDS)
 
 
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(4, 6)), min_size=1, max_size=24))
+def test_how_many_are_ahead_is_about_how_many_are_served_before(
+    asked: list[tuple[str, int]],
+) -> None:
+    jobs = [Job(owner, priority, number=n) for n, (owner, priority) in enumerate(asked)]
+    line = line_of(*jobs)
+    told = {job.number: line.ahead(job, now=0.0) for job in jobs}
+    assert line.ahead(Job(number=-1), now=0.0) == len(jobs)
+    of_one_priority = len({priority for _, priority in asked}) == 1
+    for place, job in enumerate(taken(line)):
+        assert abs(told[job.number] - place) <= (3 if of_one_priority else len(jobs) // 2 + 3)
+
+
+def test_who_is_next_has_nobody_ahead_however_many_wait() -> None:
+    line = line_of(*(Job("many", number=n) for n in range(9)))
+    first = next(iter(line))
+    urgent = Job("one", priority=9, number=99)
+    assert line.add(urgent, now=0.0)
+    assert [line.ahead(job, now=0.0) for job in (urgent, first)] == [0, 1]
+
+
 def test_a_job_that_is_removed_is_not_served() -> None:
     first, second = Job(number=1), Job(number=2)
     line = line_of(first, second)

@@ -140,7 +140,7 @@ class Workshop:
     def least_budget(self, wanted: RunRequest) -> int:
         """The smallest budget with which a request is not refused at once."""
         request = self.house.bound(wanted)
-        planned, budget = self.desk.plan(request), self.house.budget
+        planned, budget = self.desk.plan(request).result(), self.house.budget
         limit, refused = budget.limit, 0
         while budget.limit - refused > 1:
             enough, budget.limit = budget.limit, (budget.limit + refused) // 2

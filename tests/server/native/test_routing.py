@@ -1,13 +1,21 @@
 """``/v1/route`` and ``/v1/experts``: what would answer, and what is there."""
 
-import msgspec
+import asyncio
+import threading
+from typing import Any
 
+import msgspec
+import pytest
+
+from expertctl.engine.serving import desk
 from expertctl.routing.planner import Planner
 from expertctl.routing.request import RouteRequest, parse_forced
 from expertctl.schema.validation import problems_of
+from expertctl.server.native.routes import PLANS
 from expertctl.settings import Home, Settings
 from expertctl.store.store import Store
 from tests.server.conftest import MakeServed
+from tests.server.listener import Listener
 from tests.server.native.results import PROMPT
 from tests.server.served import BASE, EXPERTS, Served
 
@@ -31,6 +39,62 @@ def test_a_route_loads_nothing(make_served: MakeServed) -> None:
     client = served.client()
     client.post("/v1/route", json={"prompt": PROMPT, "force_experts": ["acme/sql"]})
     assert not any(one["in_memory"] for one in client.get("/v1/experts").json()["experts"])
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> "Busy":
+    busy = Busy()
+    monkeypatch.setattr(desk, "plan_request", busy)
+    return busy
+
+
+class Busy:
+    """What makes plans, as long as a test wants; how many it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked, self.began, self.may_go_on = 0, threading.Event(), threading.Event()
+        self._plan: Any = desk.plan_request
+
+    def __call__(self, *given: Any) -> Any:
+        self.asked += 1
+        self.began.set()
+        self.may_go_on.wait()
+        return self._plan(*given)
+
+
+def test_plans_of_callers_who_left_are_not_made(make_served: MakeServed, busy: Busy) -> None:
+    served, body = make_served(None), {"prompt": PROMPT}
+
+    async def come_and_go() -> None:
+        async with Listener(served.app, "/v1/route", body):
+            await asyncio.to_thread(busy.began.wait)
+        for _ in range(50):
+            async with Listener(served.app, "/v1/route", body):
+                await asyncio.sleep(0)
+
+    asyncio.run(come_and_go())
+    busy.may_go_on.set()
+    answer = served.client().post("/v1/route", json=body)
+    assert answer.status_code == 200
+    assert busy.asked == 2, "the first, which was begun, and the last, which was waited for"
+
+
+def test_so_many_plans_wait_at_a_time_and_no_more(make_served: MakeServed, busy: Busy) -> None:
+    served, body = make_served(None), {"prompt": PROMPT}
+
+    async def ask() -> list[int]:
+        asking = [Listener(served.app, "/v1/route", body) for _ in range(PLANS + 4)]
+        for one in asking:
+            await one.__aenter__()
+        await asyncio.to_thread(busy.began.wait)
+        refused = [await asking[n].head() for n in range(PLANS, PLANS + 4)]
+        busy.may_go_on.set()
+        answered = [await one.head() for one in asking[:PLANS]]
+        for one in asking:
+            await one.__aexit__(None, None, None)
+        return [status for status, _ in (*refused, *answered)]
+
+    assert asyncio.run(ask()) == [429] * 4 + [200] * PLANS
 
 
 def test_what_only_an_answer_has_is_unknown_to_a_route(served: Served) -> None:
