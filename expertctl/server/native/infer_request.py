@@ -25,16 +25,12 @@ from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import TimeoutMs
 from expertctl.server.field_error import FieldError
 from expertctl.server.post_processing.response_format import ResponseFormat
+from expertctl.server.sampling_fields import within
 
 MAX_EXCLUDED = 100
 _MAX_CONTEXT = 2**31
 _MAX_METADATA = 16
 _Named = TypeVar("_Named")
-
-
-def _within(name: str) -> Meta:
-    low, high = LIMITS[name]
-    return Meta(ge=low, le=high)
 
 
 Text = Annotated[str, Meta(max_length=MAX_PROMPT_CHARACTERS)]
@@ -48,17 +44,17 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """What a plan depends on: the body of ``/v1/route``."""
 
     prompt: Annotated[Text, Meta(min_length=1)]
-    temperature: Annotated[float, _within("temperature")] | None = None
-    max_tokens: Annotated[int, _within("max_tokens")] | None = None
+    temperature: Annotated[float, within("temperature")] | None = None
+    max_tokens: Annotated[int, within("max_tokens")] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, _within("top_k")] | None = None
-    min_p: Annotated[float, _within("min_p")] | None = None
-    repetition_penalty: Annotated[float, _within("repetition_penalty")] | None = None
+    top_k: Annotated[int, within("top_k")] | None = None
+    min_p: Annotated[float, within("min_p")] | None = None
+    repetition_penalty: Annotated[float, within("repetition_penalty")] | None = None
     force_experts: Annotated[list[Expert], Meta(max_length=int(LIMITS["max_experts"][1]))] = []
     exclude_experts: Annotated[list[Expert], Meta(max_length=MAX_EXCLUDED)] = []
-    max_experts: Annotated[int, _within("max_experts")] | None = None
+    max_experts: Annotated[int, within("max_experts")] | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, _within("seed")] | None = None
+    seed: Annotated[int, within("seed")] | None = None
 
     def route(self) -> RouteRequest:
         """Return what is wanted of the plan, without the experts that are forced.
@@ -110,7 +106,7 @@ class InferRequest(RouteFields, frozen=True, kw_only=True):
     session_id: Key | None = None
     cache_key: Key | None = None
     metadata: Annotated[dict[_MetadataKey, Key], Meta(max_length=_MAX_METADATA)] | None = None
-    priority: Annotated[int, _within("priority")] | None = None
+    priority: Annotated[int, within("priority")] | None = None
     timeout_ms: TimeoutMs | None = None
     stream: bool = False
 
