@@ -1,9 +1,10 @@
 """The text of a conversation: how long it may be, and what experts are chosen by."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from expertctl.engine.message import Message
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
+from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.field_error import FieldError
 
 
@@ -13,13 +14,36 @@ def check_length(messages: Sequence[Message]) -> None:
     Raises:
         FieldError: when it is too long.
     """
-    size = sum(len(message.content) for message in messages)
+    size = sum(len(message.content) + _characters(message.fields) for message in messages)
     if size > MAX_PROMPT_CHARACTERS:
         raise FieldError(
             f"messages: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
             field="messages",
             hint="leave out the oldest ones",
         )
+
+
+def check_tools(tools: Sequence[JsonObject]) -> None:
+    """Bound what a base is told of tools.
+
+    Raises:
+        FieldError: when it is too long.
+    """
+    size = _characters(tools)
+    if size > MAX_PROMPT_CHARACTERS:
+        raise FieldError(
+            f"tools: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
+            field="tools",
+        )
+
+
+def _characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[JsonObject]) -> int:
+    """Count the characters of all strings and names in a value, whose depth is bounded."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(name) + _characters(one) for name, one in value.items())
+    return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
 
 
 def routed_by(messages: Sequence[Message]) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from expertctl.engine.message import Message
 from expertctl.routing.presets import MAX_PROMPT_CHARACTERS
-from expertctl.server.asked_text import check_length, routed_by
+from expertctl.server.asked_text import check_length, check_tools, routed_by
 from expertctl.server.field_error import FieldError
 
 
@@ -33,3 +33,18 @@ def test_a_conversation_may_be_as_long_as_a_prompt_and_no_longer() -> None:
     check_length([Message("user", "a" * half), Message("assistant", "b" * half)])
     with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
         check_length([Message("user", "a" * half), Message("assistant", "b" * (half + 1))])
+
+
+def test_thoughts_and_calls_count_like_what_is_said() -> None:
+    half = MAX_PROMPT_CHARACTERS // 2
+    thought = Message("assistant", "a" * half, {"reasoning_content": "b" * half})
+    call = Message("assistant", "", {"tool_calls": [{"arguments": {"of": "c" * half * 2}}]})
+    for message in (thought, call):
+        with pytest.raises(FieldError, match=f"at most {MAX_PROMPT_CHARACTERS}"):
+            check_length([message])
+
+
+def test_tools_have_a_bound_of_their_own() -> None:
+    check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 11)}])
+    with pytest.raises(FieldError, match=f"tools: they have {MAX_PROMPT_CHARACTERS + 1}"):
+        check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 10)}])

@@ -11,7 +11,7 @@ from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
 from expertctl.routing.presets import DEFAULT_MAX_EXPERTS, SamplingWishes
 from expertctl.routing.request import RouteRequest, check_request, parse_target
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
 from expertctl.server.anthropic.conversation import messages_of
@@ -22,7 +22,7 @@ from expertctl.server.anthropic.message_request import (
     check_thinking,
 )
 from expertctl.server.anthropic.tool import OfferedTool, offered, one_call, strict_tools
-from expertctl.server.asked_text import routed_by
+from expertctl.server.asked_text import check_tools, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -82,7 +82,9 @@ def asked_of(request: CountRequest, text: BaseText) -> Asked:
     if request.output_config is not None and request.output_config.effort is not None:
         variables["reasoning_effort"] = request.output_config.effort
     if tools:
-        variables["tools"] = [tool.to_json() for tool in tools]
+        told = [tool.to_json() for tool in tools]
+        check_tools(told)
+        variables["tools"] = list[JsonValue](told)
     messages = with_known_ids(messages_of(request.system, request.messages), text.form)
     return Asked(messages=messages, tools=tools, variables=variables)
 

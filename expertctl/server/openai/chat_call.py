@@ -12,10 +12,10 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.job import DEFAULT_PRIORITY, Check, Job
 from expertctl.errors import UsageError
-from expertctl.schema.strict_json import JsonObject
+from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.server.answer_check import answer_check
 from expertctl.server.answer_reader import Reading
-from expertctl.server.asked_text import routed_by
+from expertctl.server.asked_text import check_tools, routed_by
 from expertctl.server.base_text import BaseText
 from expertctl.server.caller import Caller, cache_key_of
 from expertctl.server.deadline import deadline_of
@@ -201,7 +201,9 @@ def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
         said["reasoning_effort"] = request.reasoning_effort
         said |= {"enable_thinking": False} if request.reasoning_effort == "none" else {}
     if tools:
-        said["tools"] = [tool.to_json() for tool in tools]
+        told = [tool.to_json() for tool in tools]
+        check_tools(told)
+        said["tools"] = list[JsonValue](told)
     return {**said, **given}
 
 
