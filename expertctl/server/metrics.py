@@ -22,7 +22,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from expertctl.engine.run_result import RunResult
-from expertctl.engine.serving.snapshot import Snapshot
+from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.errors import ExpertError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -180,14 +180,27 @@ def _tokens(now: Snapshot) -> Iterator[Family]:
 
 
 def _memory(now: Snapshot) -> Iterator[Family]:
-    held = GaugeMetricFamily("expertctl_memory_bytes", "Bytes, by who has them.", labels=["owner"])
+    owners = GaugeMetricFamily(
+        "expertctl_memory_bytes", "Bytes, by who has them.", labels=["owner"]
+    )
     for owner, size in now.held.items():
-        held.add_metric([owner], size)
-    yield held
+        owners.add_metric([owner], size)
+    yield owners
     yield _gauge("memory_limit_bytes", "The most that may be held.", now.limit)
     yield _gauge("memory_peak_bytes", "The most that was.", now.peak)
     yield _gauge("kv_bytes", "Keys and values of texts that are written.", now.kv_in_use)
     yield _gauge("kv_limit_bytes", "What they may take beside the rest.", now.kv_limit)
+    blocks = GaugeMetricFamily(
+        "expertctl_kv_blocks", f"Keys and values, in blocks of {BLOCK} tokens.", labels=["state"]
+    )
+    held = now.held["kv"]
+    for state, size in (
+        ("used", now.kv_in_use),
+        ("kept", held - now.kv_in_use),
+        ("free", max(0, now.kv_limit - held)),
+    ):
+        blocks.add_metric([state], size // now.kv_block)
+    yield blocks
 
 
 def _experts(now: Snapshot) -> Iterator[Family]:

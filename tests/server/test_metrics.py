@@ -1,12 +1,16 @@
 """What was counted, read as Prometheus and as gateways read it."""
 
+import json
 from typing import Any
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.served import BASE, Served
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.server.settings import ServeSettings
+from tests.server.conftest import MakeServed
+from tests.server.served import BASE, EXPERTS, Served, Stock
 
 ASKED: dict[str, Any] = {"prompt": "Sort: 3, 1, 2", "max_tokens": 4, "temperature": 0}
 
@@ -21,7 +25,11 @@ def scraped(served: Served) -> dict[str, Metric]:
         assert answer.status_code == 200, answer.text
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    return {family.name: family for family in text_string_to_metric_families(answer.text)}
+    return families(answer.text)
+
+
+def families(text: str) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def value(family: Metric, suffix: str = "", **labels: str) -> float:
@@ -59,6 +67,19 @@ def test_what_the_engine_does_is_there(scraped: dict[str, Metric]) -> None:
     assert 0 < value(scraped["expertctl_kv_limit_bytes"]) <= 64 << 20
 
 
+def test_keys_and_values_are_told_in_blocks_of_16_tokens(
+    stock: Stock, scraped: dict[str, Metric]
+) -> None:
+    told_of = json.loads((stock.base_dir / "config.json").read_text())
+    head = told_of["hidden_size"] // told_of["num_attention_heads"]
+    floats = 2 * told_of["num_hidden_layers"] * told_of["num_key_value_heads"] * head
+    block = 16 * floats * 4
+    limit, blocks = value(scraped["expertctl_kv_limit_bytes"]), scraped["expertctl_kv_blocks"]
+    held = value(scraped["expertctl_memory_bytes"], owner="kv")
+    told = {sample.labels["state"]: sample.value for sample in blocks.samples}
+    assert told == {"used": 0, "kept": held // block, "free": (limit - held) // block}
+
+
 def test_gateways_find_what_they_schedule_by(scraped: dict[str, Metric]) -> None:
     """Names, labels and types of the model server protocol of the gateway API extension."""
     for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
@@ -74,6 +95,24 @@ def test_gateways_find_what_they_schedule_by(scraped: dict[str, Metric]) -> None
         "waiting_lora_adapters": "",
     }
     assert sample.value > 1_700_000_000
+
+
+def test_gateways_see_which_experts_run_and_which_wait(make_served: MakeServed) -> None:
+    client = make_served(ServeSettings(batch=BatchSettings(budget=64 << 20, rows=1))).client()
+    ask = {"prompt": "Sort: 3, 1", "temperature": 0, "max_tokens": 100_000}
+    names = [EXPERTS[0], *(EXPERTS[1],) * 8]
+    jobs = [client.post("/v1/jobs", json={**ask, "force_experts": [n]}).json() for n in names]
+    while not client.get(f"/v1/jobs/{jobs[0]['job_id']}").json()["text"]:
+        pass
+    scraped = families(client.get("/metrics").text)
+    for job in jobs:
+        client.delete(f"/v1/jobs/{job['job_id']}")
+    (sample,) = scraped["vllm:lora_requests_info"].samples
+    assert sample.labels["running_lora_adapters"] == EXPERTS[0]
+    assert sample.labels["waiting_lora_adapters"] == EXPERTS[1]
+    assert value(scraped["vllm:num_requests_running"], model_name=BASE) == 1
+    assert value(scraped["vllm:num_requests_waiting"], model_name=BASE) == 8
+    assert value(scraped["expertctl_kv_blocks"], state="used") >= 1
 
 
 def test_no_client_makes_new_time_series(served: Served) -> None:

@@ -27,7 +27,7 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Event, Failed, Finished, Job, Sink
 from expertctl.engine.serving.press import Broke, Press
-from expertctl.engine.serving.snapshot import Snapshot
+from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import UsageError
@@ -166,6 +166,7 @@ class BatchEngine:
                 peak=memory.peak,
                 kv_limit=memory.budget - beside,
                 kv_in_use=house.kv_in_use,
+                kv_block=house.base.kv_bytes(BLOCK),
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),
                 waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.line)),

@@ -8,6 +8,9 @@ from expertctl.engine.serving.batch import Counts
 from expertctl.engine.serving.expert_counts import ExpertCounts
 from expertctl.engine.tiers import Traffic
 
+BLOCK = 16
+"""Tokens of a block of keys and values, which packed bases hold in pages of as many."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -50,6 +53,8 @@ class Snapshot:
     """What keys and values may take beside what else is held."""
     kv_in_use: int
     """Keys and values of texts that run; `held` counts those that are kept, too."""
+    kv_block: int
+    """Bytes of the keys and values of `BLOCK` tokens."""
     traffic: Mapping[str, Traffic]
     """By tier."""
     running_plans: tuple[tuple[str, ...], ...]

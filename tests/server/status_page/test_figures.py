@@ -21,6 +21,7 @@ def snapshot(**changes: object) -> Snapshot:
         "peak": 1500,
         "kv_limit": 790,
         "kv_in_use": 60,
+        "kv_block": 10,
         "traffic": {"ram": Traffic(hits=1, loads=2, evictions=3, waits=4, nbytes=5)},
         "running_plans": ((SQL,), (SQL, DATES), (), (DATES, DATES, SQL)),
         "waiting_plans": ((DATES,),),
