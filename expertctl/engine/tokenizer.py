@@ -142,8 +142,9 @@ class Tokenizer:
             spelt = spelt_bytes(piece, self._decoder)
             if spelt is not None:
                 return spelt
-        text = self.decode([token])
-        return None if _BROKEN in text else text.encode()
+        first, both = self.decode([token]), self.decode([token, token])
+        text = both.removeprefix(first)  # at the beginning of a text some lose a space
+        return None if _BROKEN in both else text.encode()
 
     def token_id(self, token: str) -> int | None:
         """Return the number of a token by its spelling."""

@@ -19,8 +19,8 @@ AHEAD = 2
 """How many jobs are prepared beyond those that rows are free for."""
 LOOK_SECONDS = 0.5
 """How long a thread sleeps at most before it looks for jobs whose time is over."""
-PATIENCE_SECONDS = 5.0
-"""How long others are prepared while one waits for memory; then all that they free is for it."""
+PATIENCE_SECONDS, DRAIN_SECONDS, ROUND_SECONDS = 5.0, 30.0, 60.0
+"""While one waits for memory, others are prepared so long, then nobody, and so on in rounds."""
 _LONGEST_WAIT = 60
 _FORGETS = 0.8
 """How much of what was known of a job's time stays when another one ended."""
@@ -125,6 +125,8 @@ class Board:
         """Return about how many seconds a job has to wait, or one would that came now."""
         with self.lock:
             ticket = None if job_id is None else self._tickets.get(job_id)
+            if ticket is not None and ticket.stage != "waiting":
+                return 0.0
             ahead = self.line.ahead(ticket, now=time.monotonic())
             if ahead + self._preparing + len(self.ready) < self.free_rows:
                 return 0.0
@@ -224,8 +226,9 @@ class Board:
         waits = [t.lacks_since for t in tickets if t.lacks_since is not None]
         checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)
         ahead = self._preparing + len(self.ready) - self.free_rows
-        is_patient = now - min(waits, default=now) < PATIENCE_SECONDS
-        return ahead < AHEAD and checked <= self._rows and is_patient
+        waited = (now - min(waits, default=now)) % ROUND_SECONDS
+        is_drained = PATIENCE_SECONDS <= waited < PATIENCE_SECONDS + DRAIN_SECONDS
+        return ahead < AHEAD and checked <= self._rows and not is_drained
 
     def _leave(self, ticket: Ticket) -> bool:
         """Take a job off the board; False when it was off already."""

@@ -8,8 +8,6 @@ checked beside, since a check may take seconds.
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -108,11 +106,15 @@ class Desk:
         assert ticket.prepared is not None
         ticket.demand_wanted()
         ticket.clock.lap("queue")
-        seen = self._board.freed
+        seen, again = self._board.freed, ticket.lacked is not None
+        if ticket.lacked == seen and self._may_come(seen):
+            self._loading.submit(self._guarded, ticket, self._load)  # nothing was given back yet
+            return
         self._board.loads(ticket)
         try:
-            ticket.memory = self._house.in_memory(ticket.prepared)
+            ticket.memory = self._house.in_memory(ticket.prepared, again=again)
         except BudgetError:
+            ticket.lacked = seen
             self._board.waits_for_memory(ticket)
             if not (self._may_come(seen) or self._is_rested()):
                 raise
@@ -127,7 +129,10 @@ class Desk:
         with board.lock:
             if board.ready or board.free_rows < self._house.settings.rows or board.freed != seen:
                 pause = LOOK_SECONDS if board.preparing == 1 else LOOK_SECONDS / 10
-                board.changed.wait_for(lambda: board.freed != seen, pause)
+                others = board.preparing
+                board.changed.wait_for(
+                    lambda: board.freed != seen or board.preparing > others, pause
+                )
                 return True
             return False
 
@@ -138,13 +143,14 @@ class Desk:
         def rest() -> None:
             idle = board.free_rows == self._house.settings.rows
             rested.set_result(idle and self._house.rest())
+            with board.lock:
+                board.changed.notify_all()
 
         with board.lock:
             board.errands.append(rest)
             board.changed.notify_all()
-        with suppress(FutureTimeoutError):  # the thread that does it may have ended
-            return rested.result(_REST_SECONDS)
-        return False
+            board.changed.wait_for(lambda: rested.done() or board.is_done, _REST_SECONDS)
+        return rested.done() and rested.result()
 
     def fail(self, ticket: Ticket, error: ExpertError) -> None:
         """End a job that has no text in the batch, and count it against its experts, soon."""

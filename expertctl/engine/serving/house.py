@@ -132,15 +132,18 @@ class House:
         check_fits(needs(self._planner, prepared, {}, rows=rows), limit)
         return prepared
 
-    def in_memory(self, prepared: Prepared) -> InMemory:
+    def in_memory(self, prepared: Prepared, *, again: bool = False) -> InMemory:
         """Bring the experts of a plan and pin what they are compiled to; for the loader.
+
+        What is tried ``again`` is one request all the same: nothing grows older by it.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
             ExpertError: whatever is wrong with the experts.
         """
         tiers = self.residents.tiers
-        tiers.begin_request()
+        if not again:
+            tiers.begin_request()
         loads, moved = tiers.traffic[Tier.RAM].loads, self.residents.moved
         with ExitStack() as pins:
             planned = prepared.planned

@@ -4,6 +4,7 @@ Nobody else begins or ends a text, so between two passes it may look at all of t
 """
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +27,8 @@ from expertctl.errors import BudgetError, ExpertError
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
+_PAUSE_SECONDS = 0.05
+"""How soon a text that lacked memory is tried again, while others are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class Press:
         self.batch = Batch(house.model, rows=house.settings.rows)
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
-        self._lacked: tuple[Ticket, int, int] | None = None
-        """Who found too little memory, after how much was freed, beside how many texts."""
+        self._lacked: tuple[Ticket | None, float] = None, 0.0
+        """Who found too little memory beside others, and until when that is not tried again."""
         self._broke = broke
         self._thread = threading.Thread(target=self._work, name="press", daemon=True)
 
@@ -118,18 +121,13 @@ class Press:
 
     def _begin_texts(self) -> None:
         """Give rows to texts of jobs that are ready, as far as there are rows and memory."""
-        while self.batch.free and self._board.ready:
-            ticket, was_loading = self._board.ready[0], self._board.is_loading
-            now = ticket, self._board.freed, len(self.batch.texts)
-            if self.batch.texts and now == self._lacked:
-                return
-            if ticket.begun and self._is_reading(ticket):
-                return  # what its first text reads is not read again
+        while self.batch.free and (ticket := self._next_ready()) is not None:
+            was_loading = self._board.is_loading
             try:
                 self._begin(ticket)
             except BudgetError as error:
                 if self.batch.texts:
-                    self._lacked = now
+                    self._lacked = ticket, time.monotonic() + _PAUSE_SECONDS
                     return  # one of them ends and gives back what is missing
                 if self._made_room(ticket):
                     continue
@@ -141,6 +139,21 @@ class Press:
             except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
                 self._tell(f"error: a text could not begin\n{traceback.format_exc()}")
                 self._put_out(ticket, _failure())
+
+    def _next_ready(self) -> Ticket | None:
+        """Return the job that gets a row next; None while it has to wait for memory.
+
+        Answers of one job wait until its first one has read the prompt, where that is shared.
+        """
+        shares = self._house.base.backend.name == "packed"
+        reading = {text.ticket for text in self._lent if text.is_reading} if shares else set()
+        with self._board.lock:
+            ready = (one for one in self._board.ready if one.stopped() or one not in reading)
+            ticket = next(ready, None)
+        lacked, until = self._lacked
+        if ticket is None or ticket is not lacked or ticket.stopped() or not self.batch.texts:
+            return ticket
+        return ticket if time.monotonic() >= until else None
 
     def _begin(self, ticket: Ticket) -> None:
         """Begin the next text of a job; one that is not wanted gets none but those it has."""
@@ -179,11 +192,9 @@ class Press:
         self.batch.add(text)
         self._count_rows()  # first: who looks for memory must see that somebody holds some
         ticket.begun += 1
+        self._lacked = None, 0.0
         if ticket.begun == ticket.job.texts:
             self._board.has_begun(ticket)
-
-    def _is_reading(self, ticket: Ticket) -> bool:
-        return any(text.is_reading for text in self._lent if text.ticket is ticket)
 
     def _made_room(self, ticket: Ticket) -> bool:
         """While nothing runs, take from those that only wait; False when they have nothing."""
@@ -232,6 +243,7 @@ class Press:
         """Hand a job to the desk when none of its texts is left or to come."""
         if len(ticket.ended) == ticket.begun and ticket not in self._board.ready:
             ticket.stage = "concluding"
+            self._forget_own(ticket)
             self._board.give_back(ticket)
             self._desk.conclude(ticket)
 
@@ -240,7 +252,14 @@ class Press:
         for text in [text for text in self._lent if text.ticket is ticket]:
             self.batch.remove(text)
             self._lent.pop(text).stack.close()
+        self._forget_own(ticket)
+        self._lacked = None, 0.0
         self._desk.fail(ticket, error)
+
+    def _forget_own(self, ticket: Ticket) -> None:
+        """Drop what the answers of a job shared and nobody asks for again."""
+        if ticket.own_key is not None:
+            self._house.residents.forget(ticket.own_key)
 
     def _count_rows(self) -> None:
         with self._board.lock:

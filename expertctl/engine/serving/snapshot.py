@@ -60,4 +60,4 @@ class Snapshot:
     running_plans: tuple[tuple[str, ...], ...]
     """The experts of each text in the batch."""
     waiting_plans: tuple[tuple[str, ...], ...]
-    """Of each job that is prepared."""
+    """Of each job that is prepared, and what those in the queue ask for."""

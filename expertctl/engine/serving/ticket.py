@@ -50,6 +50,8 @@ class Ticket:
     memory: InMemory | None = None
     lacks_since: float | None = None
     """Since when its experts find no memory."""
+    lacked: int | None = None
+    """How often memory had been given back when they found too little last."""
     begun: int = 0
     """How many of its texts have begun."""
     lents: dict[int, Lent] = field(default_factory=dict)
@@ -106,8 +108,13 @@ class Ticket:
     @property
     def cache_key(self) -> str | None:
         """Whose earlier texts may begin its own; answers to one prompt share it in any case."""
-        given = self.job.request.cache_key
-        return f"\0{self.job.id}" if given is None and self.job.texts > 1 else given
+        return self.own_key or self.job.request.cache_key
+
+    @property
+    def own_key(self) -> str | None:
+        """A key that nobody asks with again."""
+        shares = self.job.request.cache_key is None and self.job.texts > 1
+        return f"\0{self.job.id}" if shares else None
 
     def tell(self, event: Event) -> None:
         """Give an event to whoever asked."""

@@ -122,15 +122,16 @@ class WaitingLine(Generic[Item]):
         for place in self._places:
             turns.setdefault(place.item.owner, []).append(self._turn(place, now))
         owner = own.item.owner
-        level, served, _ = min(turns.pop(owner))
+        del turns[owner]
+        level, served, _ = self._turn(own, now)
         mine = (place for place in self._places if place.item.owner == owner)
         of_owner = sum(place.order(now) < own.order(now) for place in mine)
         ahead = of_owner
         for theirs in turns.values():
             higher = sum(turn[0] < level for turn in theirs)
-            equal = sum(turn[0] == level for turn in theirs)
+            at_least = sum(turn[0] <= level for turn in theirs)
             catch_up = math.ceil(served + of_owner - theirs[0][1])
-            ahead += higher + max(0, min(equal, catch_up))
+            ahead += max(higher, min(at_least, catch_up))
         return ahead
 
     def remove(self, item: Item) -> bool:
