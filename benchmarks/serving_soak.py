@@ -95,6 +95,8 @@ async def soak(
     async with changing(churn), calling(url) as caller:
         rate = share * capacity
         await open_loop(caller, draws.next, rate=rate, seconds=60 * minutes, told=told)
+    if looking.done():  # what is judged would have been seen for a part of the time only
+        looking.result()
     looking.cancel()
     await asyncio.gather(looking, return_exceptions=True)
     wrong = await _all_answer(url, house, churn)

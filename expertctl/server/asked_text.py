@@ -14,7 +14,8 @@ def check_length(messages: Sequence[Message]) -> None:
     Raises:
         FieldError: when it is too long.
     """
-    size = sum(len(message.content) + _characters(message.fields) for message in messages)
+    fields = sum(_characters(message.fields) for message in messages if message.fields)
+    size = sum(len(message.content) for message in messages) + fields
     if size > MAX_PROMPT_CHARACTERS:
         raise FieldError(
             f"messages: they have {size} characters, at most {MAX_PROMPT_CHARACTERS} are allowed",
@@ -38,12 +39,15 @@ def check_tools(tools: Sequence[JsonObject]) -> None:
 
 
 def _characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[JsonObject]) -> int:
-    """Count the characters of all strings and names in a value, whose depth is bounded."""
+    """Count the characters of strings and names in a value, whose depth is bounded.
+
+    What has none counts as one: it takes memory, and templates write it out.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(len(name) + _characters(one) for name, one in value.items())
-    return sum(map(_characters, value)) if isinstance(value, Sequence) else 0
+        return 1 + sum(len(name) + _characters(one) for name, one in value.items())
+    return 1 + (sum(map(_characters, value)) if isinstance(value, Sequence) else 0)
 
 
 def routed_by(messages: Sequence[Message]) -> str:

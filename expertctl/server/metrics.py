@@ -196,7 +196,7 @@ def _memory(now: Snapshot) -> Iterator[Family]:
     held = now.held["kv"]
     for state, size in (
         ("used", now.kv_in_use),
-        ("kept", held - now.kv_in_use),
+        ("kept", max(0, held - now.kv_in_use)),
         ("free", max(0, now.kv_limit - held)),
     ):
         blocks.add_metric([state], size // now.kv_block)

@@ -45,6 +45,11 @@ def test_thoughts_and_calls_count_like_what_is_said() -> None:
 
 
 def test_tools_have_a_bound_of_their_own() -> None:
-    check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 11)}])
+    check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 13)}])
     with pytest.raises(FieldError, match=f"tools: they have {MAX_PROMPT_CHARACTERS + 1}"):
-        check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 10)}])
+        check_tools([{"description": "a" * (MAX_PROMPT_CHARACTERS - 12)}])
+
+
+def test_values_without_a_letter_count_too() -> None:
+    with pytest.raises(FieldError, match="tools: they have"):
+        check_tools([{"parameters": {"enum": [[]] * MAX_PROMPT_CHARACTERS}}])

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from expertctl.http.connections import allow_files
+from expertctl.server.guard import LARGE_BODIES
 from tests.server.openai.scripted_base import scripted_stock
 from tests.server.running import WAIT, Running, running
 from tests.server.served import BASE, Stock
@@ -119,9 +120,9 @@ def test_who_reads_nothing_of_a_long_answer_gets_no_more(tmp_path: Path) -> None
 def test_a_thousand_halves_of_bodies_keep_nobody_from_being_served(
     server: Running, open_files: None
 ) -> None:
-    """Half of them are large: what they take together is bounded."""
+    """Half of them are large: together they would take more than there is room for."""
     small = bytes_of(b'{"model": "' + b"x" * 1000, sent=500)
-    large = bytes_of(b'{"model": "' + b"x" * MEBIBYTE, sent=MEBIBYTE // 2)
+    large = bytes_of(b'{"model": "' + b"x" * MEBIBYTE, sent=MEBIBYTE - 1000)
     worker = worker_of(server)
     before = worker.memory_info().rss
     with ExitStack() as stack:
@@ -133,5 +134,5 @@ def test_a_thousand_halves_of_bodies_keep_nobody_from_being_served(
             except OSError:  # it is not taken any more
                 continue
         honest_answer(server)
-        assert worker.memory_info().rss - before < 400 * MEBIBYTE
+        assert worker.memory_info().rss - before < LARGE_BODIES + 100 * MEBIBYTE
     honest_answer(server)

@@ -49,8 +49,14 @@ class Desk:
         self._planning.submit(self._house.open, self._session).result()
 
     def plan(self, request: RunRequest) -> Future[Planned]:
-        """Plan a request that is not answered, behind what is planned already."""
-        return self._planning.submit(plan_request, self._session, request, {})
+        """Plan a request that is not answered, behind what is planned already.
+
+        What is taken back before it is begun holds nothing any more.
+        """
+        asked = [request]
+        future = self._planning.submit(lambda: plan_request(self._session, asked[0], {}))
+        future.add_done_callback(lambda _: asked.clear())
+        return future
 
     def inventory(self) -> Inventory:
         """Return the installed experts; any thread may wait for it."""

@@ -200,7 +200,7 @@ class House:
     def kv_in_use(self) -> int:
         """Bytes of keys and values of texts that run, without those that are only kept."""
         keeper = self.residents.keeper(self.base.backend)
-        return self.budget.held("kv") - keeper.kept_bytes
+        return max(0, self.budget.held("kv") - keeper.kept_bytes)  # both move meanwhile
 
     def close(self) -> None:
         """Let go of everything; nothing runs any more."""

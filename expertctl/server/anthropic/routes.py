@@ -3,8 +3,9 @@
 The version that a client names in ``anthropic-version`` makes no difference: there is one.
 """
 
-import asyncio
+from functools import partial
 
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -25,6 +26,8 @@ from expertctl.server.sse import event_stream, while_connected
 
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
+_COUNTS = 2
+"""How many conversations are counted at a time, each in a thread."""
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -41,6 +44,7 @@ class _Wire:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._counting = CapacityLimiter(_COUNTS)
 
     async def create(self, request: Request) -> Response:
         """Answer with the next message of a conversation."""
@@ -65,7 +69,8 @@ class _Wire:
         chosen(body.model, base_name=self._service.engine.base_name)
         text = self._text()
         asked = asked_of(body, text)
-        counted = asyncio.to_thread(text.count, asked.messages, asked.variables)
+        counting = partial(text.count, asked.messages, asked.variables)
+        counted = to_thread.run_sync(counting, limiter=self._counting)
         tokens = await while_connected(request, counted)
         return json_reply(TokenCount(input_tokens=tokens))
 

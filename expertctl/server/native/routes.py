@@ -3,7 +3,7 @@
 import asyncio
 from functools import partial
 
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -54,8 +54,10 @@ class _Wire:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
+        self._looking = CapacityLimiter(1)
+        """Who looks waits for what is planned; no more threads than one wait with it."""
         self._plans = 0
-        """How many are being made, whoever still waits for them."""
+        """How many are waited for."""
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
@@ -125,7 +127,7 @@ class _Wire:
     async def experts(self, _: Request) -> Response:
         """List what is installed."""
         engine = self._service.engine
-        experts = await to_thread.run_sync(engine.experts)
+        experts = await to_thread.run_sync(engine.experts, limiter=self._looking)
         return json_reply(experts_document(experts, base=engine.base_name))
 
     def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:

@@ -94,8 +94,9 @@ def offered(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...
     """Return the tools that the model is told of.
 
     Raises:
-        FieldError: when a call is demanded, or a tool allowed that is not there.
+        FieldError: when a call is demanded, a tool allowed that is not there, or a name twice.
     """
+    _check_names([tool.function.name for tool in tools])
     match choice:
         case None | "auto":
             return tuple(tools)
@@ -109,6 +110,13 @@ def offered(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...
                 field="tool_choice",
                 hint='give "auto" or "none", and say in the messages which tool is wanted',
             )
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            field = f"tools[{number}].function.name"
+            raise FieldError(f"{field}: another tool is called {name!r}", field=field)
 
 
 def strict_tools(tools: Sequence[Tool]) -> tuple[StrictTool, ...]:

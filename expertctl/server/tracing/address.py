@@ -23,7 +23,10 @@ def trace_address(option: str | None, environment: Mapping[str, str]) -> str | N
         UsageError: when what names it is no address, or another protocol is asked for.
     """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
-    if any(given.get(name, "").lower() == off for name, off in _OFF.items()):
+    off = next((name for name, off in _OFF.items() if given.get(name, "").lower() == off), None)
+    if off is not None and option is not None:
+        raise UsageError(f"--traces: {off} says that there are none", hint=f"unset {off}")
+    if off is not None:
         return None
     address = _address(option, given)
     if address is not None:

@@ -18,6 +18,7 @@ from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from expertctl.errors import ExpertError
 from expertctl.http.request_log import route_of
 from expertctl.server.caller import Caller
 from expertctl.server.request_id import request_id_of
@@ -88,6 +89,10 @@ class RequestSpan:
         if message["type"] == "http.response.start":
             self._status = message["status"]
 
+    def broke(self) -> None:
+        """Say that the answer broke off by a fault of the server, whatever its status was."""
+        self._scope.setdefault("state", {}).setdefault("error_code", ExpertError.code)
+
     def end(self) -> None:
         """End it, with what is known of the request now."""
         span, scope = self._span, self._scope
@@ -136,6 +141,9 @@ def _traced(span: RequestSpan) -> Iterator[RequestSpan]:
     token = _CURRENT.set(span)
     try:
         yield span
+    except Exception:
+        span.broke()
+        raise
     finally:
         _CURRENT.reset(token)
         span.end()

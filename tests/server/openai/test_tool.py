@@ -24,6 +24,13 @@ def shown(choice: Any = None, tools: Any = TOOLS) -> list[Any]:
     return [tool.to_json() for tool in offered(request.tools or (), request.tool_choice)]
 
 
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(
+        FieldError, match=r"tools\[2\].function.name: another tool is called 'time'"
+    ):
+        shown(tools=[*TOOLS, TOOLS[1]])
+
+
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_the_model_is_told_of_all_tools_in_the_form_that_templates_read(choice: Any) -> None:
     assert shown(choice) == [

@@ -44,7 +44,7 @@ def test_the_address_is_that_of_the_specification(
     ],
 )
 def test_what_is_switched_off_stays_off(off: dict[str, str]) -> None:
-    assert trace_address(HERE, {BASE: HERE, **off}) is None
+    assert trace_address(None, {BASE: HERE, **off}) is None
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,8 @@ def test_another_protocol_is_refused() -> None:
         trace_address(HERE, {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
     ours = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
     assert trace_address(HERE, {**ours, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+
+
+def test_an_option_and_a_variable_that_contradict_each_other_are_told() -> None:
+    with pytest.raises(UsageError, match="--traces: OTEL_SDK_DISABLED says that there are none"):
+        trace_address("http://127.0.0.1:4318", {"OTEL_SDK_DISABLED": "true"})
