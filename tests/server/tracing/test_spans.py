@@ -155,7 +155,7 @@ def test_the_stages_of_a_job_stand_below_it_in_order_and_within(asked: Asked) ->
     for answer in (asked.chat, asked.infer):
         request, job = asked.tree.of(answer), asked.tree.job(answer)
         stages = asked.tree.below(job)
-        once = [name for name in STAGES if name not in {"queue", "load"}]  # a row is waited for, too
+        once = [name for name in STAGES if name not in {"queue", "load"}]
         firsts = [next(span for span in stages if span.name == name) for name in once]
         assert {span.name for span in stages} == set(STAGES)
         for earlier, later in pairwise(firsts):
