@@ -124,11 +124,11 @@ def _fault(one: Told, away: Sequence[Away]) -> str | None:
     asked = one.asked
     if one.problem is not None:
         return one.problem
+    if one.status == TOO_MANY or (one.is_left and one.status is None):
+        return None
     if isinstance(asked, Mistake):
         got = f"{asked.method} {asked.path} {asked.content[:80]!r}: {one.error}"
         return None if one.status == asked.status else f"it must be {asked.status}: {got}"
-    if one.status == TOO_MANY or (one.is_left and one.status is None):
-        return None
     fine = one.status in {200, 202} and one.error is None
     return None if fine or _is_excused(one, asked, away) else f"{one.error}"[:_SHOWN]
 

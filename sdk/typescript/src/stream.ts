@@ -103,10 +103,13 @@ function chunkOf(event: ServerEvent, facts: ErrorFacts): Chunk | undefined {
   }
 }
 
-function documentOf(event: ServerEvent): unknown {
+function documentOf(event: ServerEvent): object {
+  let document: unknown;
   try {
-    return JSON.parse(event.data);
+    document = JSON.parse(event.data);
   } catch (error) {
     throw new RegistryError(`the event ${event.name} is not JSON`, { cause: error });
   }
+  if (typeof document === "object" && document !== null) return document;
+  throw new RegistryError(`the event ${event.name} is no object`);
 }

@@ -29,13 +29,24 @@ export class Watch {
     return this.#controller.signal;
   }
 
-  /** Wait for what the server sends next; where that takes too long, the try ends. */
+  /**
+   * Wait for what the server sends next; where that takes too long, the try ends, even if whoever
+   * fetches looks at no signal.
+   */
   async during<T>(promise: Promise<T>): Promise<T> {
     this.#start();
+    const { signal } = this;
+    let ended = (): void => undefined;
+    const end = new Promise<never>((_, reject) => {
+      ended = () => reject(signal.reason);
+      if (signal.aborted) ended();
+      else signal.addEventListener("abort", ended, { once: true });
+    });
     try {
-      return await promise;
+      return await Promise.race([promise, end]);
     } finally {
       clearTimeout(this.#timer);
+      signal.removeEventListener("abort", ended);
     }
   }
 

@@ -148,4 +148,11 @@ describe("a stream", () => {
     await assert.rejects(client.inferStream(QUESTION).result(), /no stream of events/);
     await assert.rejects(client.inferStream(QUESTION).result(), /not JSON/);
   });
+
+  for (const name of ["started", "piece", "finished", "failed"])
+    it(`refuses an event ${name} that is no object`, async () => {
+      await using server = await listen(events(`event: ${name}\ndata: null\n\n`, "end"));
+      const reading = new ExpertClient({ baseUrl: server.url }).inferStream(QUESTION).result();
+      await assert.rejects(reading, new RegExp(`the event ${name} is no object`));
+    });
 });

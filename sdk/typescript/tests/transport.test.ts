@@ -355,6 +355,12 @@ describe("a server that is not there", () => {
     assert.ok((await failure(client.infer({ prompt: "?" }))) instanceof SilenceError);
   });
 
+  it("is given up even by a fetch that looks at no signal", async () => {
+    const deaf = (): Promise<Response> => new Promise(() => undefined);
+    const client = new ExpertClient({ baseUrl: "http://127.0.0.1:9", fetch: deaf, timeoutMs: 50, retries: 0 });
+    assert.ok((await failure(client.infer({ prompt: "?" }))) instanceof SilenceError);
+  });
+
   it("is not given up for an answer that comes slowly, as long as it comes", async () => {
     const letters = [...'{"data": []}'];
     await using server = await listen((_, response) => {
