@@ -1,11 +1,13 @@
 """Servers in process: one for each file of tests, and others with settings of their own."""
 
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from expertctl.http.connections import allow_files
 from expertctl.server.settings import ServeSettings
 from tests.server.served import Served, Stock, make_stock, serving
 
@@ -39,3 +41,12 @@ def make_served(stock: Stock, tmp_path: Path) -> Iterator[MakeServed]:
             return stack.enter_context(serving(house, settings))
 
         yield make
+
+
+@pytest.fixture
+def open_files() -> Iterator[None]:
+    """As many as are needed, here; afterwards what it was before."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allow_files()
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -1,7 +1,6 @@
 """The server as a process: when it says that it is ready, and how it ends."""
 
 import json
-import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from expertctl.http.connections import allow_files
 from expertctl.server.api_keys import ApiKeys
 from expertctl.settings import Home
 from tests.server.running import WAIT, Running, running, starting
@@ -38,15 +36,6 @@ def home(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(home: Path) -> Iterator[Running]:
     with running(home) as server:
         yield server
-
-
-@pytest.fixture
-def open_files() -> Iterator[None]:
-    """As many as are needed, here; afterwards what it was before."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allow_files()
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def lines_of(server: Running) -> list[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Clients that read nothing, or send half of what they promised: others are served meanwhile."""
 
 import json
-import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from expertctl.http.connections import allow_files
 from expertctl.server.guard import LARGE_BODIES
 from tests.server.openai.scripted_base import scripted_stock
 from tests.server.running import WAIT, Running, running
@@ -32,15 +30,6 @@ def server(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     stock.house(home)
     with running(home, "--rows", "4", "--queue", "1000", "--behind", "2") as server:
         yield server
-
-
-@pytest.fixture
-def open_files() -> Iterator[None]:
-    """As many as are needed, here; afterwards what it was before."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allow_files()
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def worker_of(server: Running) -> psutil.Process:

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,34 +11,21 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.serving import board
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.errors import BudgetError, CancelledError, DigestError, UsageError
-from tests.engine.market import Market
 from tests.engine.serving.workshop import (
+    ENDLESS,
     SETTINGS,
     Caller,
     Workshop,
     held_by_others,
+    known,
     market,
     request,
+    shop,
     workshop,
 )
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house", "market"]
-
-ENDLESS = 400
-
-
-@pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
-    house.bases.add(market.base_dir)
-    house.trusting("acme")
-    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
-
-
-@pytest.fixture
-def shop(house: House) -> Iterator[Workshop]:
-    with workshop(house.home) as shop:
-        yield shop
+__all__ = ["fast", "house", "known", "market", "shop"]
 
 
 def damage(house: House, name: str) -> None:

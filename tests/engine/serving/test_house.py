@@ -12,19 +12,12 @@ from expertctl.engine.packed_backend import PackedModel
 from expertctl.engine.tiers import Tier
 from expertctl.errors import BaseMismatchError, BudgetError, UsageError
 from tests.engine.market import Market
-from tests.engine.serving.workshop import SETTINGS, Workshop, market, request, workshop
+from tests.engine.serving.workshop import SETTINGS, Workshop, known, market, request, workshop
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house", "market"]
+__all__ = ["fast", "house", "known", "market"]
 
 ROWS = 4
-
-
-@pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
-    house.bases.add(market.base_dir)
-    house.trusting("acme")
-    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
 
 
 @pytest.fixture(params=[TORCH_BELOW, 0], ids=["torch", "kernels"])

@@ -1,7 +1,6 @@
 """Texts begin and end between passes; what fails ends what it belongs to, and leaves nothing."""
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,27 +10,19 @@ from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.torch_backend import TorchModel
 from expertctl.errors import BudgetError, CancelledError
-from tests.engine.market import Market
-from tests.engine.serving.workshop import Workshop, held_by_others, market, request, workshop
+from tests.engine.serving.workshop import (
+    ENDLESS,
+    Workshop,
+    held_by_others,
+    known,
+    market,
+    request,
+    shop,
+    workshop,
+)
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house", "market"]
-
-ENDLESS = 400
-"""So many tokens are not written while a test goes on that writes a few."""
-
-
-@pytest.fixture(autouse=True)
-def known(house: House, market: Market) -> None:
-    house.bases.add(market.base_dir)
-    house.trusting("acme")
-    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
-
-
-@pytest.fixture
-def shop(house: House) -> Iterator[Workshop]:
-    with workshop(house.home) as shop:
-        yield shop
+__all__ = ["fast", "house", "known", "market", "shop"]
 
 
 class Clock:

@@ -30,10 +30,13 @@ from expertctl.routing.request import Forced, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.engine.market import Market
 from tests.factories import write_base
+from tests.store.shop import House as InstalledHome
 
 SECONDS = 60.0
 """How long something may take that comes at once."""
 SETTINGS = BatchSettings(budget=32 << 20, rows=2, queue=32)
+ENDLESS = 400
+"""So many tokens are not written while a test goes on that writes a few."""
 
 
 def request(
@@ -198,3 +201,18 @@ def held_by_others(shop: Workshop, *, leaving: int) -> Iterator[None]:
     finally:
         tiers.release(Tier.DEVICE, "base", size)
         shop.board.tell_freed()
+
+
+@pytest.fixture(autouse=True)
+def known(house: InstalledHome, market: Market) -> None:
+    """The base and two experts are installed, for whoever imports this."""
+    house.bases.add(market.base_dir)
+    house.trusting("acme")
+    house.install(*(market.package(f"acme/{n}", seed=i) for i, n in enumerate(("sql", "go"))))
+
+
+@pytest.fixture
+def shop(house: InstalledHome) -> Iterator[Workshop]:
+    """A workshop as all settings are usual."""
+    with workshop(house.home) as shop:
+        yield shop
