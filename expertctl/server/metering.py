@@ -88,8 +88,8 @@ class Metered:
         """Return the plan that a request would have, once it is made."""
         return self._engine.plan(request)
 
-    def experts(self) -> tuple[ExpertHere, ...]:
-        """Return the installed experts; it blocks, so call it in a thread."""
+    def experts(self) -> Future[tuple[ExpertHere, ...]]:
+        """Return the installed experts, once what is planned now is done."""
         return self._engine.experts()
 
     def expected_wait(self, job_id: str | None = None) -> float:

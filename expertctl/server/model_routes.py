@@ -4,10 +4,10 @@ A client of Anthropic's says so by ``anthropic-version``, and is answered in the
 all others are answered in OpenAI's.
 """
 
+import asyncio
 import time
 from functools import partial
 
-from anyio import CapacityLimiter, to_thread
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,8 +36,6 @@ class _Wire:
     def __init__(self, service: Service) -> None:
         self._engine = service.engine
         self._since = int(time.time())
-        self._looking = CapacityLimiter(1)
-        """Who looks waits for what is planned; no more threads than one wait with it."""
 
     async def models(self, request: Request) -> Response:
         """Answer with all models."""
@@ -59,5 +57,5 @@ class _Wire:
         return model_document(model, since=self._since)
 
     async def _models(self) -> tuple[Model, ...]:
-        experts = await to_thread.run_sync(self._engine.experts, limiter=self._looking)
+        experts = await asyncio.wrap_future(self._engine.experts())
         return served_models(self._engine.base_name, experts)

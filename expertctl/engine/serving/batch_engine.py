@@ -131,10 +131,9 @@ class BatchEngine:
         """
         return self._desk.plan(self._house.bound(request))
 
-    def experts(self) -> tuple[ExpertHere, ...]:
-        """Return the installed experts that can be read; it takes a while."""
-        inventory = self._desk.inventory()
-        return tuple(self._house.expert_here(one) for one in inventory.experts)
+    def experts(self) -> Future[tuple[ExpertHere, ...]]:
+        """Return the installed experts that can be read, once what is planned now is done."""
+        return self._desk.experts()
 
     def expected_wait(self, job_id: str | None = None) -> float:
         """Return about how many seconds a job has to wait, or one would that came now."""
@@ -186,7 +185,7 @@ class BatchEngine:
         if base.backend.name != "packed":
             return []
         kinds: dict[frozenset[tuple[str, str]], Installed] = {}
-        for expert in self._desk.inventory().experts:
+        for expert in self._desk.inventory().result().experts:
             if not misfit(expert, base.stored.identity, allow_mismatch=False):
                 adapters = expert.manifest.adapters
                 kinds.setdefault(frozenset((one.kind, one.dtype) for one in adapters), expert)

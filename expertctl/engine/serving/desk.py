@@ -19,6 +19,7 @@ from expertctl.engine.recording import check_answer, record_failure
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
+from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Finished
 from expertctl.engine.serving.ticket import Ticket
@@ -58,9 +59,14 @@ class Desk:
         future.add_done_callback(lambda _: asked.clear())
         return future
 
-    def inventory(self) -> Inventory:
-        """Return the installed experts; any thread may wait for it."""
-        return self._planning.submit(lambda: self._session.inventory).result()
+    def inventory(self) -> Future[Inventory]:
+        """Return the installed experts, behind what is planned already."""
+        return self._planning.submit(lambda: self._session.inventory)
+
+    def experts(self) -> Future[tuple[ExpertHere, ...]]:
+        """Return what they are to this server, behind what is planned already."""
+        here = self._house.expert_here
+        return self._planning.submit(lambda: tuple(map(here, self._session.inventory.experts)))
 
     def prepare_next(self) -> None:
         """Begin to prepare jobs, as many as there may soon be rows for."""

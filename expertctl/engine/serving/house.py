@@ -7,7 +7,6 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 
 from expertctl.digest import no_progress
 from expertctl.engine.admission import Admission, Seat
@@ -125,8 +124,9 @@ class House:
             )
         base, rows, limit = self.base, self.settings.rows, self.budget.limit
         if self.settings.on_budget == "fewer":
-            fewer = partial(prepare_fewer, limit=limit, rows=rows)
-            prepared = fewer(base, self._planner, request, planned, {})
+            prepared = prepare_fewer(
+                base, self._planner, request, planned, {}, limit=limit, rows=rows
+            )
         else:
             prepared = prepare_on(base, self._planner, request, planned, {})
         check_fits(needs(self._planner, prepared, {}, rows=rows), limit)

@@ -3,7 +3,6 @@
 import asyncio
 from functools import partial
 
-from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -54,8 +53,6 @@ class _Wire:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._jobs = JobStore()
-        self._looking = CapacityLimiter(1)
-        """Who looks waits for what is planned; no more threads than one wait with it."""
         self._plans = 0
         """How many are waited for."""
 
@@ -127,7 +124,7 @@ class _Wire:
     async def experts(self, _: Request) -> Response:
         """List what is installed."""
         engine = self._service.engine
-        experts = await to_thread.run_sync(engine.experts, limiter=self._looking)
+        experts = await asyncio.wrap_future(engine.experts())
         return json_reply(experts_document(experts, base=engine.base_name))
 
     def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:

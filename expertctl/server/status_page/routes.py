@@ -4,6 +4,7 @@ The page holds nothing that is secret, so anybody may load it; the numbers want 
 server does. It takes nothing from elsewhere and runs no script but its own.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -81,11 +82,9 @@ class _Numbers:
 
     async def experts(self, _: Request) -> Response:
         """Answer with what is installed and in memory, which may wait for a plan to be made."""
-        return _json(await to_thread.run_sync(self._residents))
-
-    def _residents(self) -> JsonObject:
         engine = self._service.engine
-        return residents(engine.experts(), engine.snapshot().totals.experts)
+        experts = await asyncio.wrap_future(engine.experts())
+        return _json(residents(experts, engine.snapshot().totals.experts))
 
     def _read(self) -> JsonObject:
         engine = self._service.engine

@@ -276,12 +276,12 @@ def test_a_context_that_is_asked_for_holds_prompt_and_answer(engine: BatchEngine
 
 def test_the_experts_are_told_with_those_that_are_in_memory(engine: BatchEngine) -> None:
     def in_memory() -> set[str]:
-        return {one.expert.ref for one in engine.experts() if one.in_memory}
+        return {one.expert.ref for one in engine.experts().result() if one.in_memory}
 
-    assert {str(one.expert.stored.package) for one in engine.experts()} == {
+    assert {str(one.expert.stored.package) for one in engine.experts().result()} == {
         f"acme/{name}" for name in NAMES
     }
-    assert all(one.fits for one in engine.experts())
+    assert all(one.fits for one in engine.experts().result())
     before = in_memory()
     assert before <= {"acme/go@1.0.0"}  # what kernels were compiled for
     Reader(engine, job(request("Sort: 1", "sql"))).end()

@@ -58,7 +58,7 @@ def test_a_path_with_two_readings_stays_refused(scripted: Served, path: str) -> 
 
 
 def test_experts_that_cannot_answer_are_no_models(scripted: Served) -> None:
-    [here] = scripted.engine.experts()
+    [here] = scripted.engine.experts().result()
     unfit = replace(here, fits=False)
     revoked = replace(here, expert=replace(here.expert, revoked=True))
     assert [one.name for one in served_models("tiny", [unfit, revoked])] == ["tiny", "auto"]
