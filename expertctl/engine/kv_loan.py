@@ -30,6 +30,11 @@ class KVWanted:
     ids: Sequence[int]
     virtual: int
     capacity: int
+    at_once: int | None = None
+    """For how many tokens there is memory from the start, all of them by default.
+
+    For the rest it is found as it is needed, where keys and values lie in pages.
+    """
 
     @property
     def origin(self) -> Origin | None:

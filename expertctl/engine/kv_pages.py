@@ -2,12 +2,13 @@
 
 A page is one block of memory, ``[layers][keys, values][kv_heads][head_dim * 16]`` float32 or
 float16, and a text has a list of the addresses of its pages. What stands at and beyond ``length``
-is never read. Texts that begin in the same way may share their first pages, whole ones only; those
-are not written any more, so a text cannot go back into them. A text may begin to share its own
-between two passes, when others want to begin as it did.
+is never read. A text may begin with fewer pages than it has room for, and gets more as it grows.
+Texts that begin in the same way may share their first pages, whole ones only; those are not written
+any more, so a text cannot go back into them. A text may begin to share its own between two passes,
+when others want to begin as it did.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from expertctl.engine.kv_room import KVRoom
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
+More = Callable[[int], None]
+"""Called with the bytes of pages before there is memory for them; raises BudgetError."""
 
 
 def page_count(tokens: int) -> int:
@@ -33,6 +36,10 @@ def pages_bytes(config: ModelConfig, tokens: int, numbers: Scheme) -> int:
     return page_count(tokens) * config.kv_bytes(PAGE, itemsize=itemsize)
 
 
+def _nobody_asks(_: int) -> None:
+    """All is there already."""
+
+
 class KVPages(KVRoom):
     """Room for ``capacity`` tokens; `length` of them are filled. One generation owns it."""
 
@@ -43,16 +50,19 @@ class KVPages(KVRoom):
         *,
         numbers: Scheme = Scheme.FLOAT32,
         shared: Sequence[Numbers] = (),
+        at_once: int | None = None,
+        more: More = _nobody_asks,
     ) -> None:
-        """Reserve the memory, once, for all but the pages that are ``shared`` and full."""
+        """Have pages for ``at_once`` tokens, all by default; those ``shared`` are full."""
         super().__init__(capacity)
         self.numbers = numbers
         self.length = self._shared_tokens = len(shared) * PAGE
         self._shape = (config.layers, 2, config.kv_heads, config.head_dim * PAGE)
-        size = pages_bytes(config, PAGE, numbers)
-        own = [aligned(size, np.uint8) for _ in range(page_count(capacity) - len(shared))]
-        self._pages = [*shared, *own]
-        self._table = np.array([page.ctypes.data for page in self._pages], np.int64)
+        self._page_bytes, self._more = pages_bytes(config, PAGE, numbers), more
+        self._pages = list(shared)
+        self._table = np.zeros(page_count(capacity), np.int64)
+        self._table[: len(shared)] = [page.ctypes.data for page in shared]
+        self._add(page_count(capacity if at_once is None else at_once) - len(shared))
 
     @property
     def table(self) -> int:
@@ -63,6 +73,18 @@ class KVPages(KVRoom):
     def nbytes(self) -> int:
         """Bytes of its own pages, filled or not."""
         return sum(page.nbytes for page in self._pages[self._shared_tokens // PAGE :])
+
+    def require(self, tokens: int) -> None:
+        """Have pages for so many more tokens.
+
+        Raises:
+            BudgetError: when there is no room or no memory for them.
+        """
+        super().require(tokens)
+        missing = page_count(self.length + tokens) - len(self._pages)
+        if missing > 0:
+            self._more(missing * self._page_bytes)
+            self._add(missing)
 
     def share(self, pages: Sequence[Numbers]) -> None:
         """Have these as first pages from now on; they hold what its own ones held.
@@ -102,10 +124,17 @@ class KVPages(KVRoom):
 
     def check_integrity(self) -> None:
         """Assert what always holds: a possible length, numbers in every filled row."""
-        assert self._shared_tokens <= self.length <= self.capacity <= len(self._pages) * PAGE
-        assert [page.ctypes.data for page in self._pages] == self._table.tolist()
+        assert self._shared_tokens <= self.length <= min(self.capacity, len(self._pages) * PAGE)
+        there = self._table[: len(self._pages)]
+        assert [page.ctypes.data for page in self._pages] == there.tolist()
         for number in range(page_count(self.length)):
             self._check(self._pages[number], min(self.length - number * PAGE, PAGE))
+
+    def _add(self, count: int) -> None:
+        for place in range(len(self._pages), len(self._pages) + count):
+            page = aligned(self._page_bytes, np.uint8)
+            self._table[place] = page.ctypes.data
+            self._pages.append(page)
 
     def _check(self, page: Numbers, filled: int) -> None:
         kind = np.float16 if self.numbers is Scheme.FLOAT16 else np.float32

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from expertctl.engine.kernels.heads import PAGE
 from expertctl.engine.kernels.scheme import Scheme
@@ -117,7 +118,14 @@ class KVPool:
     def _lent(self, wanted: KVWanted, rent: _Rent) -> KVLoan[KVPages]:
         found = self._reserved(wanted, rent)
         shared = [block.page for block in found.blocks]
-        pages = KVPages(wanted.config, wanted.capacity, numbers=self._numbers, shared=shared)
+        pages = KVPages(
+            wanted.config,
+            wanted.capacity,
+            numbers=self._numbers,
+            shared=shared,
+            at_once=wanted.at_once,
+            more=partial(self._grow, rent, wanted.what),
+        )
         if found.part is not None:
             pages.copy_rows(found.part.page, found.part_tokens)
             self._share(rent, found.blocks)
@@ -180,16 +188,24 @@ class KVPool:
 
     def _reserve(self, wanted: KVWanted, found: Found, rent: _Rent) -> None:
         """Enter the bytes of the pages that a text does not share."""
-        tokens = wanted.capacity - len(found.blocks) * PAGE
+        tokens = wanted.capacity if wanted.at_once is None else wanted.at_once
+        tokens -= len(found.blocks) * PAGE
         size = pages_bytes(wanted.config, tokens, self._numbers)
         self._tiers.reserve(Tier.DEVICE, "kv", size, what=wanted.what)
         rent.nbytes = size
+
+    def _grow(self, rent: _Rent, what: str, size: int) -> None:
+        """Enter the bytes of pages that a text needs in its middle."""
+        with self._tiers.lock:
+            self._tiers.reserve(Tier.DEVICE, "kv", size, what=what)
+            rent.nbytes += size
 
     def _end(self, rent: _Rent, tokens: Tokens) -> None:
         """Keep the pages of ``tokens``, let go of all others."""
         with self._tiers.lock:
             before = self.nbytes
             pages = [] if rent.pages is None else rent.pages.hand_over()
+            rent.pages = None  # they know each other
             if tokens and rent.origin is not None and not rent.is_forgotten:
                 self._tree.insert(rent.origin, tokens, pages)
             self._exchange(rent, ())

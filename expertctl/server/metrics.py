@@ -167,6 +167,11 @@ def _jobs(now: Snapshot) -> Iterator[Family]:
     for outcome in ("finished", "failed", "cancelled", "refused"):
         jobs.add_metric([outcome], getattr(now.totals, outcome))
     yield jobs
+    yield _counted(
+        "texts_paused",
+        "Texts that gave their memory to earlier ones for a while.",
+        now.totals.paused,
+    )
     yield _counted("steps", "Passes over the base that wrote tokens.", now.counts.steps)
     yield _counted("step_rows", "Texts in all of them: divided, the batch.", now.counts.step_rows)
 

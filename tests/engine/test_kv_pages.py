@@ -161,3 +161,33 @@ def test_a_page_is_found_by_its_address() -> None:
     last = (ctypes.c_float * 16).from_address(addresses[2])
     assert last[0] == 7.0  # key dimension 0 of token 32 in the first layer and head
     assert np.isnan(last[1])
+
+
+def test_a_text_gets_pages_as_it_grows_and_its_list_of_addresses_stays_where_it_is() -> None:
+    asked = list[int]()
+    cache = KVPages(CONFIG, 60, at_once=17, more=asked.append)
+    address = cache.table
+    assert (len(cache._pages), cache.nbytes) == (2, 2 * PAGE_BYTES)
+    cache.require(32)
+    assert asked == []
+    cache.advance(32)
+    cache.require(1)
+    assert (asked, cache.nbytes) == ([PAGE_BYTES], 3 * PAGE_BYTES)
+    cache.require(28)
+    assert (asked, len(cache._pages)) == ([PAGE_BYTES, PAGE_BYTES], 4)
+    assert cache.table == address
+    addresses = (ctypes.c_int64 * 4).from_address(address)
+    assert list(addresses) == [page.ctypes.data for page in cache._pages]
+    with pytest.raises(BudgetError, match="32 of 60"):
+        cache.require(29)
+
+
+def test_where_no_page_is_to_be_had_nothing_changes() -> None:
+    def more(_: int) -> None:
+        raise BudgetError("none")
+
+    cache = KVPages(CONFIG, 60, at_once=16, more=more)
+    cache.advance(16)
+    with pytest.raises(BudgetError, match="none"):
+        cache.require(1)
+    assert (len(cache._pages), cache.length, cache.capacity) == (1, 16, 60)

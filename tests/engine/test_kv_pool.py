@@ -8,7 +8,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,7 @@ def marks(key: str | None, plan: Digest, tokens: Sequence[int]) -> list[int]:
 def write(cache: KVPages, numbers: Sequence[int]) -> None:
     """Write the rows of the next tokens."""
     for number in numbers:
+        cache.require(1)
         page, slot = _page(cache, cache.length // PAGE), cache.length % PAGE
         page[:, 0].reshape(2, 2, 16, PAGE)[..., slot] = number
         page[:, 1].reshape(2, 2, PAGE, 16)[..., slot, :] = -number
@@ -312,6 +313,33 @@ def test_room_that_was_not_needed_is_given_back(desk: Desk) -> None:
     assert desk.budget.used == desk.pool.nbytes == 3 * BYTES
 
 
+def test_pages_that_a_text_gets_as_it_grows_are_in_the_ledger_and_go_with_it(desk: Desk) -> None:
+    wanted = replace(desk.wanted(TEXT, room=100), at_once=len(TEXT) + 1)
+    with desk.pool.borrow(wanted) as loan:
+        assert desk.budget.held("kv") == 3 * BYTES
+        write(loan.cache, desk.rest(wanted, loan, range(60)))
+        assert desk.budget.held("kv") == 7 * BYTES
+        desk.pool.check_integrity()
+        loan.complete((*TEXT, *range(60)))
+    assert desk.budget.held("kv") == desk.pool.kept_bytes == 7 * BYTES
+    desk.pool.forget("chat")
+    assert desk.budget.used == 0
+
+
+def test_a_text_that_grows_puts_out_what_is_kept_and_then_stays_as_it_is() -> None:
+    desk = Desk(pages=4)
+    desk.turn(range(20), cache_key="other")
+    wanted = replace(desk.wanted(TEXT[:16], room=100), at_once=17)
+    with desk.pool.borrow(wanted) as loan:
+        assert desk.budget.held("kv") == 4 * BYTES
+        with pytest.raises(BudgetError):
+            write(loan.cache, desk.rest(wanted, loan, range(100)))
+        assert loan.cache.length == 4 * PAGE
+        assert desk.pool.kept_bytes == 0
+        desk.pool.check_integrity()
+    assert desk.budget.used == 0
+
+
 def test_what_is_shared_is_paid_once(desk: Desk) -> None:
     desk.turn(TEXT)
     with desk.pool.borrow(desk.wanted((*TEXT, 1), room=0)):
@@ -520,6 +548,7 @@ class Texts(RuleBasedStateMachine):
         key=st.sampled_from(["a", "b", None]),
         plan=st.sampled_from([PLAN, OTHER_PLAN]),
         spare=st.integers(0, 40),
+        at_once=st.none() | st.integers(0, 20),
     )
     def begin(
         self,
@@ -528,11 +557,15 @@ class Texts(RuleBasedStateMachine):
         key: str | None,
         plan: Digest,
         spare: int,
+        at_once: int | None,
     ) -> None:
         virtual = 0 if plan == PLAN else 18  # a plan has its soft prompt, or none
         wanted = self.desk.wanted(
             ids, room=len(answer) + spare, cache_key=key, identity=plan, virtual=virtual
         )
+        if at_once is not None:
+            first = virtual + len(ids) + at_once
+            wanted = replace(wanted, at_once=min(first, wanted.capacity))
         self.kept(wanted).update(self.shared_by_those_that_run(wanted))
         before, stack = self.desk.budget.used, ExitStack()
         try:
@@ -552,7 +585,11 @@ class Texts(RuleBasedStateMachine):
     def write(self, place: int, tokens: int) -> None:
         for text in self.open[place : place + 1]:
             rest = self.desk.rest(text.wanted, text.loan, text.answer)
-            write(text.loan.cache, rest[:tokens])
+            try:
+                write(text.loan.cache, rest[:tokens])
+            except BudgetError:  # it goes on, or ends, where it is
+                assert self.pages < 400
+                assert text.wanted.at_once is not None
 
     @rule(place=st.integers(0, 5))
     def begin_a_pass_that_fails(self, place: int) -> None:
@@ -560,7 +597,8 @@ class Texts(RuleBasedStateMachine):
         for text in self.open[place : place + 1]:
             if text.loan.cache.length < text.loan.cache.capacity:
                 length = text.loan.cache.length
-                write(text.loan.cache, [1999])
+                with suppress(BudgetError):
+                    write(text.loan.cache, [1999])
                 text.loan.cache.length = length
 
     @rule(place=st.integers(0, 5), completes=st.booleans())

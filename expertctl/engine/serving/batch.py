@@ -39,6 +39,8 @@ class Batch:
     def __init__(self, model: Model, *, rows: int) -> None:
         """Begin without a text."""
         self.rows, self.counts = rows, Counts()
+        self.lacking: list[Text] = []
+        """Texts that could not go on in the last pass for want of memory."""
         self._model = model
         self._texts: list[Text] = []
         self._pass = 0
@@ -62,6 +64,7 @@ class Batch:
     def advance(self) -> list[Text]:
         """Do one pass; return the texts that ended or failed, which are out of it now."""
         self._pass += 1
+        self.lacking = []
         self._stop()
         self._read()
         self._step()
@@ -108,7 +111,9 @@ class Batch:
 
     def _step(self) -> None:
         """Read one token of every text that is past its prompt, and draw the next ones."""
-        texts = [text for text in self._texts if not text.is_reading and not text.is_over]
+        written = [text for text in self._texts if not text.is_reading and not text.is_over]
+        texts = [text for text in written if text.has_room()]
+        self.lacking = [text for text in written if text not in texts]
         if not texts:
             return
         begun = time.perf_counter()

@@ -42,6 +42,8 @@ class Board:
         """How often memory was given back."""
         self.free_rows = self._rows = rows
         self.is_closing = False
+        self.is_short = False
+        """Whether texts are paused for want of memory: then nobody else begins."""
         self._tickets: dict[str, Ticket] = {}
         self._preparing = 0
         self._job_seconds = 1.0
@@ -228,7 +230,8 @@ class Board:
         ahead = self._preparing + len(self.ready) - self.free_rows
         waited = (now - min(waits, default=now)) % ROUND_SECONDS
         is_drained = PATIENCE_SECONDS <= waited < PATIENCE_SECONDS + DRAIN_SECONDS
-        return ahead < AHEAD and checked <= self._rows and not is_drained
+        is_held = is_drained or self.is_short
+        return ahead < AHEAD and checked <= self._rows and not is_held
 
     def _leave(self, ticket: Ticket) -> bool:
         """Take a job off the board; False when it was off already."""

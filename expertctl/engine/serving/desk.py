@@ -139,7 +139,9 @@ class Desk:
         """Wait a while for memory; False when nobody holds any that could be given back."""
         board = self._board
         with board.lock:
-            if board.ready or board.free_rows < self._house.settings.rows or board.freed != seen:
+            rows = self._house.settings.rows
+            is_held = board.ready or board.is_short or board.free_rows < rows
+            if is_held or board.freed != seen:
                 pause = LOOK_SECONDS if board.preparing == 1 else LOOK_SECONDS / 10
                 others = board.preparing
                 board.changed.wait_for(

@@ -4,7 +4,7 @@ What all rows share, base and buffers, is held from the start; what each needs, 
 keys and values, is lent to it. The buffers grow with the widest plan that comes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -45,6 +45,8 @@ from expertctl.telling import Tell
 _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""
 _WHAT = "the buffers of the batch"
+AT_ONCE = 64
+"""For so many tokens of an answer there is memory when it begins; for more as it grows."""
 
 
 class House:
@@ -155,14 +157,24 @@ class House:
 
     @contextmanager
     def lent(
-        self, prepared: Prepared, memory: InMemory, *, cache_key: str | None
+        self,
+        prepared: Prepared,
+        memory: InMemory,
+        *,
+        cache_key: str | None,
+        written: Sequence[int] = (),
     ) -> Iterator[Ready]:
         """Lend keys and values to one text, and make what reads it; for the writer.
+
+        ``written`` are tokens of its answer that are there already, and are read again.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
         """
         wanted = kv_wanted(self.base, prepared, cache_key)
+        ids = (*wanted.ids, *written)
+        at_once = min(wanted.capacity, wanted.virtual + len(ids) + AT_ONCE)
+        wanted = replace(wanted, ids=ids, at_once=at_once)
         with self._widened_for(wanted, width=memory.plan.width) as kv:
             tokens = wanted.virtual + len(wanted.ids) - kv.cache.length
             self.model.prepare(kv.cache, memory.plan, tokens=tokens, rows=self.settings.rows)

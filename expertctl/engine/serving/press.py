@@ -51,6 +51,8 @@ class Press:
         self._lent: dict[Text, _Loan] = {}
         self._lacked: tuple[Ticket | None, float] = None, 0.0
         """Who found too little memory beside others, and until when that is not tried again."""
+        self._paused: list[Text] = []
+        """Those that gave their memory to others, the one that began first in front."""
         self._broke = broke
         self._thread = threading.Thread(target=self._work, name="press", daemon=True)
 
@@ -91,15 +93,19 @@ class Press:
         while self._board.errands:
             self._board.errands.popleft()()
         self._expire()
-        self._begin_texts()
+        self._go_on()
+        if not self._paused:
+            self._begin_texts()
         self._compute()
+        self._make_room()
         self._desk.prepare_next()
 
     def has_work(self) -> bool:
         """Wait for something to do; False when the board is closed and empty."""
         board = self._board
         with board.lock:
-            if not (self.batch.texts or board.ready or board.errands or board.is_done):
+            is_idle = not (self.batch.texts or self._paused or board.ready or board.errands)
+            if is_idle and not board.is_done:
                 board.changed.wait(LOOK_SECONDS)
             return not board.is_done
 
@@ -181,6 +187,7 @@ class Press:
                 Writer(
                     tokenizer, plan.params, seed=plan.seed + number, max_tokens=prompt.max_tokens
                 ),
+                room=ready.kv.cache,
                 unread=prompt.ids[ready.reused :],
                 tokenizer=tokenizer,
             )
@@ -196,14 +203,15 @@ class Press:
         if ticket.begun == ticket.job.texts:
             self._board.has_begun(ticket)
 
-    def _made_room(self, ticket: Ticket) -> bool:
-        """While nothing runs, take from those that only wait; False when they have nothing."""
+    def _made_room(self, ticket: Ticket | None) -> bool:
+        """Take from jobs that wait and, while nothing runs, from buffers; False if none has any."""
+        begun = {text.ticket for text in (*self._lent, *self._paused)}
         with self._board.lock:
-            others = [other for other in self._board.ready if other is not ticket]
+            others = [one for one in self._board.ready if one is not ticket and one not in begun]
         for other in others:
             self._board.send_back(other)
             self._desk.load_again(other)
-        return self._house.rest() or bool(others)
+        return (not self.batch.texts and self._house.rest()) or bool(others)
 
     def _awaits_loading(self) -> bool:
         """Wait for what is being loaded, which may give its memory back; False if nothing is."""
@@ -227,14 +235,78 @@ class Press:
                 self._end(text)
         self._count_rows()
 
+    def _go_on(self) -> None:
+        """Let texts that paused go on, the first one first; who is not wanted any more ends."""
+        for text, why in [(text, text.ticket.stopped()) for text in self._paused]:
+            if why is not None:
+                self._paused.remove(text)
+                text.give_up(why)
+                self._end(text)
+        while self._paused and self.batch.free and self._goes_on(self._paused[0]):
+            self.batch.add(self._paused.pop(0))
+        with self._board.lock:
+            self._board.is_short = bool(self._paused)
+        self._count_rows()
+
+    def _goes_on(self, text: Text) -> bool:
+        """Give a text keys and values again; False while there is no memory for them."""
+        ticket, written = text.ticket, text.writer.tokens
+        prepared, memory = ticket.prepared, ticket.memory
+        assert prepared is not None
+        assert memory is not None
+        with ExitStack() as stack:
+            lending = self._house.lent(
+                prepared, memory, cache_key=ticket.cache_key, written=written
+            )
+            try:
+                ready = stack.enter_context(lending)
+            except BudgetError as error:
+                if not (self.batch.texts or self._made_room(ticket) or self._awaits_loading()):
+                    self._put_out(ticket, error)
+                return False
+            ids = (*prepared.prompt.ids, *written)
+            reading = ready.model.reading(ready.kv.cache, ready.plan)
+            text.go_on(reading, ready.kv.cache, ids[ready.reused :])
+            self._lent[text] = _Loan(ready, stack.pop_all())
+        return True
+
+    def _make_room(self) -> None:
+        """Find memory for texts that could not go on: from who waits, else from who began last.
+
+        Each job could run alone, so the one that began first goes on in any case.
+        """
+        if not self.batch.lacking or self._made_room(None):
+            return
+        last = self.batch.texts[-1]
+        if len(self.batch.texts) > 1:
+            self._pause(last)
+        elif not self._awaits_loading():
+            self._put_out(last.ticket, BudgetError("there is no memory for the rest of an answer"))
+
+    def _pause(self, text: Text) -> None:
+        """Take a text out of the batch; what it has read is kept as long as nobody needs it."""
+        assert text.ticket.prepared is not None
+        self.batch.remove(text)
+        loan = self._lent.pop(text)
+        loan.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
+        text.pause()
+        loan.stack.close()
+        self._paused.insert(0, text)  # whoever paused before began after it
+        with self._board.lock:
+            self._board.is_short = True
+            self._board.totals.paused += 1
+            self._board.tell_freed()
+        self._count_rows()
+
     def _end(self, text: Text) -> None:
         """Take an answer, and keep its keys and values if it is whole."""
         ticket, generated = text.ticket, text.generated()
         assert ticket.prepared is not None
-        if generated.finish_reason in {"stop", "length"}:
-            kv = self._lent[text].ready.kv
-            kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
-        self._lent.pop(text).stack.close()
+        loan = self._lent.pop(text, None)  # none while it pauses
+        if loan is not None:
+            if generated.finish_reason in {"stop", "length"}:
+                loan.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
+            loan.stack.close()
         ticket.ended[text.number] = generated
         ticket.lents[text.number] = _without_plan(ticket.lents[text.number])
         self._conclude(ticket)
@@ -249,6 +321,7 @@ class Press:
 
     def _put_out(self, ticket: Ticket, error: ExpertError) -> None:
         """End a job with all its texts."""
+        self._paused = [text for text in self._paused if text.ticket is not ticket]
         for text in [text for text in self._lent if text.ticket is ticket]:
             self.batch.remove(text)
             self._lent.pop(text).stack.close()

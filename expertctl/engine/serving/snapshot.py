@@ -21,6 +21,8 @@ class Totals:
     cancelled: int = 0
     refused: int = 0
     """For want of a place in the queue."""
+    paused: int = 0
+    """Texts that gave their memory to those that began before them, and went on later."""
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0

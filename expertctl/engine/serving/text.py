@@ -8,10 +8,11 @@ import numpy as np
 from torch import Tensor
 
 from expertctl.engine.generate import Generated, Reading, Writer
+from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.serving.job import Drawn, Likely, Piece
 from expertctl.engine.serving.ticket import Stopped, Ticket
 from expertctl.engine.tokenizer import Tokenizer
-from expertctl.errors import ExpertError
+from expertctl.errors import BudgetError, ExpertError
 
 
 class Text:
@@ -24,21 +25,40 @@ class Text:
         reading: Reading,
         writer: Writer,
         *,
+        room: KVRoom,
         unread: Sequence[int],
         tokenizer: Tokenizer,
     ) -> None:
         """Begin with ``unread`` tokens of the prompt, at least one."""
-        assert unread, "at least one token is read, for its scores"
-        self.ticket, self.number, self.reading, self.writer = ticket, number, reading, writer
+        self.ticket, self.number, self.writer = ticket, number, writer
+        self.go_on(reading, room, unread)
         self.served = 0
         """In which pass it was served last."""
         self.error: ExpertError | None = None
         """Why it cannot go on."""
-        self._unread, self._tokenizer = list(unread), tokenizer
+        self._tokenizer, self._is_again = tokenizer, False
         self._begun = time.perf_counter()
         self._prefilled, self._prefill_ms = 0, 0.0
         self._first_ms: float | None = None
         self._decode_ms, self._steps = 0.0, 0
+
+    def go_on(self, reading: Reading, room: KVRoom, unread: Sequence[int]) -> None:
+        """Have keys and values, in which all but ``unread`` tokens stand, at least one."""
+        assert unread, "at least one token is read, for its scores"
+        self.reading, self.room, self._unread = reading, room, list(unread)
+
+    def pause(self) -> None:
+        """Let go of its keys and values; what it reads again is counted as writing."""
+        del self.reading, self.room
+        self._unread, self._is_again = [], bool(self.writer.tokens)
+
+    def has_room(self) -> bool:
+        """Whether there is memory for the next token; if there can be, it has it then."""
+        try:
+            self.room.require(1)
+        except BudgetError:
+            return False
+        return True
 
     @property
     def is_reading(self) -> bool:
@@ -68,11 +88,14 @@ class Text:
         """
         now, self._unread = self._unread[:most], self._unread[most:]
         result = self.reading.prefill(now)
-        self._prefilled += result.tokens
-        self._prefill_ms += result.ms
+        if self._is_again:
+            self._decode_ms += result.ms
+        else:
+            self._prefilled += result.tokens
+            self._prefill_ms += result.ms
         if not self._unread:
             self.take(result.logits)
-            self._first_ms = self._ms()
+            self._first_ms = self._first_ms or self._ms()
 
     def count_step(self, ms: float) -> None:
         """Count a step that it took part in."""

@@ -107,14 +107,13 @@ class Ticket:
 
     @property
     def cache_key(self) -> str | None:
-        """Whose earlier texts may begin its own; answers to one prompt share it in any case."""
+        """Whose earlier texts may begin its own; those of one job may in any case."""
         return self.own_key or self.job.request.cache_key
 
     @property
     def own_key(self) -> str | None:
         """A key that nobody asks with again."""
-        shares = self.job.request.cache_key is None and self.job.texts > 1
-        return f"\0{self.job.id}" if shares else None
+        return f"\0{self.job.id}" if self.job.request.cache_key is None else None
 
     def tell(self, event: Event) -> None:
         """Give an event to whoever asked."""

@@ -10,6 +10,7 @@ import torch
 
 from expertctl.engine.decoder import DecodeResult, PrefillResult
 from expertctl.engine.generate import Reading, Writer
+from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch import BESIDE, STRETCH, Batch
@@ -78,12 +79,13 @@ class Bench:
         message = UserMessage(prompt=name)
         job = Job(id=name, request=RunRequest(message=message, route=RouteRequest(prompt=name)))
         events = self.events[name] = []
-        most = options.pop("max_tokens", 100)
+        most, room = options.pop("max_tokens", 100), KVRoom(options.pop("room", 1000))
         return Text(
             Ticket(job, events.append),
             0,
             Alphabet(self.log, name, **options),
             Writer(self.tokenizer, GREEDY, seed=0, max_tokens=most),
+            room=room,
             unread=prompt,
             tokenizer=self.tokenizer,
         )
@@ -195,3 +197,18 @@ def test_what_was_computed_is_counted(bench: Bench) -> None:
     counts = batch.counts
     assert counts.prompt_tokens == 7
     assert (counts.steps, counts.step_rows) == (3 + 1, 3 + 4)
+
+
+def test_a_text_without_memory_is_told_and_holds_up_nobody(bench: Bench) -> None:
+    batch = bench.batch()
+    lacks = bench.text("one", [A], room=0)
+    batch.add(lacks)
+    batch.add(bench.text("two", [A + 5]))
+    for _ in range(3):
+        batch.advance()
+    assert batch.lacking == [lacks]
+    assert (bench.said("one"), bench.said("two")) == ("b", "ghi")
+    lacks.room.capacity = 1
+    batch.advance()
+    assert batch.lacking == []
+    assert bench.said("one") == "bc"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from expertctl.engine.kernels.heads import PAGE
+from expertctl.engine.serving.house import AT_ONCE
 from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.torch_backend import TorchModel
@@ -212,6 +213,61 @@ def test_a_job_that_is_called_off_ends_though_its_next_answer_lacks_memory(shop:
     shop.board.call_off(other.ticket.job.id)
     shop.finish(other)
     shop.check_idle()
+
+
+def pages(shop: Workshop, count: int) -> int:
+    """The bytes of so many pages."""
+    return count * shop.house.base.kv_bytes(PAGE)
+
+
+def test_texts_that_grow_take_memory_from_those_that_began_last(house: House) -> None:
+    asked = [request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))]
+    with workshop(house.home, torch_below=0) as shop:
+        alone = [shop.answer(one).results[0].generated.tokens for one in asked]
+        assert all(len(tokens) > 2 * AT_ONCE for tokens in alone), "they grow"
+        first, second = (shop.ready(one) for one in asked)
+        shop.press.turn()
+        with held_by_others(shop, leaving=pages(shop, 24)):
+            shop.finish(first)
+            assert shop.board.totals.paused >= 1
+            assert not second.is_over
+            shop.finish(second)
+        together = [caller.results[0].generated for caller in (first, second)]
+        assert [one.tokens for one in together] == alone
+        assert [one.prefill_tokens for one in together] == [
+            caller.results[0].prompt_tokens for caller in (first, second)
+        ]
+        shop.check_idle()
+
+
+def test_a_text_that_pauses_ends_when_it_is_called_off(house: House) -> None:
+    asked = [request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))]
+    with workshop(house.home, torch_below=0) as shop:
+        first, second = (shop.ready(one) for one in asked)
+        shop.press.turn()
+        with held_by_others(shop, leaving=pages(shop, 24)):
+            shop.turn_until(lambda: shop.board.totals.paused == 1)
+            shop.board.call_off(second.ticket.job.id)
+            shop.finish(second)
+            assert second.results[0].generated.finish_reason == "cancelled"
+            assert len(second.results[0].generated.tokens) >= AT_ONCE
+            assert not first.is_over
+            shop.finish(first)
+        shop.check_idle()
+
+
+def test_nobody_begins_while_a_text_pauses(house: House) -> None:
+    asked = [request(f"Sort: {n}", name, max_tokens=400) for n, name in enumerate(("sql", "go"))]
+    with workshop(house.home, torch_below=0) as shop:
+        first, second = (shop.ready(one) for one in asked)
+        shop.press.turn()
+        with held_by_others(shop, leaving=pages(shop, 24)):
+            shop.turn_until(lambda: shop.board.totals.paused == 1)
+            third = shop.submit(request("Sort: 9", "go", max_tokens=2))
+            shop.finish(first)
+            assert not third.has_begun
+            shop.finish(second, third)
+        shop.check_idle()
 
 
 def _bytes_to_begin(shop: Workshop, ticket: Ticket) -> int:
