@@ -1,0 +1,178 @@
+"""What is counted, what is ignored, and what happens at the end of 64 bits."""
+
+import json
+from threading import Thread
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.engine.moe.counters import MOST, Counters, LayerCounts, requested
+
+LANES = np.array([0, -1, 1, -1])
+"""Experts 0 and 2 are hot, 1 and 3 cold."""
+
+
+def counters() -> Counters:
+    return Counters([2, 5], experts=4)
+
+
+def test_requests_are_counted_by_expert_and_ids_that_do_not_exist_are_ignored() -> None:
+    selected = np.array([[0, 3], [3, -1], [4, 2**40], [3, -(2**40)]])
+    assert requested(selected, 4).tolist() == [1, 0, 0, 3]
+    assert requested(np.zeros((0, 2), np.int64), 4).tolist() == [0] * 4
+
+
+def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
+    counted = counters()
+    counted.count_call(5, np.array([2, 3, 0, 0]), LANES, hot_ns=1_500_000, cold_ns=2_000_000)
+    counted.count_call(5, np.array([1, 0, 1, 1]), LANES, hot_ns=500_000)
+    counted.count_swaps(5, 7)
+    counted.check_integrity()
+    found = counted.layer(5)
+    assert found == LayerCounts(
+        calls=2,
+        hits=4,
+        misses=4,
+        requests=5,
+        missed_requests=2,
+        swaps=7,
+        hot_ns=2_000_000,
+        cold_ns=2_000_000,
+    )
+    assert (found.fallback_rate, found.hot_slot_ratio) == (0.4, 0.5)
+    hot, cold = counted.chosen(5)
+    assert (hot.tolist(), cold.tolist()) == ([3, 0, 1, 0], [0, 3, 0, 1])
+    assert counted.layer(2) == LayerCounts(**dict.fromkeys(LayerCounts.__slots__, 0))
+
+
+def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
+    counted = counters()
+    counted.count_call(2, np.array([3, 1, 0, 0]), LANES, hot_ns=250_000, cold_ns=1_000_000)
+    counted.count_call(5, np.array([0, 2, 2, 0]), LANES, hot_ns=750_000)
+    counted.count_swaps(2, 3)
+    document = json.loads(json.dumps(counted.snapshot()))
+    assert document == {
+        "overflow_resets": 0,
+        "summary": {
+            "calls": 2, "hits": 5, "misses": 3, "requests": 4, "missed_requests": 2,
+            "fallback_rate": 0.5, "hot_slot_ratio": 0.625, "swaps": 3,
+            "hot_ms": 1.0, "cold_ms": 1.0,
+        },
+        "layers": [
+            {
+                "layer": 2, "calls": 1, "hits": 3, "misses": 1, "requests": 2,
+                "missed_requests": 1, "fallback_rate": 0.5, "hot_slot_ratio": 0.75, "swaps": 3,
+                "hot_ms": 0.25, "cold_ms": 1.0,
+            },
+            {
+                "layer": 5, "calls": 1, "hits": 2, "misses": 2, "requests": 2,
+                "missed_requests": 1, "fallback_rate": 0.5, "hot_slot_ratio": 0.5, "swaps": 0,
+                "hot_ms": 0.75, "cold_ms": 0.0,
+            },
+        ],
+    }  # fmt: skip
+
+
+def test_nothing_counted_has_ratios_of_zero() -> None:
+    summary = counters().snapshot()["summary"]
+    assert isinstance(summary, dict)
+    assert set(summary.values()) == {0}
+
+
+def test_a_layer_without_routed_experts_is_ignored() -> None:
+    counted = counters()
+    before = counted.snapshot()
+    counted.count_call(3, np.array([1, 1, 1, 1]), LANES)
+    counted.count_swaps(-1, 2)
+    assert counted.snapshot() == before
+
+
+def filled(counted: Counters, requests: int) -> None:
+    counted.count_call(2, np.array([requests, 0, 0, 0]), LANES)
+
+
+def test_the_largest_number_is_counted_and_one_more_begins_again() -> None:
+    counted = counters()
+    for part in (2**63 - 1, 2**63 - 1, 1):
+        filled(counted, part)
+    assert counted.layer(2).hits == MOST
+    counted.count_call(5, np.array([1, 1, 1, 1]), LANES)
+    filled(counted, 1)
+    document = counted.snapshot()
+    assert document["overflow_resets"] == 1
+    assert document == {**counters().snapshot(), "overflow_resets": 1}
+    assert counted.chosen(5)[0].shape == (4,)
+    filled(counted, 1)
+    assert counted.layer(2).hits == 1
+    counted.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["swaps", "hot_ns", "cold_ns"])
+def test_whatever_goes_over_all_begin_again(name: str) -> None:
+    counted = counters()
+    nothing = np.zeros(4, np.int64)
+    for amount in (5, MOST - 5, 1):
+        match name:
+            case "swaps":
+                counted.count_swaps(2, amount)
+            case "hot_ns":
+                counted.count_call(2, nothing, LANES, hot_ns=amount)
+            case "cold_ns":
+                counted.count_call(2, nothing, LANES, cold_ns=amount)
+    assert counted.snapshot()["overflow_resets"] == 1
+    assert getattr(counted.layer(2), name) == 0
+
+
+def test_sums_over_layers_saturate() -> None:
+    counted = counters()
+    for layer in (2, 5):
+        counted.count_swaps(layer, MOST - 1)
+    summary = counted.snapshot()["summary"]
+    assert isinstance(summary, dict)
+    assert summary["swaps"] == MOST
+    assert counted.snapshot()["overflow_resets"] == 0
+
+
+def test_a_reset_begins_again_and_keeps_how_often_counters_went_over() -> None:
+    counted = counters()
+    counted.count_swaps(2, MOST)
+    counted.count_swaps(2, 1)
+    filled(counted, 9)
+    counted.reset()
+    assert counted.snapshot() == {**counters().snapshot(), "overflow_resets": 1}
+
+
+@given(st.lists(st.tuples(st.sampled_from([2, 5]), st.lists(st.integers(-2, 5))), max_size=8))
+def test_counts_equal_those_of_counting_one_by_one(calls: list[tuple[int, list[int]]]) -> None:
+    counted = counters()
+    for layer, ids in calls:
+        counted.count_call(layer, requested(np.array(ids, np.int64), 4), LANES)
+    counted.check_integrity()
+    for layer in (2, 5):
+        lists = [[i for i in ids if 0 <= i < 4] for at, ids in calls if at == layer]
+        found = counted.layer(layer)
+        assert found.calls == len(lists)
+        assert found.hits == sum(i in (0, 2) for ids in lists for i in ids)
+        assert found.misses == sum(i in (1, 3) for ids in lists for i in ids)
+        assert found.requests == sum(len(set(ids)) for ids in lists)
+        assert found.missed_requests == sum(len(set(ids) & {1, 3}) for ids in lists)
+
+
+def test_a_reader_never_sees_half_of_a_call() -> None:
+    counted = counters()
+    torn: list[object] = []
+
+    def look() -> None:
+        for _ in range(300):
+            found = counted.layer(2)
+            if not found.calls == found.hits == found.misses:
+                torn.append(found)
+
+    reader = Thread(target=look)
+    reader.start()
+    for _ in range(300):
+        counted.count_call(2, np.array([1, 1, 0, 0]), LANES)
+    reader.join()
+    assert torn == []
