@@ -5,6 +5,7 @@ keeps it from loading is raised in the process that was called. When it is told 
 more jobs; those that are there get `DRAIN_SECONDS`, then what they have is their answer.
 """
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 
+from anyio import to_thread
 from starlette.applications import Starlette
 
 from expertctl.errors import ExpertError, RegistryError
@@ -23,13 +25,14 @@ from expertctl.http.listening import Listening, held_address
 from expertctl.http.log import log_config
 from expertctl.server.api_keys import ApiKeys
 from expertctl.server.exposure import demand_secure
-from expertctl.server.heap import bound_arenas
+from expertctl.server.heap import bound_arenas, return_free_pages
 from expertctl.server.settings import ServeSettings, check_settings
 from expertctl.settings import Settings
 
 DRAIN_SECONDS = 30
 _LAST_SECONDS = 15
 """How long the end of jobs that were called off may take, before the worker is killed."""
+_TIDY_SECONDS = 20.0
 Report = Callable[[Listening], None]
 
 
@@ -118,10 +121,19 @@ def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlett
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         opening.begin(tell.send)
+        tidying = asyncio.create_task(_tidy())
         yield
+        tidying.cancel()
         opening.end()
 
     return opening.app(lifespan)
+
+
+async def _tidy() -> None:
+    """Now and then give back what a burst of jobs left free."""
+    while True:
+        await asyncio.sleep(_TIDY_SECONDS)
+        await to_thread.run_sync(return_free_pages)
 
 
 def _end(app: Starlette) -> None:

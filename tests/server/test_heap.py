@@ -1,4 +1,4 @@
-"""Threads of a server share few arenas of the C library."""
+"""Threads of a server share few arenas of the C library, and what is free in them goes back."""
 
 import re
 import subprocess
@@ -42,3 +42,32 @@ def arenas(how: str) -> int:
 def test_threads_share_few_arenas() -> None:
     assert arenas("as it is") > ARENAS
     assert arenas("bound") == ARENAS
+
+
+TRIMMED = """
+import ctypes
+from pathlib import Path
+from expertctl.server.heap import return_free_pages
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+before = resident()
+blocks = [libc.malloc(8_000) for _ in range(5_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 8_000)
+kept = blocks[::500] + blocks[-1:]
+for block in set(blocks) - set(kept):
+    libc.free(block)
+free = resident()
+assert return_free_pages()
+print(before, free, resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a function of glibc")
+def test_pages_that_lie_between_others_go_back_to_the_system() -> None:
+    done = subprocess.run([sys.executable, "-c", TRIMMED], capture_output=True, check=True)
+    before, free, trimmed = map(int, done.stdout.split())
+    assert free - before > 8_000, "by itself nothing goes back, of ten thousand pages"
+    assert trimmed - before < 1_500
