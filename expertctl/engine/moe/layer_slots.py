@@ -1,0 +1,154 @@
+"""Which routed experts of one layer are resident, in which slot, and who is worth keeping.
+
+A layer has ``capacity`` slots for its experts. `LayerSlots.lookup` leads from an expert to its slot
+and from an absent one to the slot behind the last, which holds the all-zero dummy: never to a slot
+that holds another expert. `LayerSlots` moves no bytes. Its owner writes an expert into a slot
+first and exchanges it here then, between two passes.
+
+Priority: ``count * 0.25 ** (age / 128)``, the age in tokens since the last that asked. The count is
+one for each token that asked, not for each window in which somebody did: a window of twenty tokens
+may hide twenty activations. Of an activation ``0.25 ** (tokens since / 48)`` is left, so that
+favourites of an old topic give way. Counts outlive residence: who was evicted and is asked
+for again need not begin at one, and who is asked for once need not drive out a favourite.
+"""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertctl.engine.eviction import DECAY, PERIOD
+from expertctl.errors import UsageError
+
+FADING = 48
+"""After so many tokens an activation counts a quarter."""
+EMPTY = -1
+"""The id in a slot that holds no expert."""
+Ids = NDArray[np.integer]
+
+
+class LayerSlots:
+    """The slots of one layer; its owner changes them between passes only."""
+
+    def __init__(self, *, experts: int, capacity: int, pinned: Collection[int] = ()) -> None:
+        """Begin with empty slots; what is ``pinned`` stays once it is resident.
+
+        Raises:
+            UsageError: when more experts are pinned than there are slots.
+        """
+        if not 0 <= capacity <= experts:
+            raise ValueError(f"{capacity} slots for {experts} experts")
+        if not all(0 <= expert < experts for expert in pinned):
+            raise ValueError(f"an expert that is pinned is none of 0 to {experts - 1}")
+        if len(set(pinned)) > capacity:
+            raise UsageError(
+                f"{len(set(pinned))} routed experts of a layer are pinned, but it has only "
+                f"{capacity} slots",
+                hint="pin fewer experts, or raise --memory-budget",
+            )
+        self.experts, self.capacity = experts, capacity
+        self.pinned = frozenset(pinned)
+        self.ids: NDArray[np.int32] = np.full(capacity, EMPTY, np.int32)
+        self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
+        self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
+        self.counts: NDArray[np.float64] = np.zeros(experts)
+        """Activations of each expert, resident or not, less what faded until ``step``."""
+        self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
+        self.step = 0
+        """Tokens that were noted."""
+
+    @property
+    def residents(self) -> list[int]:
+        """The experts that are resident, by slot."""
+        return [int(expert) for expert in self.ids if expert != EMPTY]
+
+    @property
+    def free(self) -> list[int]:
+        """The slots that hold no expert."""
+        return [int(slot) for slot in np.flatnonzero(self.ids == EMPTY)]
+
+    def first_residents(self, ranked: Iterable[int] = ()) -> list[int]:
+        """Return whom to bring into empty slots: who is pinned, then as ranked, then by id."""
+        order = dict.fromkeys([*sorted(self.pinned), *ranked, *range(self.experts)])
+        absent = [expert for expert in order if not self.hit_mask[expert]]
+        return absent[: len(self.free)]
+
+    def note(self, selected: Ids) -> None:
+        """Count what tokens asked for, oldest first; ``selected`` is [tokens, k].
+
+        Ids that name no expert, as of padding, are not counted.
+        """
+        tokens, used = selected.shape
+        asked = selected.ravel()
+        at = np.repeat(np.arange(1, tokens + 1), used)
+        if asked.size and not 0 <= asked.min() <= asked.max() < self.experts:
+            valid = (asked >= 0) & (asked < self.experts)
+            asked, at = asked[valid], at[valid]
+        self.counts *= _left(tokens)
+        self.counts += np.bincount(asked, _left(tokens - at), minlength=self.experts)
+        self.last_used[asked] = self.step + at  # of equal ids the last counts
+        self.step += tokens
+
+    def priorities(self) -> NDArray[np.float64]:
+        """Return what each expert is worth now, resident or not."""
+        return priority(self.counts, self.step - self.last_used)
+
+    def evictable(self, requested: Collection[int] | Ids = ()) -> list[int]:
+        """Return the slots whose experts may go, who is worth least first, then the lower slot.
+
+        Neither is among them who is pinned, nor who is ``requested`` now.
+        """
+        stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
+        stays[[*self.pinned, *requested, EMPTY]] = True
+        slots = np.flatnonzero(~stays[self.ids])
+        worth = self.priorities()[self.ids[slots]]
+        return [int(slot) for slot in slots[np.argsort(worth, kind="stable")]]
+
+    def exchange(self, *, slot: int, expert: int) -> int | None:
+        """Say that a slot holds another expert from now on; return who went, None if it was empty.
+
+        An expert nobody asked for yet counts once, as if now.
+        """
+        if self.hit_mask[expert]:
+            raise ValueError(f"expert {expert} is in slot {self.lookup[expert]} already")
+        gone = self.vacate(slot=slot)
+        self.ids[slot] = expert
+        self.lookup[expert], self.hit_mask[expert] = slot, 1
+        if not self.counts[expert]:
+            self.counts[expert], self.last_used[expert] = 1, self.step
+        return gone
+
+    def vacate(self, *, slot: int) -> int | None:
+        """Say that a slot holds no expert any more; return who went."""
+        gone = int(self.ids[slot])
+        if gone == EMPTY:
+            return None
+        if gone in self.pinned:
+            raise ValueError(f"expert {gone} is pinned in slot {slot}")
+        self.ids[slot] = EMPTY
+        self.lookup[gone], self.hit_mask[gone] = self.capacity, 0
+        return gone
+
+    def check_integrity(self) -> None:
+        """Assert that slots, lookup and hit mask say the same."""
+        residents = self.residents
+        assert len(set(residents)) == len(residents) <= self.capacity
+        assert len(residents) + len(self.free) == self.capacity
+        where = {int(expert): slot for slot, expert in enumerate(self.ids) if expert != EMPTY}
+        for expert in range(self.experts):
+            assert self.lookup[expert] == where.get(expert, self.capacity)
+            assert self.hit_mask[expert] == float(expert in where)
+        assert (self.counts >= 0).all()
+        assert (self.last_used <= self.step).all()
+
+
+def priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return ``count * 0.25 ** (age / 128)``."""
+    worth: NDArray[np.float64] = counts * DECAY ** (ages / PERIOD)
+    return worth
+
+
+def _left(tokens: NDArray[np.int64] | int) -> NDArray[np.float64] | float:
+    """Return what is left of an activation after so many tokens."""
+    share: NDArray[np.float64] | float = DECAY ** (tokens / FADING)
+    return share
