@@ -20,18 +20,17 @@ from expertctl.engine.kernels.batch import (
     RECORD_BYTES,
 )
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
-from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import words
 from expertctl.engine.kernels.multiply import BLOCKS_AN_ITEM, multiply_function
 from expertctl.engine.kernels.rows import PreparedRows, quantise_row, round_row
 from expertctl.engine.kernels.scheme import FLOATING, GROUP, Scheme
-from expertctl.engine.kernels.tiles import code_of, strip
+from expertctl.engine.kernels.strips import TOGETHER, strips_of
 
 Numbers = np.ndarray[Any, Any]
 
 EXPAND_BLOCKS = 8
 """Blocks of B in an item."""
-_TOGETHER = 4
 _SPINS = 500
 """How often to look for what others do before giving way to other threads."""
 
@@ -43,7 +42,7 @@ def reduce_blocks(scheme: Scheme, *, together: bool) -> int:
     """
     if scheme.layout.is_grouped:
         return GROUP // LANES
-    return _TOGETHER if together else 1
+    return TOGETHER if together else 1
 
 
 @cache
@@ -128,7 +127,7 @@ def expand_arguments(
 
 
 def _reduce_function(scheme: Scheme, *, plain: bool) -> KernelFunction:
-    strips, prepare = _strips(scheme, plain=plain), _preparing(scheme)
+    strips, prepare = strips_of(scheme, plain=plain), _preparing(scheme)
 
     def reduce(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
@@ -238,7 +237,7 @@ def _has_b(record: Any) -> Any:  # pragma: no cover - compiled
 
 def _adding(scheme: Scheme, *, plain: bool) -> Any:
     """Return what adds ``inner B^T`` of one entry and one module, for some blocks of B."""
-    strips, size = _strips(scheme, plain=plain), scheme.layout.row_bytes
+    strips, size = strips_of(scheme, plain=plain), scheme.layout.row_bytes
     ready = scheme not in FLOATING
 
     @register_jitable
@@ -258,38 +257,6 @@ def _adding(scheme: Scheme, *, plain: bool) -> Any:
         )  # fmt: skip
 
     return adding
-
-
-@cache
-def _strips(scheme: Scheme, *, plain: bool) -> Any:
-    """Return what computes some blocks of a matrix, four at a time as long as there are four."""
-    code, simple, vector_bytes = code_of(scheme), int(plain), scheme.layout.vector_bytes
-
-    @register_jitable
-    def strips(
-        data: Any, scales: Any, block: Any, end: Any, vectors: Any, groups: Any,
-        rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
-        out: Any, out_stride: Any, tokens: Any, adds: Any,
-    ) -> None:  # fmt: skip # pragma: no cover - compiled
-        high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
-        while block + _TOGETHER <= end:
-            strip(
-                code, simple, _TOGETHER,
-                data + block * high, high, scales + block * high_scales, high_scales,
-                rows, rows_stride, row_scales, row_sums, wide,
-                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
-            )  # fmt: skip
-            block += _TOGETHER
-        while block < end:
-            strip(
-                code, simple, 1,
-                data + block * high, high, scales + block * high_scales, high_scales,
-                rows, rows_stride, row_scales, row_sums, wide,
-                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
-            )  # fmt: skip
-            block += 1
-
-    return strips
 
 
 def _preparing(scheme: Scheme) -> Any:

@@ -10,14 +10,14 @@ import numpy as np
 
 from expertctl.engine.kernels.arguments import address, rows_at, words_of
 from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kernel
-from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
+from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import words
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.rows import PreparedRows
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kernels.tiles import code_of, strip
+from expertctl.engine.kernels.strips import TOGETHER, strips_of
 
-BLOCKS_AN_ITEM = 4
+BLOCKS_AN_ITEM = TOGETHER
 
 Numbers = np.ndarray[Any, Any]
 
@@ -68,31 +68,17 @@ def multiply_arguments(
 
 def multiply_function(scheme: Scheme, *, plain: bool = False) -> KernelFunction:
     """Return what is compiled, for kernels that do more with the same items."""
-    code, simple, vector_bytes = code_of(scheme), int(plain), scheme.layout.vector_bytes
+    strips = strips_of(scheme, plain=plain)
 
     def multiply(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
             weights, scales, rows, row_scales, row_sums, out,
             blocks, vectors, groups, count, rows_stride, out_stride, adds,
         ) = words(arguments, 13)  # fmt: skip
-        tokens = words(count, 1)[0]
-        high, high_scales, wide = vectors * vector_bytes, groups * VECTOR_BYTES, groups * 4
-        for item in range(first, last):
-            block, end = item * BLOCKS_AN_ITEM, min((item + 1) * BLOCKS_AN_ITEM, blocks)
-            if end - block == BLOCKS_AN_ITEM:
-                strip(
-                    code, simple, BLOCKS_AN_ITEM,
-                    weights + block * high, high, scales + block * high_scales, high_scales,
-                    rows, rows_stride, row_scales, row_sums, wide,
-                    out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
-                )  # fmt: skip
-                continue
-            for rest in range(block, end):
-                strip(
-                    code, simple, 1,
-                    weights + rest * high, high, scales + rest * high_scales, high_scales,
-                    rows, rows_stride, row_scales, row_sums, wide,
-                    out + rest * VECTOR_BYTES, out_stride, vectors, tokens, adds,
-                )  # fmt: skip
+        strips(
+            weights, scales, first * BLOCKS_AN_ITEM, min(last * BLOCKS_AN_ITEM, blocks),
+            vectors, groups, rows, rows_stride, row_scales, row_sums, groups * 4,
+            out, out_stride, words(count, 1)[0], adds,
+        )  # fmt: skip
 
     return multiply
