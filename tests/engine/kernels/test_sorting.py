@@ -1,0 +1,95 @@
+"""Choices in the order of experts: each once, those of one expert as the tokens stand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.kernels.rows import PreparedRows
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kernels.sorting import NOWHERE, room_for_order
+from tests.engine.kernels.products import prepared, random_numbers
+from tests.engine.kernels.routed_experts import FOREIGN, gather, random_choices, sort
+
+Array = np.ndarray[Any, Any]
+
+
+def check(selected: Array, experts: int) -> None:
+    """See that the order is what a stable sort by id makes of those who ask for somebody."""
+    order, ids = sort(selected, experts), selected.reshape(-1)
+    asks = (ids >= 0) & (ids < experts)
+    count = int(asks.sum())
+    expected = np.flatnonzero(asks)[np.argsort(ids[asks], kind="stable")]
+    np.testing.assert_array_equal(order.sources[:count], expected)
+    assert (order.sources[count:] == int(FOREIGN)).all()
+    inverse = np.full(ids.size, NOWHERE)
+    inverse[expected] = np.arange(count)
+    np.testing.assert_array_equal(order.inverse, inverse)
+    counts = np.bincount(ids[asks], minlength=experts)
+    np.testing.assert_array_equal(order.counts, counts)
+    np.testing.assert_array_equal(order.begins, np.cumsum([0, *counts]))
+    active = np.flatnonzero(counts)
+    assert order.actives[0] == len(active)
+    np.testing.assert_array_equal(order.active[: len(active)], active)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    experts=st.integers(1, 20),
+    used=st.integers(1, 5),
+    tokens=st.integers(0, 12),
+    seed=st.integers(0, 9999),
+)
+def test_each_choice_is_there_once_and_in_order(
+    experts: int, used: int, tokens: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    check(random.integers(-2, experts + 2, (tokens, used), dtype=np.int64), experts)
+
+
+@pytest.mark.parametrize("wrong", [-(1 << 62), -1, 4, 1 << 62])
+def test_ids_of_no_expert_ask_for_nobody(wrong: int) -> None:
+    check(np.array([[wrong, 3], [0, wrong]], np.int64), 4)
+    check(np.full((3, 2), wrong, np.int64), 4)
+
+
+def test_a_prompt_of_many_tokens_is_sorted() -> None:
+    check(random_choices(0, 2048, 8, 64), 64)
+
+
+def test_only_so_many_tokens_count_as_there_are_at_that_run() -> None:
+    selected = random_choices(1, 6, 2, 5)
+    order, few = sort(selected, 5, tokens=4), sort(selected[:4].copy(), 5)
+    np.testing.assert_array_equal(order.begins, few.begins)
+    np.testing.assert_array_equal(order.sources[:8], few.sources)
+    np.testing.assert_array_equal(order.inverse[:8], few.inverse)
+    assert (order.inverse[8:] == int(FOREIGN)).all()
+
+
+def test_the_room_is_known_in_bytes() -> None:
+    assert room_for_order(4, 10).nbytes == 8 * (4 + 5 + 4 + 1 + 10 + 10)
+
+
+@pytest.mark.parametrize("scheme", Scheme, ids=lambda scheme: scheme.value)
+@pytest.mark.parametrize("columns", [1, 130, 256])
+def test_a_position_has_the_row_of_its_token(scheme: Scheme, columns: int) -> None:
+    used, selected = 3, random_choices(2, 7, 3, 9)
+    selected[2, 1] = selected[5, 0] = NOWHERE
+    order, rows = sort(selected, 9), prepared(random_numbers(3, 7, columns), scheme)
+    count = int(order.begins[-1])
+    assert count == 19
+    found, tokens = gather(order, rows, scheme=scheme, used=used), order.sources[:count] // used
+    for name in PreparedRows.__slots__:
+        got, expected = getattr(found, name), getattr(rows, name)[tokens]
+        np.testing.assert_array_equal(got[:count], expected, strict=True)
+        assert not got[count:].any()
+
+
+def test_rows_that_lie_in_wider_ones_are_gathered() -> None:
+    order = sort(random_choices(4, 5, 2, 3), 3)
+    wide = random_numbers(5, 5, 40)
+    rows = PreparedRows(wide[:, :20], np.zeros((5, 0), np.float32), np.zeros((5, 0), np.int32))
+    found = gather(order, rows, scheme=Scheme.FLOAT32, used=2)
+    np.testing.assert_array_equal(found.data, wide[order.sources // 2, :20])
