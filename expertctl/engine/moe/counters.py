@@ -6,7 +6,7 @@ how often that happened is told. An expert or a layer that does not exist is ign
 wrongly is no reason to end a text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -68,8 +68,16 @@ class LayerCounts:
 
 def requested(selected: NDArray[np.integer], experts: int) -> Counts:
     """Return how often each expert was chosen, [experts]; ids that do not exist are ignored."""
-    ids = selected.reshape(-1)
-    return np.bincount(ids[(ids >= 0) & (ids < experts)], minlength=experts)
+    return requested_by_layer(selected[None], experts).reshape(experts)
+
+
+def requested_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
+    """Return the same of several layers, [layers, experts]; ``selected`` is [layers, ...]."""
+    layers = len(selected)
+    ids = selected.reshape(layers, -1)
+    places = ids + np.arange(layers)[:, None] * experts
+    chosen = np.bincount(places[(ids >= 0) & (ids < experts)], minlength=layers * experts)
+    return chosen.reshape(layers, experts)
 
 
 class Counters:
@@ -83,30 +91,31 @@ class Counters:
         self._overflows = 0
         self._lock = Lock()
 
+    def count_pass(
+        self,
+        requests: Counts,
+        lanes: Counts,
+        *,
+        hot_ns: Counts | int = 0,
+        cold_ns: Counts | int = 0,
+    ) -> None:
+        """Count one call of each layer.
+
+        ``requests``: how often each expert was chosen; ``lanes``: the number of its hot lane, or
+        -1. Both are [layers, experts]; times are [layers].
+        """
+        self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
+
     def count_call(
         self, layer: int, requests: Counts, lanes: Counts, *, hot_ns: int = 0, cold_ns: int = 0
     ) -> None:
-        """Count one call of a layer.
-
-        ``requests``: how often each expert was chosen; ``lanes``: the number of its hot lane, or
-        -1. Both are [experts].
-        """
-        hot = np.where(lanes >= 0, requests, 0)
-        cold = requests - hot
-        row = {
-            "calls": 1,
-            "hits": int(hot.sum()),
-            "misses": int(cold.sum()),
-            "requests": int(np.count_nonzero(requests)),
-            "missed_requests": int(np.count_nonzero(cold)),
-            "hot_ns": hot_ns,
-            "cold_ns": cold_ns,
-        }
-        self._add(layer, row, np.stack((hot, cold)))
+        """Count one call of one layer; both are [experts]."""
+        row = self._row(layer)
+        self._count_calls(row, requests[None], lanes[None], hot_ns, cold_ns)
 
     def count_swaps(self, layer: int, swaps: int) -> None:
         """Count experts that took the slot of another."""
-        self._add(layer, {"swaps": swaps}, None)
+        self._add(self._row(layer), {"swaps": swaps})
 
     def reset(self) -> None:
         """Begin again; how often counters went over stays."""
@@ -141,20 +150,50 @@ class Counters:
         chosen = self._experts.sum(-1)
         assert (chosen == np.stack((hits, misses), 1)).all()
 
-    def _add(self, layer: int, values: dict[str, int], chosen: Counts | None) -> None:
+    def _row(self, layer: int) -> slice:
+        """Return which rows are those of a layer; none where it does not exist."""
         row = self._rows.get(layer)
-        if row is None:
+        return slice(0) if row is None else slice(row, row + 1)
+
+    def _count_calls(
+        self,
+        rows: slice,
+        requests: Counts,
+        lanes: Counts,
+        hot_ns: Counts | int,
+        cold_ns: Counts | int,
+    ) -> None:
+        cold = np.where(lanes < 0, requests, 0)
+        chosen = np.stack((requests - cold, cold), 1)
+        hits, misses = chosen.sum(-1).T
+        values = {
+            "calls": 1,
+            "hits": hits,
+            "misses": misses,
+            "requests": np.count_nonzero(requests, axis=-1),
+            "missed_requests": np.count_nonzero(cold, axis=-1),
+            "hot_ns": hot_ns,
+            "cold_ns": cold_ns,
+        }
+        self._add(rows, values, chosen)
+
+    def _add(
+        self, rows: slice, values: Mapping[str, Counts | int], chosen: Counts | None = None
+    ) -> None:
+        totals = self._totals[rows]
+        if not len(totals):
             return
-        amounts = np.array([values.get(name, 0) for name in _COUNTED], np.uint64)
+        amounts = np.zeros_like(totals)
+        for name, value in values.items():
+            amounts[:, _COUNTED.index(name)] = value
         with self._lock:
-            totals, experts = self._totals[row], self._experts[row]
-            more = np.zeros_like(experts) if chosen is None else chosen.astype(np.uint64)
-            if (amounts > MOST - totals).any() or (more > MOST - experts).any():
+            if (amounts > MOST - totals).any():
                 self._overflows = min(self._overflows + 1, MOST)
                 self._clear()
                 return
             totals += amounts
-            experts += more
+            if chosen is not None:  # none of them is above the hits or misses of its layer
+                self._experts[rows] += chosen.astype(np.uint64)
 
     def _clear(self) -> None:
         self._totals[...] = 0

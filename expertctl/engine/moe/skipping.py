@@ -83,22 +83,22 @@ class SkipTotals:
 
 
 def skip_totals(
-    selected: NDArray[np.integer],
+    requests: NDArray[np.integer],
     hits: NDArray[np.generic],
     *,
     mass: NDArray[np.floating],
     skipped: NDArray[np.floating],
 ) -> SkipTotals:
-    """Return the totals of one window of one layer.
+    """Return the totals of one window.
 
-    ``selected`` and ``hits`` [tokens, used] say what was asked for and what of it was at hand then;
-    ``mass`` and ``skipped`` [tokens] are the weights that the router gave and those that were
-    left out in the end, for what is missed may have been computed all the same.
+    ``requests`` [layers, experts] says how often each expert was chosen and ``hits`` which of them
+    were at hand then; ``mass`` and ``skipped`` [layers, tokens] are the weights that routers gave
+    and those that were left out in the end, for what is missed may be computed all the same.
     """
     given, lost = mass.astype(np.float64), skipped.astype(np.float64)
     return SkipTotals(
-        requests=np.unique(selected[selected >= 0]).size,
-        misses=np.unique(selected[(selected >= 0) & (hits == 0)]).size,
+        requests=int(np.count_nonzero(requests)),
+        misses=int(np.count_nonzero((requests > 0) & (hits == 0))),
         mass=float(given.sum()),
         skipped=float(lost.sum()),
         most=float(_divide(lost, given).max(initial=0.0)),

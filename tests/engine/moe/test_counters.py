@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.counters import MOST, Counters, LayerCounts, requested
+from expertctl.engine.moe.counters import MOST, Counters, LayerCounts, requested, requested_by_layer
 
 LANES = np.array([0, -1, 1, -1])
 """Experts 0 and 2 are hot, 1 and 3 cold."""
@@ -19,8 +19,9 @@ def counters() -> Counters:
 
 
 def test_requests_are_counted_by_expert_and_ids_that_do_not_exist_are_ignored() -> None:
-    selected = np.array([[0, 3], [3, -1], [4, 2**40], [3, -(2**40)]])
-    assert requested(selected, 4).tolist() == [1, 0, 0, 3]
+    selected = np.array([[[0, 3], [3, -1], [4, 2**40], [3, -(2**40)]], [[1, 1]] * 4])
+    assert requested(selected[0], 4).tolist() == [1, 0, 0, 3]
+    assert requested_by_layer(selected, 4).tolist() == [[1, 0, 0, 3], [0, 8, 0, 0]]
     assert requested(np.zeros((0, 2), np.int64), 4).tolist() == [0] * 4
 
 
@@ -45,6 +46,21 @@ def test_a_call_counts_routed_slots_and_each_expert_once() -> None:
     hot, cold = counted.chosen(5)
     assert (hot.tolist(), cold.tolist()) == ([3, 0, 1, 0], [0, 3, 0, 1])
     assert counted.layer(2) == LayerCounts(**dict.fromkeys(LayerCounts.__slots__, 0))
+
+
+def test_a_pass_counts_one_call_of_each_layer() -> None:
+    once, one_by_one = counters(), counters()
+    requests = np.array([[2, 3, 0, 0], [0, 1, 0, 4]])
+    lanes = np.array([LANES, [-1, 0, 0, -1]])
+    times = {"hot_ns": np.array([7, 8]), "cold_ns": np.array([9, 0])}
+    for _ in range(3):
+        once.count_pass(requests, lanes, **times)
+        one_by_one.count_call(2, requests[0], lanes[0], hot_ns=7, cold_ns=9)
+        one_by_one.count_call(5, requests[1], lanes[1], hot_ns=8)
+    once.check_integrity()
+    assert once.snapshot() == one_by_one.snapshot()
+    for layer in (2, 5):
+        np.testing.assert_equal(once.chosen(layer), one_by_one.chosen(layer))
 
 
 def test_a_snapshot_is_a_document_of_layers_and_their_sum() -> None:
