@@ -19,6 +19,7 @@ from expertctl.package.build import build, plan_build
 from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH, Overrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
+from tests import routed_shapes
 from tests.peft_layout import (
     ALL_PROJECTIONS,
     IA3_FEEDFORWARD,
@@ -42,6 +43,7 @@ _CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    **routed_shapes.CLASSES,
 }
 _ROW_NORM = 0.3
 """About what the rows of such a random base have."""
@@ -91,6 +93,7 @@ def write_base(
         "bos_token_id": BYTE_TOKENS,
         "eos_token_id": BYTE_TOKENS + 2,
         "dtype": dtype,
+        **routed_shapes.DEFAULTS.get(arch, {}),
         **config,
     }
     if arch == "mistral":
@@ -104,8 +107,7 @@ def write_base(
 
 def base_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that such a configuration has."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    dim = config["head_dim"]
+    hidden, dim = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden),
@@ -122,13 +124,13 @@ def base_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
             f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
             f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
-            f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.down_proj.weight": (hidden, inner),
         }
-        if config["model_type"] == "qwen3":
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (dim,)
+        mlp = routed_shapes.mlp_shapes(config, layer)
+        shapes |= {f"{prefix}.{name}": shape for name, shape in mlp.items()}
+        if config["model_type"] in {"qwen3", "qwen3_moe", "dots1", "olmoe"}:
+            whole = config["model_type"] == "olmoe"
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (queries if whole else dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (keys if whole else dim,)
         biased = _biased(config)
         shapes |= {
             f"{prefix}.self_attn.{name}.bias": shapes[f"{prefix}.self_attn.{name}.weight"][:1]
@@ -292,9 +294,10 @@ def to_bytes(array: np.ndarray[Any, Any], dtype: str) -> bytes:
 
 
 def _biased(config: Mapping[str, Any]) -> tuple[str, ...]:
-    if config["model_type"] == "qwen2":
+    if config["model_type"] in {"qwen2", "qwen2_moe"}:
         return ("q_proj", "k_proj", "v_proj")
-    if config["model_type"] in {"llama", "qwen3"} and config["attention_bias"]:
+    biased = {"llama", "qwen3", "qwen3_moe", "olmoe", "dots1"}
+    if config["model_type"] in biased and config["attention_bias"]:
         return ("q_proj", "k_proj", "v_proj", "o_proj")
     return ()
 

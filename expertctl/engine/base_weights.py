@@ -93,10 +93,28 @@ def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     for path in sorted({tensor.path for tensor in tensors.values()}):
         try:
             with _open(path) as file:
-                for name in (name for name, tensor in tensors.items() if tensor.path == path):
-                    yield name, file.get_tensor(name)
+                here = {name: tensor for name, tensor in tensors.items() if tensor.path == path}
+                yield from _read_file(file, here)
         except (SafetensorError, OSError) as error:
             raise unreadable(path, error) from error
+
+
+def _read_file(file: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Read each tensor of a file once; those that are rows of one are views of it."""
+    parts: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        parts.setdefault(tensor.stored, []).append(name)
+    for stored, names in parts.items():
+        whole = file.get_tensor(stored)
+        for name in names:
+            yield name, _rows(whole, tensors[name])
+
+
+def _rows(whole: Tensor, tensor: StoredTensor) -> Tensor:
+    shape = tensor.info.shape
+    if tuple(whole.shape) == shape:
+        return whole
+    return whole.reshape(-1, shape[1])[tensor.row : tensor.row + shape[0]]
 
 
 def _open(path: Path) -> Any:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.package.expert_layouts import Source, canonical_sources
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
 from expertctl.package.tensor_file import BASE_LIMITS, TensorInfo, read_table
 from expertctl.schema.strict_json import load_object
@@ -26,11 +28,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a base: its file, what it is, and the byte in the file where it begins."""
+    """One tensor of a base: its file, what it is, and the byte in the file where it begins.
+
+    In the file it is called ``stored``, or it is some rows of that one, from ``row`` on.
+    """
 
     path: Path
     info: TensorInfo
     offset: int
+    stored: str
+    row: int = 0
 
     @property
     def size(self) -> int:
@@ -41,6 +48,8 @@ class StoredTensor:
 def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return every tensor that a configuration names, and a tied head where it is stored too.
 
+    Names are those of the configuration, whatever the files call a tensor or keep it in.
+
     Raises:
         NotFoundError: when a file is missing.
         InvalidPackageError: when a file or the index is malformed, or when tensors are missing,
@@ -49,7 +58,10 @@ def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor
     """
     found = _read_tables(directory)
     tensors = {name: found[name] for name in found if not name.endswith(_DERIVED)}
-    problems = _problems(tensors, config)
+    problems: list[str] = []
+    if config.experts is not None:
+        tensors = _canonical(tensors, config, config.experts, problems)
+    problems = problems[:_SHOWN] or _problems(tensors, config)
     if problems:
         raise InvalidPackageError(str(directory), problems)
     _require_floats(directory, tensors)
@@ -127,11 +139,27 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
         for name, info in table.tensors.items():
             if name in tensors:
                 problems.append(f"{name}: in {tensors[name].path.name} and in {path.name}")
-            tensors[name] = StoredTensor(path, info, table.data_offset + info.begin)
+            tensors[name] = StoredTensor(path, info, table.data_offset + info.begin, name)
     problems += _index_problems(directory, tensors)
     if problems:
         raise InvalidPackageError(str(directory), problems[:_SHOWN])
     return tensors
+
+
+def _canonical(
+    found: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    experts: ExpertsConfig,
+    problems: list[str],
+) -> dict[str, StoredTensor]:
+    infos = {name: tensor.info for name, tensor in found.items()}
+    sources = canonical_sources(infos, experts, hidden=config.hidden_size, problems=problems)
+    return {name: _part(found[source.stored], source) for name, source in sources.items()}
+
+
+def _part(whole: StoredTensor, source: Source) -> StoredTensor:
+    offset = whole.offset + source.info.begin - whole.info.begin
+    return StoredTensor(whole.path, source.info, offset, source.stored, source.row)
 
 
 def _problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:

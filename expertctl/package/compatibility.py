@@ -14,6 +14,7 @@ from expertctl.package.adapter import (
 )
 from expertctl.package.base_model import BaseIdentity
 from expertctl.package.foreign_config import HEADS
+from expertctl.package.module_names import name_among, why_absent
 from expertctl.schema.manifest import BaseRequirement, Manifest
 
 
@@ -48,9 +49,9 @@ def check_tensors(spec: AdapterSpec, shapes: Mapping[str, tuple[int, int]]) -> l
 def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     if isinstance(part, SoftPrompt):
         return _prompt_misfit(part, shapes)
-    shape = shapes.get(part.module)
+    shape = shapes.get(name_among(part.module, shapes))
     if shape is None:
-        return f"{part.module}: the base has no such linear layer"
+        return f"{part.module}: {why_absent(part.module, shapes)}"
     match part:
         case Lora() | Dora():
             made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.config_fields import Fields
 from expertctl.package.model_config import (
-    ARCHITECTURES,
     CONFIG_FILE,
     ModelConfig,
     parse_config,

@@ -1,74 +1,35 @@
 """What kind of decoder a base is: the one reading of ``config.json``, by a table of architectures.
 
-A row holds all that an architecture does differently; the decoder knows no names. Defaults for
-absent keys are those of transformers. Whatever the decoder would compute differently is refused.
-The decoder runs on what is read here and the digest ``arch`` names it, so files that mean the same
-decoder, however they spell it, are equal.
+Defaults for absent keys are those of transformers (`expertctl.package.architectures`). Whatever the
+decoder would compute differently is refused. The decoder runs on what is read here and the digest
+``arch`` names it, so files that mean the same decoder, however they spell it, are equal. Names of
+tensors and modules are the same for every architecture and every layout of the files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 from expertctl.errors import IncompatibleError, NotFoundError
+from expertctl.package.architectures import ARCHITECTURES, Architecture, Bias
 from expertctl.package.config_fields import Fields
+from expertctl.package.experts_config import ExpertsConfig, parse_experts
+from expertctl.package.layer_windows import parse_windows
 from expertctl.package.rope_config import RopeConfig, parse_rope
 from expertctl.schema.strict_json import JsonObject, load_object
 
 CONFIG_FILE = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ROUTER = "mlp.gate"
+"""What chooses the experts of a layer; modules of a layer are named from its prefix on."""
+CHOICE_BIAS = "e_score_correction_bias"
+SHARED = "mlp.shared_expert"
+SHARED_GATE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
 
-Bias = Literal["never", "always", "configured"]
-Window = Literal["none", "every_layer", "late_layers"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """One row: how this architecture differs from the others."""
-
-    class_name: str
-    max_positions: int
-    qkv_bias: Bias = "never"
-    output_bias: Bias = "never"
-    mlp_bias: Bias = "never"
-    qk_norm: bool = False
-    kv_heads: int | None = None  # None: as many as heads
-    head_dim: int | None = None  # None: hidden size / heads
-    window: Window = "none"
-
-
-ARCHITECTURES = {
-    "llama": Architecture(
-        class_name="LlamaForCausalLM",
-        max_positions=2048,
-        qkv_bias="configured",
-        output_bias="configured",
-        mlp_bias="configured",
-    ),
-    "mistral": Architecture(
-        class_name="MistralForCausalLM", max_positions=131072, kv_heads=8, window="every_layer"
-    ),
-    "qwen2": Architecture(
-        class_name="Qwen2ForCausalLM",
-        max_positions=32768,
-        qkv_bias="always",
-        kv_heads=32,
-        window="late_layers",
-    ),
-    "qwen3": Architecture(
-        class_name="Qwen3ForCausalLM",
-        max_positions=32768,
-        qkv_bias="configured",
-        output_bias="configured",
-        qk_norm=True,
-        kv_heads=32,
-        head_dim=128,
-        window="late_layers",
-    ),
-}
+_LATER: Mapping[str, object] = {"projection_norm": False, "experts": None}
+"""Fields that dense bases, whose digests hold all others, do not name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +53,30 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     tied: bool
+    projection_norm: bool = False
+    """Whether queries and keys are normed over all heads together, not head by head."""
+    experts: ExpertsConfig | None = None
 
     def to_json(self) -> JsonObject:
         """Return every field as the digest of a base holds it."""
-        return {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
+        values = {**asdict(self), "rope": self.rope.to_json(), "windows": list(self.windows)}
+        if self.experts is not None:
+            values["experts"] = self.experts.to_json()
+        return {n: v for n, v in values.items() if n not in _LATER or v != _LATER[n]}
 
     def kv_bytes(self, tokens: int, *, itemsize: int) -> int:
         """Return the bytes of keys and values of that many tokens."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize * tokens
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return ``(out, in)`` of every linear layer, by module name, ``lm_head`` included."""
+        """Return ``(out, in)`` of every linear layer, by module name, ``lm_head`` included.
+
+        The router of a layer is none of them: nothing may change it.
+        """
         shapes = {
             f"model.layers.{layer}.{name}": shape
             for layer in range(self.layers)
-            for name, shape in self._layer_shapes().items()
+            for name, shape in self._layer_shapes(layer).items()
         }
         return {**shapes, "lm_head": (self.vocab_size, self.hidden_size)}
 
@@ -114,17 +84,40 @@ class ModelConfig:
         """Return the shape of every tensor that the weights must hold, and no other."""
         return dict(self._tensors())
 
-    def _layer_shapes(self) -> dict[str, tuple[int, int]]:
+    def is_routed(self, layer: int) -> bool:
+        """Tell whether a layer has routed experts."""
+        return self.experts is not None and layer in self.experts.layers
+
+    def _layer_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "self_attn.q_proj": (queries, self.hidden_size),
             "self_attn.k_proj": (keys, self.hidden_size),
             "self_attn.v_proj": (keys, self.hidden_size),
             "self_attn.o_proj": (self.hidden_size, queries),
-            "mlp.gate_proj": (self.intermediate_size, self.hidden_size),
-            "mlp.up_proj": (self.intermediate_size, self.hidden_size),
-            "mlp.down_proj": (self.hidden_size, self.intermediate_size),
+            **(self._routed_shapes() if self.is_routed(layer) else self._gated("mlp")),
         }
+
+    def _gated(self, name: str, size: int | None = None) -> dict[str, tuple[int, int]]:
+        """Return the three matrices of a feed-forward network."""
+        inner = size or self.intermediate_size
+        return {
+            f"{name}.gate_proj": (inner, self.hidden_size),
+            f"{name}.up_proj": (inner, self.hidden_size),
+            f"{name}.down_proj": (self.hidden_size, inner),
+        }
+
+    def _routed_shapes(self) -> dict[str, tuple[int, int]]:
+        experts = self.experts
+        assert experts is not None
+        shapes: dict[str, tuple[int, int]] = {}
+        for number in range(experts.count):
+            shapes |= self._gated(f"mlp.experts.{number}", experts.intermediate_size)
+        if experts.shared_size:
+            shapes |= self._gated(SHARED, experts.shared_size)
+        if experts.shared_gate:
+            shapes[SHARED_GATE] = (1, self.hidden_size)
+        return shapes
 
     def _tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield EMBEDDING, (self.vocab_size, self.hidden_size)
@@ -132,17 +125,29 @@ class ModelConfig:
         if not self.tied:
             yield HEAD, (self.vocab_size, self.hidden_size)
         for layer in range(self.layers):
-            yield from self._layer_tensors(f"model.layers.{layer}")
+            yield from self._layer_tensors(layer)
 
-    def _layer_tensors(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}.{norm}.weight", (self.hidden_size,)
-        for name, shape in self._layer_shapes().items():
+        for name, shape in self._layer_shapes(layer).items():
             yield f"{prefix}.{name}.weight", shape
             if self._has_bias(name):
                 yield f"{prefix}.{name}.bias", shape[:1]
-        for norm in ("q_norm", "k_norm") if self.qk_norm else ():
-            yield f"{prefix}.self_attn.{norm}.weight", (self.head_dim,)
+        for norm, size in self._norm_sizes().items():
+            yield f"{prefix}.self_attn.{norm}.weight", (size,)
+        if self.experts is not None and self.is_routed(layer):
+            yield f"{prefix}.{ROUTER}.weight", (self.experts.count, self.hidden_size)
+            if self.experts.choice_bias:
+                yield f"{prefix}.{ROUTER}.{CHOICE_BIAS}", (self.experts.count,)
+
+    def _norm_sizes(self) -> dict[str, int]:
+        """Return how many numbers the norms of queries and of keys have, where there are any."""
+        if not self.qk_norm:
+            return {}
+        heads = (self.heads, self.kv_heads) if self.projection_norm else (1, 1)
+        return {"q_norm": heads[0] * self.head_dim, "k_norm": heads[1] * self.head_dim}
 
     def _has_bias(self, name: str) -> bool:
         if name.startswith("mlp."):
@@ -192,12 +197,14 @@ def parse_config(document: JsonObject, *, what: str = CONFIG_FILE) -> ModelConfi
     """
     fields = Fields(document)
     row = _row(fields, what)
-    _refuse_unsupported(fields, what)
-    config = _build(fields, row)
+    _refuse_unsupported(fields, row, what)
+    config = _build(fields, row, what)
     if config.heads % config.kv_heads:
         fields.refuse("num_attention_heads", "is not a multiple of num_key_value_heads")
     if config.head_dim % 2:
         fields.refuse("head_dim", "is odd, rotary positions need pairs")
+    if config.projection_norm and config.heads * config.head_dim != config.hidden_size:
+        fields.refuse("head_dim", "is not hidden_size / num_attention_heads, as its norms need")
     fields.raise_problems(what)
     return config
 
@@ -217,7 +224,7 @@ def _row(fields: Fields, what: str) -> Architecture:
     return row
 
 
-def _refuse_unsupported(fields: Fields, what: str) -> None:
+def _refuse_unsupported(fields: Fields, row: Architecture, what: str) -> None:
     activation = fields.text("hidden_act", default="silu")
     if activation != "silu":
         raise IncompatibleError(
@@ -228,9 +235,13 @@ def _refuse_unsupported(fields: Fields, what: str) -> None:
             f"{what}: weights quantised by quantization_config are not supported",
             hint="use the base in float32, float16 or bfloat16",
         )
+    if row.refused and fields.get(row.refused) is not None:
+        raise IncompatibleError(
+            f"{what}: {row.refused} is not supported", hint="supported is a base without it"
+        )
 
 
-def _build(fields: Fields, row: Architecture) -> ModelConfig:
+def _build(fields: Fields, row: Architecture, what: str) -> ModelConfig:
     hidden = fields.integer("hidden_size", low=1, high=1 << 16)
     layers = fields.integer("num_hidden_layers", low=1, high=1 << 10)
     heads = fields.integer("num_attention_heads", low=1, high=1 << 10)
@@ -240,25 +251,37 @@ def _build(fields: Fields, row: Architecture) -> ModelConfig:
     positions = fields.integer(
         "max_position_embeddings", low=1, high=1 << 24, default=row.max_positions
     )
+    inner = fields.integer("intermediate_size", low=1, high=1 << 19)
     return ModelConfig(
         architecture=fields.text("model_type"),
         vocab_size=fields.integer("vocab_size", low=1, high=1 << 21),
         hidden_size=hidden,
-        intermediate_size=fields.integer("intermediate_size", low=1, high=1 << 19),
+        intermediate_size=inner,
         layers=layers,
         heads=heads,
         kv_heads=_kv_heads(fields, row, heads),
         head_dim=head_dim,
         max_positions=positions,
-        norm_eps=fields.number("rms_norm_eps", low=1e-20, high=1.0, default=1e-6),
-        rope=parse_rope(fields, dims=head_dim, max_positions=positions),
-        windows=_windows(fields, row, layers),
+        norm_eps=fields.number("rms_norm_eps", low=1e-20, high=1.0, default=row.norm_eps),
+        rope=parse_rope(fields, dims=head_dim, max_positions=positions, theta=row.theta),
+        windows=parse_windows(fields, row.window, layers),
         qkv_bias=_bias(fields, row.qkv_bias, "attention_bias"),
         output_bias=_bias(fields, row.output_bias, "attention_bias"),
         mlp_bias=_bias(fields, row.mlp_bias, "mlp_bias"),
-        qk_norm=row.qk_norm,
+        qk_norm=row.norms != "none",
         tied=fields.boolean("tie_word_embeddings", default=False),
+        projection_norm=row.norms == "projection",
+        experts=_experts(fields, row, layers=layers, intermediate_size=inner, what=what),
     )
+
+
+def _experts(
+    fields: Fields, row: Architecture, *, layers: int, intermediate_size: int, what: str
+) -> ExpertsConfig | None:
+    if row.experts is None:
+        return None
+    size = intermediate_size
+    return parse_experts(fields, row.experts, layers=layers, intermediate_size=size, what=what)
 
 
 def _kv_heads(fields: Fields, row: Architecture, heads: int) -> int:
@@ -269,43 +292,12 @@ def _kv_heads(fields: Fields, row: Architecture, heads: int) -> int:
 
 
 def _bias(fields: Fields, rule: Bias, name: str) -> bool:
-    return rule == "always" or (rule == "configured" and fields.boolean(name, default=False))
-
-
-def _windows(fields: Fields, row: Architecture, layers: int) -> tuple[int | None, ...]:
-    match row.window:
-        case "none":
-            return (None,) * layers
-        case "every_layer":
-            return _windows_of_mistral(fields, layers)
-        case "late_layers":
-            return _windows_of_qwen(fields, layers)
-
-
-def _windows_of_mistral(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    if fields.get("layer_types") is not None:
-        fields.refuse("layer_types", "is not supported for mistral")
-    return (_window(fields),) * layers
-
-
-def _windows_of_qwen(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    window = _window(fields) if fields.boolean("use_sliding_window", default=False) else None
-    if fields.get("layer_types") is None:
-        first = fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
-        return tuple(window if layer >= first else None for layer in range(layers))
-    kinds = fields.get("layer_types")
-    known = {"full_attention": None, "sliding_attention": window}
-    names = [str(kind) for kind in kinds] if isinstance(kinds, list) else []
-    if len(names) != layers or not known.keys() >= set(names):
-        fields.refuse("layer_types", f"must be {layers} times full_attention or sliding_attention")
-        return (None,) * layers
-    if window is None and "sliding_attention" in names:
-        fields.refuse("layer_types", "has sliding_attention, but use_sliding_window is not set")
-    return tuple(known[name] for name in names)
-
-
-def _window(fields: Fields) -> int | None:
-    """An absent key means 4096 and null means none, as in transformers."""
-    if fields.is_null("sliding_window"):
-        return None
-    return fields.integer("sliding_window", low=1, high=1 << 24, default=4096)
+    match rule:
+        case "never":
+            return False
+        case "always":
+            return True
+        case "configured":
+            return fields.boolean(name, default=False)
+        case "configured_apart":
+            return fields.boolean("qkv_bias", default=True)

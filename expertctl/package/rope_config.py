@@ -13,7 +13,7 @@ from expertctl.errors import IncompatibleError
 from expertctl.package.config_fields import Fields
 from expertctl.schema.strict_json import JsonObject
 
-_DEFAULT_THETA = 10_000.0
+USUAL_THETA = 10_000.0
 _MAX_FACTOR = 1e4
 _MAX_POSITIONS = 1 << 24
 _COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -86,17 +86,20 @@ class RopeConfig:
         return {"theta": self.theta, "dims": self.dims, "scaling": scaling}
 
 
-def parse_rope(config: Fields, *, dims: int, max_positions: int) -> RopeConfig:
+def parse_rope(
+    config: Fields, *, dims: int, max_positions: int, theta: float = USUAL_THETA
+) -> RopeConfig:
     """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (before).
 
-    Where both are there, ``rope_scaling`` wins unless it is empty, as in transformers.
+    Where both are there, ``rope_scaling`` wins unless it is empty, as in transformers. ``theta`` is
+    what the architecture takes where the file has none.
 
     Raises:
         IncompatibleError: for a scaling type that is not supported.
     """
     fields = config.nested("rope_scaling")
     fields = fields if fields.values else config.nested("rope_parameters")
-    theta = config.number("rope_theta", low=2.0, high=1e12, default=_DEFAULT_THETA)
+    theta = config.number("rope_theta", low=2.0, high=1e12, default=theta)
     theta = fields.number("rope_theta", low=2.0, high=1e12, default=theta)
     for place in (config, fields):
         if place.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:

@@ -14,6 +14,7 @@ from expertctl.engine.decoder import Decoder
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kv_cache import KVCache
 from expertctl.package.model_config import read_config
+from tests.engine import routed_models
 from tests.engine.kept_code import keeps_code, kept_folder
 
 __all__ = ["keeps_code", "kept_folder"]
@@ -23,6 +24,7 @@ CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    **routed_models.CLASSES,
 }
 TOLERANCE = 1e-5
 FITTING: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
@@ -74,6 +76,7 @@ def build_oracle(directory: Path, arch: str = "qwen3", *, seed: int = 0, **confi
         "max_position_embeddings": 64,
         "tie_word_embeddings": False,
         **({"sliding_window": None} if arch == "mistral" else {}),
+        **routed_models.VALUES.get(arch, {}),
         **config,
     }
     model = model_class(config_class(**values)).eval()
@@ -89,6 +92,7 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.2
             parameter.copy_(1 + noise if "norm" in name else noise)
+        routed_models.randomise_choice(model, generator)
 
 
 @pytest.fixture

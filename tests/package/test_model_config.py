@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
-from expertctl.package.model_config import ARCHITECTURES, ModelConfig, parse_config, read_config
+from expertctl.package.architectures import ARCHITECTURES
+from expertctl.package.model_config import ModelConfig, parse_config, read_config
 from expertctl.schema.strict_json import canonical
 from tests.engine.conftest import CLASSES, build_oracle
 from tests.factories import write_base
@@ -30,6 +31,11 @@ MINIMAL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+DENSE = sorted(name for name, row in ARCHITECTURES.items() if row.experts is None)
+NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+}
+"""Keys that transformers has no default for."""
 SPARSE = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -49,8 +55,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768
 
 
 def parse(**changes: Any) -> ModelConfig:
-    document = {**MINIMAL, **changes}
-    kind = document["model_type"]
+    kind = changes.get("model_type", MINIMAL["model_type"])
+    needed = NEEDED.get(kind, {}) if isinstance(kind, str) else {}
+    document = {**MINIMAL, **needed, **changes}
     if kind in ARCHITECTURES and "architectures" not in changes:
         document["architectures"] = [ARCHITECTURES[kind].class_name]
     return parse_config({k: v for k, v in document.items() if v != "absent"})
@@ -58,24 +65,26 @@ def parse(**changes: Any) -> ModelConfig:
 
 def theirs(arch: str, **changes: Any) -> Any:
     names = {"model_type", "architectures"}
-    values = {k: v for k, v in {**MINIMAL, **changes}.items() if k not in names and v != "absent"}
+    document = {**MINIMAL, **NEEDED.get(arch, {}), **changes}
+    values = {k: v for k, v in document.items() if k not in names and v != "absent"}
     return CLASSES[arch][0](**values)
 
 
 def windows_of(reference: Any) -> tuple[int | None, ...]:
     """The window of each layer: Llama reads none, Mistral has one kind of layer."""
-    kinds = {"llama": "full_attention", "mistral": "sliding_attention"}
-    every = [kinds.get(reference.model_type)] * reference.num_hidden_layers
+    one_kind = reference.model_type in {"mistral", "mixtral", "qwen3_moe"}
+    every = ["sliding_attention" if one_kind else "full_attention"] * reference.num_hidden_layers
     names = getattr(reference, "layer_types", None) or every
     return tuple(reference.sliding_window if n == "sliding_attention" else None for n in names)
 
 
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_absent_keys_mean_what_they_mean_to_transformers(arch: str) -> None:
-    ours = parse_config({"model_type": arch, **SPARSE})
-    reference = CLASSES[arch][0](**SPARSE)
+    values = {**SPARSE, **NEEDED.get(arch, {})}
+    ours = parse_config({"model_type": arch, **values})
+    reference = CLASSES[arch][0](**values)
     assert ours.kv_heads == reference.num_key_value_heads
-    assert ours.head_dim == getattr(reference, "head_dim", 128 // 32)
+    assert ours.head_dim == (getattr(reference, "head_dim", None) or 128 // 32)
     assert ours.max_positions == reference.max_position_embeddings
     assert ours.norm_eps == reference.rms_norm_eps
     assert ours.tied is reference.tie_word_embeddings
@@ -92,7 +101,12 @@ def test_absent_key_value_heads_are_as_many_as_query_heads() -> None:
 @pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
 def test_null_key_value_heads_are_as_many_as_query_heads(arch: str) -> None:
     assert parse(model_type=arch, num_key_value_heads=None).kv_heads == 4
-    if arch != "mistral":  # transformers refuses null there
+    if arch not in {
+        "mistral",
+        "mixtral",
+        "qwen3_moe",
+        "qwen2_moe",
+    }:  # transformers refuses null there
         assert theirs(arch, num_key_value_heads=None).num_key_value_heads == 4
 
 
@@ -129,35 +143,41 @@ def test_null_is_absence_where_transformers_gives_it_no_meaning(arch: str, name:
     assert parse(model_type=arch, **{name: None}) == absent
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+NO_WINDOW = {"use_sliding_window": True, "sliding_window": None}
+OTHER_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
+OLD_FILES: list[dict[str, Any]] = [
+    {},
+    OTHER_HEADS,
+    {"rope_theta": 500000.0},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    {"rope_theta": 1e6, "rope_scaling": YARN},
+    {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1}},
+    {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    {"tie_word_embeddings": True},
+    {"attention_bias": True, "mlp_bias": True},
+    {"sliding_window": 16},
+    {"sliding_window": None},
+    {"use_sliding_window": True},
+    {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    NO_WINDOW,
+    {**NO_WINDOW, "max_window_layers": 0},
+    {"max_position_embeddings": 99, "rms_norm_eps": 1e-5},
+]
+_FAILS = {"olmoe": [OTHER_HEADS], "qwen2_moe": [NO_WINDOW, {**NO_WINDOW, "max_window_layers": 0}]}
+"""What transformers makes a configuration of, and then no model that runs."""
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"num_key_value_heads": 2, "head_dim": 16},
-        {"rope_theta": 500000.0},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {"rope_theta": 1e6, "rope_scaling": YARN},
-        {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1}},
-        {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        {"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"sliding_window": 16},
-        {"sliding_window": None},
-        {"use_sliding_window": True},
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
-        {"max_position_embeddings": 99, "rms_norm_eps": 1e-5},
-    ],
+    ("arch", "config"),
+    [(a, c) for a in sorted(ARCHITECTURES) for c in OLD_FILES if c not in _FAILS.get(a, [])],
     ids=str,
 )
 def test_an_old_file_and_what_transformers_makes_of_it_are_the_same(
     arch: str, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    old = {"model_type": arch, **SPARSE, **config}
+    old = {"model_type": arch, **SPARSE, **NEEDED.get(arch, {}), **config}
     (tmp_path / "config.json").write_text(json.dumps(old))
     loaded = AutoConfig.from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path)
@@ -221,8 +241,37 @@ def test_the_document_holds_every_field_and_all_of_it_is_plain_json(arch: str) -
     for changes in ({}, {"rope_scaling": LLAMA3}, {"rope_scaling": YARN}):
         config = parse(model_type=arch, **changes)
         document = config.to_json()
-        assert list(document) == [field.name for field in fields(ModelConfig)]
+        names = [field.name for field in fields(ModelConfig)]
+        assert list(document) == [name for name in names if name not in _unsaid(config)]
         assert json.loads(canonical(document)) == document
+
+
+def _unsaid(config: ModelConfig) -> set[str]:
+    """Fields that documents of dense bases never had, and their digests must not change."""
+    experts = {"experts"} if config.experts is None else set()
+    return experts if config.projection_norm else {*experts, "projection_norm"}
+
+
+def test_the_document_of_a_dense_base_is_what_it_always_was() -> None:
+    assert parse(model_type="qwen3").to_json() == {
+        "architecture": "qwen3",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "max_positions": 64,
+        "norm_eps": 1e-6,
+        "rope": {"theta": 10000.0, "dims": 128, "scaling": None},
+        "windows": [None] * 3,
+        "qkv_bias": False,
+        "output_bias": False,
+        "mlp_bias": False,
+        "qk_norm": True,
+        "tied": False,
+    }
 
 
 def test_scaling_types_with_equal_settings_are_not_equal_documents() -> None:
@@ -235,7 +284,7 @@ def test_scaling_types_with_equal_settings_are_not_equal_documents() -> None:
         assert rope["scaling"]["rope_type"] == kind
 
 
-@pytest.mark.parametrize("arch", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("arch", DENSE)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -309,7 +358,7 @@ def test_a_base_of_every_architecture_is_read_from_its_directory(tmp_path: Path)
     ("changes", "named"),
     [
         ({"model_type": "gpt2"}, "'gpt2'"),
-        ({"model_type": "qwen3_moe"}, "'qwen3_moe'"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3'"),
         ({"model_type": "Llama"}, "'Llama'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["LlamaForCausalLM", "Evil"]}, "Evil"),
@@ -442,12 +491,28 @@ JSON = st.recursive(
             "attention_bias",
             "hidden_act",
             "original_max_position_embeddings",
+            "clip_qkv",
+            "decoder_sparse_step",
+            "first_k_dense_replace",
+            "mlp_only_layers",
+            "moe_intermediate_size",
+            "n_group",
+            "n_routed_experts",
+            "n_shared_experts",
+            "norm_topk_prob",
+            "num_experts",
+            "num_experts_per_tok",
+            "num_local_experts",
+            "qkv_bias",
+            "routed_scaling_factor",
+            "shared_expert_intermediate_size",
         ]
     ),
-    value=JSON,
+    value=JSON | st.integers(-2, 2000),
 )
 def test_any_value_in_any_place_is_read_or_refused(arch: str, key: str, value: Any) -> None:
-    document = {**MINIMAL, "model_type": arch, "architectures": [ARCHITECTURES[arch].class_name]}
+    document = {**MINIMAL, **NEEDED.get(arch, {}), "model_type": arch}
+    document["architectures"] = [ARCHITECTURES[arch].class_name]
     try:
         config = parse_config({**document, key: value})
     except (IncompatibleError, InvalidPackageError):

@@ -17,8 +17,8 @@ from expertctl.errors import (
     StoreError,
     UsageError,
 )
+from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.model_config import ARCHITECTURES
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
 from tests.foreign_bases import write_gpt2
@@ -191,7 +191,7 @@ def test_the_default_is_the_base_that_was_added_last(
 def test_every_supported_architecture_is_accepted(
     arch: str, bases: BaseStore, tmp_path: Path
 ) -> None:
-    directory = write_base(tmp_path / arch, arch=arch, layers=1, hidden=16, heads=2, kv_heads=1)
+    directory = write_base(tmp_path / arch, arch=arch, layers=2, hidden=16, heads=2, kv_heads=1)
     assert bases.add(directory).name == arch
 
 
