@@ -19,7 +19,7 @@ from expertctl.engine.kernels.packed import PackedMatrix, unpack
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.layers import NO_DELTAS, Deltas
+from expertctl.engine.linear import NO_DELTAS, Deltas
 from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.random_base import random_base

@@ -1,4 +1,4 @@
-"""The one decoder: Llama, Mistral, Qwen2 and Qwen3 by their row, with a plan's deltas.
+"""The one decoder: dense bases and those of routed experts, by their row, with a plan's deltas.
 
 Prefill and decode are separate calls with separate results. A decoder has no state of a generation:
 that is in the `KVCache` of each call, so several generations may take turns. Activations are
@@ -20,7 +20,9 @@ from expertctl.engine.base_weights import BaseWeights
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.layers import NO_DELTAS, Deltas, Layer, head_of, layers_of
+from expertctl.engine.layers import Layer, head_of, layers_of
+from expertctl.engine.linear import NO_DELTAS, Deltas
+from expertctl.engine.moe.routed_mlp import routed_numbers
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.package.model_config import EMBEDDING, ModelConfig
 
@@ -177,7 +179,7 @@ class Decoder:
             with self._spent(f"layers.{number}.attention"):
                 x = x + self._attention(x, layer, number, step, cache, deltas)
             with self._spent(f"layers.{number}.mlp"):
-                x = x + self._mlp(x, layer, deltas)
+                x = x + layer.mlp(self._normed(x, layer.mlp_norm), deltas)
         cache.advance(tokens)
         return x
 
@@ -193,15 +195,11 @@ class Decoder:
         out = attend(rotate(queries, step.cos, step.sin), keys, values, view)
         return layer.output(out, deltas)
 
-    def _mlp(self, x: Tensor, layer: Layer, deltas: Deltas) -> Tensor:
-        x = self._normed(x, layer.mlp_norm)
-        gated = F.silu(layer.gate(x, deltas)) * layer.up(x, deltas)  # [tokens, intermediate]
-        return layer.down(gated, deltas)
-
     def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """[tokens, heads * dim] -> [heads, tokens, dim]."""
-        split = x.view(len(x), -1, self.config.head_dim)
-        return (split if norm is None else self._normed(split, norm)).transpose(0, 1)
+        """[tokens, heads * dim] -> [heads, tokens, dim], normed head by head or all together."""
+        if norm is not None:
+            x = self._normed(x.view(len(x), -1, len(norm)), norm)
+        return x.view(len(x), -1, self.config.head_dim).transpose(0, 1)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
@@ -240,8 +238,15 @@ def pass_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK
     """Return how many bytes a pass needs besides weights and cache, at most about."""
     rows = min(chunk, capacity)
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
-    per_token = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * heads
+    inner = 3 * config.intermediate_size
+    if config.experts is not None:
+        inner = max(inner, routed_numbers(config.experts, hidden=config.hidden_size))
+    per_token = 4 * config.hidden_size + inner + 3 * heads
     kinds = len({w for w in config.windows if w} | {None})
     masks = rows * capacity * (kinds + _FLOAT_BYTES)  # all as bool, one widened by attention
     rotations = 4 * table_positions(capacity) * config.head_dim  # the old one and the new
-    return masks + _FLOAT_BYTES * (rows * per_token + rotations + 2 * config.vocab_size)
+    routers = 0 if config.experts is None else config.experts.count * config.hidden_size
+    numbers = (
+        rows * per_token + rotations + 2 * config.vocab_size + routers
+    )  # one router is widened
+    return masks + _FLOAT_BYTES * numbers

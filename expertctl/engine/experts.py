@@ -28,7 +28,7 @@ from expertctl.engine.compose import (
     Weighted,
     compose,
 )
-from expertctl.engine.fit import check_fit
+from expertctl.engine.fit import check_fit, named_for
 from expertctl.engine.gains import GainSource, gains_scratch, has_dora
 from expertctl.engine.memory import allocate
 from expertctl.engine.tiers import Key, Tier, Tiers, Wanted
@@ -208,7 +208,8 @@ def _compile(
 ) -> CompiledPlan:
     """Compile with the experts pinned; only the plan stays so. Here end all other references."""
     with ExitStack() as others:
-        adapters = others.enter_context(tiers.pin([source.wanted for source, _ in chain]))
+        loaded = others.enter_context(tiers.pin([source.wanted for source, _ in chain]))
+        adapters = [named_for(adapter, target.form.shapes) for adapter in loaded]
         links = [
             Weighted(adapter, weight, _gains(tiers, source, adapter, weight, target, others))
             for adapter, (source, weight) in zip(adapters, chain, strict=True)

@@ -1,15 +1,28 @@
 """Whether an expert's tensors have their places in a base; one that matches nothing is an error."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.chain import Step
 from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.errors import IncompatibleError
 from expertctl.package.adapter import shortened
+from expertctl.package.module_names import name_among, why_absent
 
 Shapes = Mapping[str, tuple[int, int]]
 """``(out, in)`` of every linear layer of a base."""
+
+
+def named_for(adapter: LoadedAdapter, shapes: Shapes) -> LoadedAdapter:
+    """Return an adapter with its modules called what the base calls them."""
+    if all(module in shapes for module in adapter.modules):
+        return adapter
+    modules: dict[str, tuple[Step, ...]] = {}
+    for module, steps in adapter.modules.items():
+        name = name_among(module, shapes)
+        modules[name] = (*modules.get(name, ()), *steps)
+    return replace(adapter, modules=modules)
 
 
 def check_fit(adapter: LoadedAdapter, shapes: Shapes, *, width: int) -> None:
@@ -29,7 +42,7 @@ def check_fit(adapter: LoadedAdapter, shapes: Shapes, *, width: int) -> None:
 def _problems(adapter: LoadedAdapter, shapes: Shapes, width: int) -> Iterator[str]:
     for module, steps in adapter.modules.items():
         if module not in shapes:
-            yield f"{module}: the base has no such linear layer"
+            yield f"{module}: {why_absent(module, shapes)}"
             continue
         yield from filter(None, (_misfit(module, step, shapes[module]) for step in steps))
     for prompt in adapter.soft_prompts:

@@ -1,36 +1,22 @@
 """The weights of a base sorted into layers, with the names by which plans change them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from expertctl.engine.base_weights import BaseWeights
-from expertctl.engine.linear import LinearDelta, linear
+from expertctl.engine.feed_forward import FeedForward, feed_forward_of
+from expertctl.engine.linear import Linear, linear_of
+from expertctl.engine.moe.routed_mlp import RoutedMlp, routed_mlp_of
 from expertctl.package.model_config import ModelConfig
-
-Deltas = Mapping[str, LinearDelta]
-"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
-
-NO_DELTAS: Deltas = {}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Linear:
-    """One linear layer: its module name, weights [out, in] and bias [out]."""
-
-    module: str
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
-        """Apply it, with what a plan changes: [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, self.bias, deltas.get(self.module))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One layer of a decoder; without a ``window`` every earlier token is seen."""
+    """One layer of a decoder; without a ``window`` every earlier token is seen.
+
+    Norms of queries and keys are as long as one head, or as all of them.
+    """
 
     input_norm: Tensor
     query: Linear
@@ -40,9 +26,7 @@ class Layer:
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
-    gate: Linear
-    up: Linear
-    down: Linear
+    mlp: FeedForward | RoutedMlp
     window: int | None
 
 
@@ -59,21 +43,22 @@ def head_of(weights: BaseWeights) -> Linear:
 def _layer(config: ModelConfig, weights: BaseWeights, number: int) -> Layer:
     tensors, prefix = weights.tensors, f"model.layers.{number}"
 
-    def read(name: str) -> Linear:
-        module = f"{prefix}.{name}"
-        return Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
-
     return Layer(
         input_norm=tensors[f"{prefix}.input_layernorm.weight"],
-        query=read("self_attn.q_proj"),
-        key=read("self_attn.k_proj"),
-        value=read("self_attn.v_proj"),
-        output=read("self_attn.o_proj"),
+        query=linear_of(tensors, f"{prefix}.self_attn.q_proj"),
+        key=linear_of(tensors, f"{prefix}.self_attn.k_proj"),
+        value=linear_of(tensors, f"{prefix}.self_attn.v_proj"),
+        output=linear_of(tensors, f"{prefix}.self_attn.o_proj"),
         query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
         key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
         mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
-        gate=read("mlp.gate_proj"),
-        up=read("mlp.up_proj"),
-        down=read("mlp.down_proj"),
+        mlp=_mlp(config, weights, number),
         window=config.windows[number],
     )
+
+
+def _mlp(config: ModelConfig, weights: BaseWeights, number: int) -> FeedForward | RoutedMlp:
+    layer = f"model.layers.{number}"
+    if config.experts is None or not config.is_routed(number):
+        return feed_forward_of(weights.tensors, f"{layer}.mlp")
+    return routed_mlp_of(weights.tensors, config.experts, layer=layer)

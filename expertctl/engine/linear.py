@@ -5,6 +5,7 @@ never written to; a part that is None is neutral. Activations keep their dtype: 
 one meets them as its kernel wants it, and adapters are widened, never the activations narrowed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,30 @@ class LinearDelta:
         if (self.a is None) != (self.b is None):
             found.append("a and b come together")
         return found
+
+
+Deltas = Mapping[str, LinearDelta]
+"""What a plan changes, by module name: ``model.layers.0.self_attn.q_proj``, …, ``lm_head``."""
+
+NO_DELTAS: Deltas = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """One linear layer: its module name, weights [out, in] and bias [out]."""
+
+    module: str
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        """Apply it, with what a plan changes: [tokens, in] -> [tokens, out]."""
+        return linear(x, self.weight, self.bias, deltas.get(self.module))
+
+
+def linear_of(tensors: Mapping[str, Tensor], module: str) -> Linear:
+    """Return a linear layer of a base by its module name."""
+    return Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, delta: LinearDelta | None) -> Tensor:

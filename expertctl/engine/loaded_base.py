@@ -108,11 +108,13 @@ def backend_of(
 
     On a CUDA device there is one way. On a processor torch runs small bases, kernels all others,
     and whatever torch cannot do. Where they do not support the sizes of a large base, torch runs
-    it, and a warning says so.
+    it, and a warning says so. Torch alone runs bases of routed experts.
 
     Raises:
         IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
     """
+    if config.experts is not None:
+        return _routed(config, wish), ()
     if wish.device == "cuda":
         return _on_cuda(config, wish), ()
     if wish.needs_kernels:
@@ -124,6 +126,27 @@ def backend_of(
         return _packed(config, wish), ()
     except IncompatibleError as error:
         return plain, (f"torch runs the base, which takes longer: {error.message}",)
+
+
+def _routed(config: ModelConfig, wish: Wish) -> Backend:
+    """Return torch, on a processor, for a base of routed experts."""
+    if wish.device == "cpu" and not wish.needs_kernels:
+        return TorchBackend(config, wish.dtype)
+    raise IncompatibleError(
+        f"a base of routed experts ({config.architecture}) is not run so: {_unlike(wish)}",
+        hint="it is run on the processor in float32 or bf16, with experts as published",
+    )
+
+
+def _unlike(wish: Wish) -> str:
+    """Say what of a wish torch does not do on a processor."""
+    found = {
+        f"--device {wish.device}": wish.device != "cpu",
+        f"--dtype {wish.dtype}": wish.dtype in QUANTISED,
+        f"--adapter-dtype {wish.adapter_dtype}": wish.adapter_dtype != "published",
+        "--deterministic": wish.deterministic,
+    }
+    return ", ".join(option for option, there in found.items() if there)
 
 
 def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:

@@ -15,6 +15,7 @@ from expertctl.digest import Digest, FileDigest
 from expertctl.engine.adapter_load import SLACK, LoadedAdapter, adapter_bytes, load_adapter
 from expertctl.engine.compose import Form, Weighted, compose
 from expertctl.engine.experts import ExpertSource, LocalExpert, MemoryFiles
+from expertctl.engine.fit import named_for
 from expertctl.engine.gains import gains_bytes, gains_scratch, outlined_gains
 from expertctl.package.read import read_package
 from expertctl.package.tensor_file import ADAPTER_LIMITS, LENGTH_BYTES
@@ -72,7 +73,7 @@ def foretell(chain: Sequence[tuple[ExpertSource, float]], form: Form) -> Foretol
     """
     if not chain:
         return Foretold()
-    adapters = [(source.load(), weight) for source, weight in chain]
+    adapters = [(named_for(source.load(), form.shapes), weight) for source, weight in chain]
     used = [adapter for adapter, weight in adapters if weight != 0.0]
     links = [Weighted(adapter, weight, outlined_gains(adapter)) for adapter, weight in adapters]
     composition = compose(links, form)

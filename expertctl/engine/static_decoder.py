@@ -27,7 +27,7 @@ from expertctl.engine.decoder import (
 )
 from expertctl.engine.decoder_inputs import check_modules, checked_tokens
 from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.layers import NO_DELTAS, Deltas
+from expertctl.engine.linear import NO_DELTAS, Deltas
 from expertctl.engine.static_graphs import Graphs
 from expertctl.engine.static_kv import ArenaRow, KVArena
 from expertctl.engine.static_plans import (

@@ -16,8 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from expertctl.engine.layers import Deltas, Linear
-from expertctl.engine.linear import LinearDelta, linear
+from expertctl.engine.linear import Deltas, Linear, LinearDelta, linear
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
 

@@ -16,8 +16,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.feed_forward import FeedForward
 from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.layers import Layer, Linear, head_of, layers_of
+from expertctl.engine.layers import Layer, head_of, layers_of
+from expertctl.engine.linear import Linear
 from expertctl.engine.rope import rotate, rotation_table
 from expertctl.engine.static_kv import SPARE, KVArena
 from expertctl.engine.static_plans import PlanSlots, apply_stack
@@ -146,8 +148,10 @@ class StaticStep:
 
     def _mlp(self, x: Tensor, layer: Layer, shared: _Shared) -> Tensor:
         x = self._normed(x, layer.mlp_norm)
-        gated = F.silu(_linear(x, layer.gate, shared)) * _linear(x, layer.up, shared)
-        return _linear(gated, layer.down, shared)
+        mlp = layer.mlp
+        assert isinstance(mlp, FeedForward), "a base of routed experts was refused before"
+        gated = F.silu(_linear(x, mlp.gate, shared)) * _linear(x, mlp.up, shared)
+        return _linear(gated, mlp.down, shared)
 
     def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim]."""

@@ -33,8 +33,26 @@ KERNELS: list[Shape] = [
     ("mistral", {"sliding_window": 18}),
     ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
 ]
+_TWO_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+ROUTED: list[Shape] = [
+    ("mixtral", {}),
+    ("mixtral", {"sliding_window": 4, "head_dim": 12, "tie_word_embeddings": True}),
+    ("qwen2_moe", {}),
+    ("qwen2_moe", {"norm_topk_prob": True, "decoder_sparse_step": 2, "qkv_bias": False}),
+    ("qwen2_moe", {"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 3}),
+    ("qwen3_moe", {"norm_topk_prob": True}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "attention_bias": True, "num_experts_per_tok": 6}),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5, "head_dim": 10}),
+    ("olmoe", {}),
+    ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 4, "attention_bias": True}),
+    ("dots1", {}),
+    ("dots1", {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 1}),
+    ("dots1", {"sliding_window": 3, "layer_types": _TWO_KINDS, "num_experts_per_tok": 1}),
+]
+"""Bases of routed experts."""
 TORCH: list[Shape] = [
     *EVERYWHERE,
+    *ROUTED,
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
     ("llama", {"head_dim": 16}),

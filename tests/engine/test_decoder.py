@@ -26,6 +26,8 @@ from tests.engine.conftest import (
     build_oracle,
     run_decoder,
 )
+from tests.engine.routed_models import CLASSES as ROUTED_CLASSES
+from tests.engine.routed_models import weight_of
 from tests.engine.shapes import LLAMA3, TORCH
 from tests.factories import write_base
 
@@ -67,7 +69,7 @@ def test_the_old_spelling_of_rope_is_read_as_the_new_one(oracle: MakeOracle) -> 
     assert_same_logits(run_decoder(model.decoder(), IDS, prefill=9), model.logits(IDS)[8:])
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3", *ROUTED_CLASSES])
 def test_prefill_and_decode_equal_one_full_forward(oracle: MakeOracle, arch: str) -> None:
     model = oracle(arch, num_attention_heads=KV["q_heads"], num_key_value_heads=KV["kv_heads"])
     decoder, ids = model.decoder(), IDS[: KV["prefill"] + KV["decode"]]
@@ -211,19 +213,20 @@ def test_a_delta_for_no_module_is_refused(shared_oracle: Oracle) -> None:
 
 def merged(oracle: Oracle, deltas: dict[str, LinearDelta]) -> None:
     """Write deltas of low rank, input and output scale into the oracle's own weights."""
+    biases = dict(oracle.model.named_parameters())
     with torch.no_grad():
         for module, delta in deltas.items():
-            layer = oracle.model.get_submodule(module)
+            stored = weight_of(oracle.model, module)
             assert delta.a is not None
             assert delta.b is not None
-            weight = layer.weight.double()
+            weight = stored.double()
             if delta.input_scale is not None:
                 weight = weight * delta.input_scale
             if delta.output_scale is not None:
                 weight = weight * delta.output_scale[:, None]
-            layer.weight.copy_(weight + delta.b.double() @ delta.a.double())
-            if delta.bias_scale is not None and layer.bias is not None:
-                layer.bias.mul_(delta.bias_scale)
+            stored.copy_(weight + delta.b.double() @ delta.a.double())
+            if delta.bias_scale is not None and f"{module}.bias" in biases:
+                biases[f"{module}.bias"].mul_(delta.bias_scale)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +236,11 @@ def merged(oracle: Oracle, deltas: dict[str, LinearDelta]) -> None:
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2", {}),
         ("mistral", {"sliding_window": 4}),
+        ("mixtral", {}),
+        ("qwen2_moe", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("olmoe", {"attention_bias": True}),
+        ("dots1", {}),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from expertctl.engine.attention import attend, attend_plainly, view_of
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.compose import Form, compose
-from expertctl.engine.layers import Deltas
+from expertctl.engine.linear import Deltas
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow, buffer_bytes
 from expertctl.engine.static_kv import KVArena
 from expertctl.package.model_config import ModelConfig, read_config

@@ -17,8 +17,7 @@ from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.layer_times import LayerTimes
-from expertctl.engine.layers import Deltas
-from expertctl.engine.linear import LinearDelta
+from expertctl.engine.linear import Deltas, LinearDelta
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow, buffer_bytes
 from expertctl.engine.static_kv import KVArena
 from expertctl.errors import BudgetError, IncompatibleError

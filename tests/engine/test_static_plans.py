@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expertctl.engine.layers import Deltas, Linear
-from expertctl.engine.linear import LinearDelta, linear
+from expertctl.engine.linear import Deltas, Linear, LinearDelta, linear
 from expertctl.engine.static_plans import (
     NO_SLOT,
     Need,
