@@ -22,6 +22,7 @@ from expertctl.engine.kernels.routing import (
 )
 from expertctl.engine.moe import routing as plain_path
 from expertctl.engine.moe.routing import RoutingRule
+from expertctl.engine.moe.skipping import effective_weights
 from tests.engine.kernels.products import random_numbers
 from tests.engine.kernels.routed_experts import FOREIGN, random_choices
 
@@ -200,6 +201,8 @@ def test_the_routed_mass_stays_unless_all_are_missed(seed: int, tokens: int, use
     expected = np.where(stays.any(-1), weights.sum(-1), 0)
     np.testing.assert_allclose(effective.sum(-1), expected, rtol=1e-5)
     np.testing.assert_allclose(skipped, np.where(stays, 0, weights).sum(-1), rtol=1e-5)
+    rule = effective_weights(weights, hits[selected])
+    np.testing.assert_allclose(effective, rule, rtol=1e-6, atol=1e-30)
     whole = stays.all(-1)
     np.testing.assert_array_equal(effective[whole], weights[whole], strict=True)
 
