@@ -24,8 +24,8 @@ CLASSES = {
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    **routed_models.CLASSES,
 }
+"""Dense bases."""
 TOLERANCE = 1e-5
 FITTING: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
 """Sizes that fill the blocks of kernels."""
@@ -64,7 +64,7 @@ MakeOracle = Callable[..., Oracle]
 
 
 def build_oracle(directory: Path, arch: str = "qwen3", *, seed: int = 0, **config: Any) -> Oracle:
-    config_class, model_class = CLASSES[arch]
+    config_class, model_class = {**CLASSES, **routed_models.CLASSES}[arch]
     values: dict[str, Any] = {
         "vocab_size": 61,
         "hidden_size": 32,

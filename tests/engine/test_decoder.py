@@ -374,7 +374,7 @@ def peak_bytes(decoder: Decoder, *, capacity: int, chunk: int) -> int:
     return max(accumulate(changes))
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral"])
+@pytest.mark.parametrize("arch", ["llama", "mistral", "mixtral", "qwen2_moe", "dots1"])
 @pytest.mark.parametrize(("capacity", "chunk"), [(64, 64), (300, 16), (300, 300), (33, 512)])
 def test_a_pass_needs_no_more_memory_than_it_says(
     oracle: MakeOracle, arch: str, capacity: int, chunk: int

@@ -11,8 +11,8 @@ from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig, parse_config, read_config
-from tests.engine.conftest import CLASSES, build_oracle
-from tests.engine.routed_models import VALUES
+from tests.engine.conftest import build_oracle
+from tests.engine.routed_models import CLASSES, VALUES
 from tests.routed_shapes import our_name
 
 ROUTED = sorted(name for name, row in ARCHITECTURES.items() if row.experts is not None)

@@ -17,7 +17,8 @@ from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundErr
 from expertctl.package.architectures import ARCHITECTURES
 from expertctl.package.model_config import ModelConfig, parse_config, read_config
 from expertctl.schema.strict_json import canonical
-from tests.engine.conftest import CLASSES, build_oracle
+from tests.engine import conftest, routed_models
+from tests.engine.conftest import build_oracle
 from tests.factories import write_base
 
 MINIMAL: dict[str, Any] = {
@@ -31,6 +32,7 @@ MINIMAL: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+CLASSES = {**conftest.CLASSES, **routed_models.CLASSES}
 DENSE = sorted(name for name, row in ARCHITECTURES.items() if row.experts is None)
 NEEDED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
