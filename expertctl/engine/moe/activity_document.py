@@ -1,0 +1,304 @@
+"""What a run observed of its routed experts, as JSON: a profile to plan from, and telemetry.
+
+The document is that of llama.cpp's hot cache, so that profiles go both ways. Its *full* schema has
+all times, its *update* schema only what an exchange of experts needs; the document of a run that
+observes nothing is always the same bytes.
+
+Reading drops zero counts, adds up those of one expert and sorts layers. What is counted as hot and
+cold overrides raw counts. A layer whose number is no whole number is ignored, as llama.cpp ignores
+it. Everything else that is malformed is refused, and sizes are bounded.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from expertctl.errors import InvalidPackageError
+from expertctl.schema.shape import shape
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
+from expertctl.schema.validation import problems_of
+
+FULL_SCHEMA = "llama.cpp.moe_layer_perf.v1"
+UPDATE_SCHEMA = "llama.cpp.moe_layer_opt_perf.v1"
+MAX_BYTES = 16 << 20
+MAX_EXPERTS = 1024
+MAX_LAYERS = 1024
+MOST = 2**53 - 1
+"""The largest integer that every reader of JSON understands; a larger count is written as this."""
+REASONS = (
+    *("incomplete", "count_not_prefix", "bad_split_order", "same_backend", "hot_spans"),
+    *("cold_spans", "hot_not_cuda", "cold_not_cpu", "count_readback", "threshold"),
+    *("zero_output", "other"),
+)
+"""Why the lanes of a layer ran one after the other."""
+Mode = Literal["full", "update", "off"]
+Counts = Mapping[int, int]
+"""How often each expert was asked for; never 0."""
+
+
+def _time_key(name: str) -> str:
+    return f"{name}_time_per_call_us"
+
+
+class LayerTimes(msgspec.Struct, frozen=True, rename=_time_key):
+    """Microseconds for each call of a layer; 0 where nobody measured."""
+
+    total_moe: float = 0.0
+    routing: float = 0.0
+    worklist: float = 0.0
+    merge: float = 0.0
+    hot_gate: float = 0.0
+    hot_up: float = 0.0
+    hot_down: float = 0.0
+    cold_gate: float = 0.0
+    cold_up: float = 0.0
+    cold_down: float = 0.0
+    parallel_region_wall: float = 0.0
+    parallel_hot_lane_wall: float = 0.0
+    parallel_cold_lane_wall: float = 0.0
+    parallel_join_wait: float = 0.0
+
+
+TIMES = LayerTimes.__struct_fields__
+LANE_TIMES = ("parallel_hot_lane_wall", "parallel_cold_lane_wall", "parallel_join_wait")
+"""Those that the update schema has."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivity:
+    """What one layer was asked for, and what that took.
+
+    ``raw`` are counts of which nobody knows whether they were hot: there are none beside others.
+    """
+
+    layer: int
+    calls: int = 0
+    hot: Counts = field(default_factory=dict)
+    cold: Counts = field(default_factory=dict)
+    raw: Counts = field(default_factory=dict)
+    cold_per_call: float = 0.0
+    hot1_slots: int = 0
+    hot2_slots: int = 0
+    """Hot slots that the second and the third lane computed; ``hot`` has them, too."""
+    times: LayerTimes = field(default_factory=LayerTimes)
+    fallbacks: int = 0
+    reasons: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def hits(self) -> dict[int, int]:
+        """How often each expert was asked for, wherever it lay."""
+        if not (self.hot or self.cold):
+            return dict(self.raw)
+        asked = sorted({*self.hot, *self.cold})
+        return {expert: self.hot.get(expert, 0) + self.cold.get(expert, 0) for expert in asked}
+
+    @property
+    def pressure(self) -> float:
+        """How much a call suffers from cold experts.
+
+        It is the first of these that is more than nothing: its wait, how much longer its cold lane
+        takes, its cold slots.
+        """
+        times = self.times
+        behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
+        return next((p for p in (times.parallel_join_wait, behind, self.cold_per_call) if p > 0), 0)
+
+    @property
+    def wait_per_cold_slot(self) -> float:
+        """Microseconds that a call waits for each cold slot."""
+        times = self.times
+        behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
+        wait = times.parallel_join_wait if times.parallel_join_wait > 0 else max(behind, 0.0)
+        return wait / self.cold_per_call if self.cold_per_call > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityDocument:
+    """What was observed until now."""
+
+    mode: Mode
+    layers: tuple[LayerActivity, ...] = ()
+    experts: int = 0
+    """Of each layer; 0 where the document does not say."""
+    used: int = 0
+    updates: int = 0
+    overflow_resets: int = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether anything was asked for, so that a placement can follow from it."""
+        return any(layer.hits for layer in self.layers)
+
+
+def read_activity(data: bytes, *, what: str) -> ActivityDocument:
+    """Read a document of either schema.
+
+    Raises:
+        InvalidPackageError: when it is none of ours, malformed or too large.
+    """
+    document = load_object(data, what=what, max_bytes=MAX_BYTES)
+    if problems := problems_of(document, "moe-activity"):
+        raise InvalidPackageError(what, problems)
+    try:
+        told = shape(document, _Document)
+        layers = [_layer(record) for record in told.layers if _is_number(record.get("layer"))]
+    except msgspec.ValidationError as error:
+        raise InvalidPackageError(what, [str(error)]) from error
+    if problems := list(_wrong_numbers(layers, told.n_expert or MAX_EXPERTS)):
+        raise InvalidPackageError(what, problems)
+    mode: Mode = "full" if told.schema == FULL_SCHEMA else "update"
+    return ActivityDocument(
+        "off" if told.mode == "off" else mode,
+        tuple(sorted(layers, key=lambda layer: layer.layer)),
+        experts=told.n_expert,
+        used=told.n_expert_used,
+        updates=told.updates,
+        overflow_resets=told.overflow_resets,
+    )
+
+
+def write_activity(document: ActivityDocument) -> bytes:
+    """Return the document as JSON."""
+    written: JsonObject = {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
+    if document.mode != "off":
+        written = {
+            "enabled": True,
+            "mode": document.mode,
+            "schema": FULL_SCHEMA if document.mode == "full" else UPDATE_SCHEMA,
+            "n_expert": document.experts,
+            "n_expert_used": document.used,
+            "updates": min(document.updates, MOST),
+            "overflow_resets": min(document.overflow_resets, MOST),
+            "summary": _summary(document),
+            "layers": [_record(layer, document.mode) for layer in document.layers],
+        }
+    return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
+
+
+class _Document(msgspec.Struct):
+    schema: str
+    layers: list[dict[str, object]]
+    mode: str = ""
+    n_expert: int = 0
+    n_expert_used: int = 0
+    updates: int = 0
+    overflow_resets: int = 0
+
+
+class _Record(msgspec.Struct):
+    layer: int
+    calls: int = 0
+    cold_slots_total: int = 0
+    cold_slots_per_call: float = 0.0
+    hot1_slots_total: int = 0
+    hot2_slots_total: int = 0
+    parallel_fallbacks: int = 0
+    parallel_fallback_reasons: dict[str, int] = msgspec.field(default_factory=dict)
+    experts: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    hot_experts: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    cold_experts: list[tuple[int, int]] = msgspec.field(default_factory=list)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
+    """Yield what a schema cannot say: layers twice or too high, experts there are none of."""
+    seen = set[int]()
+    for layer in layers:
+        if layer.layer in seen:
+            yield f"layer {layer.layer} is there twice"
+        if layer.layer >= MAX_LAYERS:
+            yield f"layer {layer.layer} is none of {MAX_LAYERS}"
+        seen.add(layer.layer)
+        if (highest := max(layer.hits, default=0)) >= experts:
+            yield f"layer {layer.layer}: expert {highest} is none of {experts}"
+
+
+def _layer(document: Mapping[str, object]) -> LayerActivity:
+    record = shape(document, _Record)
+    hot, cold = _counts(record.hot_experts), _counts(record.cold_experts)
+    told = record.parallel_fallback_reasons
+    return LayerActivity(
+        layer=record.layer,
+        calls=record.calls,
+        hot=hot,
+        cold=cold,
+        raw={} if hot or cold else _counts(record.experts),
+        cold_per_call=record.cold_slots_per_call or _ratio(record.cold_slots_total, record.calls),
+        hot1_slots=record.hot1_slots_total,
+        hot2_slots=record.hot2_slots_total,
+        times=shape(document, LayerTimes),
+        fallbacks=record.parallel_fallbacks,
+        reasons={reason: told[reason] for reason in REASONS if told.get(reason)},
+    )
+
+
+def _counts(pairs: Iterable[tuple[int, int]]) -> Counts:
+    counts: dict[int, int] = {}
+    for expert, count in pairs:
+        if count:
+            counts[expert] = min(counts.get(expert, 0) + count, MOST)
+    return dict(sorted(counts.items()))
+
+
+def _summary(document: ActivityDocument) -> JsonObject:
+    """Return totals of all layers, and what a call of a layer takes on average."""
+    calls = sum(layer.calls for layer in document.layers)
+    hot = sum(sum(layer.hot.values()) for layer in document.layers)
+    slots = hot + sum(sum(layer.cold.values()) for layer in document.layers)
+    totals = {
+        "hot": hot,
+        "hot1": sum(layer.hot1_slots for layer in document.layers),
+        "hot2": sum(layer.hot2_slots for layer in document.layers),
+    }
+    summary: JsonObject = {"layer_calls": min(calls, MOST), "hot_slot_ratio": _ratio(hot, slots)}
+    for name, total in totals.items():
+        summary[f"{name}_slots_total"] = min(total, MOST)
+        summary[f"{name}_slots_per_call"] = _ratio(total, calls)
+    for name in _written_times(document.mode):
+        total = sum(getattr(layer.times, name) * layer.calls for layer in document.layers)
+        summary[_time_key(name)] = _ratio(total, calls)
+    if document.mode == "full":
+        summary["parallel_fallbacks"] = min(sum(layer.fallbacks for layer in document.layers), MOST)
+    return summary
+
+
+def _record(layer: LayerActivity, mode: Mode) -> JsonObject:
+    hot, cold = sum(layer.hot.values()), sum(layer.cold.values())
+    record: JsonObject = {
+        "layer": layer.layer,
+        "calls": min(layer.calls, MOST),
+        "hot_slots_total": min(hot, MOST),
+        "cold_slots_total": min(cold, MOST),
+        "hot_slots_per_call": _ratio(hot, layer.calls),
+        "cold_slots_per_call": layer.cold_per_call or _ratio(cold, layer.calls),
+        "hot_slot_ratio": _ratio(hot, hot + cold),
+        "hot1_slots_total": min(layer.hot1_slots, MOST),
+        "hot2_slots_total": min(layer.hot2_slots, MOST),
+    }
+    for name in _written_times(mode):
+        record[_time_key(name)] = getattr(layer.times, name)
+    if mode == "full":
+        record["parallel_fallbacks"] = min(layer.fallbacks, MOST)
+        record["parallel_fallback_reasons"] = dict(layer.reasons)
+    record["experts"] = _written(layer.hits)
+    record["hot_experts"] = _written(layer.hot)
+    record["cold_experts"] = _written(layer.cold)
+    return record
+
+
+def _written_times(mode: Mode) -> tuple[str, ...]:
+    return TIMES if mode == "full" else LANE_TIMES
+
+
+def _written(counts: Counts) -> JsonValue:
+    return [[expert, min(count, MOST)] for expert, count in sorted(counts.items()) if count]
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
