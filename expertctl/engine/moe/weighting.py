@@ -1,0 +1,122 @@
+"""What each observed expert is worth, by one of five rules: in that order a planner takes them.
+
+*flat* (the usual one) ranks the experts of each layer and takes the first of every layer, then the
+second of every layer. *balanced* ranks them too, but a layer with more experts goes first. The
+other three multiply hits with a weight of the layer: *pressure* by how much the layer suffers from
+cold experts, *smooth* the same, damped and never below 1, *time* by what the layer takes at all.
+``curve``, from 0 to 1, says how far weights may go. There, a hot hit counts a twentieth more, so
+that a profile does not undo itself. The rules are those of llama.cpp's hot cache.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+import numpy as np
+
+from expertctl.engine.moe.activity_document import LayerActivity
+
+Weighting = Literal["flat", "balanced", "pressure", "smooth", "time"]
+WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+CURVE = 0.5
+STICKY = 0.05
+"""What a hot hit counts more."""
+_RANK = 10**6
+_HALF = Fraction(1, 2)
+Layers = Sequence[LayerActivity]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """An expert of a layer and what it is worth; never nothing."""
+
+    layer: int
+    expert: int
+    score: int
+
+
+def scores(layers: Layers, *, weighting: Weighting = "flat", curve: float = CURVE) -> list[Scored]:
+    """Return all experts that were asked for, the best first; ties by layer, then by expert.
+
+    A ``curve`` that is none of 0 to 1 is the usual one.
+    """
+    curve = curve if 0 <= curve <= 1 else CURVE
+    match weighting:
+        case "flat":
+            most = max((len(layer.hits) for layer in layers), default=0)
+            found = [scored for layer in layers for scored in _ranked(layer, most)]
+        case "balanced":
+            found = [scored for layer in layers for scored in _ranked(layer, len(layer.hits))]
+        case "pressure":
+            found = _weighted(layers, _pressure_weights(layers, curve))
+        case "smooth":
+            found = _weighted(layers, _smooth_weights(layers, curve))
+        case "time":
+            found = _weighted(layers, _time_weights(layers, curve))
+    return sorted(found, key=lambda scored: (-scored.score, scored.layer, scored.expert))
+
+
+def _ranked(layer: LayerActivity, highest: int) -> Iterable[Scored]:
+    """Yield the experts of a layer, whose rank counts before their hits."""
+    order = sorted(layer.hits.items(), key=lambda item: (-item[1], item[0]))
+    for rank, (expert, hits) in enumerate(order):
+        yield Scored(layer.layer, expert, (highest - rank) * _RANK + min(hits, _RANK - 1))
+
+
+def _weighted(layers: Layers, weights: Sequence[float]) -> list[Scored]:
+    found = []
+    for layer, weight in zip(layers, weights, strict=True):
+        exact = Fraction(weight)  # ten times 0.85, which is a little less, is not yet 8.5
+        for expert, hits in layer.hits.items():
+            score = hits * exact + layer.hot.get(expert, 0) * Fraction(STICKY)
+            found.append(Scored(layer.layer, expert, max(1, math.floor(score + _HALF))))
+    return found
+
+
+def _pressure_weights(layers: Layers, curve: float) -> list[float]:
+    """``1 + c (p / average - 1)``, from ``1 - 0.3 c`` to ``1 + 0.6 c``."""
+    pressures = [layer.pressure for layer in layers]
+    average = float(np.mean(_known(pressures)))
+
+    def weight(pressure: float) -> float:
+        raw = 1 + curve * (pressure / average - 1)
+        return min(max(raw, 1 - 0.3 * curve), 1 + 0.6 * curve)
+
+    return _each(pressures, weight)
+
+
+def _smooth_weights(layers: Layers, curve: float) -> list[float]:
+    """``1 + 0.3 c √((p - p10) / (p90 - p10))``, between the percentiles 10 and 90."""
+    pressures = [layer.pressure for layer in layers]
+    low, high = map(float, np.percentile(_known(pressures), [10, 90]))
+    if high <= low:
+        return [1.0] * len(layers)
+    return _each(
+        pressures,
+        lambda p: 1 + 0.3 * curve * math.sqrt(min(max((p - low) / (high - low), 0.0), 1.0)),
+    )
+
+
+def _time_weights(layers: Layers, curve: float) -> list[float]:
+    """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
+
+    A layer whose time nobody knows is weighed by its pressure.
+    """
+    times = [layer.times.total_moe or layer.pressure for layer in layers]
+    low, high = min(_known(times)), max(_known(times))
+    if high <= low:
+        return [1.0] * len(layers)
+    least, most = 1 - 0.6 * curve, 1 + 0.8 * curve
+    return _each(times, lambda time: least + (most - least) * (time - low) / (high - low))
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    """Return values of layers of which something is known; at least one."""
+    return [value for value in values if value > 0] or [1.0]
+
+
+def _each(values: Iterable[float], weight: Callable[[float], float]) -> list[float]:
+    """Weigh each layer; one of which nothing is known counts as it is."""
+    return [weight(value) if value > 0 else 1.0 for value in values]
