@@ -174,10 +174,19 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _identity() -> str:
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    digest = _SOURCES.copy()
     features = sorted(compiled_features())
     versions = (numba.__version__, llvmlite.__version__, sys.version, host_cpu().name, *features)
     digest.update("\n".join(versions).encode())
     return digest.hexdigest()[:32]
+
+
+def _sources() -> "hashlib._Hash":
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(hashlib.sha256(source.read_bytes()).digest())
+    return digest
+
+
+_SOURCES = _sources()
+"""As they are when they are imported: who is updated while it runs still compiles these."""
