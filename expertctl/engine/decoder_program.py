@@ -31,14 +31,31 @@ from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.program import Program, ProgramBuilder
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.linear_operations import Layers, LinearOperations
-from expertctl.engine.packed_base import PackedBase, PackedLayer
-from expertctl.engine.packed_delta import PackedDeltas, sites
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.moe.routed_operations import RoutedOperations
+from expertctl.engine.packed_base import PackedBase
+from expertctl.engine.packed_delta import (
+    ATTENTION_INPUTS,
+    MLP_INPUTS,
+    SHARED_INPUTS,
+    SHARED_OUTPUT,
+    PackedDeltas,
+    sites,
+)
+from expertctl.engine.packed_layer import (
+    ATTENTION_OUTPUT,
+    MLP_OUTPUT,
+    PackedLayer,
+    PackedMlp,
+    PackedRouting,
+)
 from expertctl.engine.rope import inverse_frequencies
+from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
 
 
-_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
+_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES, _ROUTED_BYTES = 10 << 10, 6 << 10, 10 << 10, 12 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,51 +83,80 @@ def variant(
     return Variant(together, numbers, adapters, scales, fused or not adapters)
 
 
-def program_bytes(layers: int, *, schemes: int, scales: bool) -> int:
+def program_bytes(config: ModelConfig, *, schemes: int, scales: bool) -> int:
     """Return what a program takes at most: tables, arguments, counts and names of its operations.
 
     ``schemes`` is in how many schemes plans are that it allows for.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
-    return (layers + 1) * each
+    routed = 0 if config.experts is None else len(config.experts.layers)
+    return (config.layers + 1) * each + routed * _ROUTED_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """A part of all layers; where ``chosen`` is not None, experts of that routed layer come next.
+
+    ``chosen`` counts routed layers from 0. Until those that were chosen are in memory, the next
+    stage must not run.
+    """
+
+    program: Program
+    chosen: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderProgram:
-    """What reads tokens in a room; run `embed`, then `layers`, then `score`.
+    """What reads tokens in a room; run `embed`, then the stages of `layers`, then `score`.
 
     Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores the rows
     that `set` said, from the first.
     """
 
     embed: Program
-    layers: Program
+    layers: tuple["Stage", ...]
     score: Program
     _counts: BatchCounts
     _tables: dict[Scheme | None, BatchTable]
+    _routed: RoutedOperations | None
 
     def set(self, tokens: int, stretches: Sequence[Stretch]) -> None:
         """Say how many tokens the next run reads, and which of them have plans."""
         self._counts.set(tokens, stretches)
+        if self._routed is not None:
+            self._routed.set(tokens)
         for scheme, table in self._tables.items():
             mine = [s for s in stretches if scheme in (None, s.plan.scheme)]
             width = max((s.plan.width for s in mine), default=0) if scheme else 0
             table.set([(s.plan.address, s.first, s.rows) for s in mine], width=width)
 
 
-def decoder_program(base: PackedBase, room: DecoderRoom, variant: Variant) -> DecoderProgram:
-    """Return the program of a variant."""
-    return _Decoder(base, room, variant).program()
+def decoder_program(
+    base: PackedBase,
+    room: DecoderRoom,
+    variant: Variant,
+    experts: RoutedExperts | None = None,
+) -> DecoderProgram:
+    """Return the program of a variant; ``experts`` says where those of routed layers are."""
+    return _Decoder(base, room, variant, experts).program()
 
 
 class _Decoder:
     """Builds one program."""
 
-    def __init__(self, base: PackedBase, room: DecoderRoom, variant: Variant) -> None:
+    def __init__(
+        self,
+        base: PackedBase,
+        room: DecoderRoom,
+        variant: Variant,
+        experts: RoutedExperts | None,
+    ) -> None:
         config = base.config
         self._base, self._room, self._variant = base, room, variant
         self._shape = HeadsShape(config.heads, config.kv_heads, config.head_dim, variant.numbers)
-        self._sites = sites(config.layers)
+        self._sites = sites(config.linear_shapes())
+        self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
+        self._stages: list[Stage] = []
         self._counts = BatchCounts(
             self._shape, variant.adapters, self._sites, together=variant.together
         )
@@ -124,6 +170,9 @@ class _Decoder:
             together=variant.together,
             fused=variant.fused,
         )
+        self._routed: RoutedOperations | None = None
+        if room.routed is not None and experts is not None:
+            self._routed = RoutedOperations(self._builder, room, self._counts.tokens, base, experts)
         self._eps = np.array([config.norm_eps], np.float32)
         self._scale = np.array([config.head_dim**-0.5], np.float32)
 
@@ -136,14 +185,15 @@ class _Decoder:
         self._angles()
         for number, layer in enumerate(base.layers):
             self._layer(number, layer)
-        layers = self._built()
+        self._stages.append(Stage(self._built(), None))
         self._builder.begin("head")
         self._norm(base.norm)
-        head = self._layers(len(self._sites) - 1, base.head, (base.config.vocab_size,), None)
+        head = self._layers("lm_head", base.head, (base.config.vocab_size,), None)
         self._linear.add(head, room.normed, room.logits)
         used = [*self._variant.adapters, *([None] if self._variant.scales else [])]
         tables = {scheme: room.batch(scheme) for scheme in used}
-        return DecoderProgram(embed, layers, self._built(), self._counts, tables)
+        stages, score = tuple(self._stages), self._built()
+        return DecoderProgram(embed, stages, score, self._counts, tables, self._routed)
 
     def _angles(self) -> None:
         rope, room = self._base.config.rope, self._room
@@ -158,29 +208,57 @@ class _Decoder:
     def _layer(self, number: int, layer: PackedLayer) -> None:
         config, room, add = self._base.config, self._room, self._linear.add
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        wide, site = config.intermediate_size, 4 * number
+        at = f"model.layers.{number}"
         self._builder.begin(f"layers.{number}.attention")
         self._norm(layer.input_norm)
-        inputs = self._layers(site, layer.inputs, (queries, keys, keys), layer.input_bias)
+        first = f"{at}.{ATTENTION_INPUTS[0]}"
+        inputs = self._layers(first, layer.inputs, (queries, keys, keys), layer.input_bias)
         add(inputs, room.normed, room.heads)
         self._attention(number, layer)
-        output = self._layers(site + 1, layer.output, (config.hidden_size,), layer.output_bias)
+        hidden, last = (config.hidden_size,), f"{at}.{ATTENTION_OUTPUT[0]}"
+        output = self._layers(last, layer.output, hidden, layer.output_bias)
         add(output, room.attended, room.hidden, adds=True)
         self._builder.begin(f"layers.{number}.mlp")
         self._norm(layer.mlp_norm)
-        gate_up = self._layers(site + 2, layer.gate_up, (wide, wide), layer.gate_up_bias)
-        add(gate_up, room.normed, room.gates)
-        gate, up = room.gates[:, :wide], room.gates[:, wide:]
+        if isinstance(layer.mlp, PackedMlp):
+            names = f"{at}.{MLP_INPUTS[0]}", f"{at}.{MLP_OUTPUT[0]}"
+            self._mlp(layer.mlp, *names, room.hidden, adds=True)
+        else:
+            self._routing(number, layer.mlp)
+
+    def _mlp(self, mlp: PackedMlp, first: str, last: str, out: Numbers, *, adds: bool) -> None:
+        """``down (silu(gate x) * up x)`` of what is normed; ``first`` and ``last`` name layers."""
+        room, wide, rows = self._room, mlp.down.columns, mlp.down.rows
+        gates = room.gates[:, : 2 * wide]
+        gate_up = self._layers(first, mlp.gate_up, (wide, wide), mlp.gate_up_bias)
+        self._linear.add(gate_up, room.normed, gates)
+        gate, up = gates[:, :wide], gates[:, wide:]
         arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(gate_kernel(), arguments, self._counts.tokens)
-        down = self._layers(site + 3, layer.down, (config.hidden_size,), layer.down_bias)
-        add(down, gate, room.hidden, adds=True)
+        self._linear.add(self._layers(last, mlp.down, (rows,), mlp.down_bias), gate, out, adds=adds)
+
+    def _routing(self, number: int, routing: PackedRouting) -> None:
+        """What all tokens share first, for that needs no expert to be there."""
+        assert self._routed is not None
+        at = f"model.layers.{number}"
+        if routing.shared is not None:
+            names = f"{at}.{SHARED_INPUTS[0]}", f"{at}.{SHARED_OUTPUT}"
+            is_gated = routing.shared_gate is not None
+            out = self._routed.room.beside if is_gated else self._room.hidden
+            self._mlp(routing.shared, *names, out, adds=not is_gated)
+            self._routed.share(routing)
+        place = self._routed.choose(number, routing)
+        if not self._routed.is_whole:
+            self._foresee(number, place)
+            self._stages.append(Stage(self._built(), place))
+            self._builder.begin(f"layers.{number}.experts")
+        self._routed.compute(place)
 
     def _attention(self, number: int, layer: PackedLayer) -> None:
         shape, room, numbers = self._shape, self._room, self._variant.numbers
+        norms = self._whole_norms(layer)
         first = 2 * number * shape.page_bytes
         offsets = (first, first + shape.page_bytes)
-        norms = (layer.query_norm, layer.key_norm)
         tokens = self._counts.tokens
         arguments = heads_arguments(
             rows=room.heads,
@@ -208,10 +286,34 @@ class _Decoder:
         attend = attend_prompt_kernel if self._variant.together else attend_step_kernel
         self._builder.add(attend(numbers), arguments, self._counts.attending)
 
+    def _foresee(self, number: int, place: int) -> None:
+        """Let the next routed layer judge, if there is one."""
+        assert self._routed is not None
+        for layer in self._base.layers[number + 1 :]:
+            if isinstance(layer.mlp, PackedRouting):
+                self._routed.foresee(place + 1, layer)
+                return
+
     def _layers(
-        self, site: int, matrix: PackedMatrix, rows: Sequence[int], bias: Numbers | None
+        self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: Numbers | None
     ) -> Layers:
+        """Return the layers of the site that begins with a module."""
+        site = self._numbers[first]
         return Layers(site, self._sites[site].first, matrix, rows, bias)
+
+    def _whole_norms(self, layer: PackedLayer) -> tuple[Numbers | None, Numbers | None]:
+        """Norm queries and keys where that is over all heads; return the norms of each head."""
+        config, begin = self._base.config, 0
+        if layer.query_norm is None or layer.key_norm is None:
+            return None, None
+        if len(layer.query_norm) == config.head_dim:
+            return layer.query_norm, layer.key_norm
+        for weight in (layer.query_norm, layer.key_norm):
+            rows = self._room.heads[:, begin : begin + len(weight)]
+            arguments = norm_arguments(rows=rows, weight=weight, out=rows, eps=self._eps)
+            self._builder.add(norm_kernel(), arguments, self._counts.tokens)
+            begin += len(weight)
+        return None, None
 
     def _norm(self, weight: Numbers) -> None:
         rows, out = self._room.hidden, self._room.normed

@@ -12,6 +12,7 @@ from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import aligned
 from expertctl.engine.kernels.rows import PreparedRows, room_for_rows
 from expertctl.engine.kernels.scheme import FLOATING, Scheme
+from expertctl.engine.moe.routed_room import RoutedRoom, routed_bytes
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -35,6 +36,8 @@ class DecoderRoom:
         self.scaled = aligned((tokens, widths["scaled"]), np.float32)
         self.settled = aligned((tokens, widths["settled"]), np.float32)
         self.logits = aligned((rows, filled(config.vocab_size)), np.float32)
+        routed = config.experts is not None
+        self.routed = RoutedRoom(config, scheme, tokens=tokens) if routed else None
         self._prepared: dict[tuple[Scheme, int], PreparedRows] = {}
         self._batches: dict[Scheme | None, BatchTable] = {}
         for columns in _columns(config):
@@ -70,7 +73,8 @@ def room_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int) -
     widths = sum(_widths(config).values()) + 2 * config.head_dim
     prepared = sum(_prepared_bytes(scheme, columns) for columns in _columns(config))
     each = 3 * _LONG_BYTES + _FLOAT_BYTES * widths + prepared
-    return tokens * each + rows * _FLOAT_BYTES * filled(config.vocab_size)
+    routed = routed_bytes(config, scheme, tokens=tokens)
+    return tokens * each + routed + rows * _FLOAT_BYTES * filled(config.vocab_size)
 
 
 def plan_bytes(
@@ -99,7 +103,7 @@ def _widths(config: ModelConfig) -> dict[str, int]:
         "normed": filled(config.hidden_size),
         "heads": filled((config.heads + 2 * config.kv_heads) * config.head_dim),
         "attended": filled(config.heads * config.head_dim),
-        "gates": filled(2 * config.intermediate_size),
+        "gates": filled(2 * max(_middles(config), default=0)),
         "scaled": max(_columns(config)),
         "settled": filled(config.hidden_size),
     }
@@ -108,7 +112,16 @@ def _widths(config: ModelConfig) -> dict[str, int]:
 def _columns(config: ModelConfig) -> frozenset[int]:
     """Return how many columns what is multiplied may have."""
     attended = config.heads * config.head_dim
-    return frozenset({config.hidden_size, attended, config.intermediate_size})
+    return frozenset({config.hidden_size, attended, *_middles(config)})
+
+
+def _middles(config: ModelConfig) -> set[int]:
+    """Return how wide the MLPs are that every token passes, if there are any."""
+    routed = config.experts
+    if routed is None:
+        return {config.intermediate_size}
+    dense = {config.intermediate_size} if len(routed.layers) < config.layers else set()
+    return dense | ({routed.shared_size} if routed.shared_size else set())
 
 
 def _prepared_bytes(scheme: Scheme, columns: int) -> int:

@@ -1,12 +1,14 @@
 """A base in packed matrices: what the kernels read; queries, keys and values lie in one.
 
 Its size follows from its configuration: room is made first, in one block, then every tensor of the
-files is packed into its place there, so that no second base is in memory meanwhile.
+files is packed into its place there, so that no second base is in memory meanwhile. Routed experts
+lie behind all else, one block each; where not all of them fit into memory, only what is no expert
+is here, and `moe` has the rest.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
 from expertctl.engine.kernels.packed import (
     PackedMatrix,
@@ -26,67 +29,31 @@ from expertctl.engine.kernels.packed import (
 )
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import allocate
+from expertctl.engine.packed_delta import (
+    ATTENTION_INPUTS,
+    MLP_INPUTS,
+    SHARED_INPUTS,
+    SHARED_OUTPUT,
+)
+from expertctl.engine.packed_layer import (
+    ATTENTION_OUTPUT,
+    CHOICE_BIAS,
+    MLP_OUTPUT,
+    ROUTER,
+    SHARED_GATE,
+    PackedLayer,
+    PackedMlp,
+    PackedRouting,
+    Place,
+)
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
 
 Numbers = np.ndarray[Any, Any]
-Place = PackedMatrix | Numbers
-"""Where a tensor lies: rows of a matrix that begin a block, or float32 of a vector."""
-ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-ATTENTION_OUTPUT = ("self_attn.o_proj",)
-MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
-MLP_OUTPUT = ("mlp.down_proj",)
 EVERY_SIZE = "try --engine transformers, which runs bases of every size, with one expert"
 """The way out for a run whose base fills no blocks."""
 _NORM = "model.norm.weight"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLayer:
-    """One layer; biases and norms are float32, or None."""
-
-    input_norm: Numbers
-    inputs: PackedMatrix
-    input_bias: Numbers | None
-    query_norm: Numbers | None
-    key_norm: Numbers | None
-    output: PackedMatrix
-    output_bias: Numbers | None
-    mlp_norm: Numbers
-    gate_up: PackedMatrix
-    gate_up_bias: Numbers | None
-    down: PackedMatrix
-    down_bias: Numbers | None
-    window: int | None
-
-    @property
-    def parts(self) -> tuple[Place, ...]:
-        """Its matrices and vectors."""
-        parts = (getattr(self, field) for field in self.__slots__)
-        return tuple(part for part in parts if isinstance(part, PackedMatrix | np.ndarray))
-
-    def places(self, rows: Mapping[str, int]) -> dict[str, Place]:
-        """Return where each of its tensors lies, by its name; ``rows`` are those of modules."""
-        norms = {
-            "input_layernorm": self.input_norm,
-            "post_attention_layernorm": self.mlp_norm,
-            "self_attn.q_norm": self.query_norm,
-            "self_attn.k_norm": self.key_norm,
-        }
-        found: dict[str, Place] = {f"{n}.weight": v for n, v in norms.items() if v is not None}
-        for modules, matrix, bias in (
-            (ATTENTION_INPUTS, self.inputs, self.input_bias),
-            (ATTENTION_OUTPUT, self.output, self.output_bias),
-            (MLP_INPUTS, self.gate_up, self.gate_up_bias),
-            (MLP_OUTPUT, self.down, self.down_bias),
-        ):
-            ends = list(accumulate(rows[module] for module in modules))
-            for module, end in zip(modules, ends, strict=True):
-                first = end - rows[module]
-                found[f"{module}.weight"] = matrix.part(first, rows[module])
-                if bias is not None:
-                    found[f"{module}.bias"] = bias[first:end]
-        return found
+_LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +69,8 @@ class PackedBase:
     head: PackedMatrix
     norm: Numbers
     layers: tuple[PackedLayer, ...]
+    experts: Mapping[tuple[int, int], Numbers] = field(default_factory=dict)
+    """By layer and number, the block of each routed expert; all of them, or none is here."""
     warnings: tuple[str, ...] = ()
     read_bytes: int = 0
 
@@ -110,55 +79,93 @@ class PackedBase:
         """Bytes of all matrices and vectors, each once, and what fills them up to vectors."""
         heads = () if self.head is self.embedding else (self.head,)
         layers = (part for layer in self.layers for part in layer.parts)
-        return sum(map(_part_bytes, (self.embedding, self.norm, *heads, *layers)))
+        blocks = sum(block.nbytes for block in self.experts.values())
+        return blocks + sum(map(_part_bytes, (self.embedding, self.norm, *heads, *layers)))
 
     def places(self) -> dict[str, Place]:
         """Return where each tensor of the files lies, by its name."""
         found: dict[str, Place] = {EMBEDDING: self.embedding, _NORM: self.norm}
         if self.head is not self.embedding:
             found[HEAD] = self.head
-        rows = _layer_rows(self.config)
-        for number, layer in enumerate(self.layers):
-            at = f"model.layers.{number}"
-            found |= {f"{at}.{name}": place for name, place in layer.places(rows).items()}
+        for number in range(self.config.layers):
+            found |= self._layer_places(number)
+        for number, expert in self.experts:
+            found |= self._expert_places(number, expert)
         return found
 
     def matrix(self, module: str) -> Tensor:
         """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
         if module == HEAD.removesuffix(".weight"):
             return torch.from_numpy(unpack(self.head))
-        _, _, number, name = module.split(".", 3)
-        place = self.layers[int(number)].places(_layer_rows(self.config))[f"{name}.weight"]
+        number, _, name = module.removeprefix(_LAYERS).partition(".")
+        if name.startswith(EXPERTS):
+            expert = name.removeprefix(EXPERTS).partition(".")[0]
+            places = self._expert_places(int(number), int(expert))
+        else:
+            places = self._layer_places(int(number))
+        place = places[f"{module}.weight"]
         assert isinstance(place, PackedMatrix)
         return torch.from_numpy(unpack(place))
 
+    def _layer_places(self, number: int) -> dict[str, Place]:
+        found = self.layers[number].places(_module_rows(self.config)[number])
+        return {f"{_LAYERS}{number}.{name}": place for name, place in found.items()}
 
-def packed_bytes(config: ModelConfig, scheme: Scheme) -> int:
-    """Return the bytes of a base that nobody has packed yet.
+    def _expert_places(self, number: int, expert: int) -> dict[str, Place]:
+        at = f"{_LAYERS}{number}.{EXPERTS}{expert}"
+        shape = expert_shape(self.config, self.scheme)
+        return expert_places(at, shape, self.experts[number, expert])
+
+
+def packed_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
+    """Return the bytes of a base that nobody has packed yet, with its routed experts or without.
 
     Raises:
-        IncompatibleError: for heads or a middle of the MLP that do not fill blocks.
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
     """
     counting = _Counting()
-    _cut(config, scheme, counting.take)
+    _cut(config, scheme, counting.take, experts=experts)
     return counting.size
 
 
-def empty_base(config: ModelConfig, scheme: Scheme, memory: memoryview | None = None) -> PackedBase:
+def empty_base(
+    config: ModelConfig,
+    scheme: Scheme,
+    memory: memoryview | None = None,
+    *,
+    experts: bool = True,
+) -> PackedBase:
     """Return room for a base in one block of `packed_bytes`, to be filled by its places.
 
     Raises:
-        IncompatibleError: for heads or a middle of the MLP that do not fill blocks.
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
     """
-    size = packed_bytes(config, scheme)
-    return _cut(config, scheme, _Cutting(allocate(size) if memory is None else memory).take)
+    if memory is None:
+        memory = allocate(packed_bytes(config, scheme, experts=experts))
+    return _cut(config, scheme, _Cutting(memory).take, experts=experts)
+
+
+def expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
+    """Return what the block of a routed expert holds."""
+    assert config.experts is not None, "a base with routed experts"
+    return ExpertShape(scheme, config.hidden_size, config.experts.intermediate_size)
+
+
+def expert_places(at: str, shape: ExpertShape, block: Numbers) -> dict[str, Place]:
+    """Return where the tensors of a routed expert lie in its block; ``at`` is its name."""
+    gate_up, wide = shape.gate_up(block), shape.intermediate
+    return {
+        f"{at}.gate_proj.weight": gate_up.part(0, wide),
+        f"{at}.up_proj.weight": gate_up.part(wide, wide),
+        f"{at}.down_proj.weight": shape.down(block),
+    }
 
 
 def pack_base(config: ModelConfig, weights: BaseWeights, scheme: Scheme) -> PackedBase:
     """Pack a base that is in memory; see `packed_load` for one that is not.
 
     Raises:
-        IncompatibleError: for heads or a middle of the MLP that do not fill blocks.
+        IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
     """
     base = empty_base(config, scheme)
     for name, place in base.places().items():
@@ -176,7 +183,13 @@ def fill(place: Place, numbers: Numbers) -> None:
 
 def _check_sizes(config: ModelConfig) -> None:
     """Check that what lies in one matrix with others begins a block there."""
-    sizes = {"head_dim": config.head_dim, "intermediate_size": config.intermediate_size}
+    sizes = {"head_dim": config.head_dim}
+    routed = config.experts
+    if routed is None or len(routed.layers) < config.layers:
+        sizes["intermediate_size"] = config.intermediate_size
+    if routed is not None:
+        sizes["moe_intermediate_size"] = routed.intermediate_size
+        sizes["shared_expert_intermediate_size"] = routed.shared_size
     wrong = [f"{name} is {size}" for name, size in sizes.items() if size % LANES]
     if wrong:
         raise IncompatibleError(
@@ -186,7 +199,7 @@ def _check_sizes(config: ModelConfig) -> None:
         )
 
 
-def _cut(config: ModelConfig, scheme: Scheme, take: Take) -> PackedBase:
+def _cut(config: ModelConfig, scheme: Scheme, take: Take, *, experts: bool) -> PackedBase:
     """Take the memory of each part, in the order in which they are read."""
     _check_sizes(config)
     rooms = _Rooms(config.tensor_shapes(), scheme, take)
@@ -194,7 +207,12 @@ def _cut(config: ModelConfig, scheme: Scheme, take: Take) -> PackedBase:
     layers = tuple(rooms.layer(config, number) for number in range(config.layers))
     norm = rooms.vector(_NORM)
     head = embedding if config.tied else rooms.tensor(HEAD)
-    return PackedBase(config, scheme, embedding, head, norm, layers)
+    base = PackedBase(config, scheme, embedding, head, norm, layers)
+    if config.experts is None or not experts:
+        return base
+    size = expert_shape(config, scheme).nbytes
+    numbers = [(n, e) for n in config.experts.layers for e in range(config.experts.count)]
+    return replace(base, experts={number: take(size, np.uint8) for number in numbers})
 
 
 class _Cutting:
@@ -240,24 +258,42 @@ class _Rooms:
     def layer(self, config: ModelConfig, number: int) -> PackedLayer:
         at = f"model.layers.{number}"
         heads = f"{at}.self_attn"
+        routed = config.experts is not None and number in config.experts.layers
         return PackedLayer(
             input_norm=self.vector(f"{at}.input_layernorm.weight"),
             inputs=self.matrix(at, ATTENTION_INPUTS),
             input_bias=self._bias(at, ATTENTION_INPUTS),
-            query_norm=self.vector(f"{heads}.q_norm.weight") if config.qk_norm else None,
-            key_norm=self.vector(f"{heads}.k_norm.weight") if config.qk_norm else None,
+            query_norm=self._vector(f"{heads}.q_norm.weight"),
+            key_norm=self._vector(f"{heads}.k_norm.weight"),
             output=self.matrix(at, ATTENTION_OUTPUT),
             output_bias=self._bias(at, ATTENTION_OUTPUT),
             mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
-            gate_up=self.matrix(at, MLP_INPUTS),
-            gate_up_bias=self._bias(at, MLP_INPUTS),
-            down=self.matrix(at, MLP_OUTPUT),
-            down_bias=self._bias(at, MLP_OUTPUT),
+            mlp=self._routing(at) if routed else self._mlp(at, MLP_INPUTS, MLP_OUTPUT),
             window=config.windows[number],
         )
 
-    def tensor(self, name: str) -> PackedMatrix:
-        return empty_matrix(self._scheme, *self._shapes[name], take=self._take)
+    def _mlp(self, at: str, inputs: Sequence[str], output: Sequence[str]) -> PackedMlp:
+        return PackedMlp(
+            gate_up=self.matrix(at, inputs),
+            gate_up_bias=self._bias(at, inputs),
+            down=self.matrix(at, output),
+            down_bias=self._bias(at, output),
+        )
+
+    def _routing(self, at: str) -> PackedRouting:
+        shared = f"{at}.{SHARED_OUTPUT}.weight" in self._shapes
+        gated = f"{at}.{SHARED_GATE}" in self._shapes
+        return PackedRouting(
+            router=self.tensor(f"{at}.{ROUTER}", scheme=Scheme.FLOAT32),
+            choice_bias=self._vector(f"{at}.{CHOICE_BIAS}"),
+            shared=self._mlp(at, SHARED_INPUTS, (SHARED_OUTPUT,)) if shared else None,
+            shared_gate=(
+                self.tensor(f"{at}.{SHARED_GATE}", scheme=Scheme.FLOAT32) if gated else None
+            ),
+        )
+
+    def tensor(self, name: str, *, scheme: Scheme | None = None) -> PackedMatrix:
+        return empty_matrix(scheme or self._scheme, *self._shapes[name], take=self._take)
 
     def matrix(self, at: str, modules: Sequence[str]) -> PackedMatrix:
         """Make room for some matrices as one, their rows behind each other."""
@@ -268,18 +304,23 @@ class _Rooms:
     def vector(self, *names: str) -> Numbers:
         return self._take((sum(self._shapes[name][0] for name in names),), np.float32)
 
+    def _vector(self, name: str) -> Numbers | None:
+        return self.vector(name) if name in self._shapes else None
+
     def _bias(self, at: str, modules: Sequence[str]) -> Numbers | None:
         names = [f"{at}.{module}.bias" for module in modules]
         return self.vector(*names) if names[0] in self._shapes else None
 
 
-def _layer_rows(config: ModelConfig) -> dict[str, int]:
-    """Return how many rows each module of a layer has, by its name in the layer."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    hidden, wide = config.hidden_size, config.intermediate_size
-    rows = (queries, keys, keys, hidden, wide, wide, hidden)
-    modules = (*ATTENTION_INPUTS, *ATTENTION_OUTPUT, *MLP_INPUTS, *MLP_OUTPUT)
-    return dict(zip(modules, rows, strict=True))
+@lru_cache(maxsize=8)
+def _module_rows(config: ModelConfig) -> list[dict[str, int]]:
+    """Return how many rows each module of each layer has, by its name in the layer."""
+    found: list[dict[str, int]] = [{} for _ in range(config.layers)]
+    for name, shape in config.linear_shapes().items():
+        if name.startswith(_LAYERS):
+            number, _, module = name.removeprefix(_LAYERS).partition(".")
+            found[int(number)][module] = shape[0]
+    return found
 
 
 def _numbers(tensor: Tensor) -> Numbers:

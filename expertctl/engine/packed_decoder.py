@@ -34,8 +34,10 @@ from expertctl.engine.kernels.program import Program
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_experts import RoutedExperts, WholeExperts
 from expertctl.engine.pace import Pace
-from expertctl.engine.packed_base import PackedBase
+from expertctl.engine.packed_base import PackedBase, expert_shape
 from expertctl.engine.packed_delta import PackedDeltas
 from expertctl.package.model_config import ModelConfig
 
@@ -68,15 +70,18 @@ class PackedDecoder:
         *,
         chunk: int = PREFILL_CHUNK,
         pace: Pace | None = None,
+        experts: RoutedExperts | None = None,
     ) -> None:
         """Run a base; a prompt is read ``chunk`` tokens at a time.
 
-        ``pace`` says how many of the crew work; without one it is all of them.
+        ``pace`` says how many of the crew work; without one it is all of them. ``experts`` owns
+        those of routed layers; without it they are those of the base, which has all then.
         """
         self.config = base.config
         self.device = torch.device("cpu")
         self.modules = frozenset(base.config.linear_shapes())
         self._base, self._crew, self._chunk, self._pace = base, crew, chunk, pace
+        self._experts = experts or _whole(base)
         self._lock = threading.Lock()
         self._room: DecoderRoom | None = None
         self._programs: dict[Variant, DecoderProgram] = {}
@@ -206,7 +211,8 @@ class PackedDecoder:
         if self._room is None:
             return 0
         programs = (
-            _program_bytes(self.config, len(v.adapters), scales=v.scales) for v in self._programs
+            program_bytes(self.config, schemes=len(v.adapters), scales=v.scales)
+            for v in self._programs
         )
         return self._room.nbytes + sum(programs)
 
@@ -247,7 +253,7 @@ class PackedDecoder:
         with self._workers(("prompt", count)) as workers:
             self._run(program.embed, workers)
             room.hidden[: len(virtual), : virtual.shape[1]] = virtual
-            self._run(program.layers, workers)
+            self._run_layers(program, room, count, workers, phase=Phase.PROMPT)
         cache.advance(count)
         if logits is not None:
             room.hidden[0] = room.hidden[count - 1]
@@ -267,12 +273,32 @@ class PackedDecoder:
             room.tables[place] = row.cache.table
         program.set(len(rows), _stretches(plans))
         with self._workers(("step", len(rows))) as workers:
-            for part in (program.embed, program.layers, program.score):
-                self._run(part, workers)
+            self._run(program.embed, workers)
+            self._run_layers(program, room, len(rows), workers, phase=Phase.DECODE)
+            self._run(program.score, workers)
         for place, number in enumerate(order):
             logits[number] = room.logits[place, : self.config.vocab_size]
         for row in mine:
             row.cache.advance(1)
+
+    def _run_layers(
+        self,
+        program: DecoderProgram,
+        room: DecoderRoom,
+        tokens: int,
+        workers: int | None,
+        *,
+        phase: Phase,
+    ) -> None:
+        """Run all layers; where experts may be missing, have them brought when they are chosen."""
+        for stage in program.layers:
+            self._run(stage.program, workers)
+            if stage.chosen is not None:
+                assert self._experts is not None
+                assert room.routed is not None
+                self._experts.bring(stage.chosen, room.routed, tokens)
+        if self._experts is not None and room.routed is not None:
+            self._experts.passed(room.routed, tokens, phase=phase)
 
     def _run(self, program: Program, workers: int | None) -> None:
         if self._times is None:
@@ -311,7 +337,7 @@ class PackedDecoder:
         if program is None:
             while len(self._programs) >= PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-            program = decoder_program(self._base, room, wanted)
+            program = decoder_program(self._base, room, wanted, self._experts)
         self._programs[wanted] = program
         return program
 
@@ -338,12 +364,8 @@ def buffer_bytes(
     if adapters is None:
         adapters = [max(each, key=lambda s: each[s])] if width else []
     plans = factor_bytes(tokens=room[0]) + sum(each[s] for s in set(adapters))
-    programs = PROGRAMS * _program_bytes(config, len(set(adapters)), scales=True)
+    programs = PROGRAMS * program_bytes(config, schemes=len(set(adapters)), scales=True)
     return own + plans + programs
-
-
-def _program_bytes(config: ModelConfig, schemes: int, *, scales: bool) -> int:
-    return program_bytes(config.layers, schemes=schemes, scales=scales)
 
 
 def _room_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
@@ -382,6 +404,13 @@ def _stretches(plans: Sequence[PackedDeltas | None]) -> list[Stretch]:
             found.append(Stretch(plan, begin, place + 1 - begin))
         begin = place + 1
     return found
+
+
+def _whole(base: PackedBase) -> WholeExperts | None:
+    """Return the experts of a base that holds all of them, if it has any."""
+    if base.config.experts is None:
+        return None
+    return WholeExperts(expert_shape(base.config, base.scheme), base.experts)
 
 
 def _ms_since(started: float) -> float:

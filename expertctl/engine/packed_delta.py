@@ -5,6 +5,7 @@ a plan's matrices have one scheme and are reached through one table of addresses
 copies nothing and a batch may hold rows of several plans.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -79,11 +80,15 @@ class PackedDeltas:
         return bool(self.work.scales.any())
 
 
-def sites(layers: int) -> tuple[Site, ...]:
-    """Return the sites of a base in the order in which they are computed; the head comes last."""
-    found = [_site(f"model.layers.{layer}.", *each) for layer in range(layers) for each in _SITES]
-    placed, first = [], 0
-    for modules in (*found, ("lm_head",)):
+def sites(names: Collection[str]) -> tuple[Site, ...]:
+    """Return the sites of a base in the order in which they are computed; the head comes last.
+
+    ``names`` are those of its linear layers. Routed experts have no site: each token has others.
+    """
+    layers = sorted({int(name.split(".")[2]) for name in names if name.count(".") > _IN_LAYER})
+    found = [_site(f"model.layers.{layer}.", *each) for layer in layers for each in _SITES]
+    placed, first = list[Site](), 0
+    for modules in (*(each for each in found if each[0] in names), ("lm_head",)):
         placed.append(Site(modules, first))
         first += len(modules)
     return tuple(placed)
@@ -91,7 +96,18 @@ def sites(layers: int) -> tuple[Site, ...]:
 
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
-_SITES = (ATTENTION_INPUTS, ("self_attn.o_proj",), MLP_INPUTS, ("mlp.down_proj",))
+SHARED_INPUTS = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+SHARED_OUTPUT = "mlp.shared_expert.down_proj"
+_IN_LAYER = 2
+"""How many dots the name of a module in a layer has at least."""
+_SITES = (
+    ATTENTION_INPUTS,
+    ("self_attn.o_proj",),
+    MLP_INPUTS,
+    ("mlp.down_proj",),
+    SHARED_INPUTS,
+    (SHARED_OUTPUT,),
+)
 
 
 def _site(at: str, *modules: str) -> tuple[str, ...]:

@@ -21,7 +21,8 @@ from expertctl.engine.base_weights import other_head, rounding_warnings, unreada
 from expertctl.engine.kernels.packed import PackedMatrix, portion_rows, widened
 from expertctl.engine.kernels.scheme import GROUP, Scheme
 from expertctl.engine.memory import allocate
-from expertctl.engine.packed_base import PackedBase, Place, empty_base, fill, packed_bytes
+from expertctl.engine.packed_base import PackedBase, empty_base, fill, packed_bytes
+from expertctl.engine.packed_layer import Place
 from expertctl.engine.threads import usable_cores
 from expertctl.package.base_model import weights_digest
 from expertctl.package.base_tensors import StoredTensor, base_tensors
@@ -59,10 +60,13 @@ def load_packed_base(
     config: ModelConfig,
     scheme: Scheme,
     *,
+    experts: bool = True,
     copies: QuantisedCopies | None = None,
     progress: Progress = no_progress,
 ) -> PackedBase:
     """Read a base, or its quantised copy; ``progress`` counts the bytes of the packed base.
+
+    Without ``experts`` those that are routed are left to somebody else.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -72,9 +76,9 @@ def load_packed_base(
         BaseMismatchError: when what a copy would be made of is not what was added.
     """
     stored = base_tensors(directory, config)
-    wanted = [stored[name] for name in config.tensor_shapes()]
-    memory = allocate(packed_bytes(config, scheme))
-    base = empty_base(config, scheme, memory)
+    memory = allocate(packed_bytes(config, scheme, experts=experts))
+    base = empty_base(config, scheme, memory, experts=experts)
+    wanted = [stored[name] for name in base.places()]
     if config.tied and HEAD in stored:
         _check_tied_head(directory, stored)
     kept = copies if scheme.layout.is_grouped else None
@@ -86,6 +90,15 @@ def load_packed_base(
         if kept is not None:
             kept.write(scheme.value, memory, weights=weights_digest(stored, digests))
     return replace(base, warnings=_warnings(wanted, scheme), read_bytes=read)
+
+
+def pack_tensor(tensor: StoredTensor, place: Place) -> None:
+    """Read a tensor from its file and pack it into its place, some rows at a time.
+
+    Raises:
+        InvalidPackageError: when the file cannot be read to its end.
+    """
+    _pack_stretch(_Stretch(tensor, 0, tensor.info.shape[0], place, None))
 
 
 def packing_scratch(config: ModelConfig) -> int:

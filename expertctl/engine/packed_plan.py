@@ -64,8 +64,7 @@ class PackedPlan:
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """The sites of the base."""
-        numbers = [int(name.split(".")[2]) for name in self.shapes if name.count(".") > 2]
-        return sites(max(numbers, default=-1) + 1)
+        return sites(self.shapes.keys())
 
     @property
     def width(self) -> int:

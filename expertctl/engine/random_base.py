@@ -10,7 +10,7 @@ import numpy as np
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.packed_base import PackedBase, empty_base
+from expertctl.engine.packed_base import PackedBase, empty_base, expert_shape
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -38,18 +38,25 @@ def random_base(
 
 
 def base_bytes(base: PackedBase) -> int:
-    """Return the bytes of its matrices, which decoding a token reads once."""
-    return sum(matrix.nbytes for matrix in base_matrices(base))
+    """Return the bytes that decoding a token reads once: of routed experts, as many as it uses."""
+    routed = base.config.experts
+    of_experts = 0
+    if routed is not None:
+        of_experts = (
+            len(routed.layers) * routed.used * expert_shape(base.config, base.scheme).nbytes
+        )
+    return of_experts + sum(matrix.nbytes for matrix in base_matrices(base))
 
 
 def base_matrices(base: PackedBase) -> tuple[PackedMatrix, ...]:
-    """Return its matrices, in the order in which they are read; the head comes last."""
-    layers = (
-        matrix
-        for layer in base.layers
-        for matrix in (layer.inputs, layer.output, layer.gate_up, layer.down)
+    """Return its matrices, in the order in which they are read; the head comes last.
+
+    Those of routed experts are not among them: each token reads others.
+    """
+    parts = (
+        part for layer in base.layers for part in (layer.inputs, layer.output, *layer.mlp.parts)
     )
-    return (*layers, base.head)
+    return (*(part for part in parts if isinstance(part, PackedMatrix)), base.head)
 
 
 def drawn_floats(scheme: Scheme, count: int, rng: np.random.Generator) -> Numbers:

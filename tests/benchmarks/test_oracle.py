@@ -35,7 +35,7 @@ def test_another_layer_than_the_one_that_the_oracle_has_is_noticed(crew: Crew) -
 
 def test_scores_that_are_no_numbers_are_noticed(crew: Crew) -> None:
     base = random_base(small_config(), Scheme.INT4, seed=SEED)
-    base.layers[1].down.scales[0, 0, 3] = np.nan
+    base.layers[1].mlp.down.scales[0, 0, 3] = np.nan
     with pytest.raises(AssertionError, match="scores are no numbers"):
         check_tokens(base, TorchScores(base), crew)
 

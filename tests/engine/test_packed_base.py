@@ -39,8 +39,8 @@ def tensors_of(base: PackedBase) -> dict[str, np.ndarray[Any, Any]]:
         parts = [
             ("self_attn", ("q_proj", "k_proj", "v_proj"), layer.inputs, layer.input_bias),
             ("self_attn", ("o_proj",), layer.output, layer.output_bias),
-            ("mlp", ("gate_proj", "up_proj"), layer.gate_up, layer.gate_up_bias),
-            ("mlp", ("down_proj",), layer.down, layer.down_bias),
+            ("mlp", ("gate_proj", "up_proj"), layer.mlp.gate_up, layer.mlp.gate_up_bias),
+            ("mlp", ("down_proj",), layer.mlp.down, layer.mlp.down_bias),
         ]
         ends = {"q_proj": queries, "k_proj": queries + keys, "gate_proj": wide}
         for block, names, matrix, bias in parts:
@@ -129,7 +129,7 @@ def test_all_parts_lie_in_one_block(tmp_path: Path) -> None:
             assert np.shares_memory(part, block)
             part[...] = 1
     assert base.places().keys() == weights.tensors.keys()
-    arrays = [base.embedding.data, base.head.scales, base.layers[1].gate_up.data]
+    arrays = [base.embedding.data, base.head.scales, base.layers[1].mlp.gate_up.data]
     assert all(array.ctypes.data % 64 == 0 for array in arrays)
 
 

@@ -65,7 +65,7 @@ def matrix_at(scheme: Scheme, rows: int, columns: int, data: int, scales: int) -
 def test_a_table_leads_to_what_torch_would_compile(adapters: AdapterDtype, most: float) -> None:
     deltas = torch_plan(CONFIG, CHAIN).deltas
     plan = packed_plan(CONFIG, CHAIN, adapters=adapters)
-    names = [name for site in sites(CONFIG.layers) for name in site.modules]
+    names = [name for site in sites(CONFIG.linear_shapes()) for name in site.modules]
     assert plan.modules == set(deltas)
     for name, record in zip(names, plan.table.tolist(), strict=True):
         if name not in deltas:

@@ -225,9 +225,9 @@ def test_programs_are_few_and_take_no_more_than_is_said(model: Oracle, crew: Cre
         decoder_program(decoder._base, room, kinds)  # kernels and room are there
         with allocations() as found:
             held = decoder_program(decoder._base, room, kinds)
-        assert held.layers.table.nbytes < found.python_bytes
+        assert held.layers[0].program.table.nbytes < found.python_bytes
         assert found.python_bytes <= program_bytes(
-            config.layers, schemes=len(kinds.adapters), scales=kinds.scales
+            config, schemes=len(kinds.adapters), scales=kinds.scales
         )
 
 
@@ -297,12 +297,13 @@ def test_a_program_that_runs_again_as_it_was_set_gives_the_same(tmp_path: Path, 
         room.tables[place] = cache.table
     room.tokens[...], room.positions[...] = (3, 14, 15, 9), 0
     program.set(4, [Stretch(plan, 1, 3)])
+    [layers] = [stage.program for stage in program.layers]
 
     def scores() -> Tensor:
-        for part in (program.embed, program.layers, program.score):
+        for part in (program.embed, layers, program.score):
             crew.run(part)
         return torch.from_numpy(room.logits.copy())
 
-    assert any(name.startswith("multiply float32, adapted") for name in program.layers.names)
+    assert any(name.startswith("multiply float32, adapted") for name in layers.names)
     first = scores()
     assert all(torch.equal(scores(), first) for _ in range(50))

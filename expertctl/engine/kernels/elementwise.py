@@ -145,3 +145,25 @@ def _add(first: int, last: int, arguments: int) -> None:  # pragma: no cover - c
         out = floats_at(outs + token * out_stride, width)
         for k in range(width):
             out[k] += row[k]
+
+
+@cache
+def share_kernel() -> Kernel:
+    """Return the kernel of ``out += sigmoid(share) * x``, one share for each token."""
+    return compile_kernel("share", _share)
+
+
+def share_arguments(*, shares: Numbers, rows: Numbers, out: Numbers, width: int) -> Numbers:
+    """Return its arguments, all float32; of ``shares`` the first column counts."""
+    return words_of(*rows_at(shares), *rows_at(rows), *rows_at(out), width)
+
+
+def _share(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    shares, share_stride, rows, stride, outs, out_stride, width = words(arguments, 7)
+    for token in range(first, last):
+        logit = floats_at(shares + token * share_stride, 1)[0]
+        share = np.float32(1) / (np.float32(1) + exponential(-logit))
+        row = floats_at(rows + token * stride, width)
+        out = floats_at(outs + token * out_stride, width)
+        for k in range(width):
+            out[k] += share * row[k]

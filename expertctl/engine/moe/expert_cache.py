@@ -1,0 +1,272 @@
+"""The routed experts of a base that is larger than its memory: who is kept, and who is brought.
+
+A pass asks for experts layer by layer. What is missing is read by threads into the pool of
+`expert_memory` while the pass waits, or is left out where that was asked for. Only between two
+passes is it decided who has a slot, so nothing that a program reads changes under it. What the next
+layer is likely to ask for is read ahead.
+"""
+
+import time
+from collections.abc import Container, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.moe.counters import Counters, requested
+from expertctl.engine.moe.expert_files import ExpertReader
+from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.phase import Phase, cache_phase
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.skipping import over_cap
+from expertctl.engine.moe.update_policy import UpdatePolicy
+from expertctl.engine.moe.updates import RequestBuffer, Swap, updates_between_tokens
+
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MissPolicy:
+    """What happens where an expert is missing: it is brought, or left out within a cap.
+
+    ``cap`` is how much of a token's weights may be left out at most, of 1. What the next layer will
+    ask for is read ahead; then what is left out depends on how fast that is.
+    """
+
+    skips: bool = False
+    cap: float = 1.0
+    reads_ahead: bool = True
+
+
+EXACT = MissPolicy()
+
+
+@dataclass(slots=True)
+class Brought:
+    """What was read of files since the beginning."""
+
+    experts: int = 0
+    ahead: int = 0
+    """How many of those nobody had asked for yet."""
+    nbytes: int = 0
+    waited: float = 0.0
+    """Seconds for which passes waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """What is being read, and into which block."""
+
+    block: int
+    reading: Future[int]
+
+
+class ExpertCache:
+    """The one owner of routed experts that do not all fit; a pass at a time asks it."""
+
+    is_whole = False
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        reader: ExpertReader,
+        *,
+        numbers: Sequence[int],
+        slots: Sequence[LayerSlots],
+        policy: MissPolicy = EXACT,
+        threads: int = 2,
+    ) -> None:
+        """Begin with no expert in memory; ``numbers`` are those of routed layers in the base.
+
+        The blocks that have no slot must hold the experts of any one layer that have none.
+        """
+        self._memory, self._reader, self._numbers = memory, reader, tuple(numbers)
+        self.slots, self._policy = tuple(slots), policy
+        self._requests, self._pace = RequestBuffer(), UpdatePolicy()
+        self.counters = Counters(self._numbers, experts=memory.experts)
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="experts")
+        self._coming: dict[Expert, _Coming] = {}
+        self._asked: list[Numbers] = []
+        """What this pass asked for so far, [tokens, used] of each layer."""
+        self.brought = Brought()
+
+    @property
+    def shape(self) -> ExpertShape:
+        """What the block of an expert holds."""
+        return self._memory.shape
+
+    @property
+    def skips(self) -> bool:
+        """Whether what is missing may be left out."""
+        return self._policy.skips
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self._memory.nbytes
+
+    def places(self, layer: int) -> Numbers:
+        """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
+        row: Numbers = self._memory.places[layer]
+        return row
+
+    def hits(self, layer: int) -> Numbers:
+        """Return float32 [experts], 1 for what is there and 0 for what is missing."""
+        row: Numbers = self._memory.hits[layer]
+        return row
+
+    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+        """Have in memory what tokens chose in a layer, or may not be skipped of it.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        selected = room.selected[layer, :tokens]
+        del self._asked[layer:]
+        self._asked.append(selected.copy())  # what is skipped is struck out of it
+        needed = selected
+        if self._policy.skips:
+            there = self.hits(layer)[selected]
+            needed = selected[over_cap(room.weights[layer, :tokens], there, self._policy.cap)]
+        wanted = [(layer, int(expert)) for expert in np.unique(needed)]
+        self._have(wanted)
+        self._memory.use(wanted)
+        if self._policy.reads_ahead and layer + 1 < len(self._numbers):
+            likely = np.unique(room.likely[layer + 1, :tokens])
+            self._read_ahead([(layer + 1, int(expert)) for expert in likely], spared=set(wanted))
+
+    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+        """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
+        asked, self._asked = self._asked, []
+        self._land()
+        if len(asked) < len(self._numbers):
+            return  # of a pass that failed
+        for layer, selected in enumerate(asked):
+            lanes = self.slots[layer].hit_mask.astype(np.int64) - 1
+            requests = requested(selected, self._memory.experts)
+            self.counters.count_call(self._numbers[layer], requests, lanes)
+        self._requests.append(asked)
+        self._pace.generated(tokens)
+        if cache_phase(phase, tokens) is Phase.PROMPT or self._pace.is_due():
+            self._update()
+
+    def _update(self) -> None:
+        update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
+        for swap in update.swaps:
+            self._exchange(swap)
+        self._pace.updated(update)
+
+    def fill(self, ranked: Sequence[Sequence[int]]) -> None:
+        """Bring experts into all empty slots, for each layer those that are ranked first.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        for layer, slots in enumerate(self.slots):
+            self._have([(layer, expert) for expert in slots.first_residents(ranked[layer])])
+
+    def close(self) -> None:
+        """End what is being read."""
+        self._readers.shutdown(cancel_futures=True)
+
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+        self._memory.check_integrity(coming=len(self._coming))
+        for layer, slots in enumerate(self.slots):
+            slots.check_integrity()
+            assert all((layer, expert) in self._memory for expert in slots.residents)
+
+    def _have(self, wanted: Sequence[Expert]) -> None:
+        """Wait until experts are there, reading those that nobody reads yet."""
+        self._land()
+        missing = [expert for expert in wanted if expert not in self._memory]
+        if not missing:
+            return
+        begun, spared = time.perf_counter(), frozenset(wanted)
+        self._give_up_others(spared)
+        for expert in missing:
+            if expert not in self._coming and expert not in self._memory:
+                self._begin(expert, spared)
+        while any(expert in self._coming for expert in missing):
+            self._await_one(spared)
+        self.brought.waited += time.perf_counter() - begun
+
+    def _read_ahead(self, wanted: Sequence[Expert], *, spared: set[Expert]) -> None:
+        """Begin to read what will be asked for, as far as there are blocks for it."""
+        spared = spared.union(wanted)
+        for expert in wanted:
+            if expert in self._memory or expert in self._coming:
+                continue
+            number = self._memory.take(spared)
+            if number is None:
+                return
+            self._read(expert, number)
+            self.brought.ahead += 1
+
+    def _give_up_others(self, wanted: Container[Expert]) -> None:
+        """Do not begin to read what was foreseen and is not wanted."""
+        for expert, coming in list(self._coming.items()):
+            if expert not in wanted and coming.reading.cancel():
+                del self._coming[expert]
+                self._memory.give_back(coming.block)
+
+    def _begin(self, expert: Expert, spared: frozenset[Expert]) -> None:
+        """Have an expert read; while all blocks are taken, wait for one that comes."""
+        while (number := self._memory.take(spared)) is None:
+            assert self._coming, "there are blocks for the experts of any one layer"
+            self._await_one(spared)
+        self._read(expert, number)
+
+    def _read(self, expert: Expert, number: int) -> None:
+        layer, name = expert
+        block = self._memory.block(number)
+        reading = self._readers.submit(self._reader.read, self._numbers[layer], name, block)
+        self._coming[expert] = _Coming(number, reading)
+
+    def _await_one(self, wanted: Container[Expert]) -> None:
+        wait([coming.reading for coming in self._coming.values()], return_when=FIRST_COMPLETED)
+        self._land(wanted)
+
+    def _land(self, wanted: Container[Expert] = ()) -> None:
+        """Take in what has come; into a slot where one is empty.
+
+        What did not come is an error where it is wanted; whoever wants it later reads it again.
+        """
+        failed: list[BaseException] = []
+        for expert, coming in [(e, c) for e, c in self._coming.items() if c.reading.done()]:
+            del self._coming[expert]
+            error = coming.reading.exception()
+            if error is None:
+                self._took(expert, coming)
+            else:
+                self._memory.give_back(coming.block)
+                failed += [error] if expert in wanted else []
+        for error in failed:
+            raise error
+
+    def _took(self, expert: Expert, coming: _Coming) -> None:
+        self.brought.experts += 1
+        self.brought.nbytes += coming.reading.result()
+        self._memory.put(expert, coming.block)
+        self._take_a_seat(expert)
+
+    def _take_a_seat(self, expert: Expert) -> None:
+        layer, name = expert
+        for slot in self.slots[layer].free[:1]:
+            self.slots[layer].exchange(slot=slot, expert=name)
+            self._memory.keep(expert)
+
+    def _exchange(self, swap: Swap) -> None:
+        """Give a slot to another expert; one that is not there any more is fetched for later."""
+        expert = (swap.layer, swap.add)
+        if expert not in self._memory:
+            self._read_ahead([expert], spared=set())
+            return
+        gone = self.slots[swap.layer].exchange(slot=swap.slot, expert=swap.add)
+        self._memory.keep(expert)
+        if gone is not None:
+            self._memory.let_go((swap.layer, gone))
+        self.counters.count_swaps(self._numbers[swap.layer], 1)

@@ -1,0 +1,47 @@
+"""Routed experts in the files of a base: each is read alone, without touching the rest."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape
+from expertctl.engine.packed_load import pack_tensor
+from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.model_config import ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+
+
+class ExpertReader(Protocol):
+    """Reads experts; several threads may ask at a time."""
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill a block with an expert; return how many bytes of files that took.
+
+        Raises:
+            InvalidPackageError: when a file cannot be read to its end.
+        """
+
+
+class StoredExperts:
+    """Reads the rows of an expert from safetensors files, and packs them.
+
+    Where the files hold the experts of a layer as one tensor, these are its rows.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
+    ) -> None:
+        """Read from where the tensors of a base lie."""
+        self._stored, self._shape = stored, expert_shape(config, scheme)
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill a block with an expert; return how many bytes of files that took."""
+        at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
+        for name, place in expert_places(at, self._shape, block).items():
+            tensor = self._stored[name]
+            pack_tensor(tensor, place)
+            read += tensor.size
+        return read

@@ -1,0 +1,114 @@
+"""Blocks of memory for routed experts, fewer than there are experts.
+
+A block is free, on its way, or holds an expert. Experts that have a slot stay; all others share
+the rest of the blocks, the *pool*, and whoever was used longest ago gives its block to the next.
+All blocks are alike: an expert that gets a slot, or loses it, is not moved.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.memory import allocate
+
+Numbers = np.ndarray[Any, Any]
+Expert = tuple[int, int]
+"""A routed layer, counted from 0, and the number of an expert there."""
+
+
+class ExpertMemory:
+    """The one owner of the blocks, and of the tables that say where experts are.
+
+    ``places`` int64 and ``hits`` float32 [layers, experts] are read by programs while they run.
+    """
+
+    def __init__(self, shape: ExpertShape, *, layers: int, experts: int, blocks: int) -> None:
+        """Take the memory of all blocks; all are free."""
+        self.shape = shape
+        self.places = np.zeros((layers, experts), np.int64)
+        self.hits = np.zeros((layers, experts), np.float32)
+        memory = np.frombuffer(allocate(blocks * shape.nbytes), np.uint8)
+        self._blocks = memory.reshape(blocks, shape.nbytes)
+        self._free = list(range(blocks))
+        self._held: dict[Expert, int] = {}
+        self._pool = OrderedDict[Expert, None]()
+        """Those without a slot, the one that was used longest ago first."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self._blocks.nbytes
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has."""
+        return int(self.places.shape[1])
+
+    def __contains__(self, expert: Expert) -> bool:
+        """Whether an expert is there."""
+        return expert in self._held
+
+    def block(self, number: int) -> Numbers:
+        """Return the bytes of a block."""
+        found: Numbers = self._blocks[number]
+        return found
+
+    def take(self, spared: Container[Expert]) -> int | None:
+        """Return a block to fill, if need be that of an expert in the pool that is not spared.
+
+        None where there is none.
+        """
+        if self._free:
+            return self._free.pop()
+        for expert in self._pool:
+            if expert not in spared:
+                return self._evict(expert)
+        return None
+
+    def put(self, expert: Expert, number: int) -> None:
+        """Say that an expert is in a block that was taken; it is in the pool, as used last."""
+        assert expert not in self._held
+        self._held[expert] = number
+        self._pool[expert] = None
+        self.places[expert] = self._blocks[number].ctypes.data
+        self.hits[expert] = 1
+
+    def give_back(self, number: int) -> None:
+        """Say that nothing came into a block that was taken."""
+        self._free.append(number)
+
+    def use(self, experts: Iterable[Expert]) -> None:
+        """Let experts be the last of the pool, as far as they are in it."""
+        for expert in experts:
+            if expert in self._pool:
+                self._pool.move_to_end(expert)
+
+    def keep(self, expert: Expert) -> None:
+        """Take an expert out of the pool, into a slot."""
+        del self._pool[expert]
+
+    def let_go(self, expert: Expert) -> None:
+        """Put an expert that had a slot into the pool, as used last."""
+        assert expert in self._held
+        self._pool[expert] = None
+
+    def check_integrity(self, *, coming: int = 0) -> None:
+        """Assert what always holds; so many blocks are on their way."""
+        held = list(self._held.values())
+        assert len(held) == len(set(held))
+        assert len(held) + len(self._free) + coming == len(self._blocks)
+        assert not set(held) & set(self._free)
+        assert self._pool.keys() <= self._held.keys()
+        places = np.zeros_like(self.places)
+        for expert, number in self._held.items():
+            places[expert] = self._blocks[number].ctypes.data
+        assert np.array_equal(places, self.places)
+        assert np.array_equal(places != 0, self.hits == 1)
+
+    def _evict(self, expert: Expert) -> int:
+        del self._pool[expert]
+        self.places[expert], self.hits[expert] = 0, 0
+        return self._held.pop(expert)

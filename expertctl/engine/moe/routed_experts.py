@@ -1,0 +1,79 @@
+"""The routed experts of a base, as a decoder sees them: where they are, and who brings them."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_room import RoutedRoom
+
+Numbers = np.ndarray[Any, Any]
+
+
+class RoutedExperts(Protocol):
+    """The owner of the experts of all layers; one pass at a time asks it.
+
+    Routed layers are counted from 0, whatever their numbers in the base. What is in the tables is
+    read by programs at each run, so they stay where they are.
+    """
+
+    @property
+    def shape(self) -> ExpertShape:
+        """What the block of an expert holds."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no expert is ever missing."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether what is missing may be left out."""
+
+    def places(self, layer: int) -> Numbers:
+        """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
+
+    def hits(self, layer: int) -> Numbers:
+        """Return float32 [experts], 1 for what is there and 0 for what is missing."""
+
+    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+        """Have in memory what tokens chose in a layer, or may not be skipped of it.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+
+    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+        """Learn what was chosen in all layers of a pass that is over."""
+
+
+class WholeExperts:
+    """All experts are in memory and stay there."""
+
+    is_whole, skips = True, False
+
+    def __init__(self, shape: ExpertShape, blocks: Mapping[tuple[int, int], Numbers]) -> None:
+        """Know the block of each expert, by layer and number, as long as this lives."""
+        self.shape = shape
+        by_layer: dict[int, list[int]] = {}
+        for (layer, _), block in sorted(blocks.items(), key=lambda item: item[0]):
+            by_layer.setdefault(layer, []).append(block.ctypes.data)
+        self._kept, self._places = blocks, np.array(list(by_layer.values()), np.int64)
+        self._hits = np.ones(self._places.shape, np.float32)
+
+    def places(self, layer: int) -> Numbers:
+        """Return the addresses of a layer's experts, int64 [experts]."""
+        row: Numbers = self._places[layer]
+        return row
+
+    def hits(self, layer: int) -> Numbers:
+        """Return ones, float32 [experts]."""
+        row: Numbers = self._hits[layer]
+        return row
+
+    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+        """Do nothing: all are there."""
+
+    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+        """Do nothing: nothing will change by it."""

@@ -1,0 +1,202 @@
+"""The operations of routed layers: who is asked for, then what those make of it.
+
+Between the two lies a border, where experts may be brought. What they make is added
+in the order in which a token chose them, so where they lie changes no bit.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.decoder_room import DecoderRoom
+from expertctl.engine.kernels.elementwise import (
+    gate_arguments,
+    gate_kernel,
+    norm_arguments,
+    norm_kernel,
+    share_arguments,
+    share_kernel,
+)
+from expertctl.engine.kernels.merging import merge_arguments, merge_kernel
+from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items, multiply_kernel
+from expertctl.engine.kernels.packed import PackedMatrix
+from expertctl.engine.kernels.program import ProgramBuilder
+from expertctl.engine.kernels.routed import routed_arguments, routed_items, routed_kernel
+from expertctl.engine.kernels.routing import (
+    route_arguments,
+    route_kernel,
+    skip_arguments,
+    skip_kernel,
+)
+from expertctl.engine.kernels.rows import (
+    PreparedRows,
+    prepare_arguments,
+    prepare_kernel,
+    rows_as_they_are,
+)
+from expertctl.engine.kernels.scheme import FLOATING, Scheme
+from expertctl.engine.kernels.sorting import (
+    gather_arguments,
+    gather_kernel,
+    sort_arguments,
+    sort_kernel,
+)
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.packed_base import PackedBase
+from expertctl.engine.packed_layer import PackedLayer, PackedRouting
+
+Numbers = np.ndarray[Any, Any]
+
+
+class RoutedOperations:
+    """Adds the operations of one routed layer after the other to a program."""
+
+    def __init__(
+        self,
+        builder: ProgramBuilder,
+        room: DecoderRoom,
+        tokens: Numbers,
+        base: PackedBase,
+        experts: RoutedExperts,
+    ) -> None:
+        """Compute with experts that are where ``experts`` says; ``tokens`` is int64 [1]."""
+        assert room.routed is not None
+        assert base.config.experts is not None
+        self._builder, self._decoder, self._tokens = builder, room, tokens
+        self.room, self._config, self._experts = room.routed, base.config.experts, experts
+        self._hidden, self._scheme = base.config.hidden_size, base.scheme
+        self._scale = np.array([self._config.scale], np.float32)
+        self._eps = np.array([base.config.norm_eps], np.float32)
+        self._positions, self._inputs, self._outputs = np.zeros((3, 1), np.int64)
+        builder.keep(experts, self._scale, self._eps, self._tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has to be brought between the two."""
+        return self._experts.is_whole
+
+    def set(self, tokens: int) -> None:
+        """Say how many tokens the next run reads."""
+        shape, positions = self._experts.shape, tokens * self._config.used
+        active = min(positions, self._config.count)
+        self._positions[0] = positions
+        self._inputs[0] = routed_items(shape.gate_up_part, active=active)
+        self._outputs[0] = routed_items(shape.down_part, active=active)
+
+    def share(self, routing: PackedRouting) -> None:
+        """Add what all tokens share, as far as its gate opens."""
+        if routing.shared_gate is None:
+            return
+        room, tokens = self.room, self._tokens
+        self._product(routing.shared_gate, self._decoder.normed, room.shares)
+        arguments = share_arguments(
+            shares=room.shares, rows=room.beside, out=self._decoder.hidden, width=self._hidden
+        )
+        self._builder.add(share_kernel(), arguments, tokens)
+
+    def choose(self, number: int, routing: PackedRouting) -> int:
+        """Write who is asked for in a layer of the base; return its place among routed layers."""
+        place, room = self._config.layers.index(number), self.room
+        rows = self._decoder.normed
+        self._route(routing, rows, room.selected[place], room.weights[place])
+        return place
+
+    def foresee(self, place: int, layer: PackedLayer) -> None:
+        """Write who is likely to be asked for in the routed layer that comes next.
+
+        Its router judges by what the layer before it reads: little is added to that in between.
+        """
+        assert isinstance(layer.mlp, PackedRouting)
+        rows, out = self._decoder.hidden, self.room.beside
+        arguments = norm_arguments(rows=rows, weight=layer.mlp_norm, out=out, eps=self._eps)
+        self._builder.add(norm_kernel(), arguments, self._tokens)
+        self._route(layer.mlp, out, self.room.likely[place], self.room.likely_weights)
+
+    def _route(
+        self, routing: PackedRouting, rows: Numbers, selected: Numbers, weights: Numbers
+    ) -> None:
+        self._product(routing.router, rows, self.room.logits)
+        arguments = route_arguments(
+            logits=self.room.logits,
+            bias=routing.choice_bias,
+            scale=self._scale,
+            normalised=self._config.normalised,
+            experts=self._config.count,
+            selected=selected,
+            weights=weights,
+        )
+        self._builder.add(route_kernel(self._config.scoring), arguments, self._tokens)
+        self._builder.keep(routing)
+
+    def compute(self, place: int) -> None:
+        """Add what the experts of a routed layer make of the rows that are normed."""
+        room, add = self.room, self._builder.add
+        selected, weights = room.selected[place], room.weights[place]
+        if self._experts.skips:
+            arguments = skip_arguments(
+                hits=self._experts.hits(place),
+                selected=selected,
+                weights=weights,
+                skipped=room.skipped[place],
+            )
+            add(skip_kernel(), arguments, self._tokens)
+        arguments = sort_arguments(selected=selected, tokens=self._tokens, order=room.order)
+        add(sort_kernel(), arguments, 1)
+        arguments = gather_arguments(
+            order=room.order, used=self._config.used, rows=self._normed(), gathered=room.rows
+        )
+        add(gather_kernel(), arguments, self._positions)
+        self._products(place)
+        arguments = merge_arguments(
+            order=room.order,
+            weights=weights,
+            rows=room.down,
+            out=self._decoder.hidden,
+            width=self._hidden,
+        )
+        add(merge_kernel(), arguments, self._tokens)
+
+    def _products(self, place: int) -> None:
+        """``down (silu(gate x) * up x)`` of each position."""
+        room, wide = self.room, self._experts.shape.intermediate
+        self._routed(place, room.rows, room.gates, self._inputs, down=False)
+        gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
+        arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
+        self._builder.add(gate_kernel(), arguments, self._positions)
+        if self._scheme not in FLOATING:
+            arguments = prepare_arguments(rows=gate, columns=wide, prepared=room.middle)
+            self._builder.add(prepare_kernel(self._scheme), arguments, self._positions)
+        self._routed(place, room.middle, room.down, self._outputs, down=True)
+
+    def _routed(
+        self, place: int, rows: PreparedRows, out: Numbers, items: Numbers, *, down: bool
+    ) -> None:
+        shape = self._experts.shape
+        arguments = routed_arguments(
+            part=shape.down_part if down else shape.gate_up_part,
+            places=self._experts.places(place),
+            order=self.room.order,
+            rows=rows,
+            out=out,
+            items=items,
+            absent=self.room.absent,
+        )
+        self._builder.add(routed_kernel(self._scheme), arguments, items)
+
+    def _normed(self) -> PreparedRows:
+        """Leave what is normed as the experts' scheme wants it."""
+        normed = self._decoder.normed
+        prepared = self._decoder.prepared(self._scheme, self._hidden)
+        if prepared is None:
+            return rows_as_they_are(normed)
+        arguments = prepare_arguments(rows=normed, columns=self._hidden, prepared=prepared)
+        self._builder.add(prepare_kernel(self._scheme), arguments, self._tokens)
+        return prepared
+
+    def _product(self, matrix: PackedMatrix, rows: Numbers, out: Numbers) -> None:
+        """A product with a float32 matrix."""
+        arguments = multiply_arguments(
+            matrix=matrix, rows=rows_as_they_are(rows), out=out, tokens=self._tokens
+        )
+        self._builder.add(multiply_kernel(Scheme.FLOAT32), arguments, multiply_items(matrix))
+        self._builder.keep(matrix)

@@ -1,0 +1,231 @@
+"""Bases of routed experts on kernels: all experts in memory, or fewer, to the same bit."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.allocations import allocations
+from expertctl.engine.base_weights import load_base
+from expertctl.engine.decoder import Decoder
+from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder_room import DecoderRoom
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.packed import pack, unpack
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.packed_base import expert_shape, pack_base
+from expertctl.engine.packed_decoder import PackedDecoder, StepRow
+from expertctl.engine.packed_load import load_packed_base
+from expertctl.package.base_tensors import base_tensors
+from expertctl.package.model_config import read_config
+from tests.engine.conftest import MakeOracle, Oracle, run_decoder
+from tests.engine.shapes import ROUTED
+from tests.engine.test_packed_decoder import assert_exact, scores
+
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
+BLOCKS: dict[str, Any] = {"head_dim": 16, "hidden_size": 48, "intermediate_size": 80}
+"""Sizes that fill the blocks of kernels, of whatever is dense."""
+SIZES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 32},
+    "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"moe_intermediate_size": 48},
+    "olmoe": {"intermediate_size": 32, "hidden_size": 64, "num_attention_heads": 4},
+    "dots1": {"moe_intermediate_size": 16},
+}
+
+
+def fitting(arch: str, config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of the same kind in sizes that fill blocks."""
+    return {**BLOCKS, **config, **SIZES[arch], "head_dim": 16}
+
+
+@pytest.mark.parametrize(("arch", "config"), ROUTED)
+def test_scores_are_those_of_transformers(
+    arch: str, config: dict[str, Any], oracle: MakeOracle, crew: Crew
+) -> None:
+    reference = oracle(arch, **fitting(arch, config))
+    assert_exact(scores(whole(reference, crew), IDS, prefill=9), reference, IDS)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"), [(Scheme.BFLOAT16, 0.02), (Scheme.INT8, 0.06), (Scheme.INT4, 0.06)]
+)
+def test_fewer_bits_are_those_of_the_weights_and_of_what_meets_them(
+    scheme: Scheme, most: float, oracle: MakeOracle, crew: Crew
+) -> None:
+    """Beside float32 on the rounded weights, only the rounding of activations is left."""
+    reference = oracle("qwen3_moe", **fitting("qwen3_moe", {}), num_experts_per_tok=4)
+    config = read_config(reference.directory)
+    weights = load_base(reference.directory, config)
+    rounded = {
+        name: torch.from_numpy(unpack(pack(tensor.numpy(), scheme)))
+        if tensor.ndim == 2 and "mlp.gate." not in name
+        else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    theirs = run_decoder(Decoder(config, replace(weights, tensors=rounded)), IDS, prefill=9)
+    ours = scores(whole(reference, crew, scheme), IDS, prefill=9)
+    assert float((ours - theirs).norm() / theirs.norm()) <= most
+
+
+def test_neither_workers_nor_stretches_nor_who_else_is_read_change_a_bit(
+    olmoe: Oracle, crew: Crew
+) -> None:
+    together = scores(whole(olmoe, crew), IDS, prefill=20)
+    for chunk in (1, 7, 16):
+        assert torch.equal(scores(whole(olmoe, crew, chunk=chunk), IDS, prefill=20), together)
+    with closing(Crew(1)) as alone:
+        assert torch.equal(scores(whole(olmoe, alone), IDS, prefill=20), together)
+    decoder = whole(olmoe, crew)
+    texts = [IDS[:5], IDS[3:17], IDS[1:2]]
+    caches = [KVPages(decoder.config, 40) for _ in texts]
+    for text, cache in zip(texts, caches, strict=True):
+        decoder.prefill(text, cache)
+    rows = decoder.step([StepRow(7, cache) for cache in caches])
+    apart = [scores(decoder, [*text, 7], prefill=len(text))[-1] for text in texts]
+    assert torch.equal(rows, torch.stack(apart))
+
+
+@pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.BFLOAT16])
+@pytest.mark.parametrize("slots", [0, 2, 5])
+def test_fewer_experts_in_memory_change_no_bit(
+    slots: int, scheme: Scheme, olmoe: Oracle, crew: Crew
+) -> None:
+    expected = scores(whole(olmoe, crew, scheme), IDS, prefill=9)
+    with cached(olmoe, crew, scheme, slots=slots) as (decoder, cache):
+        for _ in range(3):
+            assert torch.equal(scores(decoder, IDS, prefill=9), expected)
+            cache.check_integrity()
+        assert cache.brought.experts > 0
+        assert cache.nbytes < decoder.config.experts.count * 3 * cache.shape.nbytes
+
+
+def test_slots_go_to_those_who_are_asked_for(olmoe: Oracle, crew: Crew) -> None:
+    with cached(olmoe, crew, slots=3) as (decoder, cache):
+        scores(decoder, IDS, prefill=1)
+        before = [set(slots.residents) for slots in cache.slots]
+        for _ in range(20):
+            scores(decoder, [5] * 30, prefill=1)
+        after = [set(slots.residents) for slots in cache.slots]
+        assert before != after
+        snapshot = cache.counters.snapshot()
+        assert snapshot["summary"]["swaps"] > 0  # type: ignore[index,operator]  # a document
+        cache.check_integrity()
+
+
+def test_experts_are_left_out_where_that_was_asked_for(olmoe: Oracle, crew: Crew) -> None:
+    """With no expert in memory, and none brought, only attention is left."""
+    policy = MissPolicy(skips=True, reads_ahead=False)
+    with cached(olmoe, crew, slots=0, policy=policy) as (decoder, _):
+        logits = decoder.prefill(IDS[:1], KVPages(decoder.config, 40)).logits
+    config = read_config(olmoe.directory)
+    weights = load_base(olmoe.directory, config)
+    zeroed = {
+        name: torch.zeros_like(tensor) if ".experts." in name else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    theirs = run_decoder(Decoder(config, replace(weights, tensors=zeroed)), IDS[:1], prefill=1)
+    assert float((logits - theirs[0]).abs().max()) <= 1e-5
+
+
+def test_a_cap_on_what_is_left_out_has_the_rest_brought(olmoe: Oracle, crew: Crew) -> None:
+    expected = scores(whole(olmoe, crew), IDS, prefill=9)
+    with cached(olmoe, crew, slots=0, policy=MissPolicy(skips=True, cap=0.0)) as (decoder, _):
+        assert torch.equal(scores(decoder, IDS, prefill=9), expected)
+
+
+def test_a_file_that_cannot_be_read_ends_the_text_and_the_next_goes_on(
+    olmoe: Oracle, crew: Crew
+) -> None:
+    expected = scores(whole(olmoe, crew), IDS, prefill=9)
+    [file] = olmoe.directory.glob("*.safetensors")
+    hidden = file.with_suffix(".hidden")
+    with cached(olmoe, crew, slots=2) as (decoder, cache):
+        file.rename(hidden)
+        with pytest.raises(Exception, match="not a readable safetensors file"):
+            scores(decoder, IDS, prefill=9)
+        hidden.rename(file)
+        cache.check_integrity()
+        assert torch.equal(scores(decoder, IDS, prefill=9), expected)
+
+
+def test_an_expert_is_read_without_the_others(olmoe: Oracle) -> None:
+    config = read_config(olmoe.directory)
+    base = load_packed_base(olmoe.directory, config, Scheme.BFLOAT16)
+    reader = StoredExperts(base_tensors(olmoe.directory, config), config, Scheme.BFLOAT16)
+    for key, block in base.experts.items():
+        alone = np.zeros_like(block)
+        assert reader.read(*key, alone) == 3 * 32 * 64 * 4, "as stored, in float32"
+        assert np.array_equal(alone, block)
+
+
+@pytest.mark.parametrize("arch", SIZES)
+def test_programs_and_rooms_take_no_more_than_is_said(
+    arch: str, oracle: MakeOracle, crew: Crew
+) -> None:
+    reference = oracle(arch, **fitting(arch, {}))
+    with cached(reference, crew, Scheme.INT8, slots=2) as (decoder, _):
+        config = decoder.config
+        kinds = variant(together=False, numbers=Scheme.FLOAT16, plans=[])
+        with allocations() as room_bytes_found:
+            room = DecoderRoom(config, Scheme.INT8, tokens=64, rows=4)
+        assert room_bytes_found.python_bytes <= 1.1 * room.nbytes
+        decoder_program(decoder._base, room, kinds, decoder._experts)  # kernels are there
+        with allocations() as found:
+            held = decoder_program(decoder._base, room, kinds, decoder._experts)
+        assert len(held.layers) == len(config.experts.layers) + 1  # type: ignore[union-attr]
+        assert found.python_bytes <= program_bytes(config, schemes=0, scales=False)
+
+
+@pytest.fixture
+def olmoe(oracle: MakeOracle) -> Oracle:
+    return oracle("olmoe", **fitting("olmoe", {}))
+
+
+def whole(
+    oracle: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32, **options: Any
+) -> PackedDecoder:
+    config = read_config(oracle.directory)
+    base = pack_base(config, load_base(oracle.directory, config), scheme)
+    return PackedDecoder(base, crew, **options)
+
+
+@contextmanager
+def cached(
+    oracle: Oracle,
+    crew: Crew,
+    scheme: Scheme = Scheme.FLOAT32,
+    *,
+    slots: int,
+    policy: MissPolicy = EXACT,
+) -> Iterator[tuple[PackedDecoder, ExpertCache]]:
+    """A decoder whose layers have so few slots, and as many blocks besides as it must have."""
+    config = read_config(oracle.directory)
+    routed = config.experts
+    assert routed is not None
+    trunk = load_packed_base(oracle.directory, config, scheme, experts=False)
+    layers = len(routed.layers)
+    memory = ExpertMemory(
+        expert_shape(config, scheme),
+        layers=layers,
+        experts=routed.count,
+        blocks=layers * slots + routed.count - slots,
+    )
+    cache = ExpertCache(
+        memory,
+        StoredExperts(base_tensors(oracle.directory, config), config, scheme),
+        numbers=routed.layers,
+        slots=[LayerSlots(experts=routed.count, capacity=slots) for _ in range(layers)],
+        policy=policy,
+    )
+    with closing(cache):
+        yield PackedDecoder(trunk, crew, experts=cache), cache
