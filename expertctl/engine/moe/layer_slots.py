@@ -22,6 +22,8 @@ from expertctl.errors import UsageError
 
 FADING = 48
 """After so many tokens an activation counts a quarter."""
+_PART = 1024
+"""So many tokens are counted at once, or what is left of the first would be lost in rounding."""
 EMPTY = -1
 """The id in a slot that holds no expert."""
 Ids = NDArray[np.integer]
@@ -52,7 +54,7 @@ class LayerSlots:
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
         self.counts: NDArray[np.float64] = np.zeros(experts)
-        """Activations of each expert, resident or not, less what faded until ``step``."""
+        """Activations of each expert, resident or not, less what had faded by its last."""
         self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
         self.step = 0
         """Tokens that were noted."""
@@ -65,7 +67,8 @@ class LayerSlots:
     @property
     def free(self) -> list[int]:
         """The slots that hold no expert."""
-        return [int(slot) for slot in np.flatnonzero(self.ids == EMPTY)]
+        slots: list[int] = (self.ids == EMPTY).nonzero()[0].tolist()
+        return slots
 
     def first_residents(self, ranked: Iterable[int] = ()) -> list[int]:
         """Return whom to bring into empty slots: who is pinned, then as ranked, then by id."""
@@ -78,31 +81,24 @@ class LayerSlots:
 
         Ids that name no expert, as of padding, are not counted.
         """
-        tokens, used = selected.shape
-        asked = selected.ravel()
-        at = np.repeat(np.arange(1, tokens + 1), used)
-        if asked.size and not 0 <= asked.min() <= asked.max() < self.experts:
-            valid = (asked >= 0) & (asked < self.experts)
-            asked, at = asked[valid], at[valid]
-        self.counts *= _left(tokens)
-        self.counts += np.bincount(asked, _left(tokens - at), minlength=self.experts)
-        self.last_used[asked] = self.step + at  # of equal ids the last counts
-        self.step += tokens
+        for begin in range(0, len(selected), _PART):
+            self._note(selected[begin : begin + _PART])
 
     def priorities(self) -> NDArray[np.float64]:
         """Return what each expert is worth now, resident or not."""
         return priority(self.counts, self.step - self.last_used)
 
-    def evictable(self, requested: Collection[int] | Ids = ()) -> list[int]:
+    def evictable(self, requested: Collection[int] = ()) -> list[int]:
         """Return the slots whose experts may go, who is worth least first, then the lower slot.
 
         Neither is among them who is pinned, nor who is ``requested`` now.
         """
         stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
         stays[[*self.pinned, *requested, EMPTY]] = True
-        slots = np.flatnonzero(~stays[self.ids])
+        slots = (~stays[self.ids]).nonzero()[0]
         worth = self.priorities()[self.ids[slots]]
-        return [int(slot) for slot in slots[np.argsort(worth, kind="stable")]]
+        order: list[int] = slots[worth.argsort(kind="stable")].tolist()
+        return order
 
     def exchange(self, *, slot: int, expert: int) -> int | None:
         """Say that a slot holds another expert from now on; return who went, None if it was empty.
@@ -128,6 +124,22 @@ class LayerSlots:
         self.ids[slot] = EMPTY
         self.lookup[gone], self.hit_mask[gone] = self.capacity, 0
         return gone
+
+    def _note(self, selected: Ids) -> None:
+        tokens, used = selected.shape
+        asked = selected.ravel()
+        at = np.repeat(np.arange(1, tokens + 1), used)
+        if asked.size and not 0 <= asked.min() <= asked.max() < self.experts:
+            valid = (asked >= 0) & (asked < self.experts)
+            asked, at = asked[valid], at[valid]
+        uses = np.bincount(asked, _left(tokens - at), minlength=self.experts)  # as of the end
+        there = uses.nonzero()[0]
+        before = self.last_used[there]
+        self.last_used[asked] = self.step + at  # of equal ids the last counts
+        self.step += tokens
+        last = self.last_used[there]
+        kept = self.counts[there] * _left(last - before)
+        self.counts[there] = kept + uses[there] / _left(self.step - last)
 
     def check_integrity(self) -> None:
         """Assert that slots, lookup and hit mask say the same."""

@@ -122,15 +122,16 @@ def _plan(number: int, layer: LayerSlots, asked: Ids, in_flight: Ids, *, limit: 
     if not missing or limit <= 0:
         return _Planned(len(requested), len(missing))
     worth = layer.priorities()
-    places = [(slot, _EMPTY) for slot in layer.free]
-    for slot in layer.evictable({*requested, *_experts(in_flight, layer)}):
-        places.append((slot, worth[layer.ids[slot]]))
     wanted = sorted(missing, key=lambda expert: (-worth[expert], expert))[:limit]
-    pairs = list(zip(wanted, places, strict=False))
-    gains = [float(worth[expert] - least) for expert, (_, least) in pairs]
+    slots = layer.free[: len(wanted)]
+    leasts = [_EMPTY] * len(slots)
+    if len(slots) < len(wanted):
+        able = layer.evictable([*requested, *_experts(in_flight, layer)])[: len(wanted)]
+        slots, leasts = slots + able, leasts + worth[layer.ids[able]].tolist()
+    gains = [float(worth[expert]) - least for expert, least in zip(wanted, leasts, strict=False)]
     fit = sum(gain > 0 for gain in gains)  # gains fall, so the first do
     adds = sorted(wanted[:fit])
-    swaps = (_swap(number, layer, slot, add) for add, (slot, _) in zip(adds, places, strict=False))
+    swaps = (_swap(number, layer, slot, add) for add, slot in zip(adds, slots, strict=False))
     return _Planned(len(requested), len(missing), tuple(swaps), sum(gains[:fit]))
 
 
