@@ -126,6 +126,11 @@ def test_numbers_that_cannot_be_are_refused(record: dict[str, object], told: str
         read(record, {"layer": 9, "experts": [[0, 1]]}, n_expert=4)
 
 
+def test_a_count_that_is_written_with_a_fraction_is_refused() -> None:
+    with pytest.raises(InvalidPackageError, match="Expected `int`, got `float`"):
+        read(n_expert=4.0)
+
+
 def test_all_that_is_wrong_is_told_at_once() -> None:
     with pytest.raises(InvalidPackageError) as refused:
         read({"layer": 0, "experts": [[1]], "hot_experts": 7}, schema="of another", n_expert=-1)
@@ -182,7 +187,7 @@ def test_the_update_schema_has_only_what_an_exchange_needs() -> None:
     document = written(ActivityDocument("update", (MEASURED,), experts=4, used=2, updates=3))
     assert (document["enabled"], document["mode"], document["schema"]) == (True, "update", UPDATE)
     assert (document["n_expert"], document["n_expert_used"], document["updates"]) == (4, 2, 3)
-    [record] = document["layers"]  # type: ignore[misc]
+    [record] = document["layers"]
     assert record["hot_slot_ratio"] == 0.6
     assert record["parallel_hot_lane_wall_time_per_call_us"] == 10
     assert record["parallel_cold_lane_wall_time_per_call_us"] == 20
@@ -197,7 +202,7 @@ def test_the_update_schema_has_only_what_an_exchange_needs() -> None:
 def test_the_full_schema_has_all_times_and_why_lanes_ran_in_turn() -> None:
     document = written(ActivityDocument("full", (MEASURED,)))
     assert document["schema"] == FULL
-    [record] = document["layers"]  # type: ignore[misc]
+    [record] = document["layers"]
     assert {f"{name}_time_per_call_us" for name in TIMES} <= set(record)
     assert record["parallel_fallbacks"] == 2
     assert record["parallel_fallback_reasons"] == {"bad_split_order": 1, "threshold": 1}

@@ -29,8 +29,8 @@ def layer(*cached: int, experts: int = 8, pinned: tuple[int, ...] = ()) -> Layer
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=["rate 1", "rate 0.25"])
 def test_a_profile_exchanges_as_published(case: dict[str, object]) -> None:
-    hits = {int(expert): count for expert, count in case["hits"].items()}  # type: ignore[attr-defined]
-    found = exchanges({0: layer(*case["resident"])}, {0: hits}, rate=case["rate"])  # type: ignore[misc, arg-type]
+    hits = {int(expert): count for expert, count in case["hits"].items()}
+    found = exchanges({0: layer(*case["resident"])}, {0: hits}, rate=case["rate"])
     assert [
         {"evict": swap.evict, "add": swap.add, "slot": swap.slot} for swap in found.swaps
     ] == case["exchanges"]

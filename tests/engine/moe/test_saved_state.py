@@ -109,11 +109,12 @@ def test_another_version_is_refused(version: object) -> None:
 @pytest.mark.parametrize(
     ("layer", "told"),
     [
+        ({"step": 7.0}, "Expected `int`, got `float`"),
         ({"cached_ids": [3, -1, -1, 3]}, "an expert is there twice"),
         ({"last_active": {"3": 8}}, "8 is after the last step, 7"),
     ],
 )
-def test_a_state_that_contradicts_itself_is_refused(layer: dict[str, object], told: str) -> None:
+def test_a_state_that_cannot_be_is_refused(layer: dict[str, object], told: str) -> None:
     whole = {"cached_ids": [], "frequency": {}, "last_active": {}, "step": 7, **layer}
     document = {"version": 1, "layers": {"0": whole}}
     with pytest.raises(InvalidPackageError, match=told):

@@ -101,6 +101,11 @@ def test_numbers_that_cannot_be_are_refused(counts: dict[str, int], told: str) -
         read_profile(json.dumps(document).encode(), what="a profile")
 
 
+def test_a_count_that_is_written_with_a_fraction_is_refused() -> None:
+    with pytest.raises(InvalidPackageError, match="Expected `int`, got `float`"):
+        read_profile(b'{"num_prompts":2.0,"num_experts":64,"layers":{}}', what="a profile")
+
+
 def test_what_a_document_says_of_universal_experts_follows_from_its_counts() -> None:
     layers = {"0": {"universal": [9], "activation_counts": {"3": 2, "9": 0}}}
     document = {"num_prompts": 2, "num_experts": 64, "layers": layers}
