@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.harness import as_table
 
 HELPERS = {
-    *("drawn_deep", "drawn_rows", "harness", "injections", "inputs", "installed", "memorised"),
-    "popularity",
+    *("cache_oracles", "drawn_deep", "drawn_rows", "harness", "injections", "inputs"),
+    *("installed", "memorised", "popularity"),
 }
 ENGINES = {"contest", "engine_process", "engines", "expert_engines", "gguf", "oracle"}
 HOMES = {"routed_home", "served_home"}

@@ -1,0 +1,132 @@
+"""Which requests for routed experts find them resident, by rules that others would keep.
+
+A trace says which experts each token asks of each layer: int [tokens, layers, used]. Every layer
+has ``capacity`` slots, which begin empty for *LRU* and *Belady*, hold the best for the whole trace
+for *best static*, and the lowest ids for *ours*. *LRU* takes in whatever is asked for, at once;
+*Belady*, which sees the future, takes in only what is asked for again sooner than what would go, so
+that no rule has more hits. *Ours* are the slots and the updates that runs use, at the pace that
+they choose, one token behind: what the last token asked for is in flight.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.update_policy import UpdatePolicy
+from expertctl.engine.moe.updates import RequestBuffer, updates_between_tokens
+
+Trace = NDArray[np.integer]
+Tokens = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hits of our slots, [tokens, layers], and what they took."""
+
+    hits: NDArray[np.int64]
+    swaps: int
+    updates: int
+
+
+def drifting(
+    tokens: int, *, layers: int, experts: int, used: int, skew: float, every: int, seed: int
+) -> Trace:
+    """Return a trace by Zipf's law; who is popular in a layer is drawn anew every so many tokens.
+
+    A token asks for ``used`` different experts, drawn one after the other. With ``every`` 0
+    favourites stay.
+    """
+    rng = np.random.default_rng(seed)
+    weights = -skew * np.log(np.arange(1, experts + 1))
+    lots = weights + rng.gumbel(size=(tokens, layers, experts))
+    ranks = np.argsort(-lots, axis=-1)[..., :used]
+    trace = np.empty_like(ranks)
+    for begin in range(0, tokens, every or tokens):
+        part = slice(begin, begin + (every or tokens))
+        for layer in range(layers):
+            trace[part, layer] = rng.permutation(experts)[ranks[part, layer]]
+    return trace
+
+
+def best_static(trace: Trace, capacity: int) -> int:
+    """Keep those in each layer that the whole trace asks for most often."""
+    hits = 0
+    for layer in _by_layer(trace):
+        hits += int(np.sort(np.bincount(np.ravel(layer)))[::-1][:capacity].sum())
+    return hits
+
+
+def lru(trace: Trace, capacity: int) -> int:
+    """Let go of what was asked for longest ago."""
+    return sum(_lru(layer, capacity) for layer in _by_layer(trace))
+
+
+def belady(trace: Trace, capacity: int) -> int:
+    """Let go of what will be asked for last, which nobody can know."""
+    return sum(_belady(layer, capacity) for layer in _by_layer(trace))
+
+
+def ours(trace: Trace, capacity: int, *, experts: int) -> Outcome:
+    """Update between tokens, as runs do."""
+    tokens, layers, _ = trace.shape
+    slots = [LayerSlots(experts=experts, capacity=capacity) for _ in range(layers)]
+    for layer in slots:
+        for slot, expert in enumerate(layer.first_residents()):
+            layer.exchange(slot=slot, expert=expert)
+    buffer, policy, hits = RequestBuffer(), UpdatePolicy(), np.zeros((tokens, layers), np.int64)
+    swaps = updates = 0
+    for number, token in enumerate(trace):
+        hits[number] = [
+            layer.hit_mask[asked].sum() for layer, asked in zip(slots, token, strict=True)
+        ]
+        buffer.append(token[:, None])
+        policy.generated()
+        if policy.is_due():
+            update = updates_between_tokens(slots, buffer, layer_budget=policy.budget)
+            policy.updated(update)
+            for swap in update.swaps:
+                slots[swap.layer].exchange(slot=swap.slot, expert=swap.add)
+            swaps, updates = swaps + len(update.swaps), updates + 1
+    return Outcome(hits, swaps, updates)
+
+
+def _by_layer(trace: Trace) -> list[Tokens]:
+    layers: list[Tokens] = trace.swapaxes(0, 1).tolist()
+    return layers
+
+
+def _lru(tokens: Tokens, capacity: int) -> int:
+    there: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for asked in tokens:
+        for expert in asked:
+            hits += expert in there
+            there[expert] = None
+            there.move_to_end(expert)
+            if len(there) > capacity:
+                there.popitem(last=False)
+    return hits
+
+
+def _belady(tokens: Tokens, capacity: int) -> int:
+    wanted = [expert for asked in tokens for expert in asked]
+    there: dict[int, int] = {}
+    hits = 0
+    for expert, following in zip(wanted, _next_uses(wanted), strict=True):
+        hits += expert in there
+        there[expert] = following
+        if len(there) > capacity:
+            del there[max(there, key=there.__getitem__)]
+    return hits
+
+
+def _next_uses(wanted: list[int]) -> list[int]:
+    """Return for each request when its expert is asked for again."""
+    following, seen = [0] * len(wanted), dict[int, int]()
+    for at in reversed(range(len(wanted))):
+        following[at] = seen.get(wanted[at], len(wanted))
+        seen[wanted[at]] = at
+    return following
