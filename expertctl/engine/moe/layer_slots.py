@@ -27,6 +27,7 @@ _PART = 1024
 EMPTY = -1
 """The id in a slot that holds no expert."""
 Ids = NDArray[np.integer]
+Worths = NDArray[np.float64]
 
 
 class LayerSlots:
@@ -84,19 +85,22 @@ class LayerSlots:
         for begin in range(0, len(selected), _PART):
             self._note(selected[begin : begin + _PART])
 
-    def priorities(self) -> NDArray[np.float64]:
+    def priorities(self) -> Worths:
         """Return what each expert is worth now, resident or not."""
         return priority(self.counts, self.step - self.last_used)
 
-    def evictable(self, requested: Collection[int] = ()) -> list[int]:
+    def evictable(
+        self, requested: Collection[int] = (), *, worths: Worths | None = None
+    ) -> list[int]:
         """Return the slots whose experts may go, who is worth least first, then the lower slot.
 
-        Neither is among them who is pinned, nor who is ``requested`` now.
+        Neither is among them who is pinned, nor who is ``requested`` now. ``worths`` are the
+        `priorities`, where they are at hand.
         """
         stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
         stays[[*self.pinned, *requested, EMPTY]] = True
         slots = (~stays[self.ids]).nonzero()[0]
-        worth = self.priorities()[self.ids[slots]]
+        worth = (self.priorities() if worths is None else worths)[self.ids[slots]]
         order: list[int] = slots[worth.argsort(kind="stable")].tolist()
         return order
 
@@ -105,6 +109,8 @@ class LayerSlots:
 
         An expert nobody asked for yet counts once, as if now.
         """
+        if not 0 <= expert < self.experts:
+            raise ValueError(f"expert {expert} is none of {self.experts}")
         if self.hit_mask[expert]:
             raise ValueError(f"expert {expert} is in slot {self.lookup[expert]} already")
         gone = self.vacate(slot=slot)
@@ -116,6 +122,8 @@ class LayerSlots:
 
     def vacate(self, *, slot: int) -> int | None:
         """Say that a slot holds no expert any more; return who went."""
+        if not 0 <= slot < self.capacity:
+            raise ValueError(f"slot {slot} is none of {self.capacity}")
         gone = int(self.ids[slot])
         if gone == EMPTY:
             return None
@@ -124,22 +132,6 @@ class LayerSlots:
         self.ids[slot] = EMPTY
         self.lookup[gone], self.hit_mask[gone] = self.capacity, 0
         return gone
-
-    def _note(self, selected: Ids) -> None:
-        tokens, used = selected.shape
-        asked = selected.ravel()
-        at = np.repeat(np.arange(1, tokens + 1), used)
-        if asked.size and not 0 <= asked.min() <= asked.max() < self.experts:
-            valid = (asked >= 0) & (asked < self.experts)
-            asked, at = asked[valid], at[valid]
-        uses = np.bincount(asked, _left(tokens - at), minlength=self.experts)  # as of the end
-        there = uses.nonzero()[0]
-        before = self.last_used[there]
-        self.last_used[asked] = self.step + at  # of equal ids the last counts
-        self.step += tokens
-        last = self.last_used[there]
-        kept = self.counts[there] * _left(last - before)
-        self.counts[there] = kept + uses[there] / _left(self.step - last)
 
     def check_integrity(self) -> None:
         """Assert that slots, lookup and hit mask say the same."""
@@ -153,10 +145,25 @@ class LayerSlots:
         assert (self.counts >= 0).all()
         assert (self.last_used <= self.step).all()
 
+    def _note(self, selected: Ids) -> None:
+        tokens, used = selected.shape
+        asked, at = selected.ravel(), np.arange(1, tokens + 1).repeat(used)
+        valid = (asked >= 0) & (asked < self.experts)
+        if not valid.all():
+            asked, at = asked[valid], at[valid]
+        uses = np.bincount(asked, _left(tokens - at), minlength=self.experts)  # as of the end
+        there = uses.nonzero()[0]
+        before = self.last_used[there]
+        self.last_used[asked] = self.step + at  # of equal ids the last counts
+        self.step += tokens
+        last = self.last_used[there]
+        kept = self.counts[there] * _left(last - before)
+        self.counts[there] = kept + uses[there] / _left(self.step - last)
 
-def priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> NDArray[np.float64]:
+
+def priority(counts: NDArray[np.float64], ages: NDArray[np.int64]) -> Worths:
     """Return ``count * 0.25 ** (age / 128)``."""
-    worth: NDArray[np.float64] = counts * DECAY ** (ages / PERIOD)
+    worth: Worths = counts * DECAY ** (ages / PERIOD)
     return worth
 
 

@@ -94,7 +94,7 @@ def updates_between_tokens(
         return Update((), (0,) * len(slots), (0,) * len(slots))
     planned: list[_Planned] = []
     for number, layer in enumerate(slots):
-        asked = np.concatenate([selected[number] for selected in settled])
+        asked = _joined([selected[number] for selected in settled])
         layer.note(asked)
         planned.append(_plan(number, layer, asked, in_flight[number], limit=swaps_a_layer))
     able = sorted((plan for plan in planned if plan.swaps), key=lambda plan: -plan.gain)
@@ -126,13 +126,18 @@ def _plan(number: int, layer: LayerSlots, asked: Ids, in_flight: Ids, *, limit: 
     slots = layer.free[: len(wanted)]
     leasts = [_EMPTY] * len(slots)
     if len(slots) < len(wanted):
-        able = layer.evictable([*requested, *_experts(in_flight, layer)])[: len(wanted)]
+        stay = [*requested, *_experts(in_flight, layer)]
+        able = layer.evictable(stay, worths=worth)[: len(wanted)]
         slots, leasts = slots + able, leasts + worth[layer.ids[able]].tolist()
     gains = [float(worth[expert]) - least for expert, least in zip(wanted, leasts, strict=False)]
     fit = sum(gain > 0 for gain in gains)  # gains fall, so the first do
     adds = sorted(wanted[:fit])
     swaps = (_swap(number, layer, slot, add) for add, slot in zip(adds, slots, strict=False))
     return _Planned(len(requested), len(missing), tuple(swaps), sum(gains[:fit]))
+
+
+def _joined(parts: list[Ids]) -> Ids:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _swap(number: int, layer: LayerSlots, slot: int, add: int) -> Swap:
@@ -142,5 +147,7 @@ def _swap(number: int, layer: LayerSlots, slot: int, add: int) -> Swap:
 
 def _experts(asked: Ids, layer: LayerSlots) -> list[int]:
     """Return the different experts that were asked for, ascending."""
-    different = set(asked.ravel().tolist())
-    return sorted(expert for expert in different if 0 <= expert < layer.experts)
+    different = sorted(set(asked.ravel().tolist()))
+    if different and not 0 <= different[0] <= different[-1] < layer.experts:
+        return [expert for expert in different if 0 <= expert < layer.experts]
+    return different

@@ -144,6 +144,15 @@ def test_an_expert_that_is_there_gets_no_second_slot() -> None:
     slots.check_integrity()
 
 
+@pytest.mark.parametrize(("slot", "expert"), [(-1, 3), (2, 3), (0, -1), (0, 4)])
+def test_neither_the_dummy_nor_what_is_not_there_can_be_exchanged(slot: int, expert: int) -> None:
+    slots = filled(4, [0, 1])
+    with pytest.raises(ValueError, match="is none of"):
+        slots.exchange(slot=slot, expert=expert)
+    slots.check_integrity()
+    assert slots.residents == [0, 1]
+
+
 def test_empty_slots_are_for_pinned_experts_then_for_those_ranked_then_for_the_lowest() -> None:
     slots = LayerSlots(experts=8, capacity=5, pinned=(6,))
     assert slots.first_residents([3, 6, 2]) == [6, 3, 2, 0, 1]
