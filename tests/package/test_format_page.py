@@ -10,6 +10,7 @@ from expertctl.package import layout
 from expertctl.package.adapter import KIND_NAMES
 from expertctl.package.adapter_config import MAX_CONFIG_BYTES
 from expertctl.package.archive_reader import MAX_KEPT_BYTES, MAX_SMALL_BYTES
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.frame import (
     MANY_BLOCKS,
     MAX_RATIO,
@@ -93,6 +94,6 @@ def test_every_type_and_kind_of_adapter_is_on_the_page() -> None:
 
 
 def test_every_field_that_a_decoder_reads_is_on_the_page() -> None:
-    classes = (ModelConfig, RopeConfig, Llama3Scaling, YarnScaling)
+    classes = (ModelConfig, ExpertsConfig, RopeConfig, Llama3Scaling, YarnScaling)
     named = [field.name for kind in classes for field in fields(kind)]
     assert [name for name in named if f"`{name}`" not in PAGE] == []
