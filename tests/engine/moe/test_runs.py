@@ -1,0 +1,116 @@
+"""Whole runs on bases of routed experts: added, planned, answered, with experts of packages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.engine.sizes import base_sizes
+from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
+from expertctl.package.base_model import read_base
+from expertctl.reference import Reference
+from expertctl.routing.request import Forced
+from tests.engine.market import Market
+from tests.engine.moe.adapted_models import EVERY, merge
+from tests.engine.test_compat import prompt_ids, until_end
+from tests.engine.test_runtime import PROMPT, planner, request, run
+from tests.factories import write_base, write_lora
+from tests.routed_shapes import CLASSES
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house"]
+
+ARCHS = sorted(CLASSES)
+SQL = Forced(Reference.parse("acme/sql"))
+ALONE = {"route": {"base_alone": True}}
+
+
+@pytest.fixture(scope="session")
+def markets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Market]:
+    folder = tmp_path_factory.mktemp("routed")
+    bases = {arch: write_base(folder / arch, arch=arch, tie=False, seed=2) for arch in ARCHS}
+    return {
+        arch: Market(folder / f"{arch}-m", base, read_base(base)) for arch, base in bases.items()
+    }
+
+
+@pytest.fixture
+def engine(house: House) -> Engine:
+    return Engine(planner(house), budget=16 << 20)
+
+
+def greedy(model: Any, tokens: int) -> tuple[int, ...]:
+    """What transformers answers to the prompt."""
+    ids = torch.tensor([prompt_ids(PROMPT)])
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
+    return until_end(out[0, ids.shape[1] :].tolist())
+
+
+def model_of(directory: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_tokens_are_those_of_transformers(
+    arch: str, engine: Engine, house: House, markets: dict[str, Market], tmp_path: Path
+) -> None:
+    market = markets[arch]
+    assert not house.bases.add(market.base_dir).foreign
+    lora = {"targets": EVERY, "scale": 0.4, "seed": 7}
+    house.install(market.package(adapters=[("lora", lora)]))
+    model = model_of(market.base_dir)
+    alone = run(engine, request(**ALONE))
+    assert alone.generated.tokens == greedy(model, 6)
+    adapted = run(engine, request(SQL))
+    assert merge(model, write_lora(tmp_path / "same", market.base_dir, **lora)) > 0
+    assert adapted.generated.tokens == greedy(model, 6) != alone.generated.tokens
+    assert adapted.warnings == alone.warnings == ()
+
+
+def run_with(engine: Engine, **options: Any) -> RunResult:
+    return run(engine, request(route={"base_alone": True, **options}))
+
+
+def test_bfloat16_is_possible_and_what_torch_cannot_do_is_refused(
+    engine: Engine, house: House, markets: dict[str, Market]
+) -> None:
+    house.bases.add(markets["olmoe"].base_dir)
+    assert run_with(engine, dtype="bf16").generated.tokens
+    for options in ({"dtype": "int8"}, {"dtype": "int4"}, {"deterministic": True}):
+        with pytest.raises(IncompatibleError, match="routed experts") as caught:
+            run_with(engine, **options)
+        assert "float32 or bf16" in caught.value.hint
+    assert run_with(engine).generated.tokens
+
+
+def test_a_base_is_listed_with_the_sizes_that_it_can_be_held_in(
+    house: House, markets: dict[str, Market]
+) -> None:
+    market = markets["mixtral"]
+    weights, token = base_sizes(house.bases.add(market.base_dir))
+    stored = sum(file.stat().st_size for file in market.base_dir.glob("*.safetensors"))
+    assert set(weights) == {"float32", "bf16"}
+    assert abs(weights["float32"] - stored) < 1 << 13  # the header
+    assert token == 2 * 2 * 2 * 8 * 4
+
+
+def test_an_adapter_on_a_router_is_not_built(markets: dict[str, Market]) -> None:
+    lora = {"targets": ("q_proj", "gate"), "scale": 0.4}
+    with pytest.raises(InvalidPackageError, match="chooses the experts of its layer"):
+        markets["qwen3_moe"].package("acme/router", adapters=[("lora", lora)])
+
+
+def test_an_expert_of_a_dense_base_is_not_installed_for_a_routed_one(
+    house: House, markets: dict[str, Market], tmp_path: Path
+) -> None:
+    dense = write_base(tmp_path / "olmoe", arch="qwen3", tie=False)
+    package = Market(tmp_path / "m", dense, read_base(dense)).package()
+    house.bases.add(markets["olmoe"].base_dir)
+    with pytest.raises(BaseMismatchError, match="the architecture differs"):
+        house.install(package)
