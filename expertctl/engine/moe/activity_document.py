@@ -16,14 +16,12 @@ from typing import Literal
 
 import msgspec
 
+from expertctl.engine.moe.large_document import read_document, shaped
 from expertctl.errors import InvalidPackageError
-from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
-from expertctl.schema.validation import problems_of
+from expertctl.schema.strict_json import JsonObject, JsonValue
 
 FULL_SCHEMA = "llama.cpp.moe_layer_perf.v1"
 UPDATE_SCHEMA = "llama.cpp.moe_layer_opt_perf.v1"
-MAX_BYTES = 16 << 20
 MAX_EXPERTS = 1024
 MAX_LAYERS = 1024
 MOST = 2**53 - 1
@@ -139,14 +137,9 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
     Raises:
         InvalidPackageError: when it is none of ours, malformed or too large.
     """
-    document = load_object(data, what=what, max_bytes=MAX_BYTES)
-    if problems := problems_of(document, "moe-activity"):
-        raise InvalidPackageError(what, problems)
-    try:
-        told = shape(document, _Document)
-        layers = [_layer(record) for record in told.layers if _is_number(record.get("layer"))]
-    except msgspec.ValidationError as error:
-        raise InvalidPackageError(what, [str(error)]) from error
+    told = read_document(data, _Document, what=what, schema="moe-activity")
+    numbered = [record for record in told.layers if _is_number(record.get("layer"))]
+    layers = [_layer(record, what) for record in numbered]
     if problems := list(_wrong_numbers(layers, told.n_expert or MAX_EXPERTS)):
         raise InvalidPackageError(what, problems)
     mode: Mode = "full" if told.schema == FULL_SCHEMA else "update"
@@ -219,8 +212,8 @@ def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[st
             yield f"layer {layer.layer}: expert {highest} is none of {experts}"
 
 
-def _layer(document: Mapping[str, object]) -> LayerActivity:
-    record = shape(document, _Record)
+def _layer(document: Mapping[str, object], what: str) -> LayerActivity:
+    record = shaped(document, _Record, what=what)
     hot, cold = _counts(record.hot_experts), _counts(record.cold_experts)
     told = record.parallel_fallback_reasons
     return LayerActivity(
@@ -232,7 +225,7 @@ def _layer(document: Mapping[str, object]) -> LayerActivity:
         cold_per_call=record.cold_slots_per_call or _ratio(record.cold_slots_total, record.calls),
         hot1_slots=record.hot1_slots_total,
         hot2_slots=record.hot2_slots_total,
-        times=shape(document, LayerTimes),
+        times=shaped(document, LayerTimes, what=what),
         fallbacks=record.parallel_fallbacks,
         reasons={reason: told[reason] for reason in REASONS if told.get(reason)},
     )

@@ -11,15 +11,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from expertctl.engine.moe.large_document import read_document
 from expertctl.engine.moe.layer_slots import EMPTY, LayerSlots
 from expertctl.errors import IncompatibleError, InvalidPackageError
-from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import load_object
-from expertctl.schema.validation import problems_of
 
 VERSION = 1
-MAX_BYTES = 16 << 20
-MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +75,7 @@ def read_state(data: bytes, *, what: str) -> SavedState:
     Raises:
         InvalidPackageError: when it is of another version, malformed or too large.
     """
-    document = load_object(data, what=what, max_bytes=MAX_BYTES)
-    if problems := problems_of(document, "moe-state"):
-        raise InvalidPackageError(what, problems)
-    try:
-        told = shape(document, _Document)
-    except msgspec.ValidationError as error:
-        raise InvalidPackageError(what, [str(error)]) from error
+    told = read_document(data, _Document, what=what, schema="moe-state")
     if problems := list(_contradictions(told)):
         raise InvalidPackageError(what, problems)
     layers = {int(number): _layer(record) for number, record in told.layers.items()}

@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from expertctl.engine.moe.large_document import read_document
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
-from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import load_object
-from expertctl.schema.validation import problems_of
 
-MAX_BYTES = 16 << 20
 THRESHOLD = 0.5
 Counts = Mapping[int, int]
 """In how many prompts each expert was activated; never 0."""
@@ -118,13 +115,7 @@ def read_profile(data: bytes, *, what: str) -> UsageProfile:
     Raises:
         InvalidPackageError: when it is malformed or too large.
     """
-    document = load_object(data, what=what, max_bytes=MAX_BYTES)
-    if problems := problems_of(document, "moe-profile"):
-        raise InvalidPackageError(what, problems)
-    try:
-        told = shape(document, _Document)
-    except msgspec.ValidationError as error:
-        raise InvalidPackageError(what, [str(error)]) from error
+    told = read_document(data, _Document, what=what, schema="moe-profile")
     layers = {
         int(layer): _counts({int(e): count for e, count in record.activation_counts.items()})
         for layer, record in told.layers.items()

@@ -11,7 +11,6 @@ that a profile does not undo itself. The rules are those of llama.cpp's hot cach
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal, get_args
 
 import numpy as np
@@ -24,7 +23,6 @@ CURVE = 0.5
 STICKY = 0.05
 """What a hot hit counts more."""
 _RANK = 10**6
-_HALF = Fraction(1, 2)
 Layers = Sequence[LayerActivity]
 
 
@@ -66,12 +64,16 @@ def _ranked(layer: LayerActivity, highest: int) -> Iterable[Scored]:
 
 
 def _weighted(layers: Layers, weights: Sequence[float]) -> list[Scored]:
+    """Multiply without rounding: ten times 0.85, which is a little less, is not yet 8.5."""
     found = []
     for layer, weight in zip(layers, weights, strict=True):
-        exact = Fraction(weight)  # ten times 0.85, which is a little less, is not yet 8.5
+        of_hit, of_weight = weight.as_integer_ratio()
+        of_hot, of_sticky = STICKY.as_integer_ratio()
+        whole = 2 * max(of_weight, of_sticky)  # all are powers of two
+        of_hit, of_hot = of_hit * whole // of_weight, of_hot * whole // of_sticky
         for expert, hits in layer.hits.items():
-            score = hits * exact + layer.hot.get(expert, 0) * Fraction(STICKY)
-            found.append(Scored(layer.layer, expert, max(1, math.floor(score + _HALF))))
+            score = hits * of_hit + layer.hot.get(expert, 0) * of_hot
+            found.append(Scored(layer.layer, expert, max(1, (score + whole // 2) // whole)))
     return found
 
 

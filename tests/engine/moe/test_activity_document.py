@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from expertctl.engine.moe.activity_document import (
     LANE_TIMES,
-    MAX_BYTES,
     MOST,
     REASONS,
     TIMES,
@@ -19,6 +18,7 @@ from expertctl.engine.moe.activity_document import (
     read_activity,
     write_activity,
 )
+from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import problems_of

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.saved_state import (
-    MAX_BYTES,
     SavedState,
     read_state,
     restore,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.engine.moe.usage_profile import (
-    MAX_BYTES,
     UsageProfile,
     merged,
     overlap,

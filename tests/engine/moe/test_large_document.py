@@ -1,0 +1,59 @@
+"""Documents that may be large: all problems of a small one, soon the first of a large one."""
+
+import json
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import pytest
+
+from expertctl.engine.moe.large_document import MAX_BYTES, SMALL, read_document
+from expertctl.errors import InvalidPackageError
+
+PAIRS = MappingProxyType({"hostile": [[]], "sound": [[1, 2]]})
+
+
+class Told(msgspec.Struct):
+    layers: list[object]
+
+
+def document(pair: str, pairs: int, layers: int) -> bytes:
+    record: dict[str, Any] = {"layer": 0, "experts": PAIRS[pair] * pairs}
+    whole = {"schema": "llama.cpp.moe_layer_perf.v1", "layers": [record] * layers}
+    return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def read(data: bytes) -> Told:
+    return read_document(data, Told, what="a profile", schema="moe-activity")
+
+
+def test_all_problems_of_a_small_document_are_told() -> None:
+    with pytest.raises(InvalidPackageError) as refused:
+        read(document("hostile", 20, 2))
+    assert len(refused.value.problems) == 40
+
+
+def test_the_first_problem_of_a_large_document_is_told() -> None:
+    data = document("hostile", 4000, 20)
+    assert SMALL < len(data) < MAX_BYTES
+    with pytest.raises(InvalidPackageError) as refused:
+        read(data)
+    assert refused.value.problems == ("layers/0/experts/0: [] has less than 2 items",)
+
+
+def test_what_is_told_of_a_large_document_is_short() -> None:
+    with pytest.raises(InvalidPackageError) as refused:
+        read(b'{"schema":"%s","layers":[]}' % (b"x" * SMALL))
+    assert len(refused.value.problems[0]) < 400
+    assert "is not one of" in refused.value.problems[0]
+
+
+def test_a_large_document_without_a_problem_is_read() -> None:
+    data = document("sound", 4000, 10)
+    assert len(data) > SMALL
+    assert len(read(data).layers) == 10
+
+
+def test_a_document_beyond_the_limit_is_refused_unread() -> None:
+    with pytest.raises(InvalidPackageError, match="at most 16777216"):
+        read(b" " * (MAX_BYTES + 1))
