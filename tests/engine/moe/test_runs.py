@@ -9,15 +9,16 @@ import transformers
 
 from expertctl.engine.runtime import Engine
 from expertctl.engine.sizes import base_sizes
-from expertctl.errors import BaseMismatchError, InvalidPackageError
+from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
 from expertctl.reference import Reference
 from expertctl.routing.request import Forced
+from expertctl.schema.manifest import AdapterKind
 from tests.engine.market import Market
-from tests.engine.moe.adapted_models import EVERY, merge
-from tests.engine.test_compat import prompt_ids, until_end
+from tests.engine.moe.adapted_models import ATTENTION, EVERY, merge
+from tests.engine.test_compat import engine_of, prompt_ids, until_end
 from tests.engine.test_runtime import PROMPT, planner, request, run
-from tests.factories import write_base, write_lora
+from tests.factories import write_base, write_dora, write_lora
 from tests.routed_shapes import CLASSES
 from tests.store.shop import House, fast, house
 
@@ -55,21 +56,58 @@ def model_of(directory: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("arch", "kind"), [*((arch, "lora") for arch in ARCHS), ("mixtral", "dora"), ("dots1", "dora")]
+)
 def test_the_tokens_are_those_of_transformers(
-    arch: str, engine: Engine, house: House, markets: dict[str, Market], tmp_path: Path
+    arch: str,
+    kind: AdapterKind,
+    engine: Engine,
+    house: House,
+    markets: dict[str, Market],
+    tmp_path: Path,
 ) -> None:
     market = markets[arch]
     assert not house.bases.add(market.base_dir).foreign
-    lora = {"targets": EVERY, "scale": 0.4, "seed": 7}
-    house.install(market.package(adapters=[("lora", lora)]))
+    options = {"targets": EVERY, "scale": 0.4, "seed": 7}
+    house.install(market.package(adapters=[(kind, options)], seed=len(kind) + ord(kind[0])))
     model = model_of(market.base_dir)
     alone = run(engine, request(**ALONE))
     assert alone.generated.tokens == greedy(model, 6)
     adapted = run(engine, request(SQL))
-    assert merge(model, write_lora(tmp_path / "same", market.base_dir, **lora)) > 0
+    write = {"lora": write_lora, "dora": write_dora}[kind]
+    assert merge(model, write(tmp_path / "same", market.base_dir, **options)) > 0
     assert adapted.generated.tokens == greedy(model, 6) != alone.generated.tokens
     assert adapted.warnings == alone.warnings == ()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_other_engine_gives_the_same_tokens(
+    arch: str, house: House, markets: dict[str, Market]
+) -> None:
+    market = markets[arch]
+    house.bases.add(market.base_dir)
+    lora = {"targets": ATTENTION, "scale": 0.6, "seed": 3}
+    house.install(market.package(adapters=[("lora", lora)], seed=5))
+    engine = engine_of(house)
+    ours, theirs = (
+        run(engine, request(SQL, route={"engine": name})) for name in ("native", "transformers")
+    )
+    assert ours.generated.tokens == theirs.generated.tokens
+
+
+def test_the_other_engine_refuses_an_adapter_on_routed_experts(
+    house: House, markets: dict[str, Market]
+) -> None:
+    """Transformers keeps them in stacks, in which PEFT adapts no expert alone."""
+    market = markets["olmoe"]
+    house.bases.add(market.base_dir)
+    lora = {"targets": ("experts.1.down_proj",), "scale": 0.6}
+    house.install(market.package(adapters=[("lora", lora)], seed=6))
+    with pytest.raises(
+        IncompatibleError, match=r"experts\.1\.down_proj: the base has no such layer"
+    ):
+        run(engine_of(house), request(SQL, route={"engine": "transformers"}))
 
 
 def test_a_small_base_in_bfloat16_is_answered_by_torch(
