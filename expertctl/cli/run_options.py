@@ -67,6 +67,20 @@ Deterministic = Annotated[
         show_default=False,
     ),
 ]
+MoeMiss = Annotated[
+    Literal["exact", "skip"],
+    typer.Option(
+        "--moe-miss", help="When a routed expert is not in memory: read it, or leave it out."
+    ),
+]
+SKIP_CAP = 0.5
+"""What `expertctl.routing.request` says; importing it takes time that ``--help`` has not."""
+MoeSkipCap = Annotated[
+    float,
+    typer.Option(
+        "--moe-skip-cap", metavar="SHARE", help="The most to leave out of a token, from 0 to 1."
+    ),
+]
 EngineOption = Annotated[
     Literal["native", "transformers"],
     typer.Option("--engine", help="transformers: any base, one expert, slow; needs [compat]."),

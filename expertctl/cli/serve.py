@@ -16,12 +16,15 @@ import typer
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, emit, note, table, warn
 from expertctl.cli.run_options import (
+    SKIP_CAP,
     AdapterDtype,
     Base,
     Deterministic,
     Device,
     Dtype,
     MemoryBudget,
+    MoeMiss,
+    MoeSkipCap,
     budget_of,
     chosen_device,
     numerics_of,
@@ -75,6 +78,8 @@ def serve(
     adapter_dtype: AdapterDtype = None,
     device: Device = None,
     deterministic: Deterministic = None,
+    moe_miss: MoeMiss = "exact",
+    moe_skip_cap: MoeSkipCap = SKIP_CAP,
     warm: Annotated[
         list[str] | None,
         typer.Option(metavar="PROMPT", help="Answer this before the first job; repeatable."),
@@ -152,6 +157,8 @@ def serve(
             dtype=held.dtype,
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
+            moe_miss=moe_miss,
+            moe_skip_cap=moe_skip_cap,
             rows=_first(rows, kept.rows, usual.batch.rows),
             queue=_first(queue, kept.queue, usual.batch.queue),
             on_budget=on_budget,

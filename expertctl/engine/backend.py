@@ -18,6 +18,8 @@ from expertctl.engine.generate import Reading
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.tiers import Tiers
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
@@ -69,6 +71,10 @@ class Model(Protocol):
     @property
     def read_bytes(self) -> int:
         """How much of files was read for them."""
+
+    @property
+    def routed(self) -> RoutedReport | None:
+        """What became of routed experts since it was loaded; None where it has none."""
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
         """Have the time of each part of what is read meanwhile added."""
@@ -133,6 +139,10 @@ class Backend(Protocol):
     @property
     def weight_bytes(self) -> int:
         """What its weights take in memory."""
+
+    @property
+    def cache(self) -> CachePlan | None:
+        """How its routed experts are held, where not all of them are in memory."""
 
     @property
     def loading_bytes(self) -> int:

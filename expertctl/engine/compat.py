@@ -126,6 +126,10 @@ class CompatReady:
         """What a person should know of the engine and the base."""
         return (SLOW, ESTIMATE, *self.base.warnings)
 
+    @property
+    def routed(self) -> None:
+        """Nothing is known of what routed experts do in transformers."""
+
     def generate(
         self,
         prompt: FittedPrompt,

@@ -45,6 +45,10 @@ class CudaBackend:
         return self._plain.weight_bytes
 
     @property
+    def cache(self) -> None:
+        """It runs no routed experts."""
+
+    @property
     def loading_bytes(self) -> int:
         """What reading them takes besides: they are converted before they come to the device."""
         return 0
@@ -117,6 +121,10 @@ class CudaModel:
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of them."""
         return self.weights.warnings
+
+    @property
+    def routed(self) -> None:
+        """It runs no routed experts."""
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Take the memory of steps and put the plan into its slot; graphs come with the steps."""

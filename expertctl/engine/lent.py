@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from expertctl.engine.answer_form import Checked
 from expertctl.engine.compat import CompatReady
 from expertctl.engine.generate import Generated
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.preparation import Prepared
 from expertctl.engine.request import RunRequest
 from expertctl.engine.residents import Ready
@@ -67,6 +68,14 @@ class Lent:
     moved: BytesRead
     threads: int
     clock: Clock
+    routed: RoutedReport | None = None
+    """What had become of routed experts before it."""
+
+    @property
+    def moe(self) -> RoutedReport | None:
+        """What became of routed experts since; None where the base has none."""
+        now = self.ready.routed
+        return now if now is None or self.routed is None else now.since(self.routed)
 
 
 def told_of(

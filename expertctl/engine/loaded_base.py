@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import Backend, Model, Surroundings
+from expertctl.engine.moe.cache_plan import fits_whole
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.torch_backend import TorchBackend
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.numerics import SMALL_BASE
-from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype
+from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype, MoeMiss
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -30,10 +31,14 @@ class Wish:
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     device: DeviceName = "cpu"
+    moe_miss: MoeMiss = "exact"
+    moe_skip_cap: float = 1.0
+    room: int | None = None
+    """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
 
     @property
     def needs_kernels(self) -> bool:
-        """Whether torch cannot do that."""
+        """Whether torch cannot do that, whatever the base is."""
         return self.dtype in QUANTISED or self.adapter_dtype != "published" or self.deterministic
 
 
@@ -76,7 +81,9 @@ class OpenBase:
 
     @property
     def _held(self) -> tuple[object, ...]:
-        return self.stored.path, self.stored.identity, self.backend.name, self.backend.dtype
+        backend = self.backend
+        held = backend.name, backend.dtype, backend.cache
+        return self.stored.path, self.stored.identity, *held
 
 
 def open_base(
@@ -106,21 +113,20 @@ def backend_of(
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return what runs a base, and what a person should know of that.
 
-    On a CUDA device there is one way. On a processor torch runs small bases, kernels all others,
-    and whatever torch cannot do. Where they do not support the sizes of a large base, torch runs
-    it, and a warning says so. Torch alone runs bases of routed experts.
+    On a CUDA device there is one way, and none for routed experts. On a processor torch runs small
+    bases that are whole in memory, kernels all others, and whatever torch cannot do. Where they do
+    not support the sizes of a large base, torch runs it, and a warning says so.
 
     Raises:
-        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
+        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished;
+            for routed experts on a device.
     """
-    if config.experts is not None:
-        return _routed(config, wish), ()
     if wish.device == "cuda":
         return _on_cuda(config, wish), ()
     if wish.needs_kernels:
         return _packed(config, wish), ()
     plain = TorchBackend(config, wish.dtype)
-    if plain.weight_bytes < torch_below:
+    if plain.weight_bytes < torch_below and _is_whole(plain, wish):
         return plain, ()
     try:
         return _packed(config, wish), ()
@@ -128,31 +134,20 @@ def backend_of(
         return plain, (f"torch runs the base, which takes longer: {error.message}",)
 
 
-def _routed(config: ModelConfig, wish: Wish) -> Backend:
-    """Return torch, on a processor, for a base of routed experts."""
-    if wish.device == "cpu" and not wish.needs_kernels:
-        return TorchBackend(config, wish.dtype)
-    raise IncompatibleError(
-        f"a base of routed experts ({config.architecture}) is not run so: {_unlike(wish)}",
-        hint="it is run on the processor in float32 or bf16, with experts as published",
-    )
-
-
-def _unlike(wish: Wish) -> str:
-    """Say what of a wish torch does not do on a processor."""
-    found = {
-        f"--device {wish.device}": wish.device != "cpu",
-        f"--dtype {wish.dtype}": wish.dtype in QUANTISED,
-        f"--adapter-dtype {wish.adapter_dtype}": wish.adapter_dtype != "published",
-        "--deterministic": wish.deterministic,
-    }
-    return ", ".join(option for option, there in found.items() if there)
+def _is_whole(plain: TorchBackend, wish: Wish) -> bool:
+    """Whether no routed expert may be missing or left out; torch holds all of them."""
+    return plain.config.experts is None or fits_whole(plain.weight_bytes, wish.room)
 
 
 def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
     """Return captured steps; a request that wishes what they cannot do was refused before."""
     from expertctl.engine.cuda_backend import CudaBackend
 
+    if config.experts is not None:
+        raise IncompatibleError(
+            f"routed experts ({config.architecture}) are not run on a CUDA device",
+            hint="leave out --device cuda",
+        )
     assert not wish.needs_kernels, "a CUDA device holds float32 and bf16, experts as published"
     return CudaBackend(config, wish.dtype)
 
@@ -161,7 +156,14 @@ def _packed(config: ModelConfig, wish: Wish) -> Backend:
     """Return the kernels; only now numba is imported, which takes a third of a second."""
     from expertctl.engine.packed_backend import PackedBackend
 
-    return PackedBackend.of(config, wish.dtype, wish.adapter_dtype)
+    return PackedBackend.of(
+        config,
+        wish.dtype,
+        wish.adapter_dtype,
+        room=wish.room,
+        miss=wish.moe_miss,
+        cap=wish.moe_skip_cap,
+    )
 
 
 class BaseSlot:

@@ -70,4 +70,5 @@ class Outcome:
             bytes_read=lent.moved,
             laps=lent.clock.laps,
             trace=self.trace,
+            moe=lent.moe,
         )

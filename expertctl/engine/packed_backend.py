@@ -7,6 +7,7 @@ some has to be made.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,15 +23,22 @@ from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.engine.kv_pool import KVPool
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
+from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.report import RoutedReport, whole_report
 from expertctl.engine.pace import Pace
-from expertctl.engine.packed_base import PackedBase, packed_bytes
+from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
 from expertctl.engine.packed_decoder import ADAPTERS, PackedDecoder, StepRow, buffer_bytes
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import load_packed_base, packing_scratch
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
+from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import AdapterDtype, Dtype
+from expertctl.routing.request import AdapterDtype, Dtype, MoeMiss
 
 _FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {
@@ -49,6 +57,8 @@ class PackedBackend:
     dtype: Dtype
     adapter_dtype: AdapterDtype
     weight_bytes: int
+    cache: CachePlan | None = None
+    """How its routed experts are held where not all of them are in memory, or some may be left."""
 
     @property
     def kv_numbers(self) -> Scheme:
@@ -57,14 +67,35 @@ class PackedBackend:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: Dtype, adapter_dtype: AdapterDtype = "published"
+        cls,
+        config: ModelConfig,
+        dtype: Dtype,
+        adapter_dtype: AdapterDtype = "published",
+        *,
+        room: int | None = None,
+        miss: MoeMiss = "exact",
+        cap: float = 1.0,
     ) -> "PackedBackend":
-        """Return what runs a base.
+        """Return what runs a base in so many bytes of memory, if that is limited.
 
         Raises:
             IncompatibleError: when its sizes are not those that kernels support.
         """
-        return cls(config, dtype, adapter_dtype, packed_bytes(config, SCHEMES[dtype]))
+        scheme = SCHEMES[dtype]
+        whole = packed_bytes(config, scheme)
+        if config.experts is None or room is None or fits_whole(whole, room):
+            return cls(config, dtype, adapter_dtype, whole)
+        rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
+        plan = cache_plan(
+            layers=len(config.experts.layers),
+            experts=config.experts.count,
+            block=block.nbytes,
+            rest=rest,
+            limit=room,
+            miss=miss,
+            cap=cap,
+        )
+        return cls(config, dtype, adapter_dtype, rest + plan.blocks * block.nbytes, plan)
 
     @property
     def name(self) -> BackendName:
@@ -121,23 +152,56 @@ class PackedBackend:
         """
         compiled_cache(around.home, tell=around.tell)
         base = load_packed_base(
-            around.directory, self.config, self.scheme, copies=around.copies, progress=progress
+            around.directory,
+            self.config,
+            self.scheme,
+            experts=self.cache is None,
+            copies=around.copies,
+            progress=progress,
         )
-        return PackedModel(base, threads=around.threads)
+        experts = None if self.cache is None else self._experts(self.cache, around.directory)
+        return PackedModel(base, threads=around.threads, experts=experts)
+
+    def _experts(self, plan: CachePlan, directory: Path) -> ExpertCache:
+        """Make room for some of the routed experts; none is read before it is asked for."""
+        config, scheme, routed = self.config, self.scheme, self.config.experts
+        assert routed is not None
+        memory = ExpertMemory(
+            expert_shape(config, scheme),
+            layers=plan.layers,
+            experts=plan.experts,
+            blocks=plan.blocks,
+        )
+        reader = StoredExperts(base_tensors(directory, config), config, scheme)
+        slots = [LayerSlots(experts=plan.experts, capacity=plan.slots) for _ in routed.layers]
+        policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
+        return ExpertCache(memory, reader, numbers=routed.layers, slots=slots, policy=policy)
 
 
 class PackedModel:
     """A base in packed memory, and those who compute with it."""
 
-    def __init__(self, base: PackedBase, *, threads: int) -> None:
-        """Use at most so many threads; no more begin before the first pass."""
-        self.base, self._crew = base, Crew(threads)
-        self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads))
+    def __init__(
+        self, base: PackedBase, *, threads: int, experts: ExpertCache | None = None
+    ) -> None:
+        """Use at most so many threads; no more begin before the first pass.
+
+        ``experts`` owns those that are routed, where the base does not have them.
+        """
+        self.base, self.experts, self._crew = base, experts, Crew(threads)
+        self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads), experts=experts)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return self.base.nbytes
+        return self.base.nbytes + (0 if self.experts is None else self.experts.nbytes)
+
+    @property
+    def routed(self) -> RoutedReport | None:
+        """What became of routed experts so far; None where there are none."""
+        if self.experts is None:
+            return whole_report(self.base.config)
+        return self.experts.report()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -185,6 +249,8 @@ class PackedModel:
     def close(self) -> None:
         """End the threads."""
         self._crew.close()
+        if self.experts is not None:
+            self.experts.close()
 
 
 def _row(reading: Reading, token: int) -> StepRow:

@@ -129,6 +129,7 @@ def prepare(
     files: Files,
     *,
     torch_below: int = TORCH_BELOW,
+    room: int | None = None,
 ) -> Prepared:
     """Open the base of a plan and fit the conversation into its context.
 
@@ -136,7 +137,7 @@ def prepare(
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    base = opened(planner, request, planned, torch_below=torch_below)
+    base = opened(planner, request, planned, torch_below=torch_below, room=room)
     return prepare_on(base, planner, request, planned, files)
 
 
@@ -217,13 +218,27 @@ def check_fits(wanted: Iterable[Need], limit: int) -> int:
 def _wish(request: RunRequest, base: StoredBase) -> Wish:
     route = request.route
     dtype = dtype_of(base, route.dtype, engine=route.engine)
-    return Wish(dtype, route.adapter_dtype, route.deterministic, route.device)
+    return Wish(
+        dtype,
+        route.adapter_dtype,
+        route.deterministic,
+        route.device,
+        moe_miss=route.moe_miss,
+        moe_skip_cap=route.moe_skip_cap,
+    )
 
 
 def opened(
-    planner: Planner, request: RunRequest, planned: Planned, *, torch_below: int = TORCH_BELOW
+    planner: Planner,
+    request: RunRequest,
+    planned: Planned,
+    *,
+    torch_below: int = TORCH_BELOW,
+    room: int | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
+
+    In ``room`` bytes of memory, what of its routed experts does not fit stays on the disk.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
@@ -231,6 +246,7 @@ def opened(
     bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
     if request.route.engine == "transformers":
         return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
+    wish = replace(wish, room=room)
     return open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
 
 

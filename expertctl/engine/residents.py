@@ -22,6 +22,7 @@ from expertctl.engine.generate import Cancelled, Generated, Writer, generate, st
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import BaseSlot, OpenBase
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.prefetch import Prefetch
 from expertctl.engine.preparation import Files, Prepared
 from expertctl.engine.run_result import BytesRead
@@ -52,6 +53,11 @@ class Ready:
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of the base."""
         return (*self.base.warnings, *self.model.warnings)
+
+    @property
+    def routed(self) -> RoutedReport | None:
+        """What became of its routed experts so far; None where it has none."""
+        return self.model.routed
 
     def generate(
         self,

@@ -7,6 +7,7 @@ from typing import Literal
 from expertctl.engine.backend import BackendName
 from expertctl.engine.budget import Purpose
 from expertctl.engine.generate import Generated
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.trace import Trace
 from expertctl.routing.fewer import Dropped
 from expertctl.routing.planner import Planned
@@ -95,6 +96,8 @@ class RunResult:
     bytes_read: BytesRead = BytesRead()
     laps: tuple[Lap, ...] = ()
     """When the steps besides prefill and decode went on; what `timings_ms` adds up."""
+    moe: RoutedReport | None = None
+    """What became of routed experts; of all that a server answers at the same time."""
     trace: Trace | None = None
     """Time by layer and allocations by token, where they were asked for."""
 
@@ -130,5 +133,6 @@ class RunResult:
             "seed": plan.seed,
             "notes": notes,
             "warnings": warnings,
+            **({} if self.moe is None else {"moe": self.moe.to_json()}),
             **({} if self.trace is None else {"trace": self.trace.to_json()}),
         }

@@ -143,10 +143,11 @@ class Engine:
             seat.resize(self.budget.used)
             self._tell_what_is_held(prepared)
             clock.lap("load")
+            routed = ready.routed
             loads = self.tiers.traffic[Tier.RAM].loads - loads
             moved = self._residents.moved.since(moved)
             moved = replace(moved, ssd=moved.ssd + _read_of(files))
-            yield Lent(prepared, ready, loads, moved, count, clock)
+            yield Lent(prepared, ready, loads, moved, count, clock, routed)
 
     def plan(self, request: RunRequest) -> Planned:
         """Return the plan that a request would have; nothing but its files is read.
@@ -257,12 +258,11 @@ class Engine:
         }
 
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
-        planner, below = self._planner, self._torch_below
+        planner, below, limit = self._planner, self._torch_below, self.budget.limit
         if request.on_budget == "fewer":
-            base = opened(planner, request, planned, torch_below=below)
-            limit = self.budget.limit
+            base = opened(planner, request, planned, torch_below=below, room=limit)
             return prepare_fewer(base, planner, request, planned, files, limit=limit)
-        return prepare(planner, request, planned, files, torch_below=below)
+        return prepare(planner, request, planned, files, torch_below=below, room=limit)
 
     def _seat(
         self, request: RunRequest, prepared: Prepared, files: Files

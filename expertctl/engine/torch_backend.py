@@ -17,6 +17,7 @@ from expertctl.engine.kept_kv import KVSlots
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.report import RoutedReport, whole_report
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.errors import UsageError
@@ -47,6 +48,10 @@ class TorchBackend:
         for shape in self.config.tensor_shapes().values():
             total += torch.Size(shape).numel() * (itemsize if len(shape) == 2 else _FLOAT_BYTES)
         return total
+
+    @property
+    def cache(self) -> None:
+        """All of them are in memory."""
 
     @property
     def loading_bytes(self) -> int:
@@ -121,6 +126,11 @@ class TorchModel:
     def warnings(self) -> tuple[str, ...]:
         """What a person should know of them."""
         return self.weights.warnings
+
+    @property
+    def routed(self) -> RoutedReport | None:
+        """All experts are there; None where it has none."""
+        return whole_report(self.decoder.config)
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Do nothing: torch makes nothing beforehand."""

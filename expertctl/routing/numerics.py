@@ -9,7 +9,7 @@ from expertctl.package.base_tensors import base_tensors
 from expertctl.package.foreign_config import read_base_config
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
-from expertctl.routing.request import AdapterDtype, DeviceName, Dtype, EngineName
+from expertctl.routing.request import AdapterDtype, DeviceName, Dtype, EngineName, MoeMiss
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
@@ -26,6 +26,7 @@ def numeric_settings(
     engine: EngineName = "native",
     deterministic: bool = False,
     device: DeviceName = "cpu",
+    moe_miss: MoeMiss = "exact",
 ) -> NumericSettings:
     """Return the numeric settings of a base run in one dtype by one engine on one device.
 
@@ -42,7 +43,9 @@ def numeric_settings(
         rope={} if base.foreign else read_config(base.path).rope.to_json(),
         dtype=dtype_of(base, dtype, engine=engine),
         adapter_dtype=adapter_dtype,
-        engine=_native(deterministic, device) if engine == "native" else compat_version(),
+        engine=(
+            _native(deterministic, device, moe_miss) if engine == "native" else compat_version()
+        ),
     )
 
 
@@ -98,8 +101,10 @@ def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
     return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
 
 
-def _native(deterministic: bool, device: DeviceName) -> int | str:
+def _native(deterministic: bool, device: DeviceName, moe_miss: MoeMiss) -> int | str:
     """Return the version of our own engine, with what else its numbers depend on."""
+    if moe_miss == "skip":
+        return f"{NUMERIC_VERSION}, skips routed experts"
     if device != "cpu":
         return f"{NUMERIC_VERSION}, {device}"
     return f"{NUMERIC_VERSION}, deterministic" if deterministic else NUMERIC_VERSION

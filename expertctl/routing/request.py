@@ -24,6 +24,10 @@ AdapterDtype = Literal["published", "fp16", "int8"]
 
 DeviceName = Literal["cpu", "cuda"]
 """What computes."""
+MoeMiss = Literal["exact", "skip"]
+"""What happens where a routed expert is not in memory: it is brought, or left out."""
+SKIP_CAP = 0.5
+"""How much of the weights of a token may be left out in a layer, where nothing else is said."""
 EngineName = Literal["native", "transformers"]
 """Our own decoder, or the slow way round it for what it does not run."""
 
@@ -54,6 +58,8 @@ class RouteRequest:
     """What base weights are held in; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
+    moe_miss: MoeMiss = "exact"
+    moe_skip_cap: float = SKIP_CAP
     device: DeviceName = "cpu"
     memory_budget: int | None = None
     allow_base_mismatch: bool = False
@@ -77,6 +83,7 @@ def check_request(request: RouteRequest) -> None:
         )
     _check_engine(request)
     _check_device(request)
+    _check_misses(request)
     for forced in request.force:
         check_limit("weight", forced.weight)
     if request.base_alone and request.force:
@@ -112,6 +119,20 @@ def _check_device(request: RouteRequest) -> None:
         )
 
 
+def _check_misses(request: RouteRequest) -> None:
+    """Refuse what is no share, and to leave out what is not there while bits are promised."""
+    if not 0.0 <= request.moe_skip_cap <= 1.0:
+        raise UsageError(
+            f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
+            hint="it goes from 0, nothing is left out, to 1",
+        )
+    if request.moe_miss == "skip" and request.deterministic:
+        raise UsageError(
+            "--deterministic promises bits that --moe-miss skip lets depend on what is in memory",
+            hint="leave out the one or the other",
+        )
+
+
 def _of_kernels(request: RouteRequest) -> dict[str, str]:
     """Return what is asked of the kernels of processors, and what asks for nothing of them.
 
@@ -122,6 +143,7 @@ def _of_kernels(request: RouteRequest) -> dict[str, str]:
         (dtype, "--dtype float32", request.dtype in QUANTISED),
         (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
         ("--deterministic", "--no-deterministic", request.deterministic),
+        ("--moe-miss skip", "--moe-miss exact", request.moe_miss == "skip"),
     )
     return {option: other for option, other, given in asked if given}
 

@@ -343,6 +343,7 @@ def plan_of(
         engine=request.engine,
         deterministic=request.deterministic,
         device=request.device,
+        moe_miss=request.moe_miss,
     )
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

@@ -4,10 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.cli import run_options
 from expertctl.digest import Digest
 from expertctl.errors import ExpertError, UsageError
 from expertctl.reference import Reference
-from expertctl.routing.request import Forced, parse_forced, parse_target
+from expertctl.routing.request import (
+    SKIP_CAP,
+    Forced,
+    RouteRequest,
+    check_request,
+    parse_forced,
+    parse_target,
+)
 
 HEX = "sha256:" + "1" * 64
 
@@ -51,3 +59,17 @@ def test_a_target_is_a_reference_or_a_digest() -> None:
 def test_no_text_makes_the_reader_fail_otherwise(text: str) -> None:
     with suppress(ExpertError):
         assert -10 <= parse_forced(text).weight <= 10
+
+
+@pytest.mark.parametrize("cap", [-0.1, 1.1, float("nan")])
+def test_what_may_be_left_out_is_a_share(cap: float) -> None:
+    with pytest.raises(UsageError, match="--moe-skip-cap"):
+        check_request(RouteRequest(prompt="?", moe_skip_cap=cap))
+    assert run_options.SKIP_CAP == SKIP_CAP
+
+
+def test_to_leave_out_what_is_not_there_and_to_promise_bits_is_refused() -> None:
+    with pytest.raises(UsageError, match="--deterministic"):
+        check_request(RouteRequest(prompt="?", moe_miss="skip", deterministic=True))
+    with pytest.raises(UsageError, match="--moe-miss skip"):
+        check_request(RouteRequest(prompt="?", moe_miss="skip", device="cuda"))

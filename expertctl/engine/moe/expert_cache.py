@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.moe.counters import Counters, requested
+from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.phase import Phase, cache_phase
+from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.moe.routed_room import RoutedRoom
-from expertctl.engine.moe.skipping import over_cap
+from expertctl.engine.moe.skipping import SkipTotals, over_cap, skip_totals
 from expertctl.engine.moe.update_policy import UpdatePolicy
 from expertctl.engine.moe.updates import RequestBuffer, Swap, updates_between_tokens
 
@@ -42,18 +43,6 @@ class MissPolicy:
 
 
 EXACT = MissPolicy()
-
-
-@dataclass(slots=True)
-class Brought:
-    """What was read of files since the beginning."""
-
-    experts: int = 0
-    ahead: int = 0
-    """How many of those nobody had asked for yet."""
-    nbytes: int = 0
-    waited: float = 0.0
-    """Seconds for which passes waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,9 @@ class ExpertCache:
         self._coming: dict[Expert, _Coming] = {}
         self._asked: list[Numbers] = []
         """What this pass asked for so far, [tokens, used] of each layer."""
-        self.brought = Brought()
+        self._totals = SkipTotals()
+        self._loads = self._ahead = self._read_bytes = self._swaps = 0
+        self._waited = 0.0
 
     @property
     def shape(self) -> ExpertShape:
@@ -144,14 +135,48 @@ class ExpertCache:
         self._land()
         if len(asked) < len(self._numbers):
             return  # of a pass that failed
-        for layer, selected in enumerate(asked):
-            lanes = self.slots[layer].hit_mask.astype(np.int64) - 1
-            requests = requested(selected, self._memory.experts)
-            self.counters.count_call(self._numbers[layer], requests, lanes)
+        self._count(np.stack(asked), room, tokens)
         self._requests.append(asked)
         self._pace.generated(tokens)
         if cache_phase(phase, tokens) is Phase.PROMPT or self._pace.is_due():
             self._update()
+
+    def activity(self) -> Activity:
+        """Return what was asked for and brought until now; another thread may ask."""
+        totals = self._totals
+        return Activity(
+            requests=totals.requests,
+            misses=totals.misses,
+            loads=self._loads,
+            read_ahead=self._ahead,
+            read_bytes=self._read_bytes,
+            waited_ms=self._waited * 1e3,
+            swaps=self._swaps,
+            mass=totals.mass,
+            skipped=totals.skipped,
+        )
+
+    def report(self) -> RoutedReport:
+        """Return that, with how many experts are in memory at most."""
+        residence = Residence(
+            miss="skip" if self.skips else "exact",
+            layers=len(self._numbers),
+            experts=self._memory.experts,
+            slots=max(slots.capacity for slots in self.slots),
+            blocks=self._memory.nbytes // self.shape.nbytes,
+        )
+        return RoutedReport(residence, self.activity())
+
+    def _count(self, asked: Numbers, room: RoutedRoom, tokens: int) -> None:
+        """Count a pass whose tokens asked for [layers, tokens, used]."""
+        requests = requested_by_layer(asked, self._memory.experts)
+        hits = np.stack([slots.hit_mask for slots in self.slots])
+        self.counters.count_pass(requests, hits.astype(np.int64) - 1)
+        left, skipped = room.weights[:, :tokens].sum(-1), room.skipped[:, :tokens]
+        mass = np.where(left > 0, left, skipped)  # who stays has taken over the weights of all
+        if not self.skips:
+            skipped = np.zeros_like(mass)
+        self._totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
 
     def _update(self) -> None:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
@@ -192,7 +217,7 @@ class ExpertCache:
                 self._begin(expert, spared)
         while any(expert in self._coming for expert in missing):
             self._await_one(spared)
-        self.brought.waited += time.perf_counter() - begun
+        self._waited += time.perf_counter() - begun
 
     def _read_ahead(self, wanted: Sequence[Expert], *, spared: set[Expert]) -> None:
         """Begin to read what will be asked for, as far as there are blocks for it."""
@@ -204,7 +229,7 @@ class ExpertCache:
             if number is None:
                 return
             self._read(expert, number)
-            self.brought.ahead += 1
+            self._ahead += 1
 
     def _give_up_others(self, wanted: Container[Expert]) -> None:
         """Do not begin to read what was foreseen and is not wanted."""
@@ -248,8 +273,8 @@ class ExpertCache:
             raise error
 
     def _took(self, expert: Expert, coming: _Coming) -> None:
-        self.brought.experts += 1
-        self.brought.nbytes += coming.reading.result()
+        self._loads += 1
+        self._read_bytes += coming.reading.result()
         self._memory.put(expert, coming.block)
         self._take_a_seat(expert)
 
@@ -269,4 +294,5 @@ class ExpertCache:
         self._memory.keep(expert)
         if gone is not None:
             self._memory.let_go((swap.layer, gone))
+        self._swaps += 1
         self.counters.count_swaps(self._numbers[swap.layer], 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from expertctl.routing.request import AdapterDtype, DeviceName, Dtype
+from expertctl.routing.request import SKIP_CAP, AdapterDtype, DeviceName, Dtype, MoeMiss
 
 ROWS, QUEUE = 16, 128
 
@@ -20,6 +20,8 @@ class BatchSettings:
     dtype: Dtype | None = None
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
+    moe_miss: MoeMiss = "exact"
+    moe_skip_cap: float = SKIP_CAP
     rows: int = ROWS
     """How many texts are written at a time."""
     queue: int = QUEUE

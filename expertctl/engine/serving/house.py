@@ -83,7 +83,13 @@ class House:
         )
         request = self._as_held(first)
         planned = session.plan(request.route, base=request.base)
-        base = opened(self._planner, request, planned, torch_below=self._torch_below)
+        base = opened(
+            self._planner,
+            request,
+            planned,
+            torch_below=self._torch_below,
+            room=self.budget.limit,
+        )
         assert isinstance(base, OpenBase), "only our own engine serves"
         self.base = base
         self.threads = choose_threads(base.weight_bytes)
@@ -237,6 +243,8 @@ class House:
             dtype=settings.dtype,
             adapter_dtype=settings.adapter_dtype,
             deterministic=settings.deterministic,
+            moe_miss=settings.moe_miss,
+            moe_skip_cap=settings.moe_skip_cap,
             device=settings.device,
             memory_budget=self.budget.limit,
         )

@@ -194,7 +194,7 @@ class Press:
             made_with = memory.loads, memory.moved, self._house.threads
             # the others may wait for a row yet, this one does not
             clock = deepcopy(ticket.clock)
-            ticket.lents[number] = Lent(prepared, ready, *made_with, clock)
+            ticket.lents[number] = Lent(prepared, ready, *made_with, clock, ready.routed)
             self._lent[text] = _Loan(ready, stack.pop_all())
         self.batch.add(text)
         self._count_rows()  # first: who looks for memory must see that somebody holds some

@@ -1,0 +1,98 @@
+"""What became of routed experts while an answer was made: the ``moe`` object of a result."""
+
+from dataclasses import dataclass
+
+from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import MoeMiss
+from expertctl.schema.strict_json import JsonObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residence:
+    """How many routed experts a base has, and how many of them are in memory at most."""
+
+    miss: MoeMiss = "exact"
+    layers: int
+    experts: int
+    """Of each layer."""
+    slots: int
+    """Of each layer: how many are kept."""
+    blocks: int
+    """How many are in memory at most, of all layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What was asked for and brought since a model was loaded; everything only grows."""
+
+    requests: int = 0
+    """Experts that passes asked for, each once for a pass and layer."""
+    misses: int = 0
+    """Those of them that had no slot."""
+    loads: int = 0
+    """Experts that were read from files."""
+    read_ahead: int = 0
+    """Those of them that nobody had asked for yet."""
+    read_bytes: int = 0
+    waited_ms: float = 0.0
+    """How long passes waited for them."""
+    swaps: int = 0
+    """Slots that got another expert."""
+    mass: float = 0.0
+    """The weights that routers gave."""
+    skipped: float = 0.0
+    """What of them was left out."""
+
+    def since(self, before: "Activity") -> "Activity":
+        """Return what was added to what was known before."""
+        names = self.__dataclass_fields__
+        return Activity(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedReport:
+    """Both, for one answer."""
+
+    residence: Residence
+    activity: Activity
+
+    def since(self, before: "RoutedReport") -> "RoutedReport":
+        """Return what happened after another report."""
+        return RoutedReport(self.residence, self.activity.since(before.activity))
+
+    def to_json(self) -> JsonObject:
+        """Return the ``moe`` object; shares are 0 where nothing was asked for."""
+        residence, activity = self.residence, self.activity
+        return {
+            "miss": residence.miss,
+            "layers": residence.layers,
+            "experts": residence.experts,
+            "slots": residence.slots,
+            "in_memory": residence.blocks,
+            "requests": activity.requests,
+            "misses": activity.misses,
+            "fallback_rate": round(_share(activity.misses, activity.requests), 6),
+            "skipped_mass": round(_share(activity.skipped, activity.mass), 6),
+            "loads": activity.loads,
+            "read_ahead": activity.read_ahead,
+            "bytes_read": activity.read_bytes,
+            "waited_ms": round(activity.waited_ms, 3),
+            "swaps": activity.swaps,
+        }
+
+
+NOTHING = Activity()
+
+
+def whole_report(config: ModelConfig) -> RoutedReport | None:
+    """Return the report of a base whose routed experts are all in memory, if it has any."""
+    routed = config.experts
+    if routed is None:
+        return None
+    layers, count = len(routed.layers), routed.count
+    residence = Residence(layers=layers, experts=count, slots=count, blocks=layers * count)
+    return RoutedReport(residence, NOTHING)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

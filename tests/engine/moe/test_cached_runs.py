@@ -1,0 +1,117 @@
+"""Whole runs on bases of routed experts that are larger than the memory that they are given."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.errors import BudgetError
+from expertctl.package.model_config import read_config
+from expertctl.routing.presets import SamplingWishes
+from tests.engine.test_runtime import planner, request, run
+from tests.factories import write_base
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house"]
+
+LARGE = 256 << 20
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nearly all of it is routed experts: 4 layers of 32, each 885 KB in float32."""
+    return write_base(
+        tmp_path_factory.mktemp("routed") / "base",
+        arch="qwen3_moe",
+        tie=False,
+        seed=2,
+        layers=4,
+        hidden=64,
+        head_dim=16,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1152,
+    )
+
+
+def answer(house: House, budget: int, **route: object) -> tuple[RunResult, Engine]:
+    engine = Engine(planner(house), budget=budget, torch_below=0)
+    return run(engine, asked(**route)), engine
+
+
+def asked(**route: object) -> RunRequest:
+    wishes = SamplingWishes(temperature=0.0, max_tokens=24)
+    wanted = request(route={"base_alone": True, **route})
+    return replace(wanted, route=replace(wanted.route, wishes=wishes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+def test_a_base_answers_the_same_in_less_memory_than_it_takes(
+    dtype: str, base: Path, house: House
+) -> None:
+    house.bases.add(base)
+    whole, engine = answer(house, LARGE, dtype=dtype)
+    size = engine.budget.held("base")
+    engine.close()
+    assert whole.moe is not None
+    assert whole.moe.residence.blocks == 4 * 32
+    budget = size * 8 // 10
+    partly, engine = answer(house, budget, dtype=dtype)
+    assert partly.generated.tokens == whole.generated.tokens
+    assert partly.moe is not None
+    residence, activity = partly.moe.residence, partly.moe.activity
+    assert residence.miss == "exact"
+    assert 0 < residence.slots < 32
+    assert residence.blocks == 4 * residence.slots + 32 - residence.slots
+    assert activity.loads > 0
+    assert 0 < activity.misses < activity.requests
+    assert activity.skipped == 0
+    assert engine.budget.peak <= budget
+    engine.check_integrity()
+    again = run(engine, asked(dtype=dtype))
+    assert again.generated.tokens == whole.generated.tokens
+    assert again.moe is not None
+    assert again.moe.activity.loads < activity.loads, "what was read is still there"
+    engine.close()
+    assert engine.budget.used == 0
+
+
+def test_a_result_tells_of_it_in_its_document(base: Path, house: House) -> None:
+    house.bases.add(base)
+    result, engine = answer(house, LARGE)
+    engine.close()
+    told = result.to_json()["moe"]
+    assert isinstance(told, dict)
+    assert (told["miss"], told["experts"], told["slots"], told["loads"]) == ("exact", 32, 32, 0)
+
+
+def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, house: House) -> None:
+    house.bases.add(base)
+    config = read_config(base)
+    assert config.experts is not None
+    one_layer = 32 * 3 * 64 * config.experts.intermediate_size * 4
+    with pytest.raises(BudgetError) as caught:
+        answer(house, one_layer // 2)
+    assert "--memory-budget" in caught.value.hint
+
+
+def test_what_is_missing_is_left_out_where_that_was_asked_for(base: Path, house: House) -> None:
+    house.bases.add(base)
+    whole, engine = answer(house, LARGE)
+    budget = engine.budget.held("base") * 8 // 10
+    engine.close()
+    skipping, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=1.0)
+    engine.close()
+    assert skipping.moe is not None
+    told = skipping.moe.to_json()
+    assert told["miss"] == "skip"
+    assert 0 < skipping.moe.activity.skipped < skipping.moe.activity.mass, "at first none is there"
+    assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
+    capped, engine = answer(house, budget, moe_miss="skip", moe_skip_cap=0.0)
+    engine.close()
+    assert capped.moe is not None
+    assert capped.moe.activity.skipped == 0
+    assert capped.generated.tokens == whole.generated.tokens
