@@ -1,0 +1,270 @@
+"""Bases of routed experts: decoding with some in memory, prompts, memory, and hits.
+
+The base has the shape of OLMoE-1B-7B, cut in layers, with random weights; each token of its
+vocabulary asks for the experts that a trace says: one drawn by Zipf's law (1.0, seed 0), or with
+``--trace`` one of a trained model, ``.npy`` with int16 [tokens, layers, used]. Every process has
+two threads. *From memory*: what is not resident lies in memory that stands for what is outside the
+device's budget. *From the disk*: the process may not have as much memory as the base is large
+(RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every expert
+that is missing comes from the disk. Where the next layer's experts are read ahead, a fifth of what
+is foreseen is made wrong.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks import engines as dense_engines
+from benchmarks.cache_oracles import Trace
+from benchmarks.engine_process import EngineProcess, ReadPrompt
+from benchmarks.harness import (
+    Row,
+    Run,
+    absent,
+    as_table,
+    compare_rates,
+    judged,
+    machine,
+    take_turns,
+)
+from benchmarks.routed.engines import THREADS, WARM_UP, Setting, ours, transformers
+from benchmarks.routed.hit_rows import SHARE, draw, hit_rows
+from benchmarks.routed.shape import RoutedShape, write_base
+from benchmarks.routed.tasks import Figure, Follow, Keeping, RoutedTask, Tell
+from benchmarks.routed.traces import drawn, shape_of, stored
+from expertctl.cli.plot import check_picture
+from expertctl.engine.accelerator import has_cuda
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.memory import unused
+
+NAME = "moe"
+TOKENS, DRIFT = 4000, 1000
+LAYERS, FEW_LAYERS, ENOUGH = 4, 2, 14 << 30
+"""How many layers there are where so many bytes are free, and where they are not."""
+STEPS, PROMPT = 24, 512
+LIMIT = 0.65
+"""What a process that reads from the disk may have, of the size of the base."""
+IMPLEMENTATIONS = ("grouped_mm", "eager")
+"""How transformers multiplies with experts; the better one counts."""
+Process = EngineProcess[RoutedTask]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A base that was written, and the trace that its tokens follow."""
+
+    directory: Path
+    home: Path
+    shape: RoutedShape
+    trace: Trace
+    simulates: str
+
+    def setting(self, *keepings: Keeping, limit: float | None = None) -> Setting:
+        """Return how decoders of it are held, `SHARE` of the experts resident."""
+        tokens = len(self.trace)
+        return Setting(self.directory, self.home, keepings, tokens, share=SHARE, limit=limit)
+
+
+def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int) -> list[Row]:
+    """Measure everything in a folder that is on the disk that counts."""
+    layers = LAYERS if (unused() or 0) >= ENOUGH else FEW_LAYERS
+    rows = _hits(trace, picture, layers)
+    with _subject(trace, folder, layers) as subject:
+        rows += from_memory(subject, rounds)
+        rows += from_disk(subject, rounds)
+        rows.append(cuda())
+        rows += prompts(subject, Scheme.BFLOAT16, rounds)
+    with _subject(trace, folder, min(layers, FEW_LAYERS)) as small:
+        rows += prompts(small, Scheme.FLOAT32, rounds)
+    return rows
+
+
+@contextmanager
+def _subject(path: Path | None, folder: Path, layers: int) -> Iterator[Subject]:
+    """Write a base, and delete it afterwards."""
+    if path is None:
+        shape, source = RoutedShape(layers), "requests by Zipf's law"
+        trace = drawn(shape, TOKENS)
+    else:
+        trace = stored(path)
+        shape, source = shape_of(trace, layers=layers), f"requests of {path.stem}"
+        trace = trace[: shape.vocabulary, : shape.layers]
+    simulates = (
+        f"{shape.layers} of OLMoE's 16 layers, {shape.experts} experts, {shape.used} used, {source}"
+    )
+    with TemporaryDirectory(dir=folder) as directory:
+        base = write_base(Path(directory), shape, trace)
+        yield Subject(base, folder / "home", shape, trace, simulates)
+
+
+def from_memory(subject: Subject, rounds: int) -> list[Row]:
+    """All in one process, which takes turns with itself: they share the weights and the workers."""
+    keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.COPIED)
+    with EngineProcess(ours(subject.setting(*keepings))) as process:
+        seconds = take_turns(_follow(dict.fromkeys(keepings, process)), rounds=rounds)
+        misses = process.run(Tell(Keeping.COPIED, Figure.MISSES), THREADS)
+    copied = _decoded(
+        f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.COPIED, ">= 0.9"
+    )
+    cached = _decoded("decode, all resident, through the cache", seconds, Keeping.CACHED, ">= 0.95")
+    note = f"{subject.simulates}, bf16; {misses:.0%} of requests had no slot; blocks are copied"
+    return [replace(cached, note=f"{subject.simulates}, bf16"), replace(copied, note=note)]
+
+
+def from_disk(subject: Subject, rounds: int, *, limit: float | None = LIMIT) -> list[Row]:
+    """Each in a process of its own; the two that read the disk may not hold the base."""
+    settings = {
+        Keeping.WHOLE: subject.setting(Keeping.WHOLE),
+        Keeping.STORED: subject.setting(Keeping.STORED, limit=limit),
+        Keeping.ON_MISS: subject.setting(Keeping.ON_MISS, limit=limit),
+    }
+    with ExitStack() as stack:
+        opened = {k: stack.enter_context(EngineProcess(ours(s))) for k, s in settings.items()}
+        seconds = take_turns(_follow(opened), rounds=rounds)
+        told = {k: _told(k, opened[k]) for k in (Keeping.STORED, Keeping.ON_MISS)}
+    case = f"decode, {SHARE:.0%} resident, cold experts on disk"
+    naive = _decoded(case, seconds, Keeping.STORED, ">= 3", rival=Keeping.ON_MISS)
+    whole = _decoded(case, seconds, Keeping.STORED, None)
+    return [
+        replace(naive, note=f"{subject.simulates}, bf16; {_read_note(told)}"),
+        replace(whole, note=f"the process may have {LIMIT:.0%} of the size of the base"),
+        _budget(subject, told[Keeping.STORED]),
+    ]
+
+
+def _told(keeping: Keeping, process: Process) -> dict[Figure, float]:
+    return {figure: process.run(Tell(keeping, figure), THREADS) for figure in Figure}
+
+
+def _read_note(told: Mapping[Keeping, Mapping[Figure, float]]) -> str:
+    """Say what was missing, and whether it came from the disk."""
+    parts = []
+    for keeping, name in ((Keeping.STORED, "ours"), (Keeping.ON_MISS, "theirs")):
+        found = told[keeping]
+        parts.append(
+            f"{name}: {found[Figure.MISSES]:.0%} of requests had no slot, "
+            f"{found[Figure.READ] / 1e9:.1f} GB of experts were read, and with all else "
+            f"{found[Figure.DISK] / 1e9:.1f} GB from the disk"
+        )
+    return "; ".join(parts)
+
+
+def _budget(subject: Subject, told: Mapping[Figure, float]) -> Row:
+    grown, held = told[Figure.GROWN] / 1e6, told[Figure.HELD] / 1e6
+    row = Row(
+        case=f"memory at most, {SHARE:.0%} resident, cold experts on disk",
+        ours=round(grown, 1),
+        rival="trunk, blocks, buffers, keys and values",
+        theirs=round(held, 1),
+        unit="MB",
+        better="lower",
+        ratio=round(grown / held, 3),
+        spread=None,
+        note=f"{subject.simulates}; anonymous memory, looked at every 2 ms while the base is read "
+        f"and 2 times {WARM_UP} tokens are decoded",
+    )
+    return judged(row, "<= 1.0")
+
+
+def cuda() -> Row:
+    """No row yet: routed experts of a base are run on CPUs."""
+    there = "routed experts are not measured there yet" if has_cuda() else "there is none here"
+    row = absent(f"decode, {SHARE:.0%} resident, CUDA", rival="all resident", install=there)
+    return replace(row, ok=None, unit="tok/s", better="higher", target=">= 0.6")
+
+
+def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
+    """Read a prompt with all experts in memory, against the better of two implementations."""
+    case = f"prompt of {PROMPT} tokens, all resident, {scheme.value}"
+    if not dense_engines.has_transformers():
+        install = dense_engines.TRANSFORMERS_INSTALL
+        return [absent(case, rival="transformers", install=install, target=">= 2")]
+    setting = replace(subject.setting(Keeping.WHOLE), scheme=scheme)
+    dtype = "bfloat16" if scheme is Scheme.BFLOAT16 else "float32"
+    openers = {"ours": ours(setting)}
+    for name in IMPLEMENTATIONS:
+        openers[name] = transformers(subject.directory, dtype, name)
+    with ExitStack() as stack:
+        opened = {n: stack.enter_context(EngineProcess(o)) for n, o in openers.items()}
+        runs = {name: each.runs(ReadPrompt(PROMPT), THREADS) for name, each in opened.items()}
+        seconds = take_turns(runs, rounds=rounds)
+        about = {name: each.about for name, each in opened.items()}
+    best = min(IMPLEMENTATIONS, key=lambda name: sorted(seconds[name])[rounds // 2])
+    row = compare_rates(
+        case, seconds["ours"], seconds[best], work=(PROMPT, PROMPT),
+        rival="transformers", unit="tok/s", target=">= 2",
+    )  # fmt: skip
+    return [replace(row, note=f"{subject.simulates}; {about[best]}")]
+
+
+def _hits(path: Path | None, picture: Path | None, layers: int) -> list[Row]:
+    """Compare hits on the trace that the base follows, and on one whose favourites change."""
+    if path is None:
+        shape = RoutedShape(layers)
+        traces = {
+            "Zipf's law": drawn(shape, TOKENS),
+            f"Zipf's law, new favourites every {DRIFT} tokens": drawn(shape, TOKENS, every=DRIFT),
+        }
+    else:
+        whole = stored(path)
+        shape, traces = shape_of(whole, layers=whole.shape[1]), {path.stem: whole}
+    rows, outcomes = [], []
+    for name, trace in traces.items():
+        found, outcome = hit_rows(name, trace, shape)
+        rows += [replace(found[0], note=f"{trace.shape[1]} layers, {len(trace)} tokens")]
+        rows += found[1:]
+        outcomes.append((name, outcome))
+    if picture is not None:
+        draw(outcomes, picture, used=shape.used)
+    return rows
+
+
+def _follow(processes: Mapping[Keeping, Process]) -> dict[str, Run]:
+    return {
+        keeping.name: process.runs(Follow(keeping, STEPS), THREADS)
+        for keeping, process in processes.items()
+    }
+
+
+def _decoded(
+    case: str,
+    seconds: Mapping[str, Sequence[float]],
+    mine: Keeping,
+    target: str | None,
+    *,
+    rival: Keeping = Keeping.WHOLE,
+) -> Row:
+    names = {Keeping.WHOLE: "all resident", Keeping.ON_MISS: "load on miss, LRU"}
+    return compare_rates(
+        case, seconds[mine.name], seconds[rival.name], work=(STEPS, STEPS),
+        rival=names[rival], unit="tok/s", target=target,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Command line: which trace, where to draw hits, and where the base is written."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--trace", type=Path, help=".npy, int16 [tokens, layers, used]")
+    parser.add_argument("--plot", type=Path, help="draw hits of each layer here, .svg or .png")
+    parser.add_argument("--folder", type=Path, help="write bases here, for a while")
+    options = parser.parse_args()
+    if options.plot is not None:
+        check_picture(options.plot, example="hits")
+    with TemporaryDirectory(dir=options.folder) as folder:
+        rows = measure(options.trace, options.plot, Path(folder), options.rounds)
+    document: dict[str, object] = {
+        "name": NAME,
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(document) if options.json else as_table(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the benchmark of routed experts is made of: bases, readers, rivals, processes."""

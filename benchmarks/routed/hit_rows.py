@@ -1,0 +1,71 @@
+"""How many requests find their expert resident, ours beside other rules, on one trace."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.cache_oracles import Outcome, Trace, belady, best_static, lru, ours
+from benchmarks.harness import Row, judged
+from benchmarks.routed.shape import RoutedShape
+from expertctl.cli.plot import write_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHARE = 0.4
+_WINDOW = 50
+"""Tokens over which a point of the picture is the mean."""
+
+
+def hit_rows(name: str, trace: Trace, shape: RoutedShape) -> tuple[list[Row], Outcome]:
+    """Compare hits of our slots with those of the best static set, an LRU and Belady's rule."""
+    slots = int(SHARE * shape.experts)
+    found = ours(trace, slots, experts=shape.experts)
+    case = f"hits, {slots} of {shape.experts} experts resident, {name}"
+    mine = found.hits.sum() / trace.size
+    rivals = (
+        ("the best that never change", best_static(trace, slots), ">= 0.95"),
+        ("an LRU", lru(trace, slots), ">= 1.1"),
+        ("Belady's rule", belady(trace, slots), None),
+    )
+    return [_row(case, mine, rival, n / trace.size, target) for rival, n, target in rivals], found
+
+
+def draw(found: Sequence[tuple[str, Outcome]], path: Path, *, used: int) -> None:
+    """Draw how hits of each layer went, one picture beside the other for each trace."""
+    write_figure(lambda: _figure(found, used), path)
+
+
+def hit_rates(
+    outcome: Outcome, *, used: int
+) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    """Return the share of requests that hit, as moving means, [tokens, layers]."""
+    hits = np.cumsum(np.pad(outcome.hits, ((1, 0), (0, 0))), axis=0)
+    window = min(_WINDOW, len(outcome.hits))
+    rates: NDArray[np.float64] = (hits[window:] - hits[:-window]) / (window * used)
+    return rates
+
+
+def _row(case: str, mine: float, rival: str, theirs: float, target: str | None) -> Row:
+    ratio = round(mine / theirs, 3)
+    row = Row(case, round(100 * mine, 1), rival, round(100 * theirs, 1), "%", "higher", ratio, None)
+    return judged(row, target) if target else row
+
+
+def _figure(found: Sequence[tuple[str, Outcome]], used: int) -> "Figure":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(found), 3.5), layout="constrained")
+    for number, (name, outcome) in enumerate(found):
+        axes = figure.add_subplot(1, len(found), number + 1, ylim=(0, 1))
+        rates = hit_rates(outcome, used=used)
+        for layer, line in enumerate(rates.T):
+            axes.plot(np.arange(len(line)) + len(outcome.hits) - len(line), line, label=f"{layer}")
+        axes.set_title(name, loc="left", fontsize=10)
+        axes.set_xlabel("token")
+        axes.set_ylabel(f"hits of {_WINDOW} tokens")
+        axes.legend(title="layer", fontsize=8)
+    return figure

@@ -1,0 +1,84 @@
+"""The rival that few would write otherwise: what is missing is read when it is asked for.
+
+Each layer has slots; who was used longest ago gives way. Nothing is read ahead, and one expert is
+read after the other.
+"""
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.memory import allocate
+from expertctl.engine.moe.expert_files import ExpertReader
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_room import RoutedRoom
+
+Numbers = np.ndarray[Any, Any]
+
+
+class LoadOnMiss:
+    """Routed experts as `engine.moe.routed_experts` wants them."""
+
+    is_whole, skips = False, False
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        reader: ExpertReader,
+        *,
+        numbers: tuple[int, ...],
+        experts: int,
+        slots: int,
+    ) -> None:
+        """Begin with no expert in memory, and so many slots in each of the layers ``numbers``."""
+        self.shape, self._reader, self._numbers = shape, reader, numbers
+        layers = len(numbers)
+        memory = np.frombuffer(allocate(layers * slots * shape.nbytes), np.uint8)
+        self._blocks = memory.reshape(layers, slots, shape.nbytes)
+        self._places = np.zeros((layers, experts), np.int64)
+        self._hits = np.zeros((layers, experts), np.float32)
+        self._held = [OrderedDict[int, int]() for _ in numbers]
+        self.requests = self.misses = self.read_bytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self._blocks.nbytes
+
+    def places(self, layer: int) -> Numbers:
+        """Return the addresses of a layer's experts, 0 for what is missing."""
+        row: Numbers = self._places[layer]
+        return row
+
+    def hits(self, layer: int) -> Numbers:
+        """Return 1 for what is there and 0 for what is missing."""
+        row: Numbers = self._hits[layer]
+        return row
+
+    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+        """Read what tokens chose and is missing."""
+        wanted = np.unique(room.selected[layer, :tokens]).tolist()
+        held = self._held[layer]
+        self.requests += len(wanted)
+        missing = [expert for expert in wanted if expert not in held]
+        self.misses += len(missing)
+        for expert in set(wanted).difference(missing):
+            held.move_to_end(expert)
+        for expert in missing:
+            self._bring_one(layer, expert)
+
+    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+        """Do nothing: slots change when experts are read."""
+
+    def _bring_one(self, layer: int, expert: int) -> None:
+        held = self._held[layer]
+        slot = len(held)
+        if slot == len(self._blocks[layer]):
+            gone, slot = held.popitem(last=False)
+            self._places[layer, gone], self._hits[layer, gone] = 0, 0
+        block = self._blocks[layer, slot]
+        self.read_bytes += self._reader.read(self._numbers[layer], expert, block)
+        held[expert] = slot
+        self._places[layer, expert], self._hits[layer, expert] = block.ctypes.data, 1

@@ -1,0 +1,61 @@
+"""Where experts come from that are not on the device: from memory beside it, or from the disk."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.packed_base import EXPERTS
+from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.model_config import ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class CopiedExperts:
+    """Copies blocks from memory that stands for what lies outside the device's budget."""
+
+    def __init__(self, blocks: Mapping[tuple[int, int], Numbers]) -> None:
+        """Copy from these, by layer and number."""
+        self._blocks = blocks
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill a block with an expert; return its bytes."""
+        np.copyto(block, self._blocks[layer, expert])
+        return block.nbytes
+
+
+class UncachedExperts:
+    """Reads files, and has the system forget what was read.
+
+    So every expert comes from the disk, as on a machine that has no memory left to keep files in.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
+    ) -> None:
+        """Read from where the tensors of a base lie; nothing of those files is kept any more."""
+        self._stored, self._reader = stored, StoredExperts(stored, config, scheme)
+        for path in {tensor.path for tensor in stored.values()}:
+            _forget(path, 0, 0)
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill a block with an expert; return how many bytes of files that took."""
+        read = self._reader.read(layer, expert, block)
+        for part in _PARTS:
+            tensor = self._stored[f"model.layers.{layer}.{EXPERTS}{expert}.{part}.weight"]
+            _forget(tensor.path, tensor.offset, tensor.size)
+        return read
+
+
+def _forget(path: os.PathLike[str], offset: int, size: int) -> None:
+    """Let go of the cached pages of a part of a file that was written long ago; 0: to its end."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""How much memory this process has of its own, at every moment, and how much it may have."""
+
+import resource
+import threading
+from pathlib import Path
+from types import TracebackType
+
+_APART = 0.002
+_STATUS, _IO = Path("/proc/self/status"), Path("/proc/self/io")
+
+
+class Watch:
+    """Looks every other millisecond at the anonymous memory of this process, inside ``with``."""
+
+    def __init__(self) -> None:
+        """Know how much there is now; what comes on top of it is looked for."""
+        self._begin, self._most = status_bytes("RssAnon"), 0
+        self._ended = threading.Event()
+        self._looks: threading.Thread | None = None
+
+    def __enter__(self) -> "Watch":
+        """Look from now on; it may be left and entered again."""
+        self._ended.clear()
+        self._looks = threading.Thread(target=self._look, daemon=True)
+        self._looks.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Look no more."""
+        assert self._looks is not None
+        self._ended.set()
+        self._looks.join()
+
+    @property
+    def grown(self) -> int:
+        """The most bytes that were seen, less those at the beginning."""
+        return self._most - self._begin
+
+    def _look(self) -> None:
+        while True:
+            self._most = max(self._most, status_bytes("RssAnon"))
+            if self._ended.wait(_APART):
+                return
+
+
+def limit_memory(more: int) -> None:
+    """Let this process take so many bytes more of its own and not one beyond them."""
+    limit = status_bytes("VmData") + more
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def status_bytes(name: str) -> int:
+    """Return what the system counts for this process under a name, in bytes."""
+    lines = _STATUS.read_text(encoding="ascii").splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def io_bytes(name: str) -> int:
+    """Return what this process had read or written, under a name of the system."""
+    lines = _IO.read_text(encoding="ascii").splitlines()
+    [line] = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1])

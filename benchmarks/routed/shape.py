@@ -1,0 +1,138 @@
+"""A base in the shape of OLMoE-1B-7B, cut in layers, whose tokens say which experts they ask for.
+
+Weights are random but for a part of the residual stream, ``count`` numbers for each layer: the
+embedding writes there whom the token asks for, nothing else writes there, and the router of the
+layer reads that and nothing else. So routing is computed as in any base, by us and by others, and
+comes out as a trace says: token ``n`` of the vocabulary asks for what row ``n`` of the trace asks.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cache_oracles import Trace
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.random_base import drawn_floats
+from expertctl.package.model_config import ModelConfig, parse_config
+from expertctl.schema.strict_json import JsonObject
+
+Numbers = np.ndarray[Any, Any]
+_DRAWN = 1 << 20
+_CALL, _STEP = 4.0, 0.125
+"""What stands in the residual stream for the first expert of a token; the next have less."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedShape:
+    """Sizes of a base; by default those of OLMoE-1B-7B, but for its sixteen layers."""
+
+    layers: int
+    hidden: int = 2048
+    heads: int = 16
+    experts: int = 64
+    used: int = 8
+    intermediate: int = 1024
+    vocabulary: int = 50304
+
+    def document(self) -> JsonObject:
+        """Return what ``config.json`` says."""
+        return {
+            "architectures": ["OlmoeForCausalLM"],
+            "model_type": "olmoe",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.used,
+            "norm_topk_prob": False,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 4096,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "dtype": "bfloat16",
+        }
+
+    def config(self) -> ModelConfig:
+        """Return the configuration of the base."""
+        return parse_config(self.document())
+
+
+def write_base(directory: Path, shape: RoutedShape, trace: Trace, *, seed: int = 0) -> Path:
+    """Write a base in bfloat16 whose tokens ask for what a trace, [tokens, layers, used], says."""
+    assert trace.shape[1:] == (shape.layers, shape.used)
+    assert len(trace) <= shape.vocabulary
+    assert shape.layers * shape.experts <= shape.hidden
+    (directory / "config.json").write_text(json.dumps(shape.document()))
+    shapes = shape.config().tensor_shapes()
+    with (directory / "model.safetensors").open("wb") as stream:
+        stream.write(_header(shapes))
+        for part in _parts(shape, shapes, trace, np.random.default_rng(seed)):
+            stream.write(part)
+        os.fsync(stream.fileno())  # else the system could not forget its pages
+    return directory
+
+
+def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, sizes in shapes.items():
+        end = begin + 2 * int(np.prod(sizes))
+        entries[name] = {"dtype": "BF16", "shape": sizes, "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _parts(
+    shape: RoutedShape,
+    shapes: dict[str, tuple[int, ...]],
+    trace: Trace,
+    rng: np.random.Generator,
+) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors, in the order of the header."""
+    drawn = drawn_floats(Scheme.BFLOAT16, _DRAWN, rng).view(np.uint16)
+    for name, sizes in shapes.items():
+        begin = int(rng.integers(_DRAWN))
+        tensor = np.resize(np.roll(drawn, begin), sizes)
+        if name.endswith("embed_tokens.weight"):
+            tensor[:, : shape.layers * shape.experts] = 0
+            _call(tensor, trace, shape)
+        elif name.endswith("mlp.gate.weight"):
+            tensor[...] = _router(shape, int(name.split(".")[2]))
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[: shape.layers * shape.experts] = 0
+        elif len(sizes) == 1:
+            tensor[...] = _bfloat16(np.ones(sizes, np.float32))
+        yield memoryview(tensor).cast("B")
+
+
+def _call(embedding: Numbers, trace: Trace, shape: RoutedShape) -> None:
+    """Write into the row of each token whom it asks for."""
+    tokens = np.arange(len(trace))[:, None]
+    for layer in range(shape.layers):
+        for place in range(shape.used):
+            columns = layer * shape.experts + trace[:, layer, place, None]
+            loud = np.full(columns.shape, _CALL - _STEP * place, np.float32)
+            embedding[tokens, columns] = _bfloat16(loud)
+
+
+def _router(shape: RoutedShape, layer: int) -> Numbers:
+    rows = np.zeros((shape.experts, shape.hidden), np.float32)
+    rows[np.arange(shape.experts), layer * shape.experts + np.arange(shape.experts)] = 1
+    return _bfloat16(rows)
+
+
+def _bfloat16(numbers: Numbers) -> Numbers:
+    return (numbers.view(np.uint32) >> 16).astype(np.uint16)

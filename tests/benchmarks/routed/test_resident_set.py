@@ -1,0 +1,44 @@
+"""What a process has of its own, and what it may have."""
+
+import mmap
+import multiprocessing
+
+from benchmarks.routed.resident_set import Watch, io_bytes, limit_memory, status_bytes
+from expertctl.engine.memory import allocate
+
+_MB = 1 << 20
+
+
+def test_the_most_that_was_held_is_seen_even_if_it_is_gone() -> None:
+    watch = Watch()
+    with watch:
+        block = mmap.mmap(-1, 64 * _MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for begin in range(0, len(block), mmap.PAGESIZE):
+            block[begin] = 1
+    block.close()
+    with watch:
+        pass
+    assert 60 * _MB < watch.grown < 128 * _MB
+
+
+def test_figures_of_the_system_are_bytes() -> None:
+    assert status_bytes("VmData") > status_bytes("RssAnon") > _MB
+    assert io_bytes("rchar") > 0
+
+
+def test_a_process_gets_no_more_than_it_may_have() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_beyond) == ("given", "refused")
+
+
+def _beyond() -> tuple[str, str]:
+    limit_memory(96 * _MB)
+    return _asked(32 * _MB), _asked(128 * _MB)
+
+
+def _asked(size: int) -> str:
+    try:
+        allocate(size)
+    except OSError:
+        return "refused"
+    return "given"

@@ -1,0 +1,58 @@
+"""The rows about bases of routed experts, of a small one and its real processes."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import benchmark_names
+from benchmarks.moe import Subject, cuda, from_disk, from_memory, prompts
+from benchmarks.routed.shape import RoutedShape, write_base
+from benchmarks.routed.traces import drawn
+from expertctl.engine.kernels.scheme import Scheme
+
+SHAPE = RoutedShape(
+    layers=2, hidden=256, heads=2, experts=64, used=8, intermediate=256, vocabulary=1024
+)
+
+
+@pytest.fixture
+def subject(tmp_path: Path) -> Subject:
+    trace = drawn(SHAPE, 600)
+    return Subject(write_base(tmp_path, SHAPE, trace), tmp_path / "home", SHAPE, trace, "little")
+
+
+def test_it_is_among_the_benchmarks() -> None:
+    assert "moe" in benchmark_names()
+
+
+def test_a_machine_without_a_device_misses_no_target() -> None:
+    row = cuda()
+    assert (row.ours, row.ok, row.target) == (None, None, ">= 0.6")
+
+
+@pytest.mark.all
+def test_rows_from_memory_compare_with_all_resident(subject: Subject) -> None:
+    cached, copied = from_memory(subject, rounds=1)
+    assert (cached.rival, copied.rival) == ("all resident", "all resident")
+    assert "100%" not in str(copied.note)
+    assert "had no slot" in str(copied.note)
+    assert all(row.ours and row.theirs and row.unit == "tok/s" for row in (cached, copied))
+
+
+@pytest.mark.all
+def test_rows_from_the_disk_say_what_was_read_of_it(subject: Subject) -> None:
+    naive, whole, budget = from_disk(subject, rounds=1, limit=None)
+    assert (naive.rival, naive.target) == ("load on miss, LRU", ">= 3")
+    assert "from the disk" in str(naive.note)
+    assert whole.target is None
+    assert budget.unit == "MB"
+    assert budget.ours is not None
+    assert budget.ours > 0
+
+
+@pytest.mark.all
+def test_prompts_are_compared_with_transformers(subject: Subject) -> None:
+    [row] = prompts(subject, Scheme.FLOAT32, rounds=1)
+    assert row.target == ">= 2"
+    assert row.ours
+    assert "float32" in str(row.note)
