@@ -80,6 +80,8 @@ class ExpertCache:
         self._coming: dict[Expert, _Coming] = {}
         self._asked: list[Numbers] = []
         """What this pass asked for so far, [tokens, used] of each layer."""
+        self._hits: list[Numbers] = []
+        """And who had a slot then, [experts] of each layer."""
         self._totals = SkipTotals()
         self._loads = self._ahead = self._read_bytes = self._swaps = 0
         self._waited = 0.0
@@ -116,29 +118,36 @@ class ExpertCache:
             InvalidPackageError: when a file of the base cannot be read.
         """
         selected = room.selected[layer, :tokens]
-        del self._asked[layer:]
+        del self._asked[layer:], self._hits[layer:]
         self._asked.append(selected.copy())  # what is skipped is struck out of it
-        needed = selected
+        self._hits.append(self.slots[layer].hit_mask.copy())
+        self._land()  # first: nobody goes any more of whom it is decided now that he is there
+        asked = _experts(layer, selected)
+        needed = asked
         if self._policy.skips:
             there = self.hits(layer)[selected]
-            needed = selected[over_cap(room.weights[layer, :tokens], there, self._policy.cap)]
-        wanted = [(layer, int(expert)) for expert in np.unique(needed)]
-        self._have(wanted)
-        self._memory.use(wanted)
+            over = over_cap(room.weights[layer, :tokens], there, self._policy.cap)
+            needed = _experts(layer, selected[over])
+        spared = frozenset(asked)
+        self._have(needed, spared)
+        self._memory.use(asked)
         if self._policy.reads_ahead and layer + 1 < len(self._numbers):
-            likely = np.unique(room.likely[layer + 1, :tokens])
-            self._read_ahead([(layer + 1, int(expert)) for expert in likely], spared=set(wanted))
+            self._read_ahead(_experts(layer + 1, room.likely[layer + 1, :tokens]), spared)
 
     def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
         asked, self._asked = self._asked, []
+        hits, self._hits = self._hits, []
         self._land()
         if len(asked) < len(self._numbers):
             return  # of a pass that failed
-        self._count(np.stack(asked), room, tokens)
+        self._count(np.stack(asked), np.stack(hits), room, tokens)
         self._requests.append(asked)
+        begins = cache_phase(phase, tokens) is Phase.PROMPT
+        if begins:
+            self._pace = UpdatePolicy()
         self._pace.generated(tokens)
-        if cache_phase(phase, tokens) is Phase.PROMPT or self._pace.is_due():
+        if begins or self._pace.is_due():
             self._update()
 
     def activity(self) -> Activity:
@@ -167,10 +176,9 @@ class ExpertCache:
         )
         return RoutedReport(residence, self.activity())
 
-    def _count(self, asked: Numbers, room: RoutedRoom, tokens: int) -> None:
+    def _count(self, asked: Numbers, hits: Numbers, room: RoutedRoom, tokens: int) -> None:
         """Count a pass whose tokens asked for [layers, tokens, used]."""
         requests = requested_by_layer(asked, self._memory.experts)
-        hits = np.stack([slots.hit_mask for slots in self.slots])
         self.counters.count_pass(requests, hits.astype(np.int64) - 1)
         left, skipped = room.weights[:, :tokens].sum(-1), room.skipped[:, :tokens]
         mass = np.where(left > 0, left, skipped)  # who stays has taken over the weights of all
@@ -191,7 +199,8 @@ class ExpertCache:
             InvalidPackageError: when a file of the base cannot be read.
         """
         for layer, slots in enumerate(self.slots):
-            self._have([(layer, expert) for expert in slots.first_residents(ranked[layer])])
+            wanted = [(layer, expert) for expert in slots.first_residents(ranked[layer])]
+            self._have(wanted, frozenset(wanted))
 
     def close(self) -> None:
         """End what is being read."""
@@ -204,13 +213,15 @@ class ExpertCache:
             slots.check_integrity()
             assert all((layer, expert) in self._memory for expert in slots.residents)
 
-    def _have(self, wanted: Sequence[Expert]) -> None:
-        """Wait until experts are there, reading those that nobody reads yet."""
-        self._land()
+    def _have(self, wanted: Sequence[Expert], spared: frozenset[Expert]) -> None:
+        """Wait until experts are there, reading those that nobody reads yet.
+
+        Those that are spared stay.
+        """
         missing = [expert for expert in wanted if expert not in self._memory]
         if not missing:
             return
-        begun, spared = time.perf_counter(), frozenset(wanted)
+        begun = time.perf_counter()
         self._give_up_others(spared)
         for expert in missing:
             if expert not in self._coming and expert not in self._memory:
@@ -219,7 +230,7 @@ class ExpertCache:
             self._await_one(spared)
         self._waited += time.perf_counter() - begun
 
-    def _read_ahead(self, wanted: Sequence[Expert], *, spared: set[Expert]) -> None:
+    def _read_ahead(self, wanted: Sequence[Expert], spared: frozenset[Expert]) -> None:
         """Begin to read what will be asked for, as far as there are blocks for it."""
         spared = spared.union(wanted)
         for expert in wanted:
@@ -285,10 +296,11 @@ class ExpertCache:
             self._memory.keep(expert)
 
     def _exchange(self, swap: Swap) -> None:
-        """Give a slot to another expert; one that is not there any more is fetched for later."""
+        """Give a slot to another expert, if it is there; one that was left out is fetched."""
         expert = (swap.layer, swap.add)
         if expert not in self._memory:
-            self._read_ahead([expert], spared=set())
+            if self.skips:
+                self._read_ahead([expert], frozenset())
             return
         gone = self.slots[swap.layer].exchange(slot=swap.slot, expert=swap.add)
         self._memory.keep(expert)
@@ -296,3 +308,8 @@ class ExpertCache:
             self._memory.let_go((swap.layer, gone))
         self._swaps += 1
         self.counters.count_swaps(self._numbers[swap.layer], 1)
+
+
+def _experts(layer: int, selected: Numbers) -> list[Expert]:
+    """Return who is selected in a layer, each once."""
+    return [(layer, int(expert)) for expert in np.unique(selected)]

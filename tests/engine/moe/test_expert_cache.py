@@ -1,0 +1,164 @@
+"""Whoever is asked for is there, and is who he should be; what is left out is within the cap."""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.skipping import skipped_share
+from expertctl.errors import InvalidPackageError
+from expertctl.package.model_config import ModelConfig, parse_config
+
+LAYERS, EXPERTS, USED, TOKENS = 3, 8, 2, 4
+NUMBERS = (1, 2, 4)
+"""Of routed layers in the base."""
+
+
+class Marked:
+    """Reads experts that are nothing but their own names."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.read_names: list[tuple[int, int]] = []
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        if self.fails:
+            raise InvalidPackageError("model.safetensors", ["it is cut short"])
+        self.read_names.append((layer, expert))
+        block[...] = 16 * layer + expert
+        return block.nbytes
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return parse_config(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": USED,
+            "mlp_only_layers": [0, 3],
+        }
+    )
+
+
+def new_cache(reader: Marked, *, slots: int, policy: MissPolicy) -> ExpertCache:
+    memory = ExpertMemory(
+        ExpertShape(Scheme.FLOAT32, 16, 16),
+        layers=LAYERS,
+        experts=EXPERTS,
+        blocks=LAYERS * slots + EXPERTS - slots,
+    )
+    return ExpertCache(
+        memory,
+        reader,
+        numbers=NUMBERS,
+        slots=[LayerSlots(experts=EXPERTS, capacity=slots) for _ in range(LAYERS)],
+        policy=policy,
+    )
+
+
+def draw_pass(room: RoutedRoom, drawn: np.random.Generator, tokens: int) -> None:
+    """What tokens choose, the earlier experts more often, and what is foreseen, often wrongly."""
+    likely = 1.0 / np.arange(1, EXPERTS + 1)
+    for layer in range(LAYERS):
+        for token in range(tokens):
+            for chosen in (room.selected, room.likely):
+                chosen[layer, token] = drawn.choice(
+                    EXPERTS, USED, replace=False, p=likely / likely.sum()
+                )
+        room.weights[layer, :tokens] = drawn.random((tokens, USED))
+
+
+def marks(cache: ExpertCache, layer: int) -> Iterator[tuple[int, int]]:
+    """The experts that are there, and whose bytes lie where they should be."""
+    for expert, address in enumerate(cache.places(layer)):
+        if address:
+            yield expert, ctypes.c_uint8.from_address(int(address)).value
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    slots=st.sampled_from([0, 1, 3, 8]),
+    cap=st.sampled_from([None, 0.0, 0.4, 1.0]),
+    seed=st.integers(0, 1000),
+    passes=st.lists(st.integers(1, TOKENS), min_size=1, max_size=12),
+)
+def test_who_is_asked_for_is_there_and_no_other_in_his_place(
+    config: ModelConfig, slots: int, cap: float | None, seed: int, passes: list[int]
+) -> None:
+    drawn, room = np.random.default_rng(seed), RoutedRoom(config, Scheme.FLOAT32, tokens=TOKENS)
+    policy = EXACT if cap is None else MissPolicy(skips=True, cap=cap)
+    with closing(new_cache(Marked(), slots=slots, policy=policy)) as cache:
+        for tokens in passes:
+            draw_pass(room, drawn, tokens)
+            for layer in range(LAYERS):
+                cache.bring(layer, room, tokens)
+                selected = room.selected[layer, :tokens]
+                there = cache.hits(layer)[selected]
+                left_out = skipped_share(room.weights[layer, :tokens], there)
+                assert (left_out <= (0.0 if cap is None else cap)).all()
+                for expert, mark in marks(cache, layer):
+                    assert mark == 16 * NUMBERS[layer] + expert
+                assert np.array_equal(cache.places(layer) != 0, cache.hits(layer) == 1)
+            cache.passed(room, tokens, phase=Phase.DECODE if tokens == 1 else Phase.PROMPT)
+            cache.check_integrity()
+        requests = cache.activity().requests
+        assert 0 < requests <= sum(min(EXPERTS, tokens * USED) * LAYERS for tokens in passes)
+
+
+def test_an_expert_is_read_once_as_long_as_it_is_there(config: ModelConfig) -> None:
+    reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=2, policy=MissPolicy(reads_ahead=False))) as cache:
+        for _ in range(5):
+            for layer in range(LAYERS):
+                room.selected[layer, 0] = (3, 5)
+                cache.bring(layer, room, 1)
+            cache.passed(room, 1, phase=Phase.DECODE)
+        told = cache.activity()
+    assert sorted(reader.read_names) == [(layer, name) for layer in NUMBERS for name in (3, 5)]
+    assert (told.requests, told.misses, told.loads, told.read_ahead) == (30, 6, 6, 0)
+
+
+def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> None:
+    reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    policy = MissPolicy(skips=True, reads_ahead=False)
+    with closing(new_cache(reader, slots=2, policy=policy)) as cache:
+        for _ in range(40):
+            for layer in range(LAYERS):
+                room.selected[layer, 0] = (3, 5)
+                cache.bring(layer, room, 1)
+            cache.passed(room, 1, phase=Phase.DECODE)
+            while cache._coming:
+                cache._land()
+        assert all(set(slots.residents) == {3, 5} for slots in cache.slots)
+
+
+def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: ModelConfig) -> None:
+    reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
+        room.selected[0, 0], reader.fails = (1, 2), True
+        with pytest.raises(InvalidPackageError, match="cut short"):
+            cache.bring(0, room, 1)
+        reader.fails = False
+        cache.bring(0, room, 1)
+        assert dict(marks(cache, 0)) == {1: 17, 2: 18}
+        cache.check_integrity()
