@@ -1,6 +1,7 @@
 """JSON Schemas (draft 2020-12), shipped in the wheel; checking reports all problems at once."""
 
 import json
+from collections.abc import Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,13 @@ _PACKAGE = Path(__file__).parent.parent
 MAX_PROBLEMS = 50
 LONGEST = 300
 """How many characters of a place, and of what is wrong there, are told."""
+LARGE = 20_000
+"""Values in a document; of one that has more, the first problem is told.
+
+All are gathered before the first is given, each in kilobytes: those of a hostile document of
+some megabytes would take all memory.
+"""
+_MORE = "… and more"
 
 
 def schema_path(name: str) -> Path:
@@ -22,13 +30,45 @@ def schema_path(name: str) -> Path:
 
 def problems_of(document: JsonValue, schema: str) -> list[str]:
     """Return what is wrong with a document, at most ``MAX_PROBLEMS`` lines; empty when valid."""
+    validator = _validator(schema)
+    if validator.is_valid(document):
+        return []
+    if _is_large(document):
+        return [*_first_problem(validator, document), _MORE]
     problems: list[str] = []
-    for error in _validator(schema).iter_errors(document):
+    for error in validator.iter_errors(document):
         if len(problems) == MAX_PROBLEMS:
-            return [*problems, "… and more"]
-        where = "/".join(str(part) for part in error.instance_path) or "document"
-        problems.append(f"{where[:LONGEST]}: {_shortened(error.message)}")
+            return [*problems, _MORE]
+        problems.append(_told(error))
     return problems
+
+
+def _first_problem(
+    validator: jsonschema_rs.Draft202012Validator, document: JsonValue
+) -> Iterator[str]:
+    try:
+        validator.validate(document)
+    except jsonschema_rs.ValidationError as error:
+        yield _told(error)
+
+
+def _is_large(document: JsonValue) -> bool:
+    left, seen = [document], 0
+    while left:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value
+        if isinstance(inside, str) or not isinstance(inside, Collection):
+            continue
+        seen += len(inside)
+        if seen > LARGE:
+            return True
+        left.extend(inside)
+    return False
+
+
+def _told(error: jsonschema_rs.ValidationError) -> str:
+    where = "/".join(str(part) for part in error.instance_path) or "document"
+    return f"{where[:LONGEST]}: {_shortened(error.message)}"
 
 
 def _shortened(message: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from expertctl.schema.strict_json import JsonObject, JsonValue
-from expertctl.schema.validation import LONGEST, MAX_PROBLEMS, problems_of
+from expertctl.schema.validation import LARGE, LONGEST, MAX_PROBLEMS, problems_of
 
 
 def sample(**changed: JsonValue) -> JsonObject:
@@ -34,4 +34,12 @@ def test_at_most_so_many_problems_are_told() -> None:
     manifest: JsonObject = {"routing": {"examples": [False] * 150}}
     told = problems_of(manifest, "manifest")
     assert len(told) == MAX_PROBLEMS + 1
+    assert told[-1] == "… and more"
+
+
+def test_of_a_document_with_too_many_problems_to_gather_one_is_told() -> None:
+    manifest: JsonObject = {"routing": {"examples": [False] * (LARGE + 1)}}
+    told = problems_of(manifest, "manifest")
+    assert len(told) == 2
+    assert told[0].startswith(("routing/examples", "document: "))
     assert told[-1] == "… and more"
