@@ -115,7 +115,7 @@ def _parts(
             tensor[: shape.layers * shape.experts] = 0
         elif len(sizes) == 1:
             tensor[...] = _bfloat16(np.ones(sizes, np.float32))
-        yield memoryview(tensor).cast("B")
+        yield tensor.data.cast("B")
 
 
 def _call(embedding: Numbers, trace: Trace, shape: RoutedShape) -> None:

@@ -67,7 +67,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     assert 0 < residence.slots < 32
     assert residence.blocks == 4 * residence.slots + 32 - residence.slots
     assert activity.loads > 0
-    assert 0 < activity.misses < activity.requests
+    assert 0 < activity.misses <= activity.requests
     assert activity.skipped == 0
     assert engine.budget.peak <= budget
     engine.check_integrity()
@@ -75,6 +75,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     assert again.generated.tokens == whole.generated.tokens
     assert again.moe is not None
     assert again.moe.activity.loads < activity.loads, "what was read is still there"
+    assert again.moe.activity.misses < again.moe.activity.requests
     engine.close()
     assert engine.budget.used == 0
 
