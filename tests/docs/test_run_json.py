@@ -8,7 +8,17 @@ from typing import Any
 from expertctl.schema.validation import schema_path
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-json.md"
-DEEP = {"timings_ms", "numerics", "tokens", "memory", "cache", "bytes_read", "trace", "plan"}
+DEEP = {
+    "timings_ms",
+    "numerics",
+    "tokens",
+    "memory",
+    "cache",
+    "moe",
+    "bytes_read",
+    "trace",
+    "plan",
+}
 
 
 def keys_of(schema: dict[str, Any]) -> set[str]:
