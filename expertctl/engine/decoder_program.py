@@ -4,7 +4,7 @@ Both are the same operations in one room; they differ in who attends together. W
 have is not part of a program but of each run, so plans may take turns and meet in one batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_delta import (
     ATTENTION_INPUTS,
     MLP_INPUTS,
+    SHARED_GATE,
     SHARED_INPUTS,
     SHARED_OUTPUT,
     PackedDeltas,
@@ -55,7 +56,8 @@ from expertctl.package.model_config import ModelConfig
 Numbers = np.ndarray[Any, Any]
 
 
-_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES, _ROUTED_BYTES = 10 << 10, 6 << 10, 10 << 10, 12 << 10
+_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
+_ROUTED_BYTES, _ROUTED_SCHEME_BYTES = 12 << 10, 3 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,10 @@ class Variant:
     adapters: frozenset[Scheme]
     scales: bool
     fused: bool = True
+    routed: frozenset[Scheme] = frozenset()
+    """Those of plans that change routed experts."""
+    scales_routed: bool = False
+    """Whether one of them has factors of what those read."""
 
 
 def variant(
@@ -80,17 +86,22 @@ def variant(
     """Return what a batch with these plans needs."""
     adapters = frozenset(plan.scheme for plan in plans if plan.width)
     scales = any(plan.has_scales for plan in plans)
-    return Variant(together, numbers, adapters, scales, fused or not adapters)
+    routed = frozenset(plan.scheme for plan in plans if plan.routed is not None)
+    scales_routed = any(plan.scales_routed for plan in plans)
+    fused = fused or not adapters
+    return Variant(together, numbers, adapters, scales, fused, routed, scales_routed)
 
 
-def program_bytes(config: ModelConfig, *, schemes: int, scales: bool) -> int:
+def program_bytes(config: ModelConfig, *, schemes: int, scales: bool, routed: int = 0) -> int:
     """Return what a program takes at most: tables, arguments, counts and names of its operations.
 
-    ``schemes`` is in how many schemes plans are that it allows for.
+    ``schemes`` is in how many schemes plans are that it allows for, ``routed`` in how many those
+    are that change routed experts.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
-    routed = 0 if config.experts is None else len(config.experts.layers)
-    return (config.layers + 1) * each + routed * _ROUTED_BYTES
+    layers = 0 if config.experts is None else len(config.experts.layers)
+    experts = _ROUTED_BYTES + _ROUTED_SCHEME_BYTES * routed
+    return (config.layers + 1) * each + layers * experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +129,7 @@ class DecoderProgram:
     score: Program
     _counts: BatchCounts
     _tables: dict[Scheme | None, BatchTable]
+    _routed_tables: dict[Scheme | None, BatchTable]
     _routed: RoutedOperations | None
 
     def set(self, tokens: int, stretches: Sequence[Stretch]) -> None:
@@ -129,6 +141,10 @@ class DecoderProgram:
             mine = [s for s in stretches if scheme in (None, s.plan.scheme)]
             width = max((s.plan.width for s in mine), default=0) if scheme else 0
             table.set([(s.plan.address, s.first, s.rows) for s in mine], width=width)
+        for scheme, table in self._routed_tables.items():
+            routed = [s for s in stretches if s.plan.routed is not None]
+            mine = [s for s in routed if scheme in (None, s.plan.scheme)]
+            table.set([(s.plan.routed_address, s.first, s.rows) for s in mine], width=0)
 
 
 def decoder_program(
@@ -139,6 +155,11 @@ def decoder_program(
 ) -> DecoderProgram:
     """Return the program of a variant; ``experts`` says where those of routed layers are."""
     return _Decoder(base, room, variant, experts).program()
+
+
+def _with_scales(schemes: Iterable[Scheme], scales: bool) -> list[Scheme | None]:
+    """Return what there is a table for: each scheme, and None for factors in any."""
+    return [*schemes, *([None] if scales else [])]
 
 
 class _Decoder:
@@ -172,7 +193,15 @@ class _Decoder:
         )
         self._routed: RoutedOperations | None = None
         if room.routed is not None and experts is not None:
-            self._routed = RoutedOperations(self._builder, room, self._counts.tokens, base, experts)
+            self._routed = RoutedOperations(
+                self._builder,
+                room,
+                self._counts.tokens,
+                base,
+                experts,
+                adapters=sorted(variant.routed, key=lambda scheme: scheme.value),
+                scales=variant.scales_routed,
+            )
         self._eps = np.array([config.norm_eps], np.float32)
         self._scale = np.array([config.head_dim**-0.5], np.float32)
 
@@ -190,10 +219,13 @@ class _Decoder:
         self._norm(base.norm)
         head = self._layers("lm_head", base.head, (base.config.vocab_size,), None)
         self._linear.add(head, room.normed, room.logits)
-        used = [*self._variant.adapters, *([None] if self._variant.scales else [])]
+        wanted = self._variant
+        used = _with_scales(wanted.adapters, wanted.scales)
         tables = {scheme: room.batch(scheme) for scheme in used}
+        used = _with_scales(wanted.routed, wanted.scales_routed)
+        routed = {scheme: room.routed_batch(scheme) for scheme in used}
         stages, score = tuple(self._stages), self._built()
-        return DecoderProgram(embed, stages, score, self._counts, tables, self._routed)
+        return DecoderProgram(embed, stages, score, self._counts, tables, routed, self._routed)
 
     def _angles(self) -> None:
         rope, room = self._base.config.rope, self._room
@@ -246,7 +278,10 @@ class _Decoder:
             is_gated = routing.shared_gate is not None
             out = self._routed.room.beside if is_gated else self._room.hidden
             self._mlp(routing.shared, *names, out, adds=not is_gated)
-            self._routed.share(routing)
+        if routing.shared_gate is not None:
+            gate = self._layers(f"{at}.{SHARED_GATE}", routing.shared_gate, (1,), None)
+            self._linear.add(gate, self._room.normed, self._routed.room.shares)
+            self._routed.share()
         place = self._routed.choose(number, routing)
         if not self._routed.is_whole:
             self._foresee(number, place)

@@ -40,6 +40,7 @@ class DecoderRoom:
         self.routed = RoutedRoom(config, scheme, tokens=tokens) if routed else None
         self._prepared: dict[tuple[Scheme, int], PreparedRows] = {}
         self._batches: dict[Scheme | None, BatchTable] = {}
+        self._routed_batches: dict[Scheme | None, BatchTable] = {}
         for columns in _columns(config):
             self.prepared(scheme, columns)
 
@@ -49,7 +50,8 @@ class DecoderRoom:
         tokens, rows = self.size
         prepared = [key for key in self._prepared if key[0] is not self._scheme]
         of_plans = sum(_prepared_bytes(each, columns) * tokens for each, columns in prepared)
-        tables = sum(batch.nbytes for batch in self._batches.values())
+        batches = (*self._batches.values(), *self._routed_batches.values())
+        tables = sum(batch.nbytes for batch in batches)
         return room_bytes(self._config, self._scheme, tokens=tokens, rows=rows) + of_plans + tables
 
     def prepared(self, scheme: Scheme, columns: int) -> PreparedRows | None:
@@ -66,6 +68,12 @@ class DecoderRoom:
         if scheme not in self._batches:
             self._batches[scheme] = BatchTable(scheme or Scheme.FLOAT32, rows=self.size[0])
         return self._batches[scheme]
+
+    def routed_batch(self, scheme: Scheme | None) -> BatchTable:
+        """Return the same of plans that change routed experts; nothing lies between A and B."""
+        if scheme not in self._routed_batches:
+            self._routed_batches[scheme] = BatchTable(Scheme.FLOAT32, rows=self.size[0])
+        return self._routed_batches[scheme]
 
 
 def room_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int, rows: int) -> int:
@@ -86,9 +94,13 @@ def plan_bytes(
     return prepared + table_bytes(adapters, rows=tokens, width=width)
 
 
-def factor_bytes(*, tokens: int) -> int:
-    """Return the bytes that factors of plans add to a room."""
-    return table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
+def factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> int:
+    """Return the bytes that factors of plans add to a room, and what changes routed experts.
+
+    Plans that do are in so many schemes.
+    """
+    routed = 0 if config.experts is None else schemes + 1
+    return (1 + routed) * table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
 
 
 def filled(rows: int) -> int:

@@ -211,7 +211,9 @@ class PackedDecoder:
         if self._room is None:
             return 0
         programs = (
-            program_bytes(self.config, schemes=len(v.adapters), scales=v.scales)
+            program_bytes(
+                self.config, schemes=len(v.adapters), scales=v.scales, routed=len(v.routed)
+            )
             for v in self._programs
         )
         return self._room.nbytes + sum(programs)
@@ -363,9 +365,11 @@ def buffer_bytes(
     each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in ADAPTERS}
     if adapters is None:
         adapters = [max(each, key=lambda s: each[s])] if width else []
-    plans = factor_bytes(tokens=room[0]) + sum(each[s] for s in set(adapters))
-    programs = PROGRAMS * program_bytes(config, schemes=len(set(adapters)), scales=True)
-    return own + plans + programs
+    factors = factor_bytes(config, tokens=room[0], schemes=len(ADAPTERS))
+    plans = factors + sum(each[s] for s in set(adapters))
+    routed = len(ADAPTERS) if rows > 1 else 1
+    program = program_bytes(config, schemes=len(set(adapters)), scales=True, routed=routed)
+    return own + plans + PROGRAMS * program
 
 
 def _room_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:

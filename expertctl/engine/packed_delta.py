@@ -5,7 +5,7 @@ a plan's matrices have one scheme and are reached through one table of addresses
 copies nothing and a batch may hold rows of several plans.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,8 +52,9 @@ class Work:
 class PackedDeltas:
     """What a plan changes, packed; made by `packed_plan`.
 
-    ``table`` int64 [modules, words] is what kernels read. ``width`` columns lie between the A and
-    the B of a site, at most.
+    ``table`` int64 [modules, words] is what kernels read: records of the modules of sites, behind
+    them those of routed experts, where it changes any. ``width`` columns lie between the A and the
+    B of a site, at most.
     """
 
     scheme: Scheme
@@ -62,6 +63,10 @@ class PackedDeltas:
     work: Work
     width: int
     nbytes: int
+    routed: int | None
+    """The place of the first record of a routed expert."""
+    scales_routed: bool
+    """Whether it has factors of the input of one."""
     _kept: tuple[object, ...]
     """What the addresses in the table point into."""
 
@@ -75,8 +80,13 @@ class PackedDeltas:
         return self.table.ctypes.data
 
     @property
+    def routed_address(self) -> int:
+        """Where kernels find the records of routed experts, 0 where it changes none."""
+        return 0 if self.routed is None else self.table[self.routed :].ctypes.data
+
+    @property
     def has_scales(self) -> bool:
-        """Whether it has factors of inputs, outputs or biases anywhere."""
+        """Whether it has factors of inputs, outputs or biases at any site."""
         return bool(self.work.scales.any())
 
 
@@ -94,10 +104,32 @@ def sites(names: Collection[str]) -> tuple[Site, ...]:
     return tuple(placed)
 
 
+def routed_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the linear layers of routed experts in the order of their records.
+
+    Layer by layer, expert by expert: gate, up, down.
+    """
+    found = (name.split(".") for name in names if is_routed(name))
+    order = sorted((int(p[_LAYER]), int(p[_EXPERT]), _PARTS.index(p[-1])) for p in found)
+    return tuple(
+        f"model.layers.{layer}.{_EXPERTS}.{expert}.{_PARTS[part]}" for layer, expert, part in order
+    )
+
+
+def is_routed(name: str) -> bool:
+    """Tell whether a linear layer is one of a routed expert."""
+    return f".{_EXPERTS}." in name
+
+
 ATTENTION_INPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP_INPUTS = ("mlp.gate_proj", "mlp.up_proj")
 SHARED_INPUTS = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
 SHARED_OUTPUT = "mlp.shared_expert.down_proj"
+SHARED_GATE = "mlp.shared_expert_gate"
+_EXPERTS = "mlp.experts"
+_LAYER, _EXPERT = 2, 5
+"""Where the numbers stand in the name of a module of a routed expert."""
+_PARTS = ("gate_proj", "up_proj", "down_proj")
 _IN_LAYER = 2
 """How many dots the name of a module in a layer has at least."""
 _SITES = (
@@ -107,6 +139,7 @@ _SITES = (
     ("mlp.down_proj",),
     SHARED_INPUTS,
     (SHARED_OUTPUT,),
+    (SHARED_GATE,),
 )
 
 

@@ -32,7 +32,15 @@ from expertctl.engine.kernels.packed import PackedMatrix, empty_matrix, pack_int
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.linear import LinearDelta
 from expertctl.engine.memory import allocate
-from expertctl.engine.packed_delta import PackedDeltas, Packing, Site, Work, sites
+from expertctl.engine.packed_delta import (
+    PackedDeltas,
+    Packing,
+    Site,
+    Work,
+    is_routed,
+    routed_modules,
+    sites,
+)
 from expertctl.engine.products import scratch_bytes
 from expertctl.engine.threads import threads
 from expertctl.errors import IncompatibleError
@@ -41,6 +49,8 @@ Numbers = np.ndarray[Any, Any]
 _CPU, _FLOAT_BYTES = torch.device("cpu"), 4
 _PACKING_BYTES = 16
 """Bytes for each number of what is packed in one go: as it was, filled, rounded, by steps."""
+_PART_BYTES = 2 << 10
+"""Of the objects that say where a layer lies; routed experts have thousands."""
 _LARGEST_HALF = 65504.0
 _PUBLISHED = {
     frozenset({torch.bfloat16}): Scheme.BFLOAT16,
@@ -66,6 +76,12 @@ class PackedPlan:
         """The sites of the base."""
         return sites(self.shapes.keys())
 
+    @cached_property
+    def routed(self) -> tuple[str, ...]:
+        """The layers of all routed experts of the base, where the plan changes any."""
+        changes = any(is_routed(name) for name in self.layers)
+        return routed_modules(self.shapes.keys()) if changes else ()
+
     @property
     def width(self) -> int:
         """How many columns lie between the A and the B of a site, at most."""
@@ -79,19 +95,23 @@ class PackedPlan:
     @property
     def nbytes(self) -> int:
         """What `compile` will allocate and keep."""
-        return sum(self._sizes(name).total for name in self.layers) + _table_bytes(self.sites)
+        table = 8 * RECORD_WORDS * (_modules(self.sites) + len(self.routed))
+        return sum(self._sizes(name).total for name in self.layers) + table
 
     def scratch_bytes(self, workers: int) -> int:
         """Return what so many workers need besides, at most."""
         each = [self._group_scratch(group) for group in groups(self.layers)]
-        return sum(sorted(each, reverse=True)[:workers])
+        routed = sum(is_routed(name) for name in self.layers)
+        return sum(sorted(each, reverse=True)[:workers]) + routed * _PART_BYTES
 
     def compile(self, workers: int) -> PackedDeltas:
         """Fold and pack group after group, each into its place.
 
         Raises:
-            IncompatibleError: for numbers that float16 does not reach.
+            IncompatibleError: for numbers that float16 does not reach, or factors of what only
+                gate and up of a routed expert read.
         """
+        _check_routed(self.layers)
         memory = _Memory(sum(self._sizes(name).total for name in self.layers))
         parts = dict(self._parts(memory))
 
@@ -105,8 +125,9 @@ class PackedPlan:
 
     def _parts(self, memory: "_Memory") -> Iterator[tuple[str, ModulePart]]:
         """Give every layer its place; those of one site behind each other, A first."""
-        for site in self.sites:
-            there = [(name, self._sizes(name)) for name in site.modules if name in self.layers]
+        alone = [(name,) for name in self.routed]
+        for modules in (*(site.modules for site in self.sites), *alone):
+            there = [(name, self._sizes(name)) for name in modules if name in self.layers]
             all_a = [memory.matrix(self.scheme, *sizes.a) for _, sizes in there]
             column = 0
             for (name, sizes), a in zip(there, all_a, strict=True):
@@ -149,8 +170,9 @@ class PackedPlan:
             _fill(part, delta, what=name)
 
     def _deltas(self, parts: Mapping[str, ModulePart], memory: "_Memory") -> PackedDeltas:
-        names = [name for site in self.sites for name in site.modules]
+        names = [*(name for site in self.sites for name in site.modules), *self.routed]
         table = aligned((len(names), RECORD_WORDS), np.int64)
+        first = _modules(self.sites)
         for number, name in enumerate(names):
             if name in parts:
                 table[number] = parts[name].record()
@@ -158,9 +180,11 @@ class PackedPlan:
             scheme=self.scheme,
             modules=frozenset(self.layers),
             table=table,
-            work=_work(table, self.sites, self.scheme, self.shapes),
+            work=_work(table[:first], self.sites, self.scheme, self.shapes),
             width=self.width,
             nbytes=self.nbytes,
+            routed=first if self.routed else None,
+            scales_routed=bool(table[first:, VECTORS.start].any()),
             _kept=(memory,),
         )
 
@@ -211,6 +235,17 @@ class _Memory:
         self._taken += _filled(size, VECTOR_BYTES)
         taken: Numbers = self._data[begin : begin + size].view(dtype)
         return taken.reshape(shape)
+
+
+def _check_routed(layers: Mapping[str, Folded]) -> None:
+    """Refuse what would need a product of gate, and of up, with an input of its own."""
+    for name, folded in layers.items():
+        if folded.inputs and is_routed(name) and not name.endswith(".down_proj"):
+            raise IncompatibleError(
+                f"{name}: the plan has factors of its input, which a routed expert reads once for "
+                "its gate and its up",
+                hint="leave out the expert that scales it, or try --engine transformers",
+            )
 
 
 def _scheme(packing: Packing, layers: Iterable[Folded]) -> Scheme:
@@ -275,8 +310,8 @@ def _work(
     )
 
 
-def _table_bytes(sites: Sequence[Site]) -> int:
-    return 8 * RECORD_WORDS * sum(len(site.modules) for site in sites)
+def _modules(sites: Sequence[Site]) -> int:
+    return sum(len(site.modules) for site in sites)
 
 
 def _matrix_bytes(scheme: Scheme, rows: int, columns: int) -> int:

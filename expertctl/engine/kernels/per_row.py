@@ -34,14 +34,14 @@ def _scale(first: int, last: int, arguments: int) -> None:  # pragma: no cover -
         factors = 0
         if plan != 0:
             factors = words(plan + module * RECORD_BYTES + VECTORS_AT, 3)[0]
-        _put(row, factors, out, 0, width)
+        put_row(row, factors, out, 0, width)
 
 
 @register_jitable
-def _put(
+def put_row(
     row: Any, factors: Any, out: Any, adds: Any, width: Any
 ) -> None:  # pragma: no cover - compiled
-    """Write, or add, a row times its factors if there are any."""
+    """Write, or add, a row times its factors if there are any, in compiled code."""
     if factors != 0:
         scale = floats_at(factors, width)
         if adds != 0:
@@ -98,6 +98,6 @@ def _settle(first: int, last: int, arguments: int) -> None:  # pragma: no cover 
         scales, shares = 0, 0
         if plan != 0:
             _, scales, shares = words(plan + module * RECORD_BYTES + VECTORS_AT, 3)
-        _put(row, scales, out, adds, width)
+        put_row(row, scales, out, adds, width)
         if biases != 0:
-            _put(floats_at(biases, width), shares, out, 1, width)
+            put_row(floats_at(biases, width), shares, out, 1, width)

@@ -47,3 +47,39 @@ def strips_of(scheme: Scheme, *, plain: bool) -> Any:
             block += 1
 
     return strips
+
+
+@cache
+def spans_of(scheme: Scheme, *, plain: bool) -> Any:
+    """Return what computes the first blocks of a matrix, or of some columns of it.
+
+    ``high`` and ``high_scales`` are the bytes from a block to the next; ``vectors`` are those of
+    the columns. The others are those of `strips_of`.
+    """
+    code, simple = code_of(scheme), int(plain)
+
+    @register_jitable
+    def spans(
+        data: Any, high: Any, scales: Any, high_scales: Any, blocks: Any, vectors: Any,
+        rows: Any, rows_stride: Any, row_scales: Any, row_sums: Any, wide: Any,
+        out: Any, out_stride: Any, tokens: Any, adds: Any,
+    ) -> None:  # fmt: skip # pragma: no cover - compiled
+        block = 0
+        while block + TOGETHER <= blocks:
+            strip(
+                code, simple, TOGETHER,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += TOGETHER
+        while block < blocks:
+            strip(
+                code, simple, 1,
+                data + block * high, high, scales + block * high_scales, high_scales,
+                rows, rows_stride, row_scales, row_sums, wide,
+                out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
+            )  # fmt: skip
+            block += 1
+
+    return spans

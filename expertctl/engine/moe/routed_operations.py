@@ -4,6 +4,7 @@ Between the two lies a border, where experts may be brought. What they make is a
 in the order in which a token chose them, so where they lie changes no bit.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,14 @@ from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.routed import routed_arguments, routed_items, routed_kernel
+from expertctl.engine.kernels.routed_deltas import (
+    DOWN,
+    GATE,
+    routed_delta_arguments,
+    routed_delta_kernel,
+    routed_scale_arguments,
+    routed_scale_kernel,
+)
 from expertctl.engine.kernels.routing import (
     route_arguments,
     route_kernel,
@@ -46,6 +55,8 @@ from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_layer import PackedLayer, PackedRouting
 
 Numbers = np.ndarray[Any, Any]
+_EXPERTS = "experts"
+"""What operations are that a base alone would not have."""
 
 
 class RoutedOperations:
@@ -58,13 +69,21 @@ class RoutedOperations:
         tokens: Numbers,
         base: PackedBase,
         experts: RoutedExperts,
+        *,
+        adapters: Collection[Scheme] = (),
+        scales: bool = False,
     ) -> None:
-        """Compute with experts that are where ``experts`` says; ``tokens`` is int64 [1]."""
+        """Compute with experts that are where ``experts`` says; ``tokens`` is int64 [1].
+
+        Allow for plans in these schemes that change them, and with ``scales`` for factors of what
+        they read.
+        """
         assert room.routed is not None
         assert base.config.experts is not None
         self._builder, self._decoder, self._tokens = builder, room, tokens
         self.room, self._config, self._experts = room.routed, base.config.experts, experts
         self._hidden, self._scheme = base.config.hidden_size, base.scheme
+        self._adapters, self._scales = adapters, scales
         self._scale = np.array([self._config.scale], np.float32)
         self._eps = np.array([base.config.norm_eps], np.float32)
         self._positions, self._inputs, self._outputs = np.zeros((3, 1), np.int64)
@@ -83,12 +102,9 @@ class RoutedOperations:
         self._inputs[0] = routed_items(shape.gate_up_part, active=active)
         self._outputs[0] = routed_items(shape.down_part, active=active)
 
-    def share(self, routing: PackedRouting) -> None:
+    def share(self) -> None:
         """Add what all tokens share, as far as its gate opens."""
-        if routing.shared_gate is None:
-            return
         room, tokens = self.room, self._tokens
-        self._product(routing.shared_gate, self._decoder.normed, room.shares)
         arguments = share_arguments(
             shares=room.shares, rows=room.beside, out=self._decoder.hidden, width=self._hidden
         )
@@ -160,13 +176,55 @@ class RoutedOperations:
         """``down (silu(gate x) * up x)`` of each position."""
         room, wide = self.room, self._experts.shape.intermediate
         self._routed(place, room.rows, room.gates, self._inputs, down=False)
+        self._change(place, self._decoder.normed[:, : self._hidden], room.gates, down=False)
         gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
         arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(gate_kernel(), arguments, self._positions)
-        if self._scheme not in FLOATING:
-            arguments = prepare_arguments(rows=gate, columns=wide, prepared=room.middle)
-            self._builder.add(prepare_kernel(self._scheme), arguments, self._positions)
-        self._routed(place, room.middle, room.down, self._outputs, down=True)
+        middle = self._middle(self._scaled(place, gate, up) if self._scales else gate)
+        self._routed(place, middle, room.down, self._outputs, down=True)
+        self._change(place, gate, room.down, down=True)
+
+    def _middle(self, rows: Numbers) -> PreparedRows:
+        """Leave what is between as the experts' scheme wants it."""
+        if self._scheme in FLOATING:
+            return rows_as_they_are(rows)
+        prepared = self.room.middle
+        arguments = prepare_arguments(rows=rows, columns=rows.shape[1], prepared=prepared)
+        self._builder.add(prepare_kernel(self._scheme), arguments, self._positions)
+        return prepared
+
+    def _scaled(self, place: int, rows: Numbers, out: Numbers) -> Numbers:
+        """``u * x`` of each position, beside x, for A takes x as it is."""
+        arguments = routed_scale_arguments(
+            batch=self._decoder.routed_batch(None).words,
+            order=self.room.order,
+            used=self._config.used,
+            layer=place,
+            module=DOWN,
+            rows=rows,
+            out=out,
+        )
+        self._builder.add(routed_scale_kernel(), arguments, self._positions, part=_EXPERTS)
+        return out
+
+    def _change(self, place: int, rows: Numbers, out: Numbers, *, down: bool) -> None:
+        """What plans make of down, or of gate and up, which read the rows of tokens."""
+        for scheme in self._adapters:
+            arguments = routed_delta_arguments(
+                scheme=scheme,
+                batch=self._decoder.routed_batch(scheme).words,
+                order=self.room.order,
+                used=self._config.used,
+                layer=place,
+                first=DOWN if down else GATE,
+                modules=1 if down else DOWN - GATE,
+                width=self._hidden if down else self._experts.shape.intermediate,
+                rows=rows,
+                of_tokens=not down,
+                out=out,
+            )
+            kernel = routed_delta_kernel(scheme)
+            self._builder.add(kernel, arguments, self._positions, part=_EXPERTS)
 
     def _routed(
         self, place: int, rows: PreparedRows, out: Numbers, items: Numbers, *, down: bool
