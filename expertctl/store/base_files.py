@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.digest import Digest, Progress, hash_file, no_progress
+from expertctl.digest import CHUNK, Digest, Progress, hash_file, no_progress
+from expertctl.durable import make_folders, staged_file, sync_folder
 from expertctl.errors import BaseMismatchError, InvalidPackageError, NotFoundError
 from expertctl.package.base_model import TOKENIZER_FILE
 from expertctl.package.base_tensors import INDEX_FILE, weight_files
@@ -153,3 +154,19 @@ def _present(directory: Path, file: BaseFile) -> bool:
 def _stamp(path: Path) -> _Stamp:
     status = path.stat()
     return _Stamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+def copy_files(source: Path, target: Path, progress: Progress) -> None:
+    """Copy the files of a base into a folder, which is made.
+
+    Raises:
+        NotFoundError: when one that must be there is missing.
+    """
+    names = file_names(source)
+    make_folders(target, mode=0o700)
+    for name in names:
+        with (source / name).open("rb") as stream, staged_file(target / name) as write:
+            while chunk := stream.read(CHUNK):
+                write(memoryview(chunk))
+                progress(len(chunk))
+    sync_folder(target)

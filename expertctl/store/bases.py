@@ -14,14 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
-from expertctl.digest import CHUNK, Progress, no_progress
-from expertctl.durable import (
-    make_folders,
-    remove_tree,
-    staged_file,
-    sync_folder,
-    write_atomic,
-)
+from expertctl.digest import Progress, no_progress
+from expertctl.durable import make_folders, remove_tree, sync_folder, write_atomic
 from expertctl.errors import (
     ConflictError,
     NotFoundError,
@@ -30,6 +24,7 @@ from expertctl.errors import (
 from expertctl.package.base_model import read_base, read_headers
 from expertctl.store.base_files import (
     BaseFile,
+    copy_files,
     current_files,
     file_names,
     fingerprint,
@@ -38,6 +33,7 @@ from expertctl.store.base_files import (
 )
 from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
 from expertctl.store.copies_folder import (
+    HABITS,
     QUANTISED,
     STAGED,
     left_below,
@@ -48,7 +44,7 @@ from expertctl.store.copies_folder import (
     staged_below,
 )
 from expertctl.store.disk import disk_errors
-from expertctl.store.lock import claim, exclusive, is_held
+from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
@@ -146,7 +142,7 @@ class BaseStore:
             with self._changing():
                 own = stack.enter_context(claim(self.folder, prefix=STAGED))
             files = own / COPY
-            _copy_files(directory, files, progress)
+            copy_files(directory, files, progress)
             base = _read_whole(files, name=name, revision=revision, progress=progress)
             with self._changing():
                 return self._place(files, base)
@@ -217,6 +213,22 @@ class BaseStore:
         with self._changing():
             self._demand(base)
             put_in_place(staged, place)
+
+    def habits_of(self, base: StoredBase) -> Path:
+        """Where it is kept what a base's routed experts are asked for; see `HabitsFile`."""
+        return self._home(base.name) / HABITS
+
+    @contextmanager
+    def holding(self, base: StoredBase, *, seconds: float) -> Iterator[None]:
+        """Have nobody else change what is kept with a base; wait at most so long for that.
+
+        Raises:
+            ConflictError: when the base was removed or replaced meanwhile.
+            StoreError: when the store cannot be written, or others change it for too long.
+        """
+        with self._changing(seconds):
+            self._demand(base)
+            yield
 
     def discard(self, copies: Iterable[Path]) -> None:
         """Remove files, or folders, that lie among the copies of bases.
@@ -317,10 +329,10 @@ class BaseStore:
             )
 
     @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _changing(self, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         with disk_errors(self.folder):
             make_folders(self.folder, mode=0o700)
-            with exclusive(self.folder / "lock"):
+            with exclusive(self.folder / "lock", seconds=seconds):
                 for left in staged_below(self.folder):
                     if not is_held(left):
                         remove_tree(left)
@@ -382,17 +394,6 @@ def _read_whole(
         added_ns=time.time_ns(),
         foreign=facts.foreign,
     )
-
-
-def _copy_files(source: Path, target: Path, progress: Progress) -> None:
-    names = file_names(source)
-    make_folders(target, mode=0o700)
-    for name in names:
-        with (source / name).open("rb") as stream, staged_file(target / name) as write:
-            while chunk := stream.read(CHUNK):
-                write(memoryview(chunk))
-                progress(len(chunk))
-    sync_folder(target)
 
 
 def _last_part(label: str) -> str:

@@ -18,8 +18,10 @@ from expertctl.store.base_record import COPY
 
 QUANTISED = "quantised"
 """Its name, beside the record of the base."""
+HABITS = "habits.jsonl"
+"""What a base's routed experts were asked for, beside its record, too: see `HabitsFile`."""
 STAGED = ".new-"
-_COPY = re.compile(r"int[0-9]{1,2}-[0-9]{1,9}")
+_COPY = re.compile(r"(int[0-9]{1,2}|bfloat16|float32)-[0-9]{1,9}")
 _STAGED = re.compile(re.escape(STAGED) + r"[0-9a-f]{16}")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _STAYS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
@@ -108,7 +110,8 @@ def remove_home(home: Path) -> None:
     for path in removable_in(copies):
         remove_entry(path)
     with suppress(FileNotFoundError):
-        for path in [home / COPY] if home.is_symlink() else list(home.iterdir()):
+        ours = [home / COPY, home / HABITS]
+        for path in ours if home.is_symlink() else list(home.iterdir()):
             if path != copies or not path.is_dir() or path.is_symlink():
                 remove_entry(path)
     for folder in (copies, home):
@@ -129,7 +132,7 @@ def _remove_emptied(folder: Path) -> None:
 def _is_left(home: Path) -> bool:
     """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
     try:
-        ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED}
+        ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED, HABITS}
         return ours and not _stays(home / QUANTISED)
     except (FileNotFoundError, PermissionError):  # removed meanwhile, or of another user
         return False
