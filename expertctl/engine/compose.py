@@ -6,7 +6,7 @@ into its own block, in float32, once per plan: into tensors for torch, or packed
 prompts stand in plan order too.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from expertctl.engine.dora import DoraTensors
 from expertctl.engine.fit import check_fit
 from expertctl.engine.fold import Folded, fold
 from expertctl.engine.linear import LinearDelta
-from expertctl.engine.packed_delta import PackedDeltas, Packing, sites
+from expertctl.engine.packed_delta import PackedDeltas, Packing
 from expertctl.engine.threads import usable_cores
 from expertctl.errors import IncompatibleError
 
@@ -144,22 +144,9 @@ def compose(experts: Sequence[Weighted], form: Form) -> Composition:
 def _deltas(layers: Mapping[str, Folded], form: Form) -> "DeltaTensors | PackedPlan":
     if form.packing is None:
         return DeltaTensors(layers, form.dtype, form.device)
-    _check_sites(layers, form)
     from expertctl.engine.packed_plan import PackedPlan  # it imports numba, which takes 0.4 s
 
     return PackedPlan(layers, form.shapes, form.packing)
-
-
-def _check_sites(layers: Collection[str], form: Form) -> None:
-    """Refuse what kernels cannot change: routed experts, which have no place of their own."""
-    known = {name for site in sites(form.shapes.keys()) for name in site.modules}
-    strange = [name for name in layers if name not in known]
-    if strange:
-        raise IncompatibleError(
-            f"{strange[0]}: kernels, which run this base, do not change routed experts",
-            hint="use experts for its attention, dense and shared layers; torch, which runs bases "
-            "below 64 MiB, changes all",
-        )
 
 
 def _workers(size: int) -> int:

@@ -244,7 +244,7 @@ def _check_routed(layers: Mapping[str, Folded]) -> None:
             raise IncompatibleError(
                 f"{name}: the plan has factors of its input, which a routed expert reads once for "
                 "its gate and its up",
-                hint="leave out the expert that scales it, or try --engine transformers",
+                hint="leave out the expert that scales it; what they write may be scaled",
             )
 
 

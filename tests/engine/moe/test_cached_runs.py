@@ -9,8 +9,13 @@ from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
 from expertctl.errors import BudgetError
+from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_config
+from expertctl.reference import Reference
 from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import Forced
+from expertctl.schema.manifest import AdapterKind
+from tests.engine.market import Market
 from tests.engine.test_runtime import planner, request, run
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
@@ -18,6 +23,9 @@ from tests.store.shop import House, fast, house
 __all__ = ["fast", "house"]
 
 LARGE = 256 << 20
+SQL = Forced(Reference.parse("acme/sql"))
+PARTS = ("gate_proj", "up_proj", "down_proj")
+CHANGED = ("q_proj", *(f"experts.{number}.{part}" for number in range(0, 32, 3) for part in PARTS))
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +45,16 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def answer(house: House, budget: int, **route: object) -> tuple[RunResult, Engine]:
+def answer(
+    house: House, budget: int, *experts: Forced, **route: object
+) -> tuple[RunResult, Engine]:
     engine = Engine(planner(house), budget=budget, torch_below=0)
-    return run(engine, asked(**route)), engine
+    return run(engine, asked(*experts, **route)), engine
 
 
-def asked(**route: object) -> RunRequest:
+def asked(*experts: Forced, **route: object) -> RunRequest:
     wishes = SamplingWishes(temperature=0.0, max_tokens=24)
-    wanted = request(route={"base_alone": True, **route})
+    wanted = request(*experts, route={"base_alone": True, **route})
     return replace(wanted, route=replace(wanted.route, wishes=wishes))
 
 
@@ -78,6 +88,30 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     assert again.moe.activity.misses < again.moe.activity.requests
     engine.close()
     assert engine.budget.used == 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_an_expert_changes_routed_experts_that_come_and_go(
+    kind: AdapterKind, base: Path, house: House, tmp_path: Path
+) -> None:
+    """Torch, with all of it in memory, says what kernels with a part of it must answer."""
+    house.bases.add(base)
+    adapter = (kind, {"targets": CHANGED, "scale": 0.4, "seed": 7})
+    house.install(Market(tmp_path / "market", base, read_base(base)).package(adapters=[adapter]))
+    oracle = Engine(planner(house), budget=LARGE, torch_below=LARGE)
+    theirs, alone = run(oracle, asked(SQL, base_alone=False)), run(oracle, asked())
+    size = oracle.budget.held("base")
+    oracle.close()
+    assert theirs.generated.tokens != alone.generated.tokens
+    for budget in (LARGE, size * 8 // 10):
+        ours, engine = answer(house, budget, SQL, base_alone=False)
+        assert ours.generated.tokens == theirs.generated.tokens
+        assert engine.budget.peak <= budget
+        engine.check_integrity()
+        engine.close()
+    assert ours.moe is not None
+    assert ours.moe.residence.slots < 32
+    assert ours.moe.activity.misses > 0
 
 
 def test_a_result_tells_of_it_in_its_document(base: Path, house: House) -> None:

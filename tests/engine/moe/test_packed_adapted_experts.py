@@ -1,8 +1,9 @@
-"""Plans that change routed experts, on kernels: the torch decoder's scores, to the same bit."""
+"""Plans that change routed experts, on kernels: the scores of the torch decoder and of PEFT."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,10 +33,12 @@ from expertctl.engine.packed_delta import (
 )
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
-from tests.engine.conftest import MakeOracle, Oracle, build_oracle
+from tests.engine.conftest import TOLERANCE, MakeOracle, Oracle, build_oracle
+from tests.engine.moe.adapted_models import EVERY, merge
+from tests.engine.moe.test_adapted_experts import WRITERS, fitted, weighted
 from tests.engine.moe.test_packed_experts import SIZES, cached, fitting, whole
 from tests.engine.plans import form_of, packed_plan, random_expert, torch_plan
-from tests.engine.test_packed_decoder import scores
+from tests.engine.test_packed_decoder import assert_exact, scores
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
 CHAINS = {
@@ -99,7 +102,7 @@ def assert_changes_alike(model: Oracle, crew: Crew, experts: Sequence[Weighted])
     ours, theirs = scores(decoder, IDS, prefill=9, deltas=plan), by_torch(model, experts)
     alone = scores(decoder, IDS, prefill=9)
     assert float((theirs - alone).abs().max()) > 0.01, "the plan must change something"
-    assert float((ours - theirs).abs().max()) <= 2e-5
+    assert float((ours - theirs).abs().max()) <= 2 * TOLERANCE, "either may be 1e-5 off"
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -110,6 +113,22 @@ def test_a_plan_does_to_routed_experts_what_torch_does(
     model = oracle(arch, **fitting(arch, {}))
     experts = chain_of(read_config(model.directory), CHAINS[chain])
     assert_changes_alike(model, crew, experts)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("arch", SIZES)
+def test_an_adapter_on_every_layer_equals_transformers_with_it_in_its_weights(
+    kind: str, arch: str, oracle: MakeOracle, crew: Crew, tmp_path: Path
+) -> None:
+    model = oracle(arch, **fitting(arch, {}))
+    decoder, torch_decoder = whole(model, crew), model.decoder()
+    directory = WRITERS[kind](tmp_path / kind, model.directory, targets=EVERY)
+    adapter = fitted(torch_decoder, directory)
+    plan = packed_plan(decoder.config, [weighted(torch_decoder, adapter)])
+    plain = model.logits(IDS)
+    assert merge(model.model, directory) == len(adapter.modules)
+    assert float((model.logits(IDS) - plain).abs().max()) > 0.01
+    assert_exact(scores(decoder, IDS, prefill=9, deltas=plan), model, IDS)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -308,7 +327,7 @@ def test_what_a_decoder_holds_is_what_was_announced(
     with allocations() as found:
         decoder.prefill(prompt_of(9), room(), narrow)
         decoder.decode(1, room(), narrow)
-    assert found.python_bytes >= decoder.nbytes
+    assert decoder.nbytes / 2 <= found.python_bytes <= decoder.nbytes
     assert 0 < decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
     decoder.rest()
     plans = [plan for plan in plans_of(config, base) if plan is not None]

@@ -17,7 +17,6 @@ from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.packed import pack, unpack
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import StoredExperts
@@ -26,11 +25,9 @@ from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.packed_base import expert_shape, pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_load import load_packed_base
-from expertctl.errors import IncompatibleError
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from tests.engine.conftest import MakeOracle, Oracle, run_decoder
-from tests.engine.plans import packed_plan, random_expert, torch_plan
 from tests.engine.shapes import ROUTED
 from tests.engine.test_packed_decoder import assert_exact, scores
 
@@ -169,32 +166,6 @@ def test_an_expert_is_read_without_the_others(olmoe: Oracle) -> None:
         alone = np.zeros_like(block)
         assert reader.read(*key, alone) == 3 * 32 * 64 * 4, "as stored, in float32"
         assert np.array_equal(alone, block)
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
-@pytest.mark.parametrize("arch", ["qwen2_moe", "dots1"])
-def test_a_plan_changes_what_is_not_routed_as_in_the_torch_decoder(
-    arch: str, kind: str, oracle: MakeOracle, crew: Crew
-) -> None:
-    reference = oracle(arch, **fitting(arch, {}))
-    decoder = reference.decoder()
-    everywhere = random_expert(decoder.config, kind, seed=1)
-    modules = {
-        name: steps
-        for name, steps in everywhere.adapter.modules.items()
-        if ".experts." not in name and not name.endswith("_gate")
-    }
-    assert any("shared_expert" in name for name in modules)
-    expert = replace(everywhere, adapter=replace(everywhere.adapter, modules=modules))
-    cache = KVCache(decoder.config, 40)
-    deltas = torch_plan(decoder.config, [expert]).deltas
-    theirs = [decoder.prefill(IDS[:9], cache, deltas).logits]
-    theirs += [decoder.decode(token, cache, deltas).logits for token in IDS[9:]]
-    plan = packed_plan(decoder.config, [expert])
-    ours = scores(whole(reference, crew), IDS, prefill=9, deltas=plan)
-    assert float((ours - torch.stack(theirs)).abs().max()) <= 2e-5
-    with pytest.raises(IncompatibleError, match="routed experts"):
-        packed_plan(decoder.config, [everywhere])
 
 
 @pytest.mark.parametrize("arch", SIZES)
