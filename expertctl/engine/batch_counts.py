@@ -91,3 +91,16 @@ class BatchCounts:
         if plan.width:
             self.reduce[plan.scheme] += work.reduce_prompts if self._together else work.reduce_steps
             self.expand[plan.scheme] += work.expand
+
+
+def stretches_of(plans: Sequence[PackedDeltas | None]) -> list[Stretch]:
+    """Return where rows have a plan; those of one plan stand together."""
+    found: list[Stretch] = []
+    begin = 0
+    for place, plan in enumerate(plans):
+        if place + 1 < len(plans) and plans[place + 1] is plan:
+            continue
+        if plan is not None:
+            found.append(Stretch(plan, begin, place + 1 - begin))
+        begin = place + 1
+    return found

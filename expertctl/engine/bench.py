@@ -17,6 +17,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.bench_result import CACHED, Measured, Series
 from expertctl.engine.decoder import PREFILL_CHUNK
+from expertctl.engine.decoder_programs import buffer_bytes
 from expertctl.engine.kernels.cpu import sold_as
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.lanes import LANES
@@ -27,7 +28,7 @@ from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.engine.memory import allocate
 from expertctl.engine.packed_base import PackedBase
-from expertctl.engine.packed_decoder import PackedDecoder, buffer_bytes
+from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.packed_delta import PackedDeltas
 from expertctl.engine.random_base import base_bytes, base_matrices
 from expertctl.engine.roofline import Costs

@@ -15,6 +15,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.compose import CompiledPlan, Form
+from expertctl.engine.decoder_programs import ADAPTERS, buffer_bytes
 from expertctl.engine.generate import NativeReading, Reading
 from expertctl.engine.kernels.compiled import compiled_cache
 from expertctl.engine.kernels.crew import Crew
@@ -31,7 +32,7 @@ from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.report import RoutedReport, whole_report
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
-from expertctl.engine.packed_decoder import ADAPTERS, PackedDecoder, StepRow, buffer_bytes
+from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import load_packed_base, packing_scratch
 from expertctl.engine.sampling import sample_bytes

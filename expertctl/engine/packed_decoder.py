@@ -8,7 +8,7 @@ before the next begins.
 
 import threading
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -18,20 +18,14 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.batch_counts import Stretch
+from expertctl.engine.batch_counts import stretches_of
 from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
-from expertctl.engine.decoder_program import (
-    DecoderProgram,
-    Variant,
-    decoder_program,
-    program_bytes,
-    variant,
-)
-from expertctl.engine.decoder_room import DecoderRoom, factor_bytes, plan_bytes, room_bytes
+from expertctl.engine.decoder_program import DecoderProgram
+from expertctl.engine.decoder_programs import DecoderPrograms
+from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.program import Program
-from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.phase import Phase
@@ -39,16 +33,8 @@ from expertctl.engine.moe.routed_experts import RoutedExperts, WholeExperts
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, expert_shape
 from expertctl.engine.packed_delta import PackedDeltas
-from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
-PROGRAMS = 4
-"""How many programs are kept, those used last: prompts and steps with two kinds of plans.
-
-Or, while layers are timed, with one kind in operations of its own and fused.
-"""
-ADAPTERS = (Scheme.FLOAT32, Scheme.FLOAT16, Scheme.BFLOAT16, Scheme.INT8)
-"""What plans may be stored in."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +69,7 @@ class PackedDecoder:
         self._base, self._crew, self._chunk, self._pace = base, crew, chunk, pace
         self._experts = experts or _whole(base)
         self._lock = threading.Lock()
-        self._room: DecoderRoom | None = None
-        self._programs: dict[Variant, DecoderProgram] = {}
+        self._programs = DecoderPrograms(base, self._experts, chunk=chunk)
         self._times: LayerTimes | None = None
 
     def prefill(
@@ -191,32 +176,24 @@ class PackedDecoder:
         Whatever of it is not compiled yet is compiled here.
         """
         with self._lock:
-            room = self._prepared_room(tokens=min(tokens, self._chunk), rows=rows)
+            room = self._programs.room(tokens=min(tokens, self._chunk), rows=rows)
             for together in (True, False):
                 self._program(room, [cache], [deltas], together=together)
 
     def rest(self) -> None:
         """Let go of all but the weights."""
         with self._lock:
-            self._room, self._programs = None, {}
+            self._programs.let_go()
 
     @property
     def is_at_rest(self) -> bool:
         """Whether it holds nothing but its weights."""
-        return self._room is None
+        return self._programs.is_empty
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds beside its weights."""
-        if self._room is None:
-            return 0
-        programs = (
-            program_bytes(
-                self.config, schemes=len(v.adapters), scales=v.scales, routed=len(v.routed)
-            )
-            for v in self._programs
-        )
-        return self._room.nbytes + sum(programs)
+        return self._programs.nbytes
 
     def _checked(
         self,
@@ -246,12 +223,12 @@ class PackedDecoder:
     ) -> None:
         """Read one stretch of a prompt; score its last token where that is wanted."""
         count = part.end - part.start
-        room = self._prepared_room(tokens=count, rows=1)
+        room = self._programs.room(tokens=count, rows=1)
         program = self._program(room, [cache], [deltas], together=True)
         virtual = part.fill(room.tokens)
         room.positions[:count] = np.arange(cache.length, cache.length + count)
         room.tables[:count] = cache.table
-        program.set(count, _stretches([deltas] * count))
+        program.set(count, stretches_of([deltas] * count))
         with self._workers(("prompt", count)) as workers:
             self._run(program.embed, workers)
             room.hidden[: len(virtual), : virtual.shape[1]] = virtual
@@ -259,13 +236,13 @@ class PackedDecoder:
         cache.advance(count)
         if logits is not None:
             room.hidden[0] = room.hidden[count - 1]
-            program.set(1, _stretches([deltas]))
+            program.set(1, stretches_of([deltas]))
             self._run(program.score, workers)
             logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
 
     def _step(self, rows: Sequence[StepRow], tokens: Numbers, logits: Numbers) -> None:
         """Read tokens with rows of one plan beside each other."""
-        room = self._prepared_room(tokens=len(rows), rows=len(rows))
+        room = self._programs.room(tokens=len(rows), rows=len(rows))
         order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
         mine = [rows[number] for number in order]
         plans = [row.deltas for row in mine]
@@ -273,7 +250,7 @@ class PackedDecoder:
         for place, (number, row) in enumerate(zip(order, mine, strict=True)):
             room.tokens[place], room.positions[place] = tokens[number], row.cache.length
             room.tables[place] = row.cache.table
-        program.set(len(rows), _stretches(plans))
+        program.set(len(rows), stretches_of(plans))
         with self._workers(("step", len(rows))) as workers:
             self._run(program.embed, workers)
             self._run_layers(program, room, len(rows), workers, phase=Phase.DECODE)
@@ -312,16 +289,6 @@ class PackedDecoder:
     def _workers(self, kind: Hashable) -> AbstractContextManager[int | None]:
         return nullcontext() if self._pace is None else self._pace.step(kind)
 
-    def _prepared_room(self, *, tokens: int, rows: int) -> DecoderRoom:
-        """Return a room that is large enough; what was is let go of before."""
-        held = (0, 0) if self._room is None else self._room.size
-        wanted = _room_size(tokens=tokens, rows=rows, chunk=self._chunk)
-        size = (max(held[0], wanted[0]), max(held[1], wanted[1]))
-        if self._room is None or size != held:
-            self._room, self._programs = None, {}
-            self._room = DecoderRoom(self.config, self._base.scheme, tokens=size[0], rows=size[1])
-        return self._room
-
     def _program(
         self,
         room: DecoderRoom,
@@ -330,53 +297,8 @@ class PackedDecoder:
         *,
         together: bool,
     ) -> DecoderProgram:
-        numbers = caches[0].numbers
-        assert all(cache.numbers is numbers for cache in caches), "pages of one kind"
-        there = [plan for plan in plans if plan is not None]
         fused = self._times is None
-        wanted = variant(together=together, numbers=numbers, plans=there, fused=fused)
-        program = self._programs.pop(wanted, None)
-        if program is None:
-            while len(self._programs) >= PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            program = decoder_program(self._base, room, wanted, self._experts)
-        self._programs[wanted] = program
-        return program
-
-
-def buffer_bytes(
-    config: ModelConfig,
-    scheme: Scheme,
-    *,
-    tokens: int = PREFILL_CHUNK,
-    chunk: int = PREFILL_CHUNK,
-    rows: int = 1,
-    width: int = 0,
-    adapters: Collection[Scheme] | None = None,
-) -> int:
-    """Return the bytes that a decoder holds beside its weights at most, known before they are read.
-
-    Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
-    are read in one step. Plans are up to ``width`` wide, those of one batch in ``adapters``; in one
-    scheme, whichever it is, if that is not said. Plans of factors alone have no width.
-    """
-    room = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
-    own = room_bytes(config, scheme, tokens=room[0], rows=room[1])
-    each = {s: plan_bytes(config, scheme, s, tokens=room[0], width=width) for s in ADAPTERS}
-    if adapters is None:
-        adapters = [max(each, key=lambda s: each[s])] if width else []
-    factors = factor_bytes(config, tokens=room[0], schemes=len(ADAPTERS))
-    plans = factors + sum(each[s] for s in set(adapters))
-    routed = len(ADAPTERS) if rows > 1 else 1
-    program = program_bytes(config, schemes=len(set(adapters)), scales=True, routed=routed)
-    return own + plans + PROGRAMS * program
-
-
-def _room_size(*, tokens: int, rows: int, chunk: int) -> tuple[int, int]:
-    """Return powers of two, so that rooms seldom grow; no more tokens than a chunk has."""
-    scored = 1 << (rows - 1).bit_length()
-    wanted = 1 << (tokens - 1).bit_length()
-    return max(wanted if tokens > chunk else min(wanted, chunk), scored), scored
+        return self._programs.program(room, caches, plans, together=together, fused=fused)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -395,19 +317,6 @@ class _Part:
         tokens[:first] = 0
         tokens[first:count] = self.tokens[max(self.start - virtual, 0) : max(self.end - virtual, 0)]
         return self.before[self.start : self.start + first]
-
-
-def _stretches(plans: Sequence[PackedDeltas | None]) -> list[Stretch]:
-    """Return where rows have a plan; those of one plan stand together."""
-    found: list[Stretch] = []
-    begin = 0
-    for place, plan in enumerate(plans):
-        if place + 1 < len(plans) and plans[place + 1] is plan:
-            continue
-        if plan is not None:
-            found.append(Stretch(plan, begin, place + 1 - begin))
-        begin = place + 1
-    return found
 
 
 def _whole(base: PackedBase) -> WholeExperts | None:

@@ -14,8 +14,8 @@ from expertctl.engine.bench import (
     thread_counts,
 )
 from expertctl.engine.bench_result import CACHED
+from expertctl.engine.decoder_programs import buffer_bytes
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.packed_decoder import buffer_bytes
 from expertctl.engine.random_base import base_bytes, random_base
 from expertctl.engine.threads import usable_cores
 from tests.benchmarks.test_gguf import small_config

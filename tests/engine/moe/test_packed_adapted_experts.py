@@ -13,6 +13,7 @@ from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.allocations import allocations
 from expertctl.engine.compose import Weighted, compose
 from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder_programs import buffer_bytes
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.kernels.batch import RECORD_WORDS
@@ -22,7 +23,7 @@ from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.lora import LoraTensors
-from expertctl.engine.packed_decoder import PackedDecoder, StepRow, buffer_bytes
+from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import (
     AdapterDtype,
     PackedDeltas,
