@@ -27,7 +27,7 @@ from expertctl.engine.kernels.reading import Reading
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.engine.memory import allocate
-from expertctl.engine.packed_base import PackedBase
+from expertctl.engine.packed_base import PackedBase, expert_shape
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.packed_delta import PackedDeltas
 from expertctl.engine.random_base import base_bytes, base_matrices
@@ -175,14 +175,25 @@ def _rounds(laboratory: "_Laboratory", wanted: Wanted, progress: Progress) -> di
 
 def _costs(subject: Subject) -> Costs:
     base, plan = subject.base, subject.plan
+    routed = base.config.experts is not None
+    read = 0 if plan is None else _read_bytes(base.config, plan)
     return Costs(
         config=base.config,
         layer_bytes=sum(matrix.nbytes for matrix in base_matrices(base)[:-1]),
         head_bytes=base.head.nbytes,
         kv_itemsize=_NUMBER_BYTES[subject.kv_numbers],
-        expert_bytes=0 if plan is None else plan.nbytes,
-        expert_numbers=0 if plan is None else plan.nbytes // _NUMBER_BYTES[plan.scheme],
+        routed_bytes=expert_shape(base.config, base.scheme).nbytes if routed else 0,
+        expert_bytes=read,
+        expert_numbers=0 if plan is None else read // _NUMBER_BYTES[plan.scheme],
     )
+
+
+def _read_bytes(config: ModelConfig, plan: PackedDeltas) -> int:
+    """Return what a token reads of a plan: for routed experts, the share that it uses of them."""
+    routed = config.experts
+    if routed is None:
+        return plan.nbytes
+    return plan.nbytes - plan.routed_bytes * (routed.count - routed.used) // routed.count
 
 
 @dataclass(slots=True)

@@ -65,6 +65,8 @@ class PackedDeltas:
     nbytes: int
     routed: int | None
     """The place of the first record of a routed expert."""
+    routed_bytes: int
+    """How much of it is for routed experts."""
     scales_routed: bool
     """Whether it has factors of the input of one."""
     _kept: tuple[object, ...]

@@ -184,6 +184,7 @@ class PackedPlan:
             width=self.width,
             nbytes=self.nbytes,
             routed=first if self.routed else None,
+            routed_bytes=sum(self._sizes(name).total for name in self.layers if is_routed(name)),
             scales_routed=bool(table[first:, VECTORS.start].any()),
             _kept=(memory,),
         )

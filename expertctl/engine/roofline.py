@@ -1,11 +1,13 @@
 """What reading a text costs at least: bytes from memory, arithmetic; and the roof over both.
 
 Weights are counted once for each pass over them, keys and values as often as a token needs them
-together. A product and its addition are two operations.
+together. Of routed experts a pass reads as many as one token uses, and may read more. A product and
+its addition are two operations.
 """
 
 from dataclasses import dataclass
 
+from expertctl.engine.packed_delta import is_routed
 from expertctl.package.model_config import ModelConfig
 
 
@@ -56,17 +58,20 @@ class Costs:
 
     config: ModelConfig
     layer_bytes: int
-    """All matrices but embedding and head."""
+    """All matrices but embedding, head and those of routed experts."""
     head_bytes: int
     kv_itemsize: int
+    routed_bytes: int = 0
+    """The matrices of one routed expert."""
     expert_bytes: int = 0
+    """What is read of the plan."""
     expert_numbers: int = 0
     """Numbers of its matrices; each is multiplied once for a token."""
 
     def token(self, context: int) -> Work:
         """Return what one token behind so many others takes."""
         return Work(
-            weight_bytes=self.layer_bytes + self.head_bytes,
+            weight_bytes=self._pass_bytes + self.head_bytes,
             expert_bytes=self.expert_bytes,
             kv_bytes=self._kv_bytes(context + 1),
             operations=2 * (self._layer_numbers + self._head_numbers + self.expert_numbers)
@@ -78,7 +83,7 @@ class Costs:
         passes = -(-tokens // chunk)
         ends = [min((number + 1) * chunk, tokens) for number in range(passes)]
         return Work(
-            weight_bytes=passes * self.layer_bytes + self.head_bytes,
+            weight_bytes=passes * self._pass_bytes + self.head_bytes,
             expert_bytes=passes * self.expert_bytes,
             kv_bytes=sum(map(self._kv_bytes, ends)),
             operations=2 * tokens * (self._layer_numbers + self.expert_numbers)
@@ -97,8 +102,28 @@ class Costs:
 
     @property
     def _layer_numbers(self) -> int:
-        shapes = self.config.linear_shapes().values()
-        return sum(rows * columns for rows, columns in shapes) - self._head_numbers
+        shapes = self.config.linear_shapes().items()
+        common = sum(rows * columns for name, (rows, columns) in shapes if not is_routed(name))
+        return common - self._head_numbers + self._routed_numbers
+
+    @property
+    def _routed_numbers(self) -> int:
+        """Return those of all routers, and of the experts that a token uses."""
+        experts, hidden = self.config.experts, self.config.hidden_size
+        if experts is None:
+            return 0
+        routers = len(experts.layers) * experts.count * hidden
+        return routers + self._chosen * 3 * hidden * experts.intermediate_size
+
+    @property
+    def _chosen(self) -> int:
+        """How many experts of all layers a token is routed to."""
+        experts = self.config.experts
+        return 0 if experts is None else len(experts.layers) * experts.used
+
+    @property
+    def _pass_bytes(self) -> int:
+        return self.layer_bytes + self._chosen * self.routed_bytes
 
     def _kv_bytes(self, seen: int) -> int:
         """Return the bytes of the keys and values that all layers look at together."""

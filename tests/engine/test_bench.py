@@ -2,6 +2,7 @@
 
 import threading
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,11 @@ from expertctl.engine.decoder_programs import buffer_bytes
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.random_base import base_bytes, random_base
 from expertctl.engine.threads import usable_cores
+from expertctl.package.model_config import read_config
 from tests.benchmarks.test_gguf import small_config
+from tests.engine.conftest import build_oracle
+from tests.engine.moe.test_packed_experts import fitting
+from tests.engine.plans import packed_plan, random_expert
 
 WANTED = Wanted(threads=(1, 2), tokens=3, context=5, prompts=(4, 9), rounds=2)
 
@@ -47,6 +52,23 @@ def test_every_round_does_everything_and_is_counted(subject: Subject) -> None:
     assert found.work().weight_bytes == base_bytes(subject.base)
     assert found.read_bytes == CACHED  # such weights would come from a cache
     assert len(crews()) == before
+
+
+def test_a_token_reads_those_routed_experts_that_it_uses_with_what_a_plan_has_for_them(
+    tmp_path: Path,
+) -> None:
+    build_oracle(tmp_path / "base", "olmoe", **fitting("olmoe", {}))
+    config = read_config(tmp_path / "base")
+    assert config.experts is not None
+    base = random_base(config, Scheme.FLOAT32)
+    everywhere = packed_plan(config, [random_expert(config)])
+    found = measure(Subject(what="a routed base", base=base, plan=everywhere), WANTED)
+    assert found.work().weight_bytes == base_bytes(base)
+    unused = 1 - config.experts.used / config.experts.count
+    assert 0 < everywhere.routed_bytes < everywhere.nbytes
+    assert found.work().expert_bytes == pytest.approx(
+        everywhere.nbytes - unused * everywhere.routed_bytes, abs=1
+    )
 
 
 def test_a_bench_that_is_given_up_leaves_no_thread(subject: Subject) -> None:
