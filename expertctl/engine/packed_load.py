@@ -1,58 +1,40 @@
-"""A base from its files into packed matrices: some rows at a time, in threads.
+"""A base from its files, or from its copy, into packed matrices.
 
-What was read is packed into its place and let go of, so the base is in memory once. Files are read,
-not mapped: mapped pages would count as memory of this process. What a copy is made of is hashed in
-the same memory from which it is packed.
+What was read is packed into its place and let go of, so the base is in memory once. Where some of
+its routed experts stay on the disk, they are packed for a copy all the same, one after another.
 """
 
 import hashlib
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from expertctl.digest import Progress, no_progress
-from expertctl.engine.base_weights import other_head, rounding_warnings, unreadable
-from expertctl.engine.kernels.packed import PackedMatrix, portion_rows, widened
+from expertctl.digest import Digest, Progress, no_progress
+from expertctl.engine.base_weights import other_head, rounding_warnings
+from expertctl.engine.kernels.packed import widened
 from expertctl.engine.kernels.scheme import GROUP, Scheme
 from expertctl.engine.memory import allocate
-from expertctl.engine.packed_base import PackedBase, empty_base, fill, packed_bytes
-from expertctl.engine.packed_layer import Place
-from expertctl.engine.threads import usable_cores
+from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape
+from expertctl.engine.packed_base import PackedBase, empty_base, packed_bytes
+from expertctl.engine.tensor_packing import (
+    pack_all,
+    packing_threads,
+    parted,
+    portions,
+    thread_bytes,
+)
 from expertctl.package.base_model import weights_digest
 from expertctl.package.base_tensors import StoredTensor, base_tensors
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
+from expertctl.store.copy_file import Piece, pieces_in
 from expertctl.store.quantised_copies import QuantisedCopies
 
-Numbers = np.ndarray[Any, Any]
-_DTYPES: dict[str, "np.dtype[Any]"] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(np.uint16),
-}
-_AT_ONCE = 1 << 22
-"""Numbers that a thread packs before it says so and takes the next."""
-_MOST_THREADS = 4
-"""More would wait for the memory."""
-_NUMBER_BYTES, _THREAD_BYTES = 16, 4 << 20
-"""Of each number of a portion: stored, widened, filled up, as steps; and what a thread costs."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Stretch:
-    """Some rows of a stored tensor, and their place."""
-
-    tensor: StoredTensor
-    first: int
-    rows: int
-    place: Place
-    hasher: "hashlib._Hash | None"
-    """What is given its bytes; then stretches of a tensor are packed one after another."""
+def keeps_copy(scheme: Scheme, *, mapped: bool = False) -> bool:
+    """Tell whether a copy is kept of bases in a scheme: of floats, if routed experts are mapped."""
+    return scheme.layout.is_grouped or mapped
 
 
 def load_packed_base(
@@ -62,11 +44,13 @@ def load_packed_base(
     *,
     experts: bool = True,
     copies: QuantisedCopies | None = None,
+    mapped: bool = False,
     progress: Progress = no_progress,
 ) -> PackedBase:
-    """Read a base, or its quantised copy; ``progress`` counts the bytes of the packed base.
+    """Read a base, or its copy; ``progress`` counts packed bytes.
 
-    Without ``experts`` those that are routed are left to somebody else.
+    Without ``experts`` those that are routed are left to somebody else; they will be in the copy,
+    which is made of floats, too, where they are to be ``mapped``.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -78,34 +62,20 @@ def load_packed_base(
     stored = base_tensors(directory, config)
     memory = allocate(packed_bytes(config, scheme, experts=experts))
     base = empty_base(config, scheme, memory, experts=experts)
-    wanted = [stored[name] for name in base.places()]
     if config.tied and HEAD in stored:
         _check_tied_head(directory, stored)
-    kept = copies if scheme.layout.is_grouped else None
-    told = _Told(progress)
-    read = len(memory)
-    if kept is None or not kept.read(scheme.value, memory, progress=told.count):
-        digests = _pack(base, stored, told.again().count, hashed=kept is not None)
-        read = sum(tensor.size for tensor in wanted)
-        if kept is not None:
-            kept.write(scheme.value, memory, weights=weights_digest(stored, digests))
-    return replace(base, warnings=_warnings(wanted, scheme), read_bytes=read)
-
-
-def pack_tensor(tensor: StoredTensor, place: Place) -> None:
-    """Read a tensor from its file and pack it into its place, some rows at a time.
-
-    Raises:
-        InvalidPackageError: when the file cannot be read to its end.
-    """
-    _pack_stretch(_Stretch(tensor, 0, tensor.info.shape[0], place, None))
+    warnings = _warnings([stored[name] for name in config.tensor_shapes()], scheme)
+    kept = copies if keeps_copy(scheme, mapped=mapped) else None
+    told, shape, read = _Told(progress), copy_shape(config, scheme), len(memory)
+    if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
+        read = _read(base, stored, memory, kept, told.again().count)
+    return replace(base, warnings=warnings, read_bytes=read)
 
 
 def packing_scratch(config: ModelConfig) -> int:
     """Return what `load_packed_base` takes besides the base, at most."""
     widths = {shape[1] for shape in config.linear_shapes().values()}
-    numbers = max(portion_rows(width) * width for width in widths)
-    return _threads() * (numbers * _NUMBER_BYTES + _THREAD_BYTES)
+    return packing_threads() * max(map(thread_bytes, widths))
 
 
 class _Told:
@@ -124,10 +94,6 @@ class _Told:
         return _Told(self._progress, max(self._counted, self._already))
 
 
-def _threads() -> int:
-    return min(usable_cores(), _MOST_THREADS)
-
-
 def _warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]:
     if scheme.layout.is_grouped:
         return (f"base weights are held as {scheme.value}, in groups of {GROUP}",)
@@ -136,9 +102,38 @@ def _warnings(stored: Sequence[StoredTensor], scheme: Scheme) -> tuple[str, ...]
 
 def _check_tied_head(directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Some files hold a tied head as well; it must be the same matrix."""
-    pairs = zip(_portions(stored[EMBEDDING]), _portions(stored[HEAD]), strict=True)
+    pairs = zip(portions(stored[EMBEDDING]), portions(stored[HEAD]), strict=True)
     if not all(np.array_equal(widened(ours), widened(other)) for ours, other in pairs):
         raise other_head(directory)
+
+
+def _read(
+    base: PackedBase,
+    stored: Mapping[str, StoredTensor],
+    memory: memoryview,
+    kept: QuantisedCopies | None,
+    progress: Progress,
+) -> int:
+    """Pack a base from its files, and keep a copy; return how many bytes were read."""
+    digests = _pack(base, stored, progress, hashed=kept is not None)
+    read = sum(stored[name].size for name in base.places())
+    if kept is None:
+        return read
+    name, shape = base.scheme.value, copy_shape(base.config, base.scheme)
+    if shape.pieces_of(memory) == shape.pieces:
+        kept.write(name, shape, memory, weights=weights_digest(stored, digests))
+        return read
+    stream = ExpertStream(stored, base.config, base.scheme, progress=progress)
+
+    def pieces() -> Generator[Piece]:
+        yield from pieces_in(memory, shape)
+        yield from stream.pieces()
+
+    def weights() -> Digest:
+        return weights_digest(stored, digests | stream.digests)
+
+    kept.stream(name, shape, pieces(), weights=weights)
+    return read + stream.read_bytes
 
 
 def _pack(
@@ -147,87 +142,9 @@ def _pack(
     """Pack every tensor; return the sha256 of their bytes as they were packed, if asked for."""
     places = base.places()
     if not hashed:
-        parts = (part for n, p in places.items() for part in _parted(stored[n], p, None))
-        _pack_all(([part] for part in parts), progress)
+        parts = (part for n, p in places.items() for part in parted(stored[n], p))
+        pack_all(([part] for part in parts), progress)
         return {}
     hashers = {name: hashlib.sha256() for name in places}
-    _pack_all((_parted(stored[n], p, hashers[n]) for n, p in places.items()), progress)
+    pack_all((parted(stored[n], p, hashers[n]) for n, p in places.items()), progress)
     return {name: hasher.hexdigest() for name, hasher in hashers.items()}
-
-
-def _pack_all(queues: Iterable[Iterable[_Stretch]], progress: Progress) -> None:
-    """Pack queues side by side, in threads; of each queue one stretch after another."""
-    left = deque(map(iter, queues))
-    running: dict[Future[None], tuple[_Stretch, Iterator[_Stretch]]] = {}
-    pool = ThreadPoolExecutor(_threads())
-    try:
-        while left or running:
-            while left and len(running) < 2 * _threads():  # so that none waits for this thread
-                queue = left.popleft()
-                for stretch in islice(queue, 1):
-                    running[pool.submit(_pack_stretch, stretch)] = stretch, queue
-            for task in wait(running, return_when=FIRST_COMPLETED).done:
-                stretch, queue = running.pop(task)
-                task.result()
-                progress(stretch.place.nbytes)
-                left.appendleft(queue)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _parted(
-    tensor: StoredTensor, place: Place, hasher: "hashlib._Hash | None"
-) -> Iterator[_Stretch]:
-    """Cut a tensor into stretches, so that a large one keeps no thread long."""
-    if not isinstance(place, PackedMatrix):
-        yield _Stretch(tensor, 0, len(place), place, hasher)
-        return
-    height = portion_rows(place.columns)
-    height *= max(1, _AT_ONCE // (height * place.columns))
-    for first in range(0, place.rows, height):
-        rows = min(height, place.rows - first)
-        yield _Stretch(tensor, first, rows, place.part(first, rows), hasher)
-
-
-def _pack_stretch(stretch: _Stretch) -> None:
-    place, done = stretch.place, 0
-    for numbers in _portions(stretch.tensor, stretch.first, stretch.rows):
-        count = len(numbers)
-        if stretch.hasher is not None:
-            stretch.hasher.update(numbers.data)
-        if isinstance(place, PackedMatrix):
-            fill(place.part(done, count), numbers)
-        else:
-            fill(place[done : done + count], numbers)
-        done += count
-
-
-def _portions(tensor: StoredTensor, first: int = 0, rows: int | None = None) -> Iterator[Numbers]:
-    """Yield rows of a stored tensor, some at a time, in memory that is used again."""
-    shape, dtype = tensor.info.shape, _DTYPES[tensor.info.dtype]
-    columns = shape[1] if len(shape) > 1 else 1
-    rows, height = shape[0] if rows is None else rows, portion_rows(columns)
-    buffer = np.empty(min(rows, height) * columns, dtype)
-    try:
-        with tensor.path.open("rb", buffering=0) as stream:
-            stream.seek(tensor.offset + first * columns * dtype.itemsize)
-            for begin in range(0, rows, height):
-                part = buffer[: min(height, rows - begin) * columns]
-                _read_into(part, stream)
-                yield part.reshape(-1, *shape[1:])
-    except OSError as error:
-        raise unreadable(tensor.path, error) from error
-
-
-def _read_into(numbers: Numbers, stream: BinaryIO) -> None:
-    """Fill an array.
-
-    Raises:
-        OSError: when the file ends before that.
-    """
-    left = numbers.data.cast("B")
-    while left:
-        count = cast(int, stream.readinto(left))  # type: ignore[attr-defined]  # of raw files
-        if not count:
-            raise OSError("it is cut short")
-        left = left[count:]

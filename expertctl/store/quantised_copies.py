@@ -1,40 +1,36 @@
-"""`QuantisedCopies`: a base as it was quantised, for the next time; never believed unchecked.
+"""`QuantisedCopies`: a base as it was packed, for the next time; never believed unchecked.
 
 ::
 
-    bases/<name>/quantised/<scheme>-<version>    a seal of 32 bytes, then the memory of the base
+    bases/<name>/quantised/<scheme>-<version>    see `copy_file`
 
-A copy is kept only of bytes that were hashed while they were quantised, and are those of the base.
+A copy is kept only of bytes that were hashed while they were packed, and are those of the base.
 The folder of the copies may be a link, or a mount, to another disk: they are written there, too.
-The seal is a sha256 over what this is a copy of and the digests of its pieces. A copy is read once,
-into the memory where it is used, and hashed there, in threads. Losing one costs time, nothing else:
-whatever is odd about it counts as absent, then it is written anew; where it cannot be written, a
-person is told and nothing more.
+A copy is read into the memory where it is used, and checked there; of routed experts that do not
+all fit into memory, each when it is first needed. Losing one costs time, nothing else: whatever is
+odd about it counts as absent, then it is written anew; where it cannot be written, a person is told
+and nothing more. No copy is ever changed: another file takes its place, or it is unlinked, so who
+has it open or mapped reads on.
 """
 
-import hashlib
 import os
-import stat
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, suppress
 from pathlib import Path
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.durable import staged_file
-from expertctl.errors import ExpertError
+from expertctl.errors import ConflictError, DiskFullError, StoreError
 from expertctl.store.base_files import refuse_changes
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.copies_folder import copies_in, demand_own, is_own
+from expertctl.store.copy_file import CopyFile, CopyShape, Piece, pieces_in, write_copy
 
-VERSION = 2
-"""To be raised with whatever gives other bytes for the same base: quantising, or the layout."""
-_SEAL_BYTES = 32
-_PIECE = 4 << 20
-_THREADS = 4
-_HashPiece = Callable[[int, int], bytes]
-"""From where a piece begins and its size to its digest."""
+VERSION = 3
+"""To be raised with whatever gives other bytes for the same base: packing, or the layout."""
+_UNKEPT = (ConflictError, DiskFullError, StoreError)
+"""Why a copy is not kept, besides what a disk says."""
 
 
 def copies_of(bases: BaseStore, base: StoredBase) -> "QuantisedCopies | None":
@@ -62,60 +58,97 @@ class QuantisedCopies:
         self._bases, self._base = bases, base
         self._notes: dict[str, str] = {}
 
-    def read(self, scheme: str, memory: memoryview, *, progress: Progress = no_progress) -> bool:
-        """Fill memory with the copy in a scheme; False when there is none that can be believed.
+    def open(self, scheme: str, shape: CopyShape) -> CopyFile | None:
+        """Open the copy in a scheme; None when there is none that can be believed."""
+        path = self.path(scheme)
+        try:
+            demand_own(path.parent.stat())
+            copy = CopyFile.open(path, self._of(scheme))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._notes[scheme] = f"{path} is not used ({_reason(error)}): made again"
+            return None
+        if copy is not None and copy.shape == shape:
+            return copy
+        self._notes[scheme] = _damaged(path)
+        if copy is not None:
+            copy.close()
+        return None
+
+    def read(
+        self, scheme: str, shape: CopyShape, memory: memoryview, *, progress: Progress = no_progress
+    ) -> bool:
+        """Fill memory with a copy, or with its rest; False when there is none to be believed.
 
         Then anything may be in the memory.
         """
-        path, size = self.path(scheme), len(memory)
-        try:
-            demand_own(path.parent.stat())
-            with _opened(path) as handle:
-                whole = self._is_whole(
-                    handle,
-                    scheme,
-                    size,
-                    lambda begin, count: _read(handle, begin, memory[begin : begin + count]),
-                    progress,
-                )
-        except FileNotFoundError:
+        copy = self.open(scheme, shape)
+        if copy is None:
             return False
-        except OSError as error:
-            self._notes[scheme] = f"{path} is not used ({error.strerror or error}): made again"
-            return False
+        with closing(copy):
+            try:
+                whole = copy.fill_all(memory, progress=progress)
+            except OSError as error:
+                path = self.path(scheme)
+                self._notes[scheme] = f"{path} is not used ({_reason(error)}): made again"
+                return False
         if not whole:
-            self._notes[scheme] = f"{path} is damaged, or not of this base: made again"
+            self._notes[scheme] = _damaged(self.path(scheme))
         return whole
 
-    def write(self, scheme: str, memory: memoryview, *, weights: Digest) -> None:
-        """Keep a base for the next time, or note why that cannot be.
+    def write(
+        self, scheme: str, shape: CopyShape, memory: memoryview, *, weights: Digest | None
+    ) -> None:
+        """Keep a base that is in memory for the next time, or note why that cannot be.
 
-        ``weights`` is the digest of the bytes that were quantised, taken while that was done: the
+        ``weights`` is the digest of the bytes that were packed, taken while that was done: the
         files may have become others since the base was added, unseen.
 
         Raises:
             BaseMismatchError: when it is not that of the base; nothing is kept.
         """
-        if weights != self.weights:
-            problems = [f"its weights are {weights}, not {self.weights}"]
-            refuse_changes(self._base.name, problems)
+        self._demand(weights)
+        self._write(scheme, shape, pieces_in(memory, shape))
+
+    def stream(
+        self,
+        scheme: str,
+        shape: CopyShape,
+        pieces: Iterable[Piece],
+        *,
+        weights: Callable[[], Digest],
+    ) -> None:
+        """Keep a base that comes in pieces, or note why that cannot be; then some are not taken.
+
+        ``weights`` is asked after the last piece; see `write`.
+
+        Raises:
+            BaseMismatchError: when it is not that of the base; nothing is kept.
+        """
+
+        def checked() -> Generator[Piece]:
+            yield from pieces
+            self._demand(weights())
+
+        self._write(scheme, shape, checked())
+
+    def give_up(self, scheme: str, copy: CopyFile, *, why: str) -> None:
+        """Have a copy that is open made again the next time; note why."""
         path = self.path(scheme)
-        pieces = _digests(len(memory), lambda begin, count: _hash(memory[begin : begin + count]))
-        seal = self._seal(scheme, len(memory), b"".join(pieces))
-        try:
-            with self._bases.staging(self._base) as folder:
-                with staged_file(folder / path.name, mode=0o600) as write:
-                    write(memoryview(seal))
-                    write(memory)
-                self._bases.keep(self._base, folder / path.name, path)
-        except (ExpertError, OSError) as error:
-            told = error.message if isinstance(error, ExpertError) else error.strerror or error
-            self._notes[scheme] = f"{path} cannot be written ({told}): made again next time"
+        self._notes[scheme] = f"{path} is not used any more ({why}): made again next time"
+        with suppress(OSError, *_UNKEPT):
+            if os.path.samestat(path.lstat(), os.fstat(copy.handle)):
+                self._bases.discard([path])
 
     @property
     def weights(self) -> Digest | None:
         """What the copies are of."""
         return self._base.identity.weights
+
+    def note(self, scheme: str, text: str) -> None:
+        """Have a person know something of the copy in a scheme."""
+        self._notes[scheme] = text
 
     def take_notes(self) -> tuple[str, ...]:
         """Return what went wrong since the last call, for a person to know."""
@@ -139,91 +172,47 @@ class QuantisedCopies:
         assert not self.problems(), self.problems()
 
     def _problem(self, path: Path) -> str:
-        scheme = path.name.rpartition("-")[0]
         if not is_own(path.parent):
             return "others may write its folder, until you `chmod go-w` it"
         if not _is_of_this_version(path):
             return "another version of expertctl made it"
         try:
-            with _opened(path) as handle:
-                size = os.fstat(handle).st_size - _SEAL_BYTES
-                whole = self._is_whole(
-                    handle,
-                    scheme,
-                    size,
-                    lambda begin, count: _read(handle, begin, memoryview(bytearray(count))),
-                )
+            copy = CopyFile.open(path, self._of(path.name.rpartition("-")[0]))
+            if copy is None:
+                return "it is damaged"
+            with closing(copy):
+                return "" if copy.is_whole() else "it is damaged"
         except OSError as error:
-            return error.strerror or str(error)
-        return "" if whole else "it is damaged"
+            return _reason(error)
 
-    def _is_whole(
-        self,
-        handle: int,
-        scheme: str,
-        size: int,
-        hash_piece: _HashPiece,
-        progress: Progress = no_progress,
-    ) -> bool:
-        if os.fstat(handle).st_size != _SEAL_BYTES + size:
-            return False
-        seal = os.pread(handle, _SEAL_BYTES, 0)
-        digests = b"".join(_digests(size, hash_piece, progress))
-        return seal == self._seal(scheme, size, digests)
+    def _write(self, scheme: str, shape: CopyShape, pieces: Generator[Piece]) -> None:
+        path = self.path(scheme)
+        try:
+            with self._bases.staging(self._base) as folder, closing(pieces):
+                with staged_file(folder / path.name, mode=0o600) as write:
+                    write_copy(write, self._of(scheme), shape, pieces)
+                self._bases.keep(self._base, folder / path.name, path)
+        except (*_UNKEPT, OSError) as error:
+            told = _reason(error) if isinstance(error, OSError) else error.message
+            self._notes[scheme] = f"{path} cannot be written ({told}): made again next time"
 
-    def _seal(self, scheme: str, size: int, digests: bytes) -> bytes:
+    def _demand(self, weights: Digest | None) -> None:
+        if weights != self.weights:
+            problems = [f"its weights are {weights}, not {self.weights}"]
+            refuse_changes(self._base.name, problems)
+
+    def _of(self, scheme: str) -> str:
         identity = self._base.identity
-        of = f"quantised copy {identity.arch} {identity.weights} {scheme} {VERSION} {size}\n"
-        return hashlib.sha256(of.encode() + digests).digest()
+        return f"quantised copy {identity.arch} {identity.weights} {scheme} {VERSION}"
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged, or not of this base: made again"
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _is_of_this_version(path: Path) -> bool:
     return path.name.rpartition("-")[2] == str(VERSION)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file that only this user writes.
-
-    Raises:
-        OSError: when it is not there, or not such a file.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is no file")
-        demand_own(found)
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def _digests(
-    size: int, hash_piece: _HashPiece, progress: Progress = no_progress
-) -> Iterator[bytes]:
-    """Hash piece after piece, in threads: reading and hashing leave the interpreter free."""
-    begins = range(0, size, _PIECE)
-    sizes = [min(_PIECE, size - begin) for begin in begins]
-    pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
-    try:
-        for count, digest in zip(sizes, pool.map(hash_piece, begins, sizes), strict=True):
-            progress(count)
-            yield digest
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _read(handle: int, begin: int, piece: memoryview) -> bytes:
-    """Fill a piece from a file and return its digest, taken where the piece is used."""
-    done = 0
-    while done < len(piece):
-        count = os.preadv(handle, [piece[done:]], _SEAL_BYTES + begin + done)
-        if not count:
-            raise OSError("it is cut short")
-        done += count
-    return _hash(piece)
-
-
-def _hash(piece: memoryview) -> bytes:
-    return hashlib.sha256(piece).digest()

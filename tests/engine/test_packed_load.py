@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from expertctl.durable import staged_file
 from expertctl.engine import packed_load
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.kernels.packed import PackedMatrix, pack
@@ -28,6 +29,7 @@ from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import EMBEDDING, ModelConfig, read_config
 from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.store.bases import BaseStore
+from expertctl.store.copy_file import CopyShape, pieces_in, write_copy
 from expertctl.store.quantised_copies import VERSION, QuantisedCopies
 from tests.factories import VOCAB, write_base
 
@@ -284,12 +286,20 @@ def test_floats_are_read_from_the_base_itself(added: tuple[Path, QuantisedCopies
 BYTES_OF_VERSION = {
     1: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "1c59b71787133ed0"},
     2: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
+    3: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
 }
 """What a small base is like in each `VERSION`. Lines are added, never changed: copies of an older
 version are still on disks, and their seals are right."""
-NUMBERS_OF_VERSION = {2: 4}
+LAYOUT_OF_VERSION = {
+    1: "a seal, then the memory",
+    2: "a seal, then the memory",
+    3: "030d6436f91839f0",
+}
+"""What the file is like in which they are; from 3 on a digest of a small one."""
+NUMBERS_OF_VERSION = {2: 4, 3: 4}
 """The `NUMERIC_VERSION` that a `VERSION` came with, as other steps give other answers."""
-GOLDEN_OF_VERSION = {2: {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}}
+_GOLDEN = {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}
+GOLDEN_OF_VERSION = {2: _GOLDEN, 3: _GOLDEN}
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 
@@ -317,9 +327,17 @@ def test_a_golden_matrix_has_the_bytes_of_its_version() -> None:
     )
 
 
+def test_a_file_is_laid_out_as_its_version_says(tmp_path: Path) -> None:
+    shape, memory = CopyShape(rest=300, blocks=2, block=64), memoryview(bytes(428))
+    with staged_file(tmp_path / "copy") as write:
+        write_copy(write, "of a version", shape, pieces_in(memory, shape))
+    found = hashlib.sha256((tmp_path / "copy").read_bytes()).hexdigest()
+    assert found[:16] == LAYOUT_OF_VERSION[VERSION]
+
+
 def test_a_version_is_never_given_to_other_bytes() -> None:
     assert list(BYTES_OF_VERSION) == list(range(1, VERSION + 1))
-    told = [tuple(digests.values()) for digests in BYTES_OF_VERSION.values()]
+    told = [(*BYTES_OF_VERSION[n].values(), LAYOUT_OF_VERSION[n]) for n in BYTES_OF_VERSION]
     assert len(set(told)) == len(told), "a version that changes nothing loses copies for nothing"
     assert NUMBERS_OF_VERSION[VERSION] <= NUMERIC_VERSION, "saved plans would be believed"
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.digest import Digest
-from expertctl.errors import BaseMismatchError
+from expertctl.errors import BaseMismatchError, InvalidPackageError
 from expertctl.install.collect import collect, garbage
 from expertctl.install.doctor import Finding, examine
 from expertctl.store import quantised_copies
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
+from expertctl.store.copy_file import CopyShape, Piece, pieces_in
 from expertctl.store.quantised_copies import QuantisedCopies, copies_of
 from tests.factories import write_base
 from tests.store.faults import Fault, run
@@ -28,6 +30,8 @@ __all__ = ["house"]
 
 DATA = bytes(range(256)) * 4
 PIECE = 4 << 20
+ROUTED = CopyShape(rest=384, blocks=5, block=128)
+"""A shape of as many bytes as `DATA`, most of them those of routed experts."""
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +55,26 @@ def copies(bases: BaseStore, base: StoredBase) -> QuantisedCopies:
 
 
 def read(copies: QuantisedCopies, scheme: str = "int8", size: int = len(DATA)) -> bytes | None:
-    memory = bytearray(size)
-    return bytes(memory) if copies.read(scheme, memoryview(memory)) else None
+    memory, shape = bytearray(size), CopyShape(rest=size)
+    return bytes(memory) if copies.read(scheme, shape, memoryview(memory)) else None
 
 
 def write(copies: QuantisedCopies, data: bytes = DATA, scheme: str = "int8") -> None:
-    assert copies.weights is not None
-    copies.write(scheme, memoryview(data), weights=copies.weights)
+    shape = CopyShape(rest=len(data))
+    copies.write(scheme, shape, memoryview(data), weights=copies.weights)
+
+
+def stream(copies: QuantisedCopies, data: bytes = DATA) -> None:
+    """Write a copy of a base of routed experts, as one that is never in memory whole."""
+    weights = copies.weights
+    assert weights is not None
+    pieces = pieces_in(memoryview(data), ROUTED)
+    copies.stream("int8", ROUTED, pieces, weights=lambda: weights)
+
+
+def read_routed(copies: QuantisedCopies) -> bytes | None:
+    memory = bytearray(len(DATA))
+    return bytes(memory) if copies.read("int8", ROUTED, memoryview(memory)) else None
 
 
 @pytest.mark.parametrize("size", [1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 77])
@@ -69,7 +86,7 @@ def test_what_was_written_is_read_into_the_memory_that_it_is_for(
     write(copies, data)
     counted: list[int] = []
     memory = memoryview(bytearray(size))
-    assert copies.read("int8", memory, progress=counted.append)
+    assert copies.read("int8", CopyShape(rest=size), memory, progress=counted.append)
     assert memory == data
     assert sum(counted) == size
     assert copies.take_notes() == ()
@@ -78,8 +95,12 @@ def test_what_was_written_is_read_into_the_memory_that_it_is_for(
 
 def test_what_was_made_of_other_weights_is_refused_and_not_kept(copies: QuantisedCopies) -> None:
     with pytest.raises(BaseMismatchError, match=r"tiny is not what was added: its weights are"):
-        copies.write("int8", memoryview(DATA), weights=Digest.of(b"another"))
+        copies.write("int8", ROUTED, memoryview(DATA), weights=Digest.of(b"another"))
     assert not copies.path("int8").exists()
+    pieces = pieces_in(memoryview(DATA), ROUTED)
+    with pytest.raises(BaseMismatchError, match=r"tiny is not what was added: its weights are"):
+        copies.stream("int8", ROUTED, pieces, weights=lambda: Digest.of(b"another"))
+    assert list(copies.path("int8").parent.iterdir()) == []
 
 
 def test_a_copy_belongs_to_its_scheme(copies: QuantisedCopies) -> None:
@@ -104,8 +125,12 @@ def test_a_copy_of_another_base_under_this_name_is_refused(
     assert read(copies) == DATA
 
 
+FILE_BYTES = len(DATA) + 32 + 24 + 32
+"""One piece, its digest, the sizes, the seal."""
+
+
 @settings(max_examples=80, deadline=None)
-@given(position=st.integers(0, 32 + len(DATA) - 1), change=st.integers(1, 255))
+@given(position=st.integers(0, FILE_BYTES - 1), change=st.integers(1, 255))
 def test_a_changed_byte_anywhere_is_never_believed_and_told_once(
     position: int, change: int, directory: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -123,7 +148,7 @@ def test_a_changed_byte_anywhere_is_never_believed_and_told_once(
     assert read(copies) == DATA
 
 
-@pytest.mark.parametrize("cut", [0, 1, 31, 32, 33, 31 + len(DATA), 33 + len(DATA)])
+@pytest.mark.parametrize("cut", [0, 1, 55, 56, 57, len(DATA), FILE_BYTES - 1, FILE_BYTES + 1])
 def test_a_file_of_another_size_is_never_believed(copies: QuantisedCopies, cut: int) -> None:
     write(copies)
     path = copies.path("int8")
@@ -182,7 +207,9 @@ def test_a_file_that_may_not_be_ours_is_refused_and_replaced(
     assert path.lstat().st_mode & 0o777 == 0o600
     assert not path.is_symlink()
     aside = path.with_name("aside")
-    assert not aside.exists() or aside.read_bytes()[32:] == DATA, "what it pointed to is changed"
+    assert not aside.exists() or aside.read_bytes().startswith(DATA), (
+        "what it pointed to is changed"
+    )
 
 
 def test_copies_lie_beside_the_record_and_go_with_it(
@@ -220,6 +247,100 @@ def test_a_new_version_takes_the_place_of_an_older_one(
     assert read(copies) == DATA
 
 
+def test_a_copy_serves_who_has_all_of_it_in_memory_and_who_has_only_the_rest(
+    copies: QuantisedCopies,
+) -> None:
+    stream(copies)
+    streamed = copies.path("int8").read_bytes()
+    assert read_routed(copies) == DATA
+    memory = memoryview(bytearray(ROUTED.rest))
+    counted: list[int] = []
+    assert copies.read("int8", ROUTED, memory, progress=counted.append)
+    assert (memory, sum(counted)) == (DATA[: ROUTED.rest], ROUTED.rest)
+    copies.write("int8", ROUTED, memoryview(DATA), weights=copies.weights)
+    assert copies.path("int8").read_bytes() == streamed
+    assert (copies.take_notes(), copies.problems()) == ((), {})
+
+
+def test_a_copy_of_another_shape_is_not_used(copies: QuantisedCopies) -> None:
+    write(copies)
+    assert read_routed(copies) is None
+    assert "damaged, or not of this base" in copies.take_notes()[0]
+
+
+def test_who_has_no_room_for_a_copy_takes_no_more_pieces_of_it(
+    copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, ended = [], []
+    write_some = os.write
+
+    def write_until_full(handle: int, data: memoryview) -> int:
+        if len(taken) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_some(handle, data)
+
+    def pieces() -> Iterator[Piece]:
+        try:
+            for piece in pieces_in(memoryview(DATA), ROUTED):
+                taken.append(piece)
+                yield piece
+        finally:
+            ended.append(len(taken))
+
+    monkeypatch.setattr(os, "write", write_until_full)
+    copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.of(b"nobody asks"))
+    assert "No space left" in copies.take_notes()[0]
+    assert ended == [3]
+    assert list(copies.path("int8").parent.iterdir()) == []
+
+
+def test_an_error_of_who_gives_the_pieces_is_his(copies: QuantisedCopies) -> None:
+    def pieces() -> Iterator[Piece]:
+        yield from pieces_in(memoryview(DATA[: ROUTED.rest]), ROUTED)
+        raise InvalidPackageError("model.safetensors", ["it is cut short"])
+
+    with pytest.raises(InvalidPackageError, match="cut short"):
+        copies.stream("int8", ROUTED, pieces(), weights=lambda: Digest.of(b"nobody asks"))
+    assert list(copies.path("int8").parent.iterdir()) == []
+
+
+def test_a_copy_that_is_given_up_goes_and_who_has_it_open_reads_on(
+    copies: QuantisedCopies,
+) -> None:
+    stream(copies)
+    copy = copies.open("int8", ROUTED)
+    assert copy is not None
+    with closing(copy):
+        copies.give_up("int8", copy, why="it is damaged")
+        path = copies.path("int8")
+        told = f"{path} is not used any more (it is damaged): made again next time"
+        assert copies.take_notes() == (told,)
+        assert not path.exists()
+        block = memoryview(bytearray(ROUTED.block))
+        assert copy.fill(ROUTED.rest_pieces + 4, block)
+        assert block == DATA[-ROUTED.block :]
+        stream(copies, DATA[::-1])
+        copies.give_up("int8", copy, why="it is damaged")
+        assert read_routed(copies) == DATA[::-1], "another one is there now"
+
+
+def test_a_copy_is_not_cut_where_it_lies_by_who_removes_or_replaces_it(
+    house: House, bases: BaseStore, copies: QuantisedCopies
+) -> None:
+    """Whoever has it mapped would be killed."""
+    stream(copies)
+    copy = copies.open("int8", ROUTED)
+    assert copy is not None
+    with closing(copy):
+        stream(copies, DATA[::-1])
+        assert copy.is_whole()
+        again = copies.path("int8").stat().st_ino
+        copies.path("int8").rename(copies.path("int8").with_name("int8-0"))
+        collect(house.store, bases)
+        assert copy.is_whole()
+        assert os.fstat(copy.handle).st_ino != again
+
+
 def test_weights_that_nobody_hashed_have_no_copies(bases: BaseStore, base: StoredBase) -> None:
     unknown = replace(base, identity=replace(base.identity, weights=None))
     assert copies_of(bases, unknown) is None
@@ -244,25 +365,32 @@ def test_many_write_and_read_at_once(copies: QuantisedCopies) -> None:
     assert copies.take_notes() == ()
 
 
+@pytest.mark.parametrize("keep", [write, stream])
 @pytest.mark.parametrize("fault", ["kill", "torn", "full", "error"])
 def test_whatever_fails_at_any_step_leaves_a_whole_copy_or_none(
-    fault: Fault, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, tmp_path: Path
+    fault: Fault,
+    keep: Callable[..., None],
+    bases: BaseStore,
+    base: StoredBase,
+    copies: QuantisedCopies,
+    tmp_path: Path,
 ) -> None:
-    write(copies, DATA[::-1])
+    take = read if keep is write else read_routed
+    keep(copies, DATA[::-1])
     template = tmp_path / "template"
     shutil.copytree(bases.folder, template)
-    whole = run(lambda: write(copies))
+    whole = run(lambda: keep(copies))
     assert not whole.errors, whole.trace
     assert len(whole.steps) > 8
     for step in range(1, len(whole.steps) + 1):
         shutil.rmtree(bases.folder)
         shutil.copytree(template, bases.folder)
-        ended = run(lambda: write(copies), at=step, fault=fault)
+        ended = run(lambda: keep(copies), at=step, fault=fault)
         assert not ended.errors, f"{whole.steps[step - 1]}: {ended.trace}"
-        assert read(copies) in (DATA, DATA[::-1]), whole.steps[step - 1]
+        assert take(copies) in (DATA, DATA[::-1]), whole.steps[step - 1]
         assert copies.take_notes() == ()
-        write(copies)
-        assert read(copies) == DATA
+        keep(copies)
+        assert take(copies) == DATA
         bases.check_integrity()
         copies.check_integrity()
         left = {path.name for path in bases.folder.iterdir()}
@@ -295,7 +423,7 @@ def test_the_doctor_tells_of_copies_that_are_not_used(
 
     assert findings() == ()
     path = copies.path("int8")
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    path.write_bytes(b"?" + path.read_bytes()[1:])
     copies.path("int4").rename(path.with_name("int4-0"))
     assert [(Path(f.subject).name, f.problem.partition(": ")[2]) for f in findings()] == [
         ("int4-0", "another version of expertctl made it"),
@@ -458,7 +586,7 @@ def test_copies_are_kept_where_their_folder_leads(
     house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, elsewhere: Path
 ) -> None:
     write(copies)
-    assert (elsewhere / copies.path("int8").name).read_bytes()[32:] == DATA
+    assert (elsewhere / copies.path("int8").name).read_bytes().startswith(DATA)
     assert read(copies) == DATA
     assert (copies.take_notes(), copies.problems()) == ((), {})
     (elsewhere / "int4-0").write_bytes(b"123")

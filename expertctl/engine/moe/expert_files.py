@@ -7,7 +7,7 @@ import numpy as np
 
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape
-from expertctl.engine.packed_load import pack_tensor
+from expertctl.engine.tensor_packing import pack_tensor
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 
@@ -24,6 +24,13 @@ class ExpertReader(Protocol):
             InvalidPackageError: when a file cannot be read to its end.
         """
 
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Return the address of an expert that can be computed where it lies now.
+
+        It stays what it is as long as this lives, though the system may take its time to bring it
+        later. None where it has to be read.
+        """
+
 
 class StoredExperts:
     """Reads the rows of an expert from safetensors files, and packs them.
@@ -36,6 +43,7 @@ class StoredExperts:
     ) -> None:
         """Read from where the tensors of a base lie."""
         self._stored, self._shape = stored, expert_shape(config, scheme)
+        self.scheme = scheme
 
     def read(self, layer: int, expert: int, block: Numbers) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
@@ -45,3 +53,10 @@ class StoredExperts:
             pack_tensor(tensor, place)
             read += tensor.size
         return read
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Return None: what files hold has to be packed."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing: files are open only while they are read."""

@@ -1,0 +1,247 @@
+"""The file of a quantised copy: its layout, how it is written, and `CopyFile`, which reads it.
+
+::
+
+    rest      all that is no routed expert, as it lies in memory
+    blocks    of routed experts, by layer and number; each begins at a multiple of 4096
+    table     a sha256 of each piece: of 4 MiB of the rest, or of a block
+    sizes     of the rest, how many blocks there are, and of one: three times eight bytes
+    seal      a sha256 over what this is a copy of, the sizes and the table
+
+It is written from its beginning to its end, so nothing of it is in memory but a piece. The seal is
+checked when a file is opened, and a piece against the table when it is first read, in the memory
+where it is used.
+"""
+
+import hashlib
+import os
+import stat
+import struct
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from expertctl.digest import Progress, no_progress
+from expertctl.durable import Write
+from expertctl.store.copies_folder import demand_own
+
+ALIGNED = 4096
+"""Where blocks may begin, so that they can be mapped and need not share a page."""
+_PIECE = 4 << 20
+_SIZES = struct.Struct("<QQQ")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_END_BYTES = _SIZES.size + _DIGEST_BYTES
+_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyShape:
+    """What a copy holds: so many bytes, and so many blocks of routed experts."""
+
+    rest: int
+    blocks: int = 0
+    block: int = 0
+    """Bytes of one."""
+
+    @property
+    def rest_pieces(self) -> int:
+        """How many pieces come before the first block."""
+        return -(-self.rest // _PIECE)
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces there are."""
+        return self.rest_pieces + self.blocks
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.table + self.pieces * _DIGEST_BYTES + _END_BYTES
+
+    @property
+    def table(self) -> int:
+        """Where the table begins."""
+        return _filled(self.rest) + self.blocks * _filled(self.block) if self.blocks else self.rest
+
+    def in_memory(self, piece: int) -> slice:
+        """Return which bytes a piece is where all of them lie behind each other in memory."""
+        if piece < self.rest_pieces:
+            return slice(piece * _PIECE, min(self.rest, (piece + 1) * _PIECE))
+        begin = self.rest + (piece - self.rest_pieces) * self.block
+        return slice(begin, begin + self.block)
+
+    def in_file(self, piece: int) -> int:
+        """Return where a piece begins in the file."""
+        if piece < self.rest_pieces:
+            return piece * _PIECE
+        return _filled(self.rest) + (piece - self.rest_pieces) * _filled(self.block)
+
+    def pieces_of(self, memory: memoryview) -> int:
+        """Return how many pieces a memory has room for: those of the rest, or all."""
+        assert len(memory) in (self.rest, self.rest + self.blocks * self.block)
+        return self.rest_pieces if len(memory) == self.rest else self.pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The bytes of a piece, until the next one is asked for, and their sha256."""
+
+    memory: memoryview
+    digest: bytes
+
+
+def pieces_in(memory: memoryview, shape: CopyShape) -> Generator[Piece]:
+    """Yield the pieces that lie in a memory, hashed in threads."""
+
+    def hashed(number: int) -> Piece:
+        piece = memory[shape.in_memory(number)]
+        return Piece(piece, digest_of(piece))
+
+    pool = ThreadPoolExecutor(_threads())
+    try:
+        yield from pool.map(hashed, range(shape.pieces_of(memory)))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def write_copy(write: Write, of: str, shape: CopyShape, pieces: Iterable[Piece]) -> None:
+    """Write a copy of something; ``pieces`` are all that its shape says, in their order."""
+    table, at = bytearray(), 0
+    for number, piece in enumerate(pieces):
+        write(memoryview(bytes(shape.in_file(number) - at)))
+        write(piece.memory)
+        at = shape.in_file(number) + len(piece.memory)
+        table += piece.digest
+    assert len(table) == shape.pieces * _DIGEST_BYTES
+    sizes = _packed(shape)
+    write(memoryview(bytes(shape.table - at) + table + sizes + _seal(of, sizes, table)))
+
+
+class CopyFile:
+    """An open copy whose seal was right; several threads may read it at a time."""
+
+    def __init__(self, handle: int, shape: CopyShape, table: bytes) -> None:
+        """Own an open file whose table is believed."""
+        self.handle, self.shape, self._table = handle, shape, table
+        self._checked: set[int] = set()
+
+    @classmethod
+    def open(cls, path: Path, of: str) -> Self | None:
+        """Open a copy of something; None where it is damaged, or of anything else.
+
+        Raises:
+            OSError: when it is not there, or no file that only this user writes.
+        """
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError("it is no file")
+            demand_own(found)
+            ends = _read_ends(handle, found.st_size, of)
+        except BaseException:
+            os.close(handle)
+            raise
+        if ends is None:
+            os.close(handle)
+            return None
+        return cls(handle, *ends)
+
+    def fill(self, piece: int, memory: memoryview) -> bool:
+        """Read a piece into memory; False where its bytes are not those that were written.
+
+        A piece that was found sound once is not hashed again.
+
+        Raises:
+            OSError: when the file cannot be read to the end of the piece.
+        """
+        _read_into(memory, self.handle, self.shape.in_file(piece))
+        if piece not in self._checked and not self.is_sound(piece, memory):
+            return False
+        self._checked.add(piece)
+        return True
+
+    def is_sound(self, piece: int, memory: memoryview) -> bool:
+        """Tell whether bytes are those of a piece, by its digest."""
+        begin = piece * _DIGEST_BYTES
+        return digest_of(memory) == self._table[begin : begin + _DIGEST_BYTES]
+
+    def fill_all(self, memory: memoryview, *, progress: Progress = no_progress) -> bool:
+        """Read all pieces that a memory has room for, in threads, until one is not sound.
+
+        Raises:
+            OSError: when the file cannot be read to its end.
+        """
+        places = [self.shape.in_memory(n) for n in range(self.shape.pieces_of(memory))]
+        pool = ThreadPoolExecutor(_threads())
+        try:
+            sound = pool.map(lambda n: self.fill(n, memory[places[n]]), range(len(places)))
+            for is_sound, place in zip(sound, places, strict=True):
+                if not is_sound:
+                    return False
+                progress(place.stop - place.start)
+            return True
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def is_whole(self) -> bool:
+        """Read every piece; tell whether all are what was written.
+
+        Raises:
+            OSError: when the file cannot be read to its end.
+        """
+        sizes = (self.shape.in_memory(n) for n in range(self.shape.pieces))
+        buffer = memoryview(bytearray(max(_PIECE, self.shape.block)))
+        return all(self.fill(n, buffer[: s.stop - s.start]) for n, s in enumerate(sizes))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self.handle)
+
+
+def digest_of(memory: memoryview) -> bytes:
+    """Return the sha256 of bytes; the interpreter is free meanwhile."""
+    return hashlib.sha256(memory).digest()
+
+
+def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, bytes] | None:
+    """Return what a file holds and its table, if they are sealed as those of a copy of this."""
+    if size < _END_BYTES:
+        return None
+    end = memoryview(bytearray(_END_BYTES))
+    _read_into(end, handle, size - _END_BYTES)
+    sizes, seal = bytes(end[: _SIZES.size]), bytes(end[_SIZES.size :])
+    rest, blocks, block = _SIZES.unpack(sizes)
+    shape = CopyShape(rest=rest, blocks=blocks, block=block)
+    if shape.file_bytes != size:
+        return None
+    table = bytearray(shape.pieces * _DIGEST_BYTES)
+    _read_into(memoryview(table), handle, shape.table)
+    return (shape, bytes(table)) if _seal(of, sizes, table) == seal else None
+
+
+def _read_into(memory: memoryview, handle: int, begin: int) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(handle, [memory[done:]], begin + done)
+        if not count:
+            raise OSError("it is cut short")
+        done += count
+
+
+def _packed(shape: CopyShape) -> bytes:
+    return _SIZES.pack(shape.rest, shape.blocks, shape.block)
+
+
+def _seal(of: str, sizes: bytes, table: bytes | bytearray) -> bytes:
+    return hashlib.sha256(f"{of}\n".encode() + sizes + table).digest()
+
+
+def _filled(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _threads() -> int:
+    return min(_THREADS, os.cpu_count() or 1)

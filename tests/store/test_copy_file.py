@@ -1,0 +1,150 @@
+"""Pieces are found where the layout says, and nothing is believed that was not sealed."""
+
+import hashlib
+import os
+import struct
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.durable import staged_file
+from expertctl.store.copy_file import ALIGNED, CopyFile, CopyShape, Piece, pieces_in, write_copy
+
+OF = "a copy of something"
+PIECE = 4 << 20
+BLOCKS = CopyShape(rest=PIECE + 100, blocks=3, block=5000)
+
+
+def data_of(shape: CopyShape) -> bytes:
+    size = shape.rest + shape.blocks * shape.block
+    return (bytes(range(251)) * (size // 251 + 1))[:size]
+
+
+def written(path: Path, shape: CopyShape, of: str = OF) -> bytes:
+    with staged_file(path, mode=0o600) as write:
+        write_copy(write, of, shape, pieces_in(memoryview(data_of(shape)), shape))
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        CopyShape(rest=1),
+        CopyShape(rest=PIECE + 1),
+        CopyShape(rest=ALIGNED, blocks=2, block=ALIGNED),
+        CopyShape(rest=100, blocks=4, block=64),
+        BLOCKS,
+    ],
+    ids=str,
+)
+def test_every_byte_lies_where_the_layout_says(shape: CopyShape, tmp_path: Path) -> None:
+    """The layout by its description: the rest, blocks at multiples of 4096, digests, the seal."""
+    found, data = written(tmp_path / "copy", shape), data_of(shape)
+    parts = [data[at : min(at + PIECE, shape.rest)] for at in range(0, shape.rest, PIECE)]
+    blocks = [data[shape.rest + n * shape.block :][: shape.block] for n in range(shape.blocks)]
+    expected = bytearray(data[: shape.rest])
+    for block in blocks:
+        expected += bytes(-len(expected) % 4096) + block
+    expected += bytes(-len(expected) % 4096) if blocks else b""
+    table = b"".join(hashlib.sha256(part).digest() for part in parts + blocks)
+    sizes = struct.pack("<3Q", shape.rest, shape.blocks, shape.block)
+    seal = hashlib.sha256(OF.encode() + b"\n" + sizes + table).digest()
+    assert found == expected + table + sizes + seal
+    assert len(found) == shape.file_bytes
+
+
+def test_any_piece_is_read_alone(tmp_path: Path) -> None:
+    written(tmp_path / "copy", BLOCKS)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    with closing(copy):
+        assert copy.shape == BLOCKS
+        for piece in reversed(range(BLOCKS.pieces)):
+            place = BLOCKS.in_memory(piece)
+            memory = memoryview(bytearray(place.stop - place.start))
+            assert copy.fill(piece, memory)
+            assert memory == data_of(BLOCKS)[place]
+        assert copy.is_whole()
+
+
+@settings(max_examples=100, deadline=None)
+@given(position=st.integers(0, 10_000), change=st.integers(1, 255))
+def test_a_changed_byte_is_found_in_its_piece_or_opens_nothing(
+    position: int, change: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, shape = tmp_path_factory.mktemp("a") / "copy", CopyShape(rest=300, blocks=2, block=3000)
+    content = bytearray(written(path, shape))
+    position %= len(content)
+    content[position] ^= change
+    path.write_bytes(content)
+    copy = CopyFile.open(path, OF)
+    if position >= shape.table:
+        assert copy is None
+        return
+    assert copy is not None
+    with closing(copy):
+        sound = [copy.fill(piece, room(shape, piece)) for piece in range(shape.pieces)]
+    hit = [is_in(shape, piece, position) for piece in range(shape.pieces)]
+    assert sound == [not is_hit for is_hit in hit]
+    assert sum(hit) <= 1, "what fills up to the next block is nobody's"
+
+
+def room(shape: CopyShape, piece: int) -> memoryview:
+    place = shape.in_memory(piece)
+    return memoryview(bytearray(place.stop - place.start))
+
+
+def is_in(shape: CopyShape, piece: int, position: int) -> bool:
+    begin = shape.in_file(piece)
+    return begin <= position < begin + len(room(shape, piece))
+
+
+def test_a_piece_that_was_sound_is_not_hashed_again(tmp_path: Path) -> None:
+    shape = CopyShape(rest=64, blocks=1, block=64)
+    written(tmp_path / "copy", shape)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    with closing(copy):
+        assert copy.fill(1, room(shape, 1))
+        with (tmp_path / "copy").open("r+b") as stream:
+            stream.seek(shape.in_file(1))
+            stream.write(b"?")
+        memory = room(shape, 1)
+        assert copy.fill(1, memory)
+        assert memory[:1] == b"?"
+        assert not copy.is_sound(1, memory)
+
+
+def test_what_is_sealed_for_something_else_opens_nothing(tmp_path: Path) -> None:
+    written(tmp_path / "copy", BLOCKS, "a copy of something else")
+    assert CopyFile.open(tmp_path / "copy", OF) is None
+
+
+@pytest.mark.parametrize("sizes", [(1 << 63, 0, 0), (0, 1 << 60, 1 << 60), (0, 1 << 62, 0)])
+def test_sizes_that_are_not_those_of_the_file_allocate_nothing(
+    sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    table = struct.pack("<3Q", *sizes)
+    seal = hashlib.sha256(OF.encode() + b"\n" + table).digest()
+    (tmp_path / "copy").write_bytes(table + seal)
+    assert CopyFile.open(tmp_path / "copy", OF) is None
+
+
+def test_a_file_that_is_cut_short_while_it_is_open_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path / "copy", BLOCKS)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    with closing(copy):
+        os.truncate(tmp_path / "copy", BLOCKS.in_file(BLOCKS.pieces - 1))
+        with pytest.raises(OSError, match="cut short"):
+            copy.fill(BLOCKS.pieces - 1, room(BLOCKS, BLOCKS.pieces - 1))
+        assert copy.fill(0, room(BLOCKS, 0))
+
+
+def test_fewer_pieces_than_a_shape_has_are_our_own_mistake(tmp_path: Path) -> None:
+    pieces = [Piece(memoryview(b"x" * 64), b"x" * 32)]
+    with staged_file(tmp_path / "copy") as write, pytest.raises(AssertionError):
+        write_copy(write, OF, CopyShape(rest=64, blocks=1, block=64), pieces)
