@@ -19,6 +19,7 @@ from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.tiers import Tiers
 from expertctl.package.model_config import ModelConfig
@@ -75,6 +76,10 @@ class Model(Protocol):
     @property
     def routed(self) -> RoutedReport | None:
         """What became of routed experts since it was loaded; None where it has none."""
+
+    @property
+    def counters(self) -> Counters | None:
+        """What is counted of them, layer by layer; None where nobody counts."""
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
         """Have the time of each part of what is read meanwhile added."""

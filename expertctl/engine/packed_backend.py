@@ -25,6 +25,7 @@ from expertctl.engine.kv_pool import KVPool
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
+from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
@@ -203,6 +204,11 @@ class PackedModel:
         if self.experts is None:
             return whole_report(self.base.config)
         return self.experts.report()
+
+    @property
+    def counters(self) -> Counters | None:
+        """What is counted of routed experts; None where all of them are in memory."""
+        return None if self.experts is None else self.experts.counters
 
     @property
     def warnings(self) -> tuple[str, ...]:

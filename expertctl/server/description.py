@@ -16,6 +16,7 @@ from expertctl.server.documents import PieceEvent, StartedEvent, reference
 from expertctl.server.native.expert_document import ExpertsDocument
 from expertctl.server.native.infer_request import InferRequest, RouteFields
 from expertctl.server.native.job_document import JobDocument
+from expertctl.server.native.observing import ObserveRequest
 from expertctl.server.openai.chat_document import ChatChunk, ChatCompletion
 from expertctl.server.openai.chat_request import ChatRequest
 from expertctl.server.openai.completion_document import Completion, PromptExtensions
@@ -166,6 +167,24 @@ OPERATIONS = (
         summary="List the experts that are installed.",
         tag="native",
         answer=ExpertsDocument,
+    ),
+    Operation(
+        method="GET",
+        path="/moe",
+        name="observation",
+        summary="Tell what was counted of the routed experts of the base.",
+        tag="native",
+        answer=reference("MoeActivity"),
+    ),
+    Operation(
+        method="POST",
+        path="/moe",
+        name="observe",
+        summary="Count routed experts in another mode, or begin again.",
+        tag="native",
+        body=ObserveRequest,
+        answer=reference("MoeActivity"),
+        errors=(422,),
     ),
     Operation(
         method="GET",

@@ -58,7 +58,44 @@ def documents() -> Mapping[str, JsonObject]:
         "InferAnswer": _described(infer, "An answer, and all that is known of how it came about."),
         "RouteAnswer": _described(route, "The plan that a prompt would have, and why."),
         "Plan": _described(plan, "Who answers, with what weights, and how tokens are drawn."),
+        **_activity(),
     }
+
+
+def _activity() -> Mapping[str, JsonObject]:
+    """Return the document of what was observed, whose layers are described apart."""
+    schema = _read("moe-activity")
+    defs = schema.pop("$defs")
+    assert isinstance(defs, dict)
+    parts = {f"#/$defs/{name}": part for name, part in defs.items()}
+    layer = _resolved(parts["#/$defs/layer"], parts)
+    parts["#/$defs/layer"] = reference("MoeLayer")
+    activity = _resolved(schema, parts)
+    assert isinstance(layer, dict)
+    assert isinstance(activity, dict)
+    return {
+        "MoeActivity": _described(
+            activity,
+            "What was counted of routed experts; where that is nothing it has `enabled`, `mode`, "
+            "`schema` and `layers` alone.",
+        ),
+        "MoeLayer": _described(
+            layer, "One layer. Hot is what had a slot; `cold` lanes wait for what had none."
+        ),
+    }
+
+
+def _resolved(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonValue:
+    """Put parts where a schema, or one of them, refers to them."""
+    match node:
+        case {"$ref": str(name)} if name in parts:
+            return _resolved(parts[name], parts)
+        case dict():
+            return {key: _resolved(value, parts) for key, value in node.items()}
+        case list():
+            return [_resolved(value, parts) for value in node]
+        case _:
+            return node
 
 
 def _described(schema: JsonObject, words: str) -> JsonObject:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from expertctl.engine.moe.counters import Mode
+from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.batch_engine import BatchEngine
@@ -103,6 +105,18 @@ class Metered:
     def snapshot(self) -> Snapshot:
         """Return what goes on now."""
         return self._engine.snapshot()
+
+    def observation(self) -> Observation:
+        """Return what was counted of routed experts."""
+        return self._engine.observation()
+
+    def observe(self, *, mode: Mode | None, reset: bool) -> Observation:
+        """Count them in another mode, or begin again; return what is there then.
+
+        Raises:
+            IncompatibleError: when nothing can be counted of the base.
+        """
+        return self._engine.observe(mode=mode, reset=reset)
 
 
 class _Meter:

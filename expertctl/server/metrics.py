@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.errors import ExpertError
+from expertctl.server.routed_metrics import Family, routed_families
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
@@ -31,7 +32,6 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 _STAGES = ("route", "queue", "load", "prefill", "decode", "post")
-Family = CounterMetricFamily | GaugeMetricFamily
 Read = Callable[[], tuple[str, Snapshot] | None]
 """The name of the base and what goes on; None before the engine is there."""
 
@@ -155,6 +155,7 @@ class _Live(Collector):
         yield from _tokens(self._now)
         yield from _memory(self._now)
         yield from _experts(self._now)
+        yield from routed_families(self._now)
         yield from _as_vllm(self._base, self._now)
 
 

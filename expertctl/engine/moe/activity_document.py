@@ -2,7 +2,8 @@
 
 The document is that of llama.cpp's hot cache, so that profiles go both ways. Its *full* schema has
 all times, its *update* schema only what an exchange of experts needs; the document of a run that
-observes nothing is always the same bytes.
+observes nothing is always the same bytes. Requests that missed and swaps are ours; others read over
+them.
 
 Reading drops zero counts, adds up those of one expert and sorts layers. What is counted as hot and
 cold overrides raw counts. A layer whose number is no whole number is ignored, as llama.cpp ignores
@@ -12,10 +13,10 @@ it. Everything else that is malformed is refused, and sizes are bounded.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
+from expertctl.engine.moe.counters import Mode
 from expertctl.engine.moe.large_document import read_document, shaped
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -32,7 +33,6 @@ REASONS = (
     *("zero_output", "other"),
 )
 """Why the lanes of a layer ran one after the other."""
-Mode = Literal["full", "update", "off"]
 Counts = Mapping[int, int]
 """How often each expert was asked for; never 0."""
 
@@ -81,6 +81,12 @@ class LayerActivity:
     hot1_slots: int = 0
     hot2_slots: int = 0
     """Hot slots that the second and the third lane computed; ``hot`` has them, too."""
+    requests: int = 0
+    """Experts that calls asked for, each once for a call."""
+    missed_requests: int = 0
+    """Those of them that were not hot."""
+    swaps: int = 0
+    """How often an expert became hot in the place of another."""
     times: LayerTimes = field(default_factory=LayerTimes)
     fallbacks: int = 0
     reasons: Mapping[str, int] = field(default_factory=dict)
@@ -155,20 +161,25 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
 
 def write_activity(document: ActivityDocument) -> bytes:
     """Return the document as JSON."""
-    written: JsonObject = {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
-    if document.mode != "off":
-        written = {
-            "enabled": True,
-            "mode": document.mode,
-            "schema": FULL_SCHEMA if document.mode == "full" else UPDATE_SCHEMA,
-            "n_expert": document.experts,
-            "n_expert_used": document.used,
-            "updates": min(document.updates, MOST),
-            "overflow_resets": min(document.overflow_resets, MOST),
-            "summary": _summary(document),
-            "layers": [_record(layer, document.mode) for layer in document.layers],
-        }
+    written = activity_json(document)
     return json.dumps(written, separators=(",", ":"), allow_nan=False).encode()
+
+
+def activity_json(document: ActivityDocument) -> JsonObject:
+    """Return the document as the object that is written."""
+    if document.mode == "off":
+        return {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
+    return {
+        "enabled": True,
+        "mode": document.mode,
+        "schema": FULL_SCHEMA if document.mode == "full" else UPDATE_SCHEMA,
+        "n_expert": document.experts,
+        "n_expert_used": document.used,
+        "updates": min(document.updates, MOST),
+        "overflow_resets": min(document.overflow_resets, MOST),
+        "summary": _summary(document),
+        "layers": [_record(layer, document.mode) for layer in document.layers],
+    }
 
 
 class _Document(msgspec.Struct):
@@ -188,6 +199,9 @@ class _Record(msgspec.Struct):
     cold_slots_per_call: float = 0.0
     hot1_slots_total: int = 0
     hot2_slots_total: int = 0
+    requests: int = 0
+    missed_requests: int = 0
+    swaps: int = 0
     parallel_fallbacks: int = 0
     parallel_fallback_reasons: dict[str, int] = msgspec.field(default_factory=dict)
     experts: list[tuple[int, int]] = msgspec.field(default_factory=list)
@@ -225,6 +239,9 @@ def _layer(document: Mapping[str, object], what: str) -> LayerActivity:
         cold_per_call=record.cold_slots_per_call or _ratio(record.cold_slots_total, record.calls),
         hot1_slots=record.hot1_slots_total,
         hot2_slots=record.hot2_slots_total,
+        requests=record.requests,
+        missed_requests=record.missed_requests,
+        swaps=record.swaps,
         times=shaped(document, LayerTimes, what=what),
         fallbacks=record.parallel_fallbacks,
         reasons={reason: told[reason] for reason in REASONS if told.get(reason)},
@@ -253,6 +270,10 @@ def _summary(document: ActivityDocument) -> JsonObject:
     for name, total in totals.items():
         summary[f"{name}_slots_total"] = min(total, MOST)
         summary[f"{name}_slots_per_call"] = _ratio(total, calls)
+    requests = sum(layer.requests for layer in document.layers)
+    missed = sum(layer.missed_requests for layer in document.layers)
+    swaps = sum(layer.swaps for layer in document.layers)
+    summary |= _missed(requests, missed, swaps)
     for name in _written_times(document.mode):
         total = sum(getattr(layer.times, name) * layer.calls for layer in document.layers)
         summary[_time_key(name)] = _ratio(total, calls)
@@ -273,6 +294,7 @@ def _record(layer: LayerActivity, mode: Mode) -> JsonObject:
         "hot_slot_ratio": _ratio(hot, hot + cold),
         "hot1_slots_total": min(layer.hot1_slots, MOST),
         "hot2_slots_total": min(layer.hot2_slots, MOST),
+        **_missed(layer.requests, layer.missed_requests, layer.swaps),
     }
     for name in _written_times(mode):
         record[_time_key(name)] = getattr(layer.times, name)
@@ -283,6 +305,15 @@ def _record(layer: LayerActivity, mode: Mode) -> JsonObject:
     record["hot_experts"] = _written(layer.hot)
     record["cold_experts"] = _written(layer.cold)
     return record
+
+
+def _missed(requests: int, missed: int, swaps: int) -> JsonObject:
+    return {
+        "requests": min(requests, MOST),
+        "missed_requests": min(missed, MOST),
+        "fallback_rate": _ratio(missed, requests),
+        "swaps": min(swaps, MOST),
+    }
 
 
 def _written_times(mode: Mode) -> tuple[str, ...]:

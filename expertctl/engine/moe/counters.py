@@ -4,11 +4,14 @@ All are unsigned numbers of 64 bits. What would go over sets all of them to zero
 ratios never mix what was cut off with what was not; sums over layers saturate. The shape stays, and
 how often that happened is told. An expert or a layer that does not exist is ignored: to count
 wrongly is no reason to end a text.
+
+Whoever wants nothing counted says so, and what was counted is forgotten.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,8 @@ _NANOSECONDS = 1e-6
 """In milliseconds."""
 _COUNTED = ("calls", "hits", "misses", "requests", "missed_requests", "swaps", "hot_ns", "cold_ns")
 
+Mode = Literal["full", "update", "off"]
+"""What is wanted of counters: all, only what an exchange of experts needs, or nothing."""
 Counts = NDArray[np.int64]
 _Totals = NDArray[np.uint64]
 
@@ -37,7 +42,9 @@ class LayerCounts:
     missed_requests: int
     swaps: int
     hot_ns: int
+    """Computing: its experts, and what follows until those of the next layer are chosen."""
     cold_ns: int
+    """Waiting for experts that were not there."""
 
     @property
     def fallback_rate(self) -> float:
@@ -49,6 +56,12 @@ class LayerCounts:
         """How many routed slots were hot, 0 to 1."""
         slots = self.hits + self.misses
         return self.hits / slots if slots else 0.0
+
+    def since(self, before: "LayerCounts") -> "LayerCounts":
+        """Return what was added to what was known before."""
+        return LayerCounts(
+            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTED}
+        )
 
     def to_json(self) -> JsonObject:
         """Return them as a document, times in milliseconds."""
@@ -64,6 +77,25 @@ class LayerCounts:
             "hot_ms": self.hot_ns * _NANOSECONDS,
             "cold_ms": self.cold_ns * _NANOSECONDS,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observed:
+    """What was counted, as it was at one moment."""
+
+    mode: Mode
+    passes: int
+    """How often something was counted."""
+    overflow_resets: int
+    layers: Mapping[int, LayerCounts]
+    """By the number of the layer in the base."""
+    chosen: NDArray[np.uint64]
+    """How often each expert was, [layers, 2, experts]: hot, and cold."""
+
+    @property
+    def summary(self) -> LayerCounts:
+        """The sums over layers, which saturate."""
+        return _sum(list(self.layers.values()))
 
 
 def requested(selected: NDArray[np.integer], experts: int) -> Counts:
@@ -88,8 +120,14 @@ class Counters:
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._totals: _Totals = np.zeros((len(layers), len(_COUNTED)), np.uint64)
         self._experts: _Totals = np.zeros((len(layers), 2, experts), np.uint64)
-        self._overflows = 0
+        self._passes = self._overflows = 0
+        self._mode: Mode = "full"
         self._lock = Lock()
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether anything is counted."""
+        return self._mode != "off"
 
     def count_pass(
         self,
@@ -104,6 +142,28 @@ class Counters:
         ``requests``: how often each expert was chosen; ``lanes``: the number of its hot lane, or
         -1. Both are [layers, experts]; times are [layers].
         """
+        self.count_passes(requests[None], lanes[None], hot_ns=hot_ns, cold_ns=cold_ns)
+
+    def count_passes(
+        self,
+        requests: Counts,
+        lanes: Counts,
+        *,
+        hot_ns: Counts | int = 0,
+        cold_ns: Counts | int = 0,
+    ) -> None:
+        """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
+        self._count_calls(slice(None), requests[None], lanes[None], hot_ns, cold_ns)
+
+    def count_passes(
+        self,
+        requests: Counts,
+        lanes: Counts,
+        *,
+        hot_ns: Counts | int = 0,
+        cold_ns: Counts | int = 0,
+    ) -> None:
+        """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
         self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
 
     def count_call(
@@ -111,7 +171,7 @@ class Counters:
     ) -> None:
         """Count one call of one layer; both are [experts]."""
         row = self._row(layer)
-        self._count_calls(row, requests[None], lanes[None], hot_ns, cold_ns)
+        self._count_calls(row, requests[None, None], lanes[None, None], hot_ns, cold_ns)
 
     def count_swaps(self, layer: int, swaps: int) -> None:
         """Count experts that took the slot of another."""
@@ -121,6 +181,22 @@ class Counters:
         """Begin again; how often counters went over stays."""
         with self._lock:
             self._clear()
+
+    def change(self, *, mode: Mode | None = None, reset: bool = False) -> Observed:
+        """Count in another mode, which begins again, or begin again; return what is there then.
+
+        In the mode that is there already nothing is forgotten, unless that is asked for.
+        """
+        with self._lock:
+            if reset or mode not in {None, self._mode}:
+                self._clear()
+            self._mode = mode or self._mode
+            return self._observed()
+
+    def observed(self) -> Observed:
+        """Return all that was counted, as it was at one moment."""
+        with self._lock:
+            return self._observed()
 
     def layer(self, layer: int) -> LayerCounts:
         """Return the counters of one layer."""
@@ -135,13 +211,11 @@ class Counters:
 
     def snapshot(self) -> JsonObject:
         """Return all layers and their sum, as they were at one moment."""
-        with self._lock:
-            layers = {layer: self._layer(row) for layer, row in self._rows.items()}
-            overflows = self._overflows
+        seen = self.observed()
         return {
-            "overflow_resets": overflows,
-            "summary": _sum(list(layers.values())).to_json(),
-            "layers": [{"layer": layer, **found.to_json()} for layer, found in layers.items()],
+            "overflow_resets": seen.overflow_resets,
+            "summary": seen.summary.to_json(),
+            "layers": [{"layer": layer, **found.to_json()} for layer, found in seen.layers.items()],
         }
 
     def check_integrity(self) -> None:
@@ -163,22 +237,29 @@ class Counters:
         hot_ns: Counts | int,
         cold_ns: Counts | int,
     ) -> None:
+        if not self.is_counting:
+            return
         cold = np.where(lanes < 0, requests, 0)
-        chosen = np.stack((requests - cold, cold), 1)
+        chosen = np.stack((requests - cold, cold), -2).sum(0)
         hits, misses = chosen.sum(-1).T
         values = {
-            "calls": 1,
+            "calls": len(requests),
             "hits": hits,
             "misses": misses,
-            "requests": np.count_nonzero(requests, axis=-1),
-            "missed_requests": np.count_nonzero(cold, axis=-1),
+            "requests": np.count_nonzero(requests, axis=-1).sum(0),
+            "missed_requests": np.count_nonzero(cold, axis=-1).sum(0),
             "hot_ns": hot_ns,
             "cold_ns": cold_ns,
         }
-        self._add(rows, values, chosen)
+        self._add(rows, values, chosen, passes=len(requests))
 
     def _add(
-        self, rows: slice, values: Mapping[str, Counts | int], chosen: Counts | None = None
+        self,
+        rows: slice,
+        values: Mapping[str, Counts | int],
+        chosen: Counts | None = None,
+        *,
+        passes: int = 0,
     ) -> None:
         totals = self._totals[rows]
         if not len(totals):
@@ -187,6 +268,8 @@ class Counters:
         for name, value in values.items():
             amounts[:, _COUNTED.index(name)] = value
         with self._lock:
+            if not self.is_counting:
+                return
             if (amounts > MOST - totals).any():
                 self._overflows = min(self._overflows + 1, MOST)
                 self._clear()
@@ -194,10 +277,21 @@ class Counters:
             totals += amounts
             if chosen is not None:  # none of them is above the hits or misses of its layer
                 self._experts[rows] += chosen.astype(np.uint64)
+            self._passes = min(self._passes + passes, MOST)
 
     def _clear(self) -> None:
         self._totals[...] = 0
         self._experts[...] = 0
+        self._passes = 0
+
+    def _observed(self) -> Observed:
+        return Observed(
+            mode=self._mode,
+            passes=self._passes,
+            overflow_resets=self._overflows,
+            layers={layer: self._layer(row) for layer, row in self._rows.items()},
+            chosen=self._experts.copy(),
+        )
 
     def _layer(self, row: int) -> LayerCounts:
         return LayerCounts(**dict(zip(_COUNTED, self._totals[row].tolist(), strict=True)))

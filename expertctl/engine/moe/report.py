@@ -20,6 +20,16 @@ class Residence:
     blocks: int
     """How many are in memory at most, of all layers."""
 
+    def to_json(self) -> JsonObject:
+        """Return it as it stands in the ``moe`` object."""
+        return {
+            "miss": self.miss,
+            "layers": self.layers,
+            "experts": self.experts,
+            "slots": self.slots,
+            "in_memory": self.blocks,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
@@ -62,13 +72,9 @@ class RoutedReport:
 
     def to_json(self) -> JsonObject:
         """Return the ``moe`` object; shares are 0 where nothing was asked for."""
-        residence, activity = self.residence, self.activity
+        activity = self.activity
         return {
-            "miss": residence.miss,
-            "layers": residence.layers,
-            "experts": residence.experts,
-            "slots": residence.slots,
-            "in_memory": residence.blocks,
+            **self.residence.to_json(),
             "requests": activity.requests,
             "misses": activity.misses,
             "fallback_rate": round(_share(activity.misses, activity.requests), 6),

@@ -19,6 +19,8 @@ from queue import SimpleQueue
 
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.counters import Mode, Observed
+from expertctl.engine.moe.observation import Observation, observation_of
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.board import Board
@@ -30,7 +32,7 @@ from expertctl.engine.serving.press import Broke, Press
 from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
-from expertctl.errors import UsageError
+from expertctl.errors import IncompatibleError, UsageError
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
@@ -149,6 +151,8 @@ class BatchEngine:
         """Return what goes on now."""
         assert self._press is not None, "start comes first"
         board, house, batch = self._board, self._house, self._press.batch
+        model = house.model
+        observed = None if model.counters is None else model.counters.observed()
         with board.lock:
             memory, texts = house.memory, batch.texts
             prepared = [t for t in board.tickets if t.stage in {"preparing", "loading", "ready"}]
@@ -169,7 +173,29 @@ class BatchEngine:
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),
                 waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.line)),
+                routed=model.routed,
+                observed=observed,
             )
+
+    def observation(self) -> Observation:
+        """Return what was counted of routed experts, all of it at one moment."""
+        counters = self._house.model.counters
+        return self._observation(None if counters is None else counters.observed())
+
+    def observe(self, *, mode: Mode | None = None, reset: bool = False) -> Observation:
+        """Count routed experts in another mode, or begin again; return what is there then.
+
+        Raises:
+            IncompatibleError: when the base has none, or none that could be missing.
+        """
+        counters = self._house.model.counters
+        if counters is None:
+            raise IncompatibleError(
+                f"nothing is counted of {self.base_name}: it has no routed experts, or all of them "
+                "are in memory",
+                hint="serve a base of routed experts within a --memory-budget that is smaller",
+            )
+        return self._observation(counters.change(mode=mode, reset=reset))
 
     def close(self, *, seconds: float = 0.0) -> None:
         """Take no more jobs; those that are here may end within so many seconds."""
@@ -178,6 +204,12 @@ class BatchEngine:
             self._press.join()
         self._desk.close()
         self._house.close()
+
+    def _observation(self, seen: Observed | None) -> Observation:
+        base = self._house.base
+        return observation_of(
+            seen, base=base.stored.name, config=base.config, report=self._house.model.routed
+        )
 
     def _to_compile_for(self) -> list[Installed]:
         """Return an expert for each set of adapters that kernels are compiled anew for."""

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from expertctl.engine.budget import Purpose
+from expertctl.engine.moe.counters import Observed
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.serving.batch import Counts
 from expertctl.engine.serving.expert_counts import ExpertCounts
 from expertctl.engine.tiers import Traffic
@@ -63,3 +65,7 @@ class Snapshot:
     """The experts of each text in the batch."""
     waiting_plans: tuple[tuple[str, ...], ...]
     """Of each job that is prepared, and what those in the queue ask for."""
+    routed: RoutedReport | None = None
+    """What became of routed experts; None where the base has none."""
+    observed: Observed | None = None
+    """What was counted of them, layer by layer; None where nobody counts."""

@@ -1,8 +1,9 @@
-"""The addresses of our own API: inference, jobs, routing, and what is installed."""
+"""The addresses of our own API: inference, jobs, routing, and what is installed or observed."""
 
 import asyncio
 from functools import partial
 
+from anyio import to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -20,6 +21,7 @@ from expertctl.server.native.expert_document import experts_document
 from expertctl.server.native.infer_request import InferRequest, RouteFields
 from expertctl.server.native.job_document import document_of
 from expertctl.server.native.job_store import JobStore, StoredJob
+from expertctl.server.native.observing import ObserveRequest
 from expertctl.server.native.stream import infer_lines
 from expertctl.server.reply import json_reply
 from expertctl.server.service import Service
@@ -30,6 +32,7 @@ JOBS = "/v1/jobs"
 JOB = "/v1/jobs/{job_id}"
 ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
+MOE = "/moe"
 PLANS = 16
 """How many plans wait at a time for those who only ask for one: answers wait for theirs, too."""
 
@@ -44,6 +47,8 @@ def routes(service: Service) -> list[BaseRoute]:
         Route(JOB, wire.cancel, methods=["DELETE"]),
         Route(ROUTE, wire.route, methods=["POST"]),
         Route(EXPERTS, wire.experts, methods=["GET"]),
+        Route(MOE, wire.observation, methods=["GET"]),
+        Route(MOE, wire.observe, methods=["POST"]),
     ]
 
 
@@ -126,6 +131,18 @@ class _Wire:
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.experts())
         return json_reply(experts_document(experts, base=engine.base_name))
+
+    async def observation(self, _: Request) -> Response:
+        """Tell what was counted of routed experts."""
+        seen = await to_thread.run_sync(self._service.engine.observation)
+        return json_reply(seen.to_json())
+
+    async def observe(self, request: Request) -> Response:
+        """Count them otherwise, or begin again."""
+        body = await read_body(request, ObserveRequest)
+        body.check()
+        change = partial(self._service.engine.observe, mode=body.mode, reset=body.reset)
+        return json_reply((await to_thread.run_sync(change)).to_json())
 
     def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:
         return call_of(

@@ -172,6 +172,9 @@ MEASURED = LayerActivity(
     hot={1: 6},
     cold={3: 4},
     cold_per_call=2.0,
+    requests=5,
+    missed_requests=2,
+    swaps=3,
     times=LayerTimes(
         total_moe=50.0,
         parallel_hot_lane_wall=10.0,
@@ -192,6 +195,8 @@ def test_the_update_schema_has_only_what_an_exchange_needs() -> None:
     assert record["parallel_hot_lane_wall_time_per_call_us"] == 10
     assert record["parallel_cold_lane_wall_time_per_call_us"] == 20
     assert record["parallel_join_wait_time_per_call_us"] == 5
+    assert (record["requests"], record["missed_requests"]) == (5, 2)
+    assert (record["fallback_rate"], record["swaps"]) == (0.4, 3)
     assert record["experts"] == [[1, 6], [3, 4]]
     assert (record["hot_experts"], record["cold_experts"]) == ([[1, 6]], [[3, 4]])
     text = json.dumps(document)
@@ -221,6 +226,7 @@ def test_a_summary_weighs_layers_by_their_calls() -> None:
     assert summary["hot1_slots_total"] == 1
     assert summary["hot_slot_ratio"] == 8 / 12
     assert summary["total_moe_time_per_call_us"] == (2 * 50 + 6 * 10) / 8
+    assert (summary["fallback_rate"], summary["swaps"]) == (0.4, 3)
     assert summary["parallel_fallbacks"] == 3
 
 
@@ -239,7 +245,7 @@ times = st.floats(0, 1e9)
 
 @st.composite
 def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) -> LayerActivity:
-    raw = draw(st.booleans())
+    raw, requests = draw(st.booleans()), draw(st.integers(0, MOST))
     hot, cold = ({}, {}) if raw else (draw(counts), draw(counts))
     return LayerActivity(
         layer=number,
@@ -250,6 +256,9 @@ def layers(draw: st.DrawFn, number: int, names: tuple[str, ...], *, full: bool) 
         cold_per_call=draw(st.floats(0.1, 1e6)),
         hot1_slots=draw(st.integers(0, MOST)),
         hot2_slots=draw(st.integers(0, MOST)),
+        requests=requests,
+        missed_requests=draw(st.integers(0, requests)),
+        swaps=draw(st.integers(0, MOST)),
         times=LayerTimes(**{name: draw(times) for name in names}),
         fallbacks=draw(st.integers(0, MOST)) if full else 0,
         reasons=draw(st.dictionaries(st.sampled_from(REASONS), st.integers(1, MOST)))

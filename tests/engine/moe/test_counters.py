@@ -192,3 +192,66 @@ def test_a_reader_never_sees_half_of_a_call() -> None:
         counted.count_call(2, np.array([1, 1, 0, 0]), LANES)
     reader.join()
     assert torn == []
+
+
+def test_nothing_is_counted_while_that_is_off_and_what_was_is_forgotten() -> None:
+    counted = counters()
+    filled(counted, 3)
+    counted.count_swaps(2, 1)
+    assert counted.change(mode="off").passes == 0
+    assert not counted.is_counting
+    filled(counted, 5)
+    counted.count_swaps(2, 1)
+    seen = counted.change(mode="update")
+    assert (seen.mode, seen.passes, seen.summary) == ("update", 0, counters().observed().summary)
+    filled(counted, 2)
+    assert counted.observed().layers[2].hits == 2
+
+
+def test_the_mode_that_is_there_already_forgets_nothing() -> None:
+    counted = counters()
+    filled(counted, 3)
+    for _ in range(2):
+        assert counted.change(mode="full").layers[2].hits == 3
+    assert counted.change().layers[2].hits == 3
+    for _ in range(2):
+        seen = counted.change(mode="full", reset=True)
+        assert (seen.mode, seen.passes, seen.layers[2].hits) == ("full", 0, 0)
+
+
+def test_what_was_observed_is_of_one_moment_and_stays() -> None:
+    counted = counters()
+    counted.count_call(5, np.array([2, 3, 0, 0]), LANES, cold_ns=7)
+    seen = counted.observed()
+    counted.reset()
+    assert (seen.passes, seen.layers[5].hits, seen.layers[5].cold_ns) == (1, 2, 7)
+    assert seen.chosen.tolist() == [[[0] * 4, [0] * 4], [[2, 0, 0, 0], [0, 3, 0, 0]]]
+    torn: list[object] = []
+
+    def look() -> None:
+        for _ in range(300):
+            now = counted.observed()
+            if {now.passes} != {layer.calls for layer in now.layers.values()}:
+                torn.append(now)
+
+    reader = Thread(target=look)
+    reader.start()
+    for _ in range(300):
+        counted.count_pass(np.ones((2, 4), np.int64), np.stack((LANES, LANES)))
+    reader.join()
+    assert torn == []
+
+
+def test_several_passes_count_as_one_after_the_other() -> None:
+    at_once, in_turn = counters(), counters()
+    drawn = np.random.default_rng(0)
+    requests = drawn.integers(0, 3, (5, 2, 4))
+    lanes = drawn.integers(-1, 2, (5, 2, 4))
+    times = drawn.integers(0, 100, (5, 2))
+    for number in range(5):
+        in_turn.count_pass(requests[number], lanes[number], cold_ns=times[number])
+    at_once.count_passes(requests, lanes, cold_ns=times.sum(0))
+    at_once.check_integrity()
+    one, other = at_once.observed(), in_turn.observed()
+    assert (one.passes, one.layers) == (other.passes, other.layers)
+    np.testing.assert_equal(one.chosen, other.chosen)

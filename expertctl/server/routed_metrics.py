@@ -1,0 +1,85 @@
+"""What is known of the routed experts of a base, as time series: a label for each layer.
+
+What a layer did is counted from the last reset on, and not at all while that is off (`/moe`); what
+belongs to the whole base is counted since it was loaded.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from expertctl.engine.moe.counters import LayerCounts, Observed
+from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.serving.snapshot import Snapshot
+
+Family = CounterMetricFamily | GaugeMetricFamily
+_LAYER = "expertctl_moe_layer"
+_SECONDS = 1e-9
+"""Of a nanosecond."""
+_COUNTED: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
+    ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
+    ("hits", "Routed slots of tokens whose expert had a slot.", lambda layer: layer.hits),
+    ("misses", "Those whose expert had none.", lambda layer: layer.misses),
+    ("requests", "Experts asked for, each once for a pass.", lambda layer: layer.requests),
+    ("missed_requests", "Those without a slot.", lambda layer: layer.missed_requests),
+    ("swaps", "Experts that got the slot of another.", lambda layer: layer.swaps),
+)
+_RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
+    ("fallback_rate", "Missed requests by requests.", lambda layer: layer.fallback_rate),
+    ("hot_slot_ratio", "Hits by hits and misses.", lambda layer: layer.hot_slot_ratio),
+)
+
+
+def routed_families(now: Snapshot) -> Iterator[Family]:
+    """Yield them; none where the base has no routed experts."""
+    if now.routed is not None:
+        yield from _whole(now.routed)
+    if now.observed is not None and now.observed.mode != "off":
+        yield from _by_layer(now.observed)
+
+
+def _whole(report: RoutedReport) -> Iterator[Family]:
+    residence, did = report.residence, report.activity
+    yield GaugeMetricFamily(
+        "expertctl_moe_experts", "Routed experts.", value=residence.layers * residence.experts
+    )
+    yield GaugeMetricFamily(
+        "expertctl_moe_experts_in_memory", "Of them in memory at most.", value=residence.blocks
+    )
+    for name, text, value in (
+        ("loads", "Experts that were read.", did.loads),
+        ("read_bytes", "Bytes of files for that.", did.read_bytes),
+        ("waited_seconds", "How long passes waited for them.", did.waited_ms / 1e3),
+        ("mass", "The weights that routers gave.", did.mass),
+        ("skipped_mass", "What of them was left out.", did.skipped),
+    ):
+        yield CounterMetricFamily(f"expertctl_moe_{name}", text, value=value)
+
+
+def _by_layer(seen: Observed) -> Iterator[Family]:
+    for name, text, count in _COUNTED:
+        counter = CounterMetricFamily(f"{_LAYER}_{name}", text, labels=["layer"])
+        for number, layer in seen.layers.items():
+            counter.add_metric([str(number)], count(layer))
+        yield counter
+    for name, text, rate in _RATES:
+        gauge = GaugeMetricFamily(f"{_LAYER}_{name}", text, labels=["layer"])
+        for number, layer in seen.layers.items():
+            gauge.add_metric([str(number)], rate(layer))
+        yield gauge
+    yield _seconds(seen)
+    yield CounterMetricFamily(
+        "expertctl_moe_overflow_resets",
+        "How often a counter was full, and all began again.",
+        value=seen.overflow_resets,
+    )
+
+
+def _seconds(seen: Observed) -> Family:
+    family = CounterMetricFamily(
+        f"{_LAYER}_seconds", "Computing, and waiting for experts.", labels=["layer", "lane"]
+    )
+    for number, layer in seen.layers.items():
+        family.add_metric([str(number), "compute"], layer.hot_ns * _SECONDS)
+        family.add_metric([str(number), "wait"], layer.cold_ns * _SECONDS)
+    return family
