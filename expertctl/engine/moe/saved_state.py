@@ -59,14 +59,18 @@ def restore(state: SavedState, slots: Mapping[int, LayerSlots]) -> dict[int, lis
         IncompatibleError: when an expert was saved that a layer does not have.
     """
     for number, layer in slots.items():
-        saved = state.layers.get(number)
-        if saved and (highest := max(_named(saved), default=0)) >= layer.experts:
-            raise IncompatibleError(
-                f"the saved state has expert {highest} in layer {number}, where there are "
-                f"{layer.experts}",
-                hint="delete it; it is of another base",
-            )
+        _check_layer(state, number, experts=layer.experts)
     return {n: _restored(state.layers.get(n), layer) for n, layer in sorted(slots.items())}
+
+
+def check_state(state: SavedState, layers: Iterable[int], *, experts: int) -> None:
+    """Demand that a state can be restored in layers that have so many experts.
+
+    Raises:
+        IncompatibleError: when an expert was saved that a layer does not have.
+    """
+    for number in layers:
+        _check_layer(state, number, experts=experts)
 
 
 def read_state(data: bytes, *, what: str) -> SavedState:
@@ -119,6 +123,15 @@ class _Document(msgspec.Struct):
     layers: dict[str, _Layer]
     timestamp: float = 0.0
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
+
+
+def _check_layer(state: SavedState, number: int, *, experts: int) -> None:
+    saved = state.layers.get(number)
+    if saved and (highest := max(_named(saved), default=0)) >= experts:
+        raise IncompatibleError(
+            f"the saved state has expert {highest} in layer {number}, where there are {experts}",
+            hint="delete it; it is of another base",
+        )
 
 
 def _saved(layer: LayerSlots) -> LayerState:

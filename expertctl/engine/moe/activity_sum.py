@@ -1,0 +1,191 @@
+"""Sums and differences of activity documents: what was learnt of a base grows, and fades.
+
+Counts are added; times and cold slots of a call are means, weighted by calls. A sum that tells of
+more than `FADED_AT` tokens is halved: so what was asked for long ago is worth half as much with
+each so many tokens, and what is not asked for any more is forgotten. Counts of which nobody knows
+whether they were hot count as cold beside others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from expertctl.engine.moe.activity_document import (
+    MOST,
+    TIMES,
+    ActivityDocument,
+    Counts,
+    LayerActivity,
+    LayerTimes,
+)
+from expertctl.errors import IncompatibleError
+
+FADED_AT = 1 << 17
+"""Tokens of which a sum tells at most."""
+NOTHING = ActivityDocument("update")
+_Key = TypeVar("_Key")
+
+
+def tokens_of(document: ActivityDocument) -> int:
+    """Return of how many tokens a document tells, or of how many prompts; never less than a count.
+
+    Each token asks for as many experts of a layer as the document says; where it does not, the
+    largest count is a lower bound.
+    """
+    most = 0
+    for layer in document.layers:
+        counts = layer.hits.values()
+        asked = -(-sum(counts) // document.used) if document.used else 0
+        most = max(most, asked, max(counts, default=0))
+    return most
+
+
+def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
+    """Return what two documents tell together, faded.
+
+    Raises:
+        IncompatibleError: when they are of bases with other experts.
+    """
+    for name in ("experts", "used"):
+        here, there = getattr(one, name), getattr(other, name)
+        if here and there and here != there:
+            raise IncompatibleError(
+                f"counts of {here} and of {there} routed experts do not add up",
+                hint="add up what was counted on one base",
+            )
+    layers = {layer.layer: layer for layer in one.layers}
+    for layer in other.layers:
+        known = layers.get(layer.layer)
+        layers[layer.layer] = layer if known is None else _sum(known, layer)
+    total = replace(
+        one,
+        mode="update",
+        layers=tuple(layers[number] for number in sorted(layers)),
+        experts=one.experts or other.experts,
+        used=one.used or other.used,
+        updates=_capped(one.updates + other.updates),
+        overflow_resets=_capped(one.overflow_resets + other.overflow_resets),
+    )
+    while tokens_of(total) > FADED_AT:
+        total = _halved(total)
+    return total
+
+
+def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
+    """Return what was counted after another document; all of it where counting began again.
+
+    Means are those of all that was counted now.
+    """
+    earlier = {layer.layer: layer for layer in before.layers}
+    pairs = [(layer, earlier.get(layer.layer)) for layer in now.layers]
+    if any(then is not None and _began_again(layer, then) for layer, then in pairs):
+        return now
+    layers = tuple(layer if then is None else _less(layer, then) for layer, then in pairs)
+    updates = max(now.updates - before.updates, 0)
+    resets = max(now.overflow_resets - before.overflow_resets, 0)
+    return replace(now, layers=layers, updates=updates, overflow_resets=resets)
+
+
+def _sum(one: LayerActivity, other: LayerActivity) -> LayerActivity:
+    calls = one.calls + other.calls
+    share = one.calls / calls if calls else 0.5
+
+    def mean(here: float, there: float) -> float:
+        return share * here + (1 - share) * there
+
+    has_lanes = bool(one.hot or one.cold or other.hot or other.cold)
+    raw = _added(one.raw, other.raw)
+    return replace(
+        one,
+        calls=_capped(calls),
+        hot=_added(one.hot, other.hot),
+        cold=_added(one.cold, other.cold, raw) if has_lanes else {},
+        raw={} if has_lanes else raw,
+        cold_per_call=mean(_cold_per_call(one), _cold_per_call(other)),
+        hot1_slots=_capped(one.hot1_slots + other.hot1_slots),
+        hot2_slots=_capped(one.hot2_slots + other.hot2_slots),
+        requests=_capped(one.requests + other.requests),
+        missed_requests=_capped(one.missed_requests + other.missed_requests),
+        swaps=_capped(one.swaps + other.swaps),
+        times=_times(lambda name: mean(getattr(one.times, name), getattr(other.times, name))),
+        fallbacks=_capped(one.fallbacks + other.fallbacks),
+        reasons=_added(one.reasons, other.reasons),
+    )
+
+
+def _less(now: LayerActivity, before: LayerActivity) -> LayerActivity:
+    return replace(
+        now,
+        calls=now.calls - before.calls,
+        hot=_left(now.hot, before.hot),
+        cold=_left(now.cold, before.cold),
+        raw=_left(now.raw, before.raw),
+        cold_per_call=_cold_per_call(now),
+        hot1_slots=max(now.hot1_slots - before.hot1_slots, 0),
+        hot2_slots=max(now.hot2_slots - before.hot2_slots, 0),
+        requests=max(now.requests - before.requests, 0),
+        missed_requests=max(now.missed_requests - before.missed_requests, 0),
+        swaps=max(now.swaps - before.swaps, 0),
+        fallbacks=max(now.fallbacks - before.fallbacks, 0),
+        reasons=_left(now.reasons, before.reasons),
+    )
+
+
+def _began_again(now: LayerActivity, before: LayerActivity) -> bool:
+    """Tell whether counters were set to zero in between: none of them ever falls else."""
+    pairs = ((now.hot, before.hot), (now.cold, before.cold), (now.raw, before.raw))
+    return now.calls < before.calls or any(
+        counts.get(expert, 0) < count for counts, then in pairs for expert, count in then.items()
+    )
+
+
+def _halved(document: ActivityDocument) -> ActivityDocument:
+    return replace(document, layers=tuple(_half(layer) for layer in document.layers))
+
+
+def _half(layer: LayerActivity) -> LayerActivity:
+    return replace(
+        layer,
+        calls=layer.calls // 2,
+        hot=_fewer(layer.hot),
+        cold=_fewer(layer.cold),
+        raw=_fewer(layer.raw),
+        cold_per_call=_cold_per_call(layer),
+        hot1_slots=layer.hot1_slots // 2,
+        hot2_slots=layer.hot2_slots // 2,
+        requests=layer.requests // 2,
+        missed_requests=layer.missed_requests // 2,
+        swaps=layer.swaps // 2,
+        fallbacks=layer.fallbacks // 2,
+        reasons={reason: count // 2 for reason, count in layer.reasons.items() if count > 1},
+    )
+
+
+def _times(value: Callable[[str], float]) -> LayerTimes:
+    return LayerTimes(**{name: value(name) for name in TIMES})
+
+
+def _cold_per_call(layer: LayerActivity) -> float:
+    counted = sum(layer.cold.values()) / layer.calls if layer.calls else 0.0
+    return layer.cold_per_call or counted
+
+
+def _added(*counts: Mapping[_Key, int]) -> dict[_Key, int]:
+    total = Counter[_Key]()
+    for each in counts:
+        total.update(each)
+    return {key: _capped(count) for key, count in total.items()}
+
+
+def _left(now: Mapping[_Key, int], before: Mapping[_Key, int]) -> dict[_Key, int]:
+    left = {key: count - before.get(key, 0) for key, count in now.items()}
+    return {key: count for key, count in left.items() if count > 0}
+
+
+def _fewer(counts: Counts) -> Counts:
+    return {expert: count // 2 for expert, count in counts.items() if count > 1}
+
+
+def _capped(count: int) -> int:
+    return min(count, MOST)

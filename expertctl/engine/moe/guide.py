@@ -1,0 +1,104 @@
+"""What is known of a base's routed experts before a run: of a file that is named, or of habits.
+
+Both kinds of files are read: activity documents, with counts of tokens, and usage profiles, with
+counts of prompts. An activity document is a usage profile, too, one whose prompts are tokens.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.engine.moe.activity_document import (
+    ActivityDocument,
+    LayerActivity,
+    read_activity,
+)
+from expertctl.engine.moe.activity_sum import tokens_of
+from expertctl.engine.moe.large_document import MAX_BYTES
+from expertctl.engine.moe.usage_profile import UsageProfile, read_profile
+from expertctl.errors import IncompatibleError
+from expertctl.package.experts_config import ExpertsConfig
+from expertctl.regular_file import open_regular
+from expertctl.schema.strict_json import load_object
+
+TOKENS = "tokens"
+"""What the prompts of a profile are called that counts tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """The counts of each expert, as both documents tell them."""
+
+    what: str
+    """Where that is from, for a person."""
+    activity: ActivityDocument
+    usage: UsageProfile
+
+    def counts(self, layer: int) -> dict[int, int]:
+        """Return how often each expert of a layer was asked for; never 0."""
+        return dict(self.usage.layers.get(layer, {}))
+
+    def check_fits(self, routed: ExpertsConfig) -> None:
+        """Demand that it is of a base with these experts.
+
+        Raises:
+            IncompatibleError: when it is of other experts, or of layers that have none.
+        """
+        told, there = self.usage.experts, routed.count
+        if told != there:
+            raise IncompatibleError(
+                f"{self.what} is of {told} routed experts in a layer, the base has {there}",
+                hint="name a profile of this base",
+            )
+        highest = max((max(counts, default=0) for counts in self.usage.layers.values()), default=0)
+        if highest >= there:
+            raise IncompatibleError(
+                f"{self.what} counts expert {highest}, the base has {there} in a layer",
+                hint="name a profile of this base",
+            )
+        if unknown := sorted(self.usage.layers.keys() - set(routed.layers)):
+            raise IncompatibleError(
+                f"{self.what} tells of layer {unknown[0]}, which has no routed experts",
+                hint="name a profile of this base",
+            )
+
+
+def guide_of(activity: ActivityDocument, routed: ExpertsConfig, *, what: str) -> Guide:
+    """Return what counts say of a base.
+
+    Raises:
+        IncompatibleError: when they are of another one.
+    """
+    guide = Guide(what, activity, usage_of(activity, experts=activity.experts or routed.count))
+    guide.check_fits(routed)
+    return guide
+
+
+def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> UsageProfile:
+    """Return counts of tokens as a profile."""
+    layers = {layer.layer: dict(sorted(layer.hits.items())) for layer in activity.layers}
+    return UsageProfile(model, tokens_of(activity), experts, layers, preset=TOKENS)
+
+
+def activity_of(usage: UsageProfile) -> ActivityDocument:
+    """Return a profile as counts of which nobody knows whether they were hot."""
+    layers = (LayerActivity(layer, raw=counts) for layer, counts in usage.layers.items())
+    return ActivityDocument("update", tuple(layers), experts=usage.experts)
+
+
+def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
+    """Read a file of either kind, for a base.
+
+    Raises:
+        NotFoundError: when there is no such file.
+        InvalidPackageError: when it is neither, malformed or too large.
+        IncompatibleError: when it is of another base.
+    """
+    what = str(path)
+    with open_regular(path) as stream:
+        data = stream.read(MAX_BYTES + 1)
+    if "schema" in load_object(data, what=what, max_bytes=MAX_BYTES):
+        return guide_of(read_activity(data, what=what), routed, what=what)
+    usage = read_profile(data, what=what)
+    guide = Guide(what, activity_of(usage), usage)
+    guide.check_fits(routed)
+    return guide

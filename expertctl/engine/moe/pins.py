@@ -1,0 +1,70 @@
+"""Whom a profile pins: experts that come first and keep their slots, whatever is asked for."""
+
+import re
+from dataclasses import dataclass, replace
+
+from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.errors import UsageError
+from expertctl.package.experts_config import MAX_COUNT
+
+_PINS = re.compile(r"([0-9]{1,4})(%?)")
+_PERCENT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class TopPins:
+    """So many experts of each layer: those that were asked for most."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharePins:
+    """Those that at least a share of all prompts, or tokens, of a profile ask for."""
+
+    share: float
+    """From 0 to 1."""
+
+
+Pins = TopPins | SharePins
+
+
+def parse_pins(text: str) -> Pins:
+    """Read a number of experts, such as ``8``, or a share of prompts, such as ``50%``.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _PINS.fullmatch(text.strip())
+    number = int(match[1]) if match else -1
+    if match and match[2] and number <= _PERCENT:
+        return SharePins(number / _PERCENT)
+    if match and not match[2] and number <= MAX_COUNT:
+        return TopPins(number)
+    raise UsageError(
+        f"{text[:40]!r} says of no experts that they are pinned",
+        hint="write 8, the first of each layer, or 50%, those that half of all tokens ask for",
+    )
+
+
+def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> frozenset[int]:
+    """Return who is pinned in a layer of so many slots.
+
+    Of those that a share asks for, only as many as there are slots.
+
+    Raises:
+        UsageError: when a number of experts is pinned that have no slots.
+    """
+    match pins:
+        case TopPins(count):
+            if count > capacity:
+                raise UsageError(
+                    f"{count} routed experts of each layer are to be pinned, but layer {layer} "
+                    f"has {capacity} slots",
+                    hint="pin fewer experts, or raise --memory-budget",
+                )
+            return frozenset(usage.top(layer, count))
+        case SharePins(share):
+            universal = set(replace(usage, threshold=share).universal(layer))
+            ranked = [expert for expert in usage.ranked(layer) if expert in universal]
+            return frozenset(ranked[:capacity])

@@ -1,0 +1,153 @@
+"""How a base whose routed experts do not all fit begins: who is brought first, and who stays.
+
+What is known of it comes from a file that somebody names, else from its habits. It says whom to
+pin, how many slots each layer gets and whose they are at first, and, where that is wanted, which
+experts are exchanged later. Nothing of it changes an answer where nothing is left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+
+from expertctl.engine.moe.cache_plan import CachePlan, adapted
+from expertctl.engine.moe.guide import Guide
+from expertctl.engine.moe.layer_slots import EMPTY, LayerSlots
+from expertctl.engine.moe.pins import Pins, pinned
+from expertctl.engine.moe.saved_state import SavedState, restore
+from expertctl.errors import UsageError
+from expertctl.package.experts_config import ExpertsConfig
+
+Warmup = Literal["none", "hybrid", "full"]
+"""Experts come when they are asked for; those that are known beside the work; all before it."""
+WARMUPS: tuple[Warmup, ...] = get_args(Warmup)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartWishes:
+    """How a user wants routed experts to begin, whatever the base is."""
+
+    profile: Path | None = None
+    """What is believed instead of habits."""
+    pins: Pins | None = None
+    warmup: Warmup = "hybrid"
+    exchange: float = 0.0
+    """The share of all residents that a profile may exchange in an update, from 0, none, to 1."""
+    learns: bool = True
+    """Whether habits are kept, and used."""
+
+
+USUAL = StartWishes()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How one base begins: what is wished, and what is known of it."""
+
+    wishes: StartWishes = USUAL
+    guide: Guide | None = None
+    state: SavedState | None = None
+
+    def planned(self, plan: CachePlan, numbers: Sequence[int]) -> CachePlan:
+        """Return a plan with slots and pins as is known; ``numbers`` are those of routed layers.
+
+        Raises:
+            UsageError: when a number of experts is pinned that have no slots.
+        """
+        guide, pins = self.guide, self.wishes.pins
+        if guide is None:
+            return plan
+        counts = [guide.counts(number) for number in numbers]
+        activations = [_dense(counted, plan.experts) for counted in counts]
+        plan = adapted(plan, activations)
+        if pins is None:
+            return plan
+        each = zip(numbers, plan.capacities, strict=True)
+        named = tuple(pinned(pins, guide.usage, n, capacity=slots) for n, slots in each)
+        return replace(plan, pinned=named)
+
+    def ranked(self, slots: Mapping[int, LayerSlots]) -> list[list[int]]:
+        """Return for each layer whom to bring, the first first; takes over what a state counted.
+
+        Only those are named of whom something is known.
+        """
+        state = self.state
+        restored = {} if state is None else restore(state, slots)
+        return [
+            list(dict.fromkeys(self._known(number, restored.get(number, ()), slots[number])))
+            for number in sorted(slots)
+        ]
+
+    def _known(self, number: int, restored: Sequence[int], slots: LayerSlots) -> Iterator[int]:
+        """Yield who is pinned, who had a slot, then who was asked for most."""
+        yield from sorted(slots.pinned)
+        if self.state is not None and number in self.state.layers:
+            had = {expert for expert in self.state.layers[number].cached_ids if expert != EMPTY}
+            yield from (expert for expert in restored if expert in had)
+        if self.guide is not None:
+            yield from self.guide.usage.ranked(number)
+
+
+def nowhere(_: ExpertsConfig) -> Start:
+    """Return the start of a base of which nothing is known and nothing is wished."""
+    return Start(StartWishes(warmup="none", learns=False))
+
+
+StartOf = Callable[[ExpertsConfig], Start]
+"""Returns how a base with such experts begins; asked only where not all of them fit."""
+
+
+class Cache(Protocol):
+    """What is filled: `ExpertCache`."""
+
+    def fill(self, ranked: Sequence[Sequence[int]]) -> None:
+        """Bring experts into all empty slots."""
+
+    def expect(self, ranked: Sequence[Sequence[int]]) -> None:
+        """Have experts come into empty slots while passes go on."""
+
+    def guide(self, scores: Sequence[Mapping[int, int]], *, rate: float) -> None:
+        """Exchange experts for those who score more, as far as updates may."""
+
+
+def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
+    """Give empty slots of a cache their first experts; ``slots`` by the number of the layer.
+
+    Raises:
+        InvalidPackageError: when a file of the base cannot be read.
+    """
+    ranked = start.ranked(slots)
+    match start.wishes.warmup:
+        case "full":
+            cache.fill(ranked)
+        case "hybrid":
+            if any(ranked):
+                cache.expect(ranked)
+        case "none":
+            pass
+    guide, rate = start.guide, start.wishes.exchange
+    if guide is not None and rate > 0:
+        cache.guide([guide.counts(number) for number in sorted(slots)], rate=rate)
+
+
+def parse_rate(rate: float) -> float:
+    """Demand a share of residents.
+
+    Raises:
+        UsageError: when it is none.
+    """
+    if not 0.0 <= rate <= 1.0:
+        raise UsageError(
+            f"--moe-exchange {rate} is not a share of the experts that have a slot",
+            hint="it goes from 0, a profile exchanges none, to 1",
+        )
+    return rate
+
+
+def _dense(counts: Mapping[int, int], experts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    dense = np.zeros(experts, np.int64)
+    for expert, count in counts.items():
+        dense[expert] = count
+    return dense

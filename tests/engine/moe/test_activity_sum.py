@@ -1,0 +1,104 @@
+"""What is learnt adds up, is told apart again, and fades; nothing of it is ever below nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.engine.moe.activity_document import (
+    ActivityDocument,
+    LayerActivity,
+    LayerTimes,
+    read_activity,
+    write_activity,
+)
+from expertctl.engine.moe.activity_sum import FADED_AT, NOTHING, added, since, tokens_of
+from expertctl.errors import IncompatibleError
+
+EXPERTS, USED = 16, 2
+counts = st.dictionaries(st.integers(0, EXPERTS - 1), st.integers(1, 1000), max_size=6)
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> ActivityDocument:
+    numbers = draw(st.sets(st.integers(0, 5), max_size=4))
+    layers = tuple(
+        LayerActivity(
+            number, calls=draw(st.integers(0, 99)), hot=draw(counts), cold=draw(counts),
+            requests=draw(st.integers(0, 99)),
+        )
+        for number in sorted(numbers)
+    )  # fmt: skip
+    return ActivityDocument("update", layers, experts=EXPERTS, used=USED)
+
+
+def one(hot: dict[int, int], *, calls: int = 1, **more: object) -> ActivityDocument:
+    layer = LayerActivity(3, calls=calls, hot=hot, **more)  # type: ignore[arg-type]
+    return ActivityDocument("update", (layer,), experts=EXPERTS, used=USED)
+
+
+def hits(document: ActivityDocument) -> dict[int, dict[int, int]]:
+    return {layer.layer: layer.hits for layer in document.layers if layer.hits}
+
+
+@given(documents(), documents())
+def test_what_was_added_is_told_apart_again(
+    before: ActivityDocument, more: ActivityDocument
+) -> None:
+    total = added(before, more)
+    assert hits(since(total, before)) == hits(more)
+    assert hits(added(before, since(total, before))) == hits(total)
+
+
+@given(documents(), documents())
+def test_the_order_does_not_matter(here: ActivityDocument, there: ActivityDocument) -> None:
+    assert hits(added(here, there)) == hits(added(there, here))
+
+
+@given(documents(), documents())
+def test_a_sum_can_be_written_and_read(here: ActivityDocument, there: ActivityDocument) -> None:
+    total = added(here, there)
+    assert hits(read_activity(write_activity(total), what="a sum")) == hits(total)
+
+
+def test_nothing_is_added_to_nothing() -> None:
+    assert added(NOTHING, one({1: 4})).layers == one({1: 4}).layers
+    assert tokens_of(NOTHING) == 0
+
+
+def test_where_counting_began_again_all_that_is_there_is_new() -> None:
+    now = one({1: 4}, calls=2)
+    assert since(now, one({1: 9}, calls=2)) == now
+    assert since(now, one({1: 1}, calls=3)) == now
+    assert hits(since(now, one({1: 1}, calls=1))) == {3: {1: 3}}
+
+
+def test_means_are_weighted_by_calls() -> None:
+    slow, quick = LayerTimes(parallel_join_wait=40.0), LayerTimes(parallel_join_wait=10.0)
+    total = added(one({1: 1}, calls=1, times=slow), one({1: 1}, calls=2, times=quick)).layers[0]
+    assert total.times.parallel_join_wait == pytest.approx(20)
+    assert total.calls == 3
+    cold = added(one({}, calls=2, cold={5: 6}), one({}, calls=1, cold={5: 6})).layers[0]
+    assert cold.cold_per_call == pytest.approx(4)
+
+
+def test_counts_of_which_nobody_knows_whether_they_were_hot_count_as_cold_beside_others() -> None:
+    total = added(one({}, raw={4: 7}), one({4: 1})).layers[0]
+    assert (total.hot, total.cold, total.raw) == ({4: 1}, {4: 7}, {})
+    alone = added(one({}, raw={4: 7}), one({}, raw={4: 1})).layers[0]
+    assert (alone.hits, alone.raw) == ({4: 8}, {4: 8})
+
+
+def test_old_habits_die() -> None:
+    """After 18 times 65,536 tokens nothing is left of an expert that 65,536 asked for once."""
+    half = FADED_AT // 2
+    learnt = one({0: half, 1: half}, calls=half)
+    for _ in range(18):
+        learnt = added(learnt, one({2: half, 3: half}, calls=half))
+        assert tokens_of(learnt) <= FADED_AT
+    assert hits(learnt) == {3: {2: half, 3: half}}
+
+
+def test_counts_of_other_experts_do_not_add_up() -> None:
+    other = ActivityDocument("update", experts=EXPERTS + 1)
+    with pytest.raises(IncompatibleError, match="of 16 and of 17 routed experts"):
+        added(one({1: 1}), other)

@@ -1,0 +1,100 @@
+"""What is known of a base: of either kind of file, for this base alone, hostile files refused."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.moe.activity_document import (
+    ActivityDocument,
+    LayerActivity,
+    write_activity,
+)
+from expertctl.engine.moe.guide import activity_of, guide_of, read_guide, usage_of
+from expertctl.engine.moe.usage_profile import UsageProfile, write_profile
+from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.package.experts_config import ExpertsConfig
+
+ROUTED = ExpertsConfig(
+    count=8, used=2, intermediate_size=16, layers=(1, 3), scoring="softmax", normalised=True,
+    choice_bias=False, scale=1.0, shared_size=0, shared_gate=False,
+)  # fmt: skip
+COUNTED = ActivityDocument(
+    "update", (LayerActivity(1, calls=9, hot={3: 5}, cold={0: 7, 3: 1}, cold_per_call=0.9),), 8, 2
+)
+EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples"
+
+
+def test_counts_of_tokens_are_a_profile_whose_prompts_are_tokens() -> None:
+    usage = usage_of(COUNTED, experts=8, model="acme/moe")
+    assert usage == UsageProfile("acme/moe", 7, 8, {1: {0: 7, 3: 6}}, preset="tokens")
+    assert usage.universal(1) == [0, 3]
+
+
+def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(write_profile(UsageProfile("acme/moe", 24, 8, {3: {5: 20, 2: 4}})))
+    guide = read_guide(path, ROUTED)
+    assert (guide.counts(3), guide.counts(1)) == ({2: 4, 5: 20}, {})
+    assert guide.activity == activity_of(guide.usage)
+    assert guide.activity.layers[0].raw == {2: 4, 5: 20}
+
+
+def test_an_activity_document_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "activity.json"
+    path.write_bytes(write_activity(COUNTED))
+    guide = read_guide(path, ROUTED)
+    assert guide.counts(1) == {0: 7, 3: 6}
+    assert guide.usage.ranked(1) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"num_prompts": 1, "num_experts": 9, "layers": {}}, "of 9 routed experts"),
+        (
+            {"num_prompts": 1, "num_experts": 8, "layers": {"2": {"activation_counts": {}}}},
+            "layer 2, which has no routed experts",
+        ),
+    ],
+)
+def test_a_profile_of_another_base_is_refused(
+    document: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(IncompatibleError, match=told) as caught:
+        read_guide(path, ROUTED)
+    assert caught.value.hint
+
+
+def test_an_expert_that_the_base_does_not_have_is_refused() -> None:
+    counted = ActivityDocument("update", (LayerActivity(1, raw={8: 1}),))
+    with pytest.raises(IncompatibleError, match="counts expert 8, the base has 8"):
+        guide_of(counted, ROUTED, what="a file")
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"schema": "other"}', b"\xff", b"{}"])
+def test_a_file_that_is_neither_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "none.json"
+    path.write_bytes(data)
+    with pytest.raises(InvalidPackageError):
+        read_guide(path, ROUTED)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        read_guide(tmp_path / "gone.json", ROUTED)
+    with pytest.raises(InvalidPackageError, match="not a regular file"):
+        read_guide(Path("/dev/zero"), ROUTED)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*EXAMPLES.glob("moe-profile/*/*.json"), *EXAMPLES.glob("moe-activity/*/*.json")],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_an_example_is_read_or_refused_as_what_it_is(path: Path) -> None:
+    with suppress(ExpertError):
+        assert read_guide(path, ROUTED).usage.experts == 8
