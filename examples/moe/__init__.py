@@ -1,0 +1,1 @@
+"""A small base of routed experts, trained on the text of the starter pack."""

@@ -1,0 +1,65 @@
+"""Write down who asks for which experts: `python -m examples.moe.trace BASE --out trace.npy`.
+
+Held-out documents, one after the other, are read by the decoder that runs use, with all experts in
+memory. The file holds int16 [tokens, layers, used], the first choice of a token first.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.moe.text import LENGTH, Document, held_out_documents
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_experts import WholeExperts
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.packed_base import expert_shape
+from expertctl.engine.packed_decoder import PackedDecoder
+from expertctl.engine.packed_load import load_packed_base
+from expertctl.package.model_config import read_config
+
+Trace = np.ndarray[Any, np.dtype[np.int16]]
+
+
+class NotedExperts(WholeExperts):
+    """All experts in memory, and a note of who was asked for in each pass."""
+
+    noted: list[Trace]
+    """[tokens, layers, used] of each pass."""
+
+    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+        """Note what was chosen in all layers of a pass."""
+        self.noted.append(room.selected[:, :tokens].swapaxes(0, 1).astype(np.int16))
+
+
+def trace(directory: Path, documents: Sequence[Document], *, threads: int = 1) -> Trace:
+    """Return whom the tokens of documents ask for in a base, [tokens, layers, used]."""
+    config = read_config(directory)
+    base = load_packed_base(directory, config, Scheme.FLOAT32)
+    experts = NotedExperts(expert_shape(config, base.scheme), base.experts)
+    experts.noted = []
+    crew = Crew(threads)
+    decoder = PackedDecoder(base, crew, experts=experts)
+    for document in documents:
+        decoder.prefill(document.ids, KVPages(config, LENGTH))
+    crew.close()
+    return np.concatenate(experts.noted)
+
+
+def main() -> None:
+    """Write the trace of a base."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("base", type=Path, help="folder of the base")
+    parser.add_argument("--out", type=Path, required=True, help="the trace, .npy")
+    parser.add_argument("--documents", type=int, default=32, help="texts of 512 tokens")
+    options = parser.parse_args()
+    np.save(options.out, trace(options.base, held_out_documents(options.documents, seed=2)))
+
+
+if __name__ == "__main__":
+    main()

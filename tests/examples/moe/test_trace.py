@@ -1,0 +1,27 @@
+"""Who asks for which experts, as transformers would say it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3MoeForCausalLM
+
+from benchmarks.routed.traces import stored
+from examples.moe.text import held_out_documents
+from examples.moe.trace import trace
+
+
+def test_a_trace_holds_the_choices_of_every_token_and_layer(base: Path, tmp_path: Path) -> None:
+    documents = held_out_documents(2)
+    found = trace(base, documents)
+    assert found.shape == (1024, 2, 4)
+    assert found.dtype == np.int16
+    model = Qwen3MoeForCausalLM.from_pretrained(base, dtype=torch.float32)
+    ids = torch.tensor([document.ids for document in documents])
+    with torch.inference_mode():
+        logits = model(input_ids=ids, output_router_logits=True, use_cache=False).router_logits
+    for layer, scores in enumerate(logits):
+        wanted = scores.topk(4, dim=-1).indices.numpy()
+        assert (found[:, layer] == wanted).all(-1).mean() > 0.99, "but for ties of rounding"
+    np.save(tmp_path / "trace.npy", found)
+    assert np.array_equal(stored(tmp_path / "trace.npy"), found)
