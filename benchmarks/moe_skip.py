@@ -1,0 +1,129 @@
+"""What leaving experts out costs: `exact` beside `skip`, at equal memory, on a trained base.
+
+The base is that of `examples.moe`: six layers of 32 experts of which 4 are used, trained on the
+starter pack's text. It is held in float32, and its experts are read from its files. Perplexity is
+that of a byte. *Text* is read token by token, of *answers* the question in one pass.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from benchmarks.harness import Row, as_table, judged, machine
+from benchmarks.skipped.holdings import HeldBases, Holding
+from benchmarks.skipped.picture import Results, draw
+from benchmarks.skipped.readings import Found, Material, found, found_whole, material
+from expertctl.cli.plot import check_picture
+from expertctl.engine.kernels.compiled import compiled_cache
+from expertctl.engine.moe.expert_cache import EXACT, MissPolicy
+from expertctl.settings import Home
+
+NAME = "moe_skip"
+SHARES = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
+CAPS, LATE_CAPS = (0.1, 0.25, 0.5, 1.0), (0.25, 1.0)
+BUILD = Path(__file__).parents[1] / "build" / "moe"
+_SAME = "<= 1.00001"
+
+
+def holdings(shares: Sequence[float]) -> Iterator[Holding]:
+    """Yield what is compared, two of the caps without reading ahead as well."""
+    policies = [EXACT, *(MissPolicy(skips=True, cap=cap) for cap in CAPS)]
+    policies += [MissPolicy(skips=True, cap=cap, reads_ahead=False) for cap in LATE_CAPS]
+    yield from (Holding(share=share, policy=policy) for share in shares for policy in policies)
+
+
+def measure(bases: HeldBases, read: Material, shares: Sequence[float]) -> tuple[Found, Results]:
+    """Read the material with all experts in memory, and with each holding."""
+    results = {}
+    for holding in holdings(shares):
+        results[holding] = found(bases, holding, read)
+        print(f"{_case(holding)}: {results[holding]}", file=sys.stderr, flush=True)
+    return found_whole(bases, read), results
+
+
+def rows(whole: Found, results: Results) -> list[Row]:
+    """Compare exact figures with those of the whole base, and skipping with exact figures."""
+    made = []
+    for holding, mine in results.items():
+        if not holding.policy.skips:
+            exact = mine
+            row = _perplexity(f"text, {_case(holding)}", mine, whole, "all in memory, no cache")
+            made.append(judged(row, _SAME))
+        else:
+            row = _perplexity(f"text, {_case(holding)}", mine, exact, "exact")
+            made += [row, _right(f"answers, {_case(holding)}", mine, exact)]
+    return made
+
+
+def _perplexity(case: str, mine: Found, other: Found, rival: str) -> Row:
+    ours, theirs = mine.text.perplexity, other.text.perplexity
+    note = (
+        f"{mine.text.skipped:.1%} of weights left out, {mine.text.fallback:.0%} of requests had "
+        f"no slot, {mine.rate:.0f} tok/s beside {other.rate:.0f}"
+    )
+    row = Row(case, round(ours, 5), rival, round(theirs, 5), "ppl", "lower", None, None, note=note)
+    return replace(row, ratio=round(ours / theirs, 6))
+
+
+def _right(case: str, mine: Found, other: Found) -> Row:
+    ours, theirs = 100 * mine.right, 100 * other.right
+    note = (
+        f"perplexity {mine.answers.perplexity:.4f} beside {other.answers.perplexity:.4f}, "
+        f"{mine.answers.skipped:.1%} of weights left out"
+    )
+    row = Row(case, round(ours, 1), "exact", round(theirs, 1), "%", "higher", None, None, note=note)
+    return replace(row, ratio=round(ours / theirs, 4)) if theirs else row
+
+
+def _case(holding: Holding) -> str:
+    policy = holding.policy
+    there = f"{holding.share:.0%} of experts in memory"
+    if not policy.skips:
+        return f"{there}, exact"
+    late = "" if policy.reads_ahead else ", nothing read ahead"
+    return f"{there}, skip up to {policy.cap:.0%} of a token{late}"
+
+
+def trained(base: Path | None) -> Path:
+    """Return the folder of the base, which is trained where nobody has done that yet."""
+    if base is not None:
+        return base
+    from examples.moe.train import SCHEDULE, train
+
+    train(SCHEDULE, BUILD / "base", seed=0)
+    return BUILD / "base"
+
+
+def main() -> None:
+    """Command line: which base, how much is read, and where the picture goes."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{NAME}")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--base", type=Path, help="folder of the base; default: build/moe/base")
+    parser.add_argument("--documents", type=int, default=8, help="texts of 512 tokens")
+    parser.add_argument("--questions", type=int, default=20, help="of each of nine tasks")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--plot", type=Path, help="draw the figures here, .svg or .png")
+    options = parser.parse_args()
+    if options.plot is not None:
+        check_picture(options.plot, example="skip")
+    directory = trained(options.base)
+    compiled_cache(Home(BUILD / "home"))
+    bases = HeldBases(directory, threads=options.threads)
+    read = material(documents=options.documents, questions=options.questions)
+    whole, results = measure(bases, read, options.shares)
+    if options.plot is not None:
+        draw(results, options.plot)
+    document: dict[str, object] = {
+        "name": NAME,
+        "machine": machine(),
+        "rows": [asdict(row) for row in rows(whole, results)],
+    }
+    print(json.dumps(document) if options.json else as_table(document))
+
+
+if __name__ == "__main__":
+    main()

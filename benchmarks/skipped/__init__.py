@@ -1,0 +1,1 @@
+"""What the benchmark of skipped experts is made of: bases in little memory, readings, a picture."""

@@ -1,0 +1,79 @@
+"""A base of routed experts of which only some are in memory, held as runs hold it.
+
+A share counts blocks: the slots of all layers, and the pool that all layers have together, which
+holds as many as a layer has beyond its slots. So not every share can be had.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.packed_base import expert_shape
+from expertctl.engine.packed_load import load_packed_base
+from expertctl.package.base_tensors import base_tensors
+from expertctl.package.experts_config import ExpertsConfig
+from expertctl.package.model_config import read_config
+
+SCHEME = Scheme.FLOAT32
+"""What bases are held in: what skipping costs is not to be mixed with what rounding costs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """How many of the experts are in memory, of 1, and what becomes of the others."""
+
+    share: float
+    policy: MissPolicy = EXACT
+
+
+def plan_of(routed: ExpertsConfig, share: float) -> CachePlan:
+    """Return the largest plan whose blocks are no more than a share of all experts."""
+    layers, count = len(routed.layers), routed.count
+    slots = int((share * layers * count - count) / (layers - 1) + 1e-9)
+    return CachePlan(layers=layers, experts=count, slots=min(max(slots, 0), count))
+
+
+class HeldBases:
+    """One base in a directory, as several decoders would hold it, one after the other."""
+
+    def __init__(self, directory: Path, *, threads: int) -> None:
+        """Read all but the experts once."""
+        self._directory, self.config = directory, read_config(directory)
+        self.crew = Crew(threads)
+        self.trunk = load_packed_base(directory, self.config, SCHEME, experts=False)
+        self.whole = load_packed_base(directory, self.config, SCHEME)
+
+    @property
+    def routed(self) -> ExpertsConfig:
+        """What its routed experts are."""
+        assert self.config.experts is not None, "a base of routed experts"
+        return self.config.experts
+
+    @contextmanager
+    def cache(self, holding: Holding) -> Iterator[ExpertCache]:
+        """Hold some experts, for a while; slots begin with those of the lowest numbers."""
+        routed, plan = self.routed, plan_of(self.routed, holding.share)
+        memory = ExpertMemory(
+            expert_shape(self.config, SCHEME),
+            layers=plan.layers,
+            experts=plan.experts,
+            blocks=plan.blocks,
+        )
+        reader = StoredExperts(base_tensors(self._directory, self.config), self.config, SCHEME)
+        slots = [LayerSlots(experts=plan.experts, capacity=plan.slots) for _ in routed.layers]
+        cache = ExpertCache(
+            memory, reader, numbers=routed.layers, slots=slots, policy=holding.policy
+        )
+        try:
+            cache.fill([[]] * plan.layers)
+            yield cache
+        finally:
+            cache.close()
