@@ -15,7 +15,7 @@ from expertctl.engine.torch_backend import TorchBackend
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.numerics import SMALL_BASE
-from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype, MoeMiss
+from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype, MoeCold, MoeMiss
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -33,6 +33,7 @@ class Wish:
     device: DeviceName = "cpu"
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = 1.0
+    moe_cold: MoeCold = "read"
     room: int | None = None
     """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
 
@@ -163,6 +164,7 @@ def _packed(config: ModelConfig, wish: Wish) -> Backend:
         room=wish.room,
         miss=wish.moe_miss,
         cap=wish.moe_skip_cap,
+        cold=wish.moe_cold,
     )
 
 

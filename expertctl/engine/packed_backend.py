@@ -6,8 +6,7 @@ some has to be made.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +26,8 @@ from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
-from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
+from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.report import RoutedReport, whole_report
@@ -35,12 +35,12 @@ from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
-from expertctl.engine.packed_load import load_packed_base, packing_scratch
+from expertctl.engine.packed_load import keeps_copy, load_packed_base, packing_scratch
 from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import AdapterDtype, Dtype, MoeMiss
+from expertctl.routing.request import AdapterDtype, Dtype, MoeCold, MoeMiss
 
 _FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {
@@ -77,6 +77,7 @@ class PackedBackend:
         room: int | None = None,
         miss: MoeMiss = "exact",
         cap: float = 1.0,
+        cold: MoeCold = "read",
     ) -> "PackedBackend":
         """Return what runs a base in so many bytes of memory, if that is limited.
 
@@ -97,7 +98,8 @@ class PackedBackend:
             miss=miss,
             cap=cap,
         )
-        return cls(config, dtype, adapter_dtype, rest + plan.blocks * block.nbytes, plan)
+        weight_bytes = rest + plan.blocks * block.nbytes
+        return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
 
     @property
     def name(self) -> BackendName:
@@ -159,12 +161,27 @@ class PackedBackend:
             self.scheme,
             experts=self.cache is None,
             copies=around.copies,
+            mapped=self.cache is not None and self.cache.cold == "map",
             progress=progress,
         )
-        experts = None if self.cache is None else self._experts(self.cache, around.directory)
-        return PackedModel(base, threads=around.threads, experts=experts)
+        if self.cache is None:
+            return PackedModel(base, threads=around.threads)
+        reader = self._reader(self.cache, around)
+        experts = self._experts(self.cache, reader)
+        return PackedModel(base, threads=around.threads, experts=experts, reader=reader)
 
-    def _experts(self, plan: CachePlan, directory: Path) -> ExpertCache:
+    def _reader(self, plan: CachePlan, around: Surroundings) -> StoredExperts | CopiedExperts:
+        """Return who reads experts from the copy of the base, where there is one."""
+        stored = StoredExperts(
+            base_tensors(around.directory, self.config), self.config, self.scheme
+        )
+        mapped = plan.cold == "map"
+        if around.copies is None or not keeps_copy(self.scheme, mapped=mapped):
+            return stored
+        found = copied_experts(around.copies, self.config, stored, mapped=mapped)
+        return found or stored
+
+    def _experts(self, plan: CachePlan, reader: ExpertReader) -> ExpertCache:
         """Make room for some of the routed experts; none is read before it is asked for."""
         config, scheme, routed = self.config, self.scheme, self.config.experts
         assert routed is not None
@@ -174,7 +191,6 @@ class PackedBackend:
             experts=plan.experts,
             blocks=plan.blocks,
         )
-        reader = StoredExperts(base_tensors(directory, config), config, scheme)
         slots = [LayerSlots(experts=plan.experts, capacity=plan.slots) for _ in routed.layers]
         policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
         return ExpertCache(memory, reader, numbers=routed.layers, slots=slots, policy=policy)
@@ -184,13 +200,20 @@ class PackedModel:
     """A base in packed memory, and those who compute with it."""
 
     def __init__(
-        self, base: PackedBase, *, threads: int, experts: ExpertCache | None = None
+        self,
+        base: PackedBase,
+        *,
+        threads: int,
+        experts: ExpertCache | None = None,
+        reader: StoredExperts | CopiedExperts | None = None,
     ) -> None:
         """Use at most so many threads; no more begin before the first pass.
 
-        ``experts`` owns those that are routed, where the base does not have them.
+        ``experts`` owns those that are routed, where the base does not have them; ``reader`` is
+        what they are read by, and closed with this.
         """
         self.base, self.experts, self._crew = base, experts, Crew(threads)
+        self._reader = reader
         self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads), experts=experts)
 
     @property
@@ -203,7 +226,9 @@ class PackedModel:
         """What became of routed experts so far; None where there are none."""
         if self.experts is None:
             return whole_report(self.base.config)
-        return self.experts.report()
+        report, reader = self.experts.report(), self._reader
+        cold = "read" if reader is None else reader.cold
+        return replace(report, residence=replace(report.residence, cold=cold))
 
     @property
     def counters(self) -> Counters | None:
@@ -258,6 +283,8 @@ class PackedModel:
         self._crew.close()
         if self.experts is not None:
             self.experts.close()
+        if self._reader is not None:
+            self._reader.close()
 
 
 def _row(reading: Reading, token: int) -> StepRow:

@@ -225,6 +225,7 @@ def _wish(request: RunRequest, base: StoredBase) -> Wish:
         route.device,
         moe_miss=route.moe_miss,
         moe_skip_cap=route.moe_skip_cap,
+        moe_cold=route.moe_cold,
     )
 
 

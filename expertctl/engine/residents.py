@@ -193,7 +193,8 @@ class Residents:
         return self._kv[backend.kv_kind]
 
     def _around(self, base: OpenBase, threads: int) -> Surroundings:
-        self._copies = copies_of(self._planner.bases, base.stored)
+        if not self._base.is_loaded:  # else it goes on to read those, and to tell of them
+            self._copies = copies_of(self._planner.bases, base.stored)
         return Surroundings(
             directory=base.stored.path,
             copies=self._copies,

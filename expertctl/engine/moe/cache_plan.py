@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from expertctl.engine.moe.capacity import WORKING_SHARE, capacity_of
-from expertctl.routing.request import MoeMiss
+from expertctl.routing.request import MoeCold, MoeMiss
 
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
@@ -23,6 +23,7 @@ class CachePlan:
     slots: int
     miss: MoeMiss = "exact"
     cap: float = 1.0
+    cold: MoeCold = "read"
 
     @property
     def blocks(self) -> int:

@@ -10,6 +10,7 @@ from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape
 from expertctl.engine.tensor_packing import pack_tensor
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import MoeCold
 
 Numbers = np.ndarray[Any, Any]
 
@@ -44,6 +45,11 @@ class StoredExperts:
         """Read from where the tensors of a base lie."""
         self._stored, self._shape = stored, expert_shape(config, scheme)
         self.scheme = scheme
+
+    @property
+    def cold(self) -> MoeCold:
+        """How experts come from the disk."""
+        return "read"
 
     def read(self, layer: int, expert: int, block: Numbers) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeMiss
+from expertctl.routing.request import MoeCold, MoeMiss
 from expertctl.schema.strict_json import JsonObject
 
 
@@ -19,6 +19,8 @@ class Residence:
     """Of each layer: how many are kept."""
     blocks: int
     """How many are in memory at most, of all layers."""
+    cold: MoeCold = "read"
+    """How the others come from the disk."""
 
     def to_json(self) -> JsonObject:
         """Return it as it stands in the ``moe`` object."""
@@ -46,6 +48,8 @@ class Activity:
     read_bytes: int = 0
     waited_ms: float = 0.0
     """How long passes waited for them."""
+    lent: int = 0
+    """Experts that were asked for and computed where the system caches their copy."""
     swaps: int = 0
     """Slots that got another expert."""
     mass: float = 0.0
@@ -75,6 +79,7 @@ class RoutedReport:
         activity = self.activity
         return {
             **self.residence.to_json(),
+            "cold": self.residence.cold,
             "requests": activity.requests,
             "misses": activity.misses,
             "fallback_rate": round(_share(activity.misses, activity.requests), 6),
@@ -84,6 +89,7 @@ class RoutedReport:
             "bytes_read": activity.read_bytes,
             "waited_ms": round(activity.waited_ms, 3),
             "swaps": activity.swaps,
+            "lent": activity.lent,
         }
 
 

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from expertctl.routing.request import SKIP_CAP, AdapterDtype, DeviceName, Dtype, MoeMiss
+from expertctl.routing.request import (
+    SKIP_CAP,
+    AdapterDtype,
+    DeviceName,
+    Dtype,
+    MoeCold,
+    MoeMiss,
+)
 
 ROWS, QUEUE = 16, 128
 
@@ -22,6 +29,7 @@ class BatchSettings:
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = SKIP_CAP
+    moe_cold: MoeCold = "read"
     rows: int = ROWS
     """How many texts are written at a time."""
     queue: int = QUEUE

@@ -245,6 +245,7 @@ class House:
             deterministic=settings.deterministic,
             moe_miss=settings.moe_miss,
             moe_skip_cap=settings.moe_skip_cap,
+            moe_cold=settings.moe_cold,
             device=settings.device,
             memory_budget=self.budget.limit,
         )

@@ -1,0 +1,129 @@
+"""Routed experts in the copy of a base: each is one read, or lies in the system's file cache.
+
+What is damaged is told, read from the files of the base, and made again the next time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.mapped_file import MappedFile
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_stream import copy_shape, experts_of
+from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import MoeCold
+from expertctl.store.copy_file import CopyFile
+from expertctl.store.quantised_copies import QuantisedCopies
+
+Numbers = np.ndarray[Any, Any]
+GiveUp = Callable[[str], None]
+"""Told once why a copy must be made again."""
+
+
+def copied_experts(
+    copies: QuantisedCopies,
+    config: ModelConfig,
+    stored: StoredExperts,
+    *,
+    mapped: bool,
+) -> "CopiedExperts | None":
+    """Open the copy of a base for who reads its experts; None where there is none to be believed.
+
+    Where it shall be ``mapped`` and cannot, a note says so, and it is read.
+    """
+    name = stored.scheme.value
+    copy = copies.open(name, copy_shape(config, stored.scheme))
+    if copy is None:
+        return None
+
+    def give_up(why: str) -> None:
+        copies.give_up(name, copy, why=why)
+
+    try:
+        mapping = MappedFile.of(copy.handle) if mapped else None
+    except OSError as error:
+        copies.note(name, f"{copies.path(name)} is not mapped ({error.strerror}): read instead")
+        mapping = None
+    return CopiedExperts(copy, config, stored, give_up=give_up, mapped=mapping)
+
+
+class CopiedExperts:
+    """Reads experts as they were packed, or lends them where the copy is mapped.
+
+    The one owner of the open copy. Several threads may ask at a time.
+    """
+
+    def __init__(
+        self,
+        copy: CopyFile,
+        config: ModelConfig,
+        stored: StoredExperts,
+        *,
+        give_up: GiveUp,
+        mapped: MappedFile | None = None,
+    ) -> None:
+        """Read from a copy, and from the files of the base what is damaged in it."""
+        self._copy, self._stored, self._give_up = copy, stored, give_up
+        first = copy.shape.rest_pieces
+        self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
+        self._mapped = mapped
+        self._sound: set[int] = set()
+        """Pieces whose bytes were checked in the mapping."""
+        self._damaged: set[int] = set()
+
+    @property
+    def cold(self) -> MoeCold:
+        """How experts come from the disk."""
+        return "map" if self._mapped is not None else "read"
+
+    def read(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill a block with an expert; return how many bytes of files that took."""
+        piece = self._pieces[layer, expert]
+        if piece not in self._damaged and self._filled(piece, block):
+            return block.nbytes
+        return self._stored.read(layer, expert, block)
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Return the address of an expert in the mapped copy, if the system holds all of it."""
+        piece = self._pieces[layer, expert]
+        if self._mapped is None or piece in self._damaged:
+            return None
+        begin, size = self._copy.shape.in_file(piece), self._copy.shape.block
+        if not self._mapped.is_cached(begin, size) or not self._is_sound(piece, self._mapped):
+            return None
+        return self._mapped.address(begin)
+
+    def close(self) -> None:
+        """Let go of the copy; what was lent of it may not be used any more."""
+        if self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        self._copy.close()
+
+    def _filled(self, piece: int, block: Numbers) -> bool:
+        try:
+            if self._copy.fill(piece, block.data):
+                return True
+            self._refuse(piece, "it is damaged")
+        except OSError as error:
+            self._refuse(piece, error.strerror or str(error))
+        return False
+
+    def _is_sound(self, piece: int, mapped: MappedFile) -> bool:
+        """Tell whether a piece is what was written, looking at it once."""
+        if piece in self._sound:
+            return True
+        shape = self._copy.shape
+        with mapped.part(shape.in_file(piece), shape.block) as octets:
+            if self._copy.is_sound(piece, octets):
+                self._sound.add(piece)
+                return True
+        self._refuse(piece, "it is damaged")
+        return False
+
+    def _refuse(self, piece: int, why: str) -> None:
+        is_first = not self._damaged
+        self._damaged.add(piece)
+        if is_first:
+            self._give_up(why)

@@ -1,0 +1,152 @@
+"""Whole runs of a base whose experts lie on the disk as they were packed, read or mapped."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine import tensor_packing
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.routing.request import Dtype
+from expertctl.store.quantised_copies import QuantisedCopies, copies_of
+from tests.engine.test_runtime import planner, request, run
+from tests.factories import write_base
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house"]
+
+LARGE = 512 << 20
+
+
+@pytest.fixture(autouse=True)
+def one_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What packing takes besides is small beside such bases, on whatever machine."""
+    monkeypatch.setattr(tensor_packing, "_MOST_THREADS", 1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nearly all of it is routed experts: 4 layers of 48, each 442 KB."""
+    return write_base(
+        tmp_path_factory.mktemp("routed") / "base",
+        arch="qwen3_moe",
+        tie=False,
+        seed=2,
+        layers=4,
+        hidden=64,
+        head_dim=16,
+        dtype="bfloat16",
+        num_experts=48,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1152,
+    )
+
+
+def answer(house: House, budget: int, **route: object) -> tuple[RunResult, int]:
+    """Run in an engine of its own; return what its base took, too."""
+    engine = Engine(planner(house), budget=budget, torch_below=0)
+    asked = request(route={"base_alone": True, **route})
+    wishes = replace(asked.route.wishes, max_tokens=24)
+    result = run(engine, replace(asked, route=replace(asked.route, wishes=wishes)))
+    size = engine.budget.held("base")
+    engine.close()
+    assert engine.budget.peak <= budget
+    return result, size
+
+
+def little(size: int) -> int:
+    """Memory that a base of a size does not leave enough of for anything else."""
+    return size * 11 // 10
+
+
+def copies_at(house: House, base: Path) -> QuantisedCopies:
+    found = copies_of(house.bases, house.bases.add(base))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"),
+    [("float32", False), ("float32", True), ("bf16", False), ("int8", False), ("int4", False)],
+)
+def test_tokens_are_the_same_read_mapped_and_whole(
+    dtype: Dtype, deterministic: bool, base: Path, house: House
+) -> None:
+    copies = copies_at(house, base)
+    route = {"dtype": dtype, "deterministic": deterministic}
+    whole, size = answer(house, LARGE, **route)
+    budget = little(size)
+    for cold in ("read", "map", "map"):
+        partly, _ = answer(house, budget, **route, moe_cold=cold)
+        assert partly.generated.tokens == whole.generated.tokens
+        assert partly.planned.result.plan.identity == whole.planned.result.plan.identity
+        assert partly.moe is not None
+        told = partly.moe.to_json()
+        assert told["cold"] == cold
+        assert (partly.moe.activity.lent > 0) == (cold == "map")
+        assert partly.warnings == whole.warnings
+    copies.check_integrity()
+
+
+@pytest.mark.parametrize("cold", ["read", "map"])
+def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
+    cold: str, base: Path, house: House
+) -> None:
+    copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
+    dtype = "int8" if cold == "read" else "float32"
+    budget = little(size) if cold == "map" else little(size) // 4
+    first, _ = answer(house, budget, dtype=dtype, moe_cold=cold)
+    made = copies.path(dtype).stat()
+    again, _ = answer(house, budget, dtype=dtype, moe_cold=cold)
+    assert copies.path(dtype).stat().st_mtime_ns == made.st_mtime_ns
+    assert again.generated.tokens == first.generated.tokens
+    assert again.bytes_read.ssd < first.bytes_read.ssd // 4
+    assert copies.take_notes() == ()
+
+
+def test_floats_that_are_only_read_have_no_copy(base: Path, house: House) -> None:
+    copies, size = copies_at(house, base), answer(house, LARGE, dtype="bf16")[1]
+    answer(house, little(size), dtype="bf16", moe_cold="read")
+    assert not copies.path("bfloat16").exists()
+
+
+def test_a_damaged_expert_is_told_in_the_run_that_needs_it_and_mended_by_the_next(
+    base: Path, house: House
+) -> None:
+    copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
+    budget, path = little(size), copies.path("int8")
+    whole, _ = answer(house, budget, dtype="int8")
+    content = bytearray(path.read_bytes())
+    for begin in range(len(content) // 2, len(content) - 8192, 8192):
+        content[begin] ^= 1
+    path.write_bytes(content)
+    damaged, _ = answer(house, budget, dtype="int8")
+    told = f"{path} is not used any more (it is damaged): made again next time"
+    assert told in damaged.warnings
+    assert damaged.generated.tokens == whole.generated.tokens
+    assert not path.exists()
+    mended, _ = answer(house, budget, dtype="int8")
+    assert mended.warnings == whole.warnings
+    assert mended.generated.tokens == whole.generated.tokens
+    copies.check_integrity()
+
+
+def test_what_is_found_damaged_in_a_later_run_of_an_engine_is_told_there(
+    base: Path, house: House
+) -> None:
+    copies, size = copies_at(house, base), answer(house, LARGE, dtype="int8")[1]
+    engine = Engine(planner(house), budget=little(size), torch_below=0)
+    first = run(engine, request(route={"base_alone": True, "dtype": "int8"}))
+    path = copies.path("int8")
+    content = bytearray(path.read_bytes())
+    for begin in range(0, len(content) - 8192, 2048):
+        content[begin] ^= 1
+    with path.open("r+b") as stream:
+        stream.write(content)
+    other = request(route={"base_alone": True, "dtype": "int8"}, prompt="Other words, 7 of them")
+    later = run(engine, other)
+    engine.close()
+    told = f"{path} is not used any more (it is damaged): made again next time"
+    assert told not in first.warnings
+    assert told in later.warnings

@@ -1,0 +1,234 @@
+"""Experts of a copy are those of the files, read or lent; what is damaged is not computed with."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.kernels.crew import Crew
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.mapped_file import MappedFile
+from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.expert_stream import copy_shape, experts_of
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.packed_base import expert_shape
+from expertctl.engine.packed_decoder import PackedDecoder
+from expertctl.engine.packed_load import load_packed_base
+from expertctl.package.model_config import read_config
+from expertctl.store.copy_file import CopyShape
+from expertctl.store.quantised_copies import QuantisedCopies
+from tests.engine.moe.copied_bases import known, routed_base, stored_experts
+from tests.engine.test_packed_decoder import scores
+
+SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return routed_base(tmp_path / "base", num_experts=8)
+
+
+@pytest.fixture
+def copies(directory: Path, tmp_path: Path) -> QuantisedCopies:
+    return known(directory, tmp_path / "bases")
+
+
+def keep(directory: Path, copies: QuantisedCopies, scheme: Scheme) -> Path:
+    """Have a copy made, and the system forget it."""
+    config = read_config(directory)
+    load_packed_base(directory, config, scheme, experts=False, copies=copies, mapped=True)
+    path = copies.path(scheme.value)
+    if hasattr(os, "posix_fadvise"):
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+    return path
+
+
+def reader_of(
+    directory: Path, copies: QuantisedCopies, scheme: Scheme, *, mapped: bool = False
+) -> CopiedExperts:
+    stored = stored_experts(directory, scheme)
+    found = copied_experts(copies, read_config(directory), stored, mapped=mapped)
+    assert found is not None
+    return found
+
+
+def packed(directory: Path, scheme: Scheme, layer: int, expert: int) -> bytes:
+    """The block of an expert by the files of the base."""
+    block = np.zeros(expert_shape(read_config(directory), scheme).nbytes, np.uint8)
+    stored_experts(directory, scheme).read(layer, expert, block)
+    return block.tobytes()
+
+
+def shape_of(directory: Path, scheme: Scheme) -> CopyShape:
+    return copy_shape(read_config(directory), scheme)
+
+
+def damage(path: Path, position: int) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(position)
+        (byte,) = stream.read(1)
+        stream.seek(position)
+        stream.write(bytes([byte ^ 1]))
+
+
+@pytest.fixture
+def lending(directory: Path, copies: QuantisedCopies) -> Iterator[CopiedExperts]:
+    keep(directory, copies, Scheme.INT8)
+    reader = reader_of(directory, copies, Scheme.INT8, mapped=True)
+    if reader.cold != "map":
+        pytest.skip("a system that does not tell what it holds of a file")
+    with closing(reader):
+        yield reader
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
+def test_each_expert_is_read_as_it_was_packed(
+    scheme: Scheme, directory: Path, copies: QuantisedCopies
+) -> None:
+    keep(directory, copies, scheme)
+    (directory / "model.safetensors").rename(directory / "elsewhere")
+    (directory / "elsewhere").rename(directory / "model.safetensors")
+    with closing(reader_of(directory, copies, scheme)) as reader:
+        block = np.empty(shape_of(directory, scheme).block, np.uint8)
+        for layer, expert in reversed(experts_of(read_config(directory))):
+            assert reader.read(layer, expert, block) == block.nbytes
+            assert block.tobytes() == packed(directory, scheme, layer, expert)
+            assert reader.lend(layer, expert) is None, "nobody asked for a mapping"
+        assert reader.cold == "read"
+    assert copies.take_notes() == ()
+
+
+def test_without_a_copy_there_is_no_such_reader(directory: Path, copies: QuantisedCopies) -> None:
+    stored = stored_experts(directory, Scheme.INT8)
+    assert copied_experts(copies, read_config(directory), stored, mapped=True) is None
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_damaged_expert_is_read_from_the_base_and_told_once(
+    mapped: bool, directory: Path, copies: QuantisedCopies
+) -> None:
+    shape, path = shape_of(directory, Scheme.INT4), keep(directory, copies, Scheme.INT4)
+    for number in (3, 9):
+        damage(path, shape.in_file(shape.rest_pieces + number) + shape.block // 2)
+    block = np.empty(shape.block, np.uint8)
+    with closing(reader_of(directory, copies, Scheme.INT4, mapped=mapped)) as reader:
+        for number, (layer, expert) in enumerate(experts_of(read_config(directory))):
+            lent = reader.lend(layer, expert)
+            assert number not in (3, 9) or lent is None
+            read = reader.read(layer, expert, block)
+            assert block.tobytes() == packed(directory, Scheme.INT4, layer, expert)
+            assert (read == block.nbytes) == (number not in (3, 9))
+        assert reader.lend(*experts_of(read_config(directory))[3]) is None
+        told = f"{path} is not used any more (it is damaged): made again next time"
+        assert copies.take_notes() == (told,)
+        assert not path.exists()
+    keep(directory, copies, Scheme.INT4)
+    copies.check_integrity()
+
+
+def test_a_copy_that_is_cut_short_while_it_is_open_is_told_and_not_waited_for(
+    directory: Path, copies: QuantisedCopies
+) -> None:
+    shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
+    block = np.empty(shape.block, np.uint8)
+    with closing(reader_of(directory, copies, Scheme.INT8, mapped=True)) as reader:
+        os.truncate(path, shape.in_file(shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE)
+        for layer, expert in experts_of(read_config(directory)):
+            reader.read(layer, expert, block)
+            assert block.tobytes() == packed(directory, Scheme.INT8, layer, expert)
+            address = reader.lend(layer, expert)
+            assert address is None or ctypes.string_at(address, block.nbytes) == block.tobytes()
+        assert reader.lend(*experts_of(read_config(directory))[-1]) is None
+        assert "it is cut short" in copies.take_notes()[0]
+
+
+def test_an_expert_is_lent_when_the_system_holds_all_of_it(
+    directory: Path, lending: CopiedExperts
+) -> None:
+    block = np.empty(shape_of(directory, Scheme.INT8).block, np.uint8)
+    if lending.lend(1, 3) is not None:
+        pytest.skip("a file system that holds all it has in memory")
+    lending.read(1, 3, block)
+    address = lending.lend(1, 3)
+    assert address is not None
+    assert address % 64 == 0, "where kernels may begin to read"
+    assert ctypes.string_at(address, block.nbytes) == packed(directory, Scheme.INT8, 1, 3)
+    assert lending.lend(1, 3) == address
+
+
+def test_what_is_lent_was_checked_where_it_lies(
+    directory: Path, copies: QuantisedCopies, lending: CopiedExperts
+) -> None:
+    """Not where it was read to before."""
+    shape, path = shape_of(directory, Scheme.INT8), copies.path("int8")
+    block = np.empty(shape.block, np.uint8)
+    lending.read(0, 5, block)
+    damage(path, shape.in_file(shape.rest_pieces + 5))
+    assert lending.lend(0, 5) is None
+    assert "it is damaged" in copies.take_notes()[0]
+    assert not path.exists()
+
+
+def test_who_cannot_map_a_copy_reads_it_and_says_so(
+    directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> MappedFile:
+        raise OSError(12, "Cannot allocate memory")
+
+    path = keep(directory, copies, Scheme.INT8)
+    monkeypatch.setattr(MappedFile, "of", refuse)
+    with closing(reader_of(directory, copies, Scheme.INT8, mapped=True)) as reader:
+        block = np.empty(shape_of(directory, Scheme.INT8).block, np.uint8)
+        assert (reader.cold, reader.lend(0, 0)) == ("read", None)
+        assert reader.read(0, 0, block) == block.nbytes
+    told = f"{path} is not mapped (Cannot allocate memory): read instead"
+    assert copies.take_notes() == (told,)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
+@pytest.mark.parametrize("slots", [0, 2])
+def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
+    slots: int,
+    scheme: Scheme,
+    mapped: bool,
+    directory: Path,
+    copies: QuantisedCopies,
+    crew: Crew,
+) -> None:
+    config = read_config(directory)
+    routed = config.experts
+    assert routed is not None
+    expected = scores(
+        PackedDecoder(load_packed_base(directory, config, scheme), crew), IDS, prefill=9
+    )
+    keep(directory, copies, scheme)
+    trunk = load_packed_base(directory, config, scheme, experts=False, copies=copies, mapped=True)
+    memory = ExpertMemory(
+        expert_shape(config, scheme),
+        layers=len(routed.layers),
+        experts=routed.count,
+        blocks=len(routed.layers) * slots + routed.count - slots,
+    )
+    seats = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
+    with (
+        closing(reader_of(directory, copies, scheme, mapped=mapped)) as reader,
+        closing(ExpertCache(memory, reader, numbers=routed.layers, slots=seats)) as cache,
+    ):
+        decoder = PackedDecoder(trunk, crew, experts=cache)
+        for _ in range(3):
+            assert torch.equal(scores(decoder, IDS, prefill=9), expected)
+            cache.check_integrity()
+        assert (cache.activity().lent > 0) == (reader.cold == "map")
+    assert copies.take_notes() == ()

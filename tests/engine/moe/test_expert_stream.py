@@ -1,0 +1,204 @@
+"""A copy of a base of which only a part is ever in memory: the bytes of one that was whole."""
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.expert_stream import copy_shape, experts_of
+from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
+from expertctl.engine.packed_load import load_packed_base
+from expertctl.errors import BaseMismatchError, InvalidPackageError
+from expertctl.package.model_config import read_config
+from expertctl.store.bases import BaseStore
+from expertctl.store.quantised_copies import QuantisedCopies
+from tests.engine.moe.copied_bases import known, routed_base, stacked_base, stored_experts
+
+SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
+LAYOUTS: dict[str, Callable[[Path], Path]] = {
+    "one by one": routed_base,
+    "stacked": stacked_base,
+    "of mixtral": lambda directory: routed_base(directory, arch="mixtral"),
+    "some layers, in half the bytes": lambda directory: routed_base(
+        directory, arch="dots1", dtype="bfloat16", shards=2
+    ),
+}
+
+
+def load(
+    directory: Path,
+    scheme: Scheme,
+    copies: QuantisedCopies | None = None,
+    *,
+    experts: bool = False,
+    progress: Progress = no_progress,
+) -> PackedBase:
+    return load_packed_base(
+        directory,
+        read_config(directory),
+        scheme,
+        experts=experts,
+        copies=copies,
+        mapped=True,
+        progress=progress,
+    )
+
+
+def bytes_of(base: PackedBase) -> bytes:
+    parts: list[Any] = list(base.places().values())
+    arrays = [array for part in parts for array in (part, *fields(part)) if is_array(array)]
+    return b"".join(array.tobytes() for array in arrays)
+
+
+def fields(part: Any) -> tuple[Any, ...]:
+    return () if is_array(part) else (part.data, part.scales)
+
+
+def is_array(part: Any) -> bool:
+    return isinstance(part, np.ndarray)
+
+
+@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    found: Path = request.param(tmp_path / "base")
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
+def test_every_block_is_what_is_packed_of_the_files(
+    scheme: Scheme, directory: Path, tmp_path: Path
+) -> None:
+    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    load(directory, scheme, copies)
+    shape, stored = copy_shape(config, scheme), stored_experts(directory, scheme)
+    copy = copies.open(scheme.value, shape)
+    assert copy is not None
+    assert shape.blocks == len(experts_of(config)) > 0
+    with closing(copy):
+        for number, (layer, expert) in enumerate(experts_of(config)):
+            ours, theirs = np.zeros((2, shape.block), np.uint8)
+            assert copy.fill(shape.rest_pieces + number, ours.data)
+            stored.read(layer, expert, theirs)
+            np.testing.assert_array_equal(ours, theirs)
+    assert copies.take_notes() == ()
+    copies.check_integrity()
+
+
+@pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.INT4], ids=lambda scheme: scheme.value)
+def test_it_is_the_copy_of_a_base_that_is_in_memory_whole(
+    scheme: Scheme, directory: Path, tmp_path: Path
+) -> None:
+    copies = known(directory, tmp_path / "bases")
+    path = copies.path(scheme.value)
+    plain = load(directory, scheme, experts=True)
+    load(directory, scheme, copies)
+    streamed = path.read_bytes()
+    again = load(directory, scheme, copies, experts=True)
+    assert again.read_bytes == plain.nbytes, "of the copy"
+    assert bytes_of(again) == bytes_of(plain)
+    path.unlink()
+    load(directory, scheme, copies, experts=True)
+    assert path.read_bytes() == streamed
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
+def test_who_leaves_experts_on_the_disk_reads_only_the_rest_the_next_time(
+    scheme: Scheme, tmp_path: Path
+) -> None:
+    directory = routed_base(tmp_path / "base")
+    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    seen: list[int] = []
+    first = load(directory, scheme, copies, progress=seen.append)
+    assert first.read_bytes == sum(4 * int(np.prod(s)) for s in config.tensor_shapes().values())
+    assert sum(seen) == packed_bytes(config, scheme)
+    seen.clear()
+    again = load(directory, scheme, copies, progress=seen.append)
+    assert again.read_bytes == sum(seen) == packed_bytes(config, scheme, experts=False)
+    assert bytes_of(again) == bytes_of(first) == bytes_of(load(directory, scheme))
+    assert again.warnings == first.warnings
+
+
+def test_floats_are_kept_only_where_they_are_to_be_mapped(tmp_path: Path) -> None:
+    directory = routed_base(tmp_path / "base")
+    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    load_packed_base(directory, config, Scheme.BFLOAT16, experts=False, copies=copies)
+    assert not copies.path("bfloat16").exists()
+
+
+def test_an_expert_that_changed_unseen_leaves_no_copy(tmp_path: Path) -> None:
+    directory = routed_base(tmp_path / "base")
+    copies = known(directory, tmp_path / "bases")
+    (path,) = directory.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    at = content.index(b"model.layers.2.mlp.experts.3.up_proj.weight")
+    begin = int(content[content.index(b"data_offsets", at) :].partition(b"[")[2].split(b",")[0])
+    content[8 + int.from_bytes(content[:8], "little") + begin] ^= 1
+    path.write_bytes(content)
+    for scheme in SCHEMES:
+        with pytest.raises(BaseMismatchError, match="its weights are sha256:"):
+            load(directory, scheme, copies)
+        assert list(copies.path(scheme.value).parent.iterdir()) == []
+
+
+def test_a_base_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    directory = routed_base(tmp_path / "base")
+    copies = known(directory, tmp_path / "bases")
+    (path,) = directory.glob("*.safetensors")
+    rest = packed_bytes(read_config(directory), Scheme.INT8, experts=False)
+    counted: list[int] = []
+
+    def cut(size: int) -> None:
+        counted.append(size)
+        if sum(counted) >= rest:
+            os.truncate(path, path.stat().st_size // 2)
+
+    with pytest.raises(InvalidPackageError, match="cut short"):
+        load(directory, Scheme.INT8, copies, progress=cut)
+    assert list(copies.path("int8").parent.iterdir()) == []
+
+
+def test_a_disk_without_room_for_a_copy_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = routed_base(tmp_path / "base")
+    config, copies = read_config(directory), known(directory, tmp_path / "bases")
+    most, write_some = packed_bytes(config, Scheme.INT8, experts=False) + 5000, os.write
+    written: list[int] = []
+
+    def write_until_full(handle: int, data: memoryview) -> int:
+        if sum(written) > most:
+            raise OSError(28, "No space left on device")
+        written.append(write_some(handle, data))
+        return written[-1]
+
+    monkeypatch.setattr(os, "write", write_until_full)
+    found = load(directory, Scheme.INT8, copies)
+    assert bytes_of(found) == bytes_of(load(directory, Scheme.INT8))
+    (note,) = copies.take_notes()
+    assert "cannot be written (No space left on device): made again next time" in note
+    assert list(copies.path("int8").parent.iterdir()) == []
+
+
+def test_a_base_that_was_removed_meanwhile_is_run_all_the_same(tmp_path: Path) -> None:
+    directory, bases = routed_base(tmp_path / "base"), BaseStore(tmp_path / "bases")
+    base = bases.add(directory)
+    copies = QuantisedCopies(bases, base)
+    bases.remove(base)
+    load(directory, Scheme.INT8, copies)
+    assert "removed or replaced meanwhile" in copies.take_notes()[0]
+
+
+def test_blocks_are_as_large_as_the_kernels_say(directory: Path) -> None:
+    config = read_config(directory)
+    for scheme in SCHEMES:
+        shape = copy_shape(config, scheme)
+        assert shape.block == expert_shape(config, scheme).nbytes
+        assert shape.rest + shape.blocks * shape.block == packed_bytes(config, scheme)
+        begins = [shape.in_file(n) for n in range(shape.rest_pieces, shape.pieces)]
+        assert all(begin % 4096 == 0 for begin in begins)
