@@ -18,6 +18,7 @@ from expertctl.settings import (
     CONFIG_KEYS,
     DEVICES,
     DTYPES,
+    MOE_COLDS,
     parse_age,
     parse_count,
     parse_names,
@@ -28,7 +29,12 @@ from expertctl.settings import (
 )
 
 _SWITCHES = {"offline", "allow_http", "deterministic"}
-_CHOICES = {"device": DEVICES, "dtype": DTYPES, "adapter_dtype": ADAPTER_DTYPES}
+_CHOICES = {
+    "device": DEVICES,
+    "dtype": DTYPES,
+    "adapter_dtype": ADAPTER_DTYPES,
+    "moe_cold": MOE_COLDS,
+}
 _MAX_VALUE = 1000
 _READERS: dict[str, Callable[[str], object]] = {
     "memory_budget": parse_size,

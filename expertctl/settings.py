@@ -42,6 +42,7 @@ CONFIG_KEYS = {
     "dtype": "EXPERT_DTYPE",
     "adapter_dtype": "EXPERT_ADAPTER_DTYPE",
     "deterministic": "EXPERT_DETERMINISTIC",
+    "moe_cold": "EXPERT_MOE_COLD",
     "encoder": "EXPERT_ENCODER",
     "serve_base": "EXPERT_SERVE_BASE",
     "serve_host": "EXPERT_SERVE_HOST",
@@ -68,6 +69,8 @@ DTYPES = ("float32", "bf16", "int8", "int4")
 """What the weights of a base can be held in."""
 ADAPTER_DTYPES = ("published", "fp16", "int8")
 """What those of experts can be held in."""
+MOE_COLDS = ("read", "map")
+"""How routed experts that are not in memory come from the disk."""
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other is a directory."""
 
@@ -292,6 +295,7 @@ class Settings:
     dtype: str | None = None
     adapter_dtype: str | None = None
     deterministic: bool = False
+    moe_cold: str | None = None
     encoder: str | None = None
     serve: ServeChoices = ServeChoices()
 
@@ -328,6 +332,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         dtype=values.get("dtype"),
         adapter_dtype=values.get("adapter_dtype"),
         deterministic=parse_switch("deterministic", values.get("deterministic", "no")),
+        moe_cold=values.get("moe_cold"),
         encoder=values.get("encoder"),
         serve=_serve_choices(values),
     )

@@ -43,6 +43,7 @@ from expertctl.cli.run_options import (
     MemoryBudget,
     MinP,
     Mismatch,
+    MoeCold,
     MoeMiss,
     MoeSkipCap,
     NoExperts,
@@ -59,6 +60,7 @@ from expertctl.cli.run_options import (
     body_of,
     budget_of,
     chosen_device,
+    cold_of,
     numerics_of,
 )
 from expertctl.durable import write_atomic
@@ -105,6 +107,7 @@ def chat(
     deterministic: Deterministic = None,
     moe_miss: MoeMiss = "exact",
     moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_cold: MoeCold = None,
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
     as_json: JsonFlag = False,
@@ -154,6 +157,7 @@ def chat(
             deterministic=held.deterministic,
             moe_miss=moe_miss,
             moe_skip_cap=moe_skip_cap,
+            moe_cold=cold_of(moe_cold, settings),
             device=chosen,
             memory_budget=budget_of(memory_budget, settings),
             allow_base_mismatch=allow_base_mismatch,

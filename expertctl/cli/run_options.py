@@ -14,6 +14,7 @@ from expertctl.settings import (
     CONFIG_KEYS,
     DEVICES,
     DTYPES,
+    MOE_COLDS,
     Settings,
     parse_size,
 )
@@ -79,6 +80,16 @@ MoeSkipCap = Annotated[
     float,
     typer.Option(
         "--moe-skip-cap", metavar="SHARE", help="The most to leave out of a token, from 0 to 1."
+    ),
+]
+MoeColdName = Literal["read", "map"]
+MoeCold = Annotated[
+    MoeColdName | None,
+    typer.Option(
+        "--moe-cold",
+        help="Where routed experts do not fit: read them, or compute them in the system's file "
+        "cache while they are there, which is outside the budget.",
+        show_default="read",
     ),
 ]
 EngineOption = Annotated[
@@ -240,6 +251,16 @@ def numerics_of(
         adapter_dtype=cast(AdapterDtypeName, experts or "published"),
         deterministic=settings.deterministic if deterministic is None else deterministic,
     )
+
+
+def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
+    """Return how routed experts come from the disk: what the option says, else the setting.
+
+    Raises:
+        UsageError: when a setting that counts names what is not there.
+    """
+    found = moe_cold or _chosen("moe_cold", settings.moe_cold, MOE_COLDS)
+    return cast(MoeColdName, found or "read")
 
 
 def _chosen(key: str, value: str | None, known: Sequence[str]) -> str | None:

@@ -23,10 +23,12 @@ from expertctl.cli.run_options import (
     Device,
     Dtype,
     MemoryBudget,
+    MoeCold,
     MoeMiss,
     MoeSkipCap,
     budget_of,
     chosen_device,
+    cold_of,
     numerics_of,
 )
 from expertctl.errors import UsageError
@@ -80,6 +82,7 @@ def serve(
     deterministic: Deterministic = None,
     moe_miss: MoeMiss = "exact",
     moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_cold: MoeCold = None,
     warm: Annotated[
         list[str] | None,
         typer.Option(metavar="PROMPT", help="Answer this before the first job; repeatable."),
@@ -159,6 +162,7 @@ def serve(
             deterministic=held.deterministic,
             moe_miss=moe_miss,
             moe_skip_cap=moe_skip_cap,
+            moe_cold=cold_of(moe_cold, settings),
             rows=_first(rows, kept.rows, usual.batch.rows),
             queue=_first(queue, kept.queue, usual.batch.queue),
             on_budget=on_budget,
