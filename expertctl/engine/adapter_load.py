@@ -38,8 +38,6 @@ from expertctl.schema.manifest import AdapterEntry, Manifest
 CHUNK = 4 << 20
 SLACK = 8
 """Spare bytes of a buffer, so that tensors can be moved to an address that fits their type."""
-_TENSORS: Mapping[type[Part], int] = {Lora: 2, Dora: 3, Ia3: 1, SoftPrompt: 1}
-"""Of how many tensors each kind of part is made."""
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -62,6 +60,8 @@ class LoadedAdapter:
     soft_prompts: tuple[Tensor, ...]
     tensors: int
     nbytes: int
+    beyond: frozenset[str] = frozenset()
+    """Modules behind the last of stacks of experts: no base that it fits has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,7 @@ def load_adapter(manifest: Manifest, files: Files) -> LoadedAdapter:
         soft_prompts=tuple(prompt for one in loaded for prompt in one.soft_prompts),
         tensors=sum(one.tensors for one in loaded),
         nbytes=sum(one.nbytes for one in loaded),
+        beyond=frozenset().union(*(one.beyond for one in loaded)),
     )
 
 
@@ -186,12 +187,14 @@ def _load_entry(manifest: Manifest, entry: AdapterEntry, files: Files) -> Loaded
         if not isinstance(part, SoftPrompt)
     }
     prompts = [tensors[part.embeddings] for part in spec.parts if isinstance(part, SoftPrompt)]
-    return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer))
+    ends = (part.beyond for part in spec.parts if isinstance(part, Lora))
+    beyond = frozenset(end for end in ends if end is not None)
+    return LoadedAdapter(manifest.ref, modules, tuple(prompts), spec.tensors, len(buffer), beyond)
 
 
 def _check_promise(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
     """Demand that every tensor has a use, and that the manifest says what is there."""
-    used = sum(_TENSORS[type(part)] for part in spec.parts)
+    used = len({name for part in spec.parts for name in _names(part)})
     problems = []
     if spec.kind != entry.kind:
         problems.append(f"it is of kind {spec.kind}, the manifest says {entry.kind}")
@@ -201,15 +204,40 @@ def _check_promise(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
         raise InvalidPackageError(what, problems)
 
 
-def _step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> Step:
+def _names(part: Part) -> tuple[str, ...]:
+    """Return the tensors that a part is made of; stacks of experts serve many."""
     match part:
         case Lora():
+            return part.a, part.b
+        case Dora():
+            return part.a, part.b, part.magnitude
+        case Ia3():
+            return (part.vector,)
+        case SoftPrompt():
+            return (part.embeddings,)
+
+
+def _step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> Step:
+    match part:
+        case Lora(stacked=None):
             return LoraTensors(tensors[part.a], tensors[part.b], part.scale)
+        case Lora():
+            return _cut(part, tensors[part.a], tensors[part.b])
         case Dora():
             magnitude = tensors[part.magnitude].flatten()
             return DoraTensors(tensors[part.a], tensors[part.b], magnitude, part.scale)
         case Ia3():
             return Ia3Tensors(tensors[part.vector].flatten(), part.on_input)
+
+
+def _cut(part: Lora, stacked_a: Tensor, stacked_b: Tensor) -> LoraTensors:
+    """Return the halves of one expert as views: rows of all A, every so many columns of all B."""
+    place = part.stacked
+    assert place is not None
+    rows = stacked_a[place.expert * part.rank :][: part.rank]  # [rank, in]
+    columns = stacked_b[:, place.expert :: place.experts]  # [outputs of the stack, rank]
+    a, b = (columns.T, rows.T) if place.turned else (rows, columns)
+    return LoraTensors(a, b[place.first : place.first + part.outputs], part.scale)
 
 
 def _table(buffer: memoryview, size: int, what: str) -> TensorTable:

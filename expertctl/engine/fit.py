@@ -45,6 +45,9 @@ def _problems(adapter: LoadedAdapter, shapes: Shapes, width: int) -> Iterator[st
             yield f"{module}: {why_absent(module, shapes)}"
             continue
         yield from filter(None, (_misfit(module, step, shapes[module]) for step in steps))
+    for module in adapter.beyond:
+        if name_among(module, shapes) in shapes:
+            yield f"{module}: the base has it, and stacks of the adapter end before it"
     for prompt in adapter.soft_prompts:
         if prompt.shape[1] != width:
             yield f"a soft prompt is {prompt.shape[1]} wide, tokens of the base are {width}"

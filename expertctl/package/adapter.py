@@ -22,8 +22,23 @@ _MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
+class Stacked:
+    """Where the halves for one expert lie in tensors that have those of all experts of a layer."""
+
+    expert: int
+    experts: int
+    first: int
+    """The first of its outputs among those that share a stack."""
+    turned: bool
+    """Whether A is to be found in the tensor of B, and B in that of A, both transposed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lora:
-    """``f + weight * scale * B A x`` on one linear layer; ``a`` and ``b`` are tensor names."""
+    """``f + weight * scale * B A x`` on one linear layer; ``a`` and ``b`` are tensor names.
+
+    Shapes are those of its own halves, wherever they lie.
+    """
 
     module: str
     a: str
@@ -32,6 +47,7 @@ class Lora:
     scale: float
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
+    stacked: Stacked | None = None
 
     @property
     def inputs(self) -> int:
@@ -42,6 +58,14 @@ class Lora:
     def outputs(self) -> int:
         """The width of the layer's output."""
         return self.b_shape[0]
+
+    @property
+    def beyond(self) -> str | None:
+        """Of the last expert of a stack, the module behind it: no base that it fits has that."""
+        if self.stacked is None or self.stacked.expert + 1 < self.stacked.experts:
+            return None
+        experts, _, name = self.module.rsplit(".", 2)
+        return f"{experts}.{self.stacked.experts}.{name}"
 
 
 @dataclass(frozen=True, slots=True)

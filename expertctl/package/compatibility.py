@@ -52,6 +52,8 @@ def _misfit(part: Part, shapes: Mapping[str, tuple[int, int]]) -> str | None:
     shape = shapes.get(name_among(part.module, shapes))
     if shape is None:
         return f"{part.module}: {why_absent(part.module, shapes)}"
+    if isinstance(part, Lora) and part.beyond and name_among(part.beyond, shapes) in shapes:
+        return f"{part.module}: the last that it is made for, and the base has more experts"
     match part:
         case Lora() | Dora():
             made, found = f"{part.outputs} x {part.inputs}", f"{shape[0]} x {shape[1]}"

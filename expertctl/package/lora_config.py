@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from expertctl.errors import InvalidPackageError
+from expertctl.package.target_parameters import WEIGHT, is_turned, target_parameters
 from expertctl.package.targets import literals, names_module
 from expertctl.schema.strict_json import JsonObject
 
-_LITERAL = re.compile(r"\^?[A-Za-z0-9_.-]+\$?")
+_INSIDE = r".*\."
+"""Begins an alternative that something stands before, and a dot."""
+_LITERAL = re.compile(rf"(\^|{re.escape(_INSIDE)})?[A-Za-z0-9_.-]+\$?")
 _ANYTHING = r"[^.]+\.[^.]+"
 """PEFT takes no number for that of a layer before the third place."""
 _PER_NAME = 16
@@ -28,12 +31,14 @@ class Pattern:
 
     @classmethod
     def parse(cls, key: str) -> "Pattern":
-        """Read ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
+        r"""Read ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
+
+        So is ``.*\.name``, which PEFT writes for stacks of experts: something stands before it.
 
         Raises:
             ValueError: for any other regular expression.
         """
-        alternatives = tuple(part.replace("\\.", ".") for part in key.split("|"))
+        alternatives = tuple(_literal(part) for part in key.split("|"))
         if not all(_LITERAL.fullmatch(part) for part in alternatives):
             raise ValueError(f"{key[:80]!r} is a regular expression, and those are never run")
         return cls(alternatives)
@@ -54,6 +59,10 @@ class LoraConfig:
     fan_in_fan_out: bool
     target_modules: frozenset[str] | None
     """Literal module names; ``None`` where a pattern was given: then the tensors decide."""
+    target_parameters: frozenset[str]
+    """Names of parameters: stacks of routed experts, and weights of linear layers."""
+    turned: bool
+    """Whether the halves of stacks have changed places, each transposed."""
     exclude_modules: frozenset[str]
     rank_pattern: tuple[tuple[Pattern, int], ...]
     alpha_pattern: tuple[tuple[Pattern, float], ...]
@@ -75,20 +84,28 @@ class LoraConfig:
         return sum(_PER_NAME + len(part) for pattern in patterns for part in pattern.alternatives)
 
     def rank_of(self, module: str) -> int:
-        """Return the rank that the configuration gives a module."""
-        return next((r for p, r in self.rank_pattern if p.matches(module)), self.r)
+        """Return the rank that the configuration gives a module, or a stack of experts."""
+        name = self._key(module)
+        return next((r for p, r in self.rank_pattern if p.matches(name)), self.r)
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha that the configuration gives a module."""
-        return next((a for p, a in self.alpha_pattern if p.matches(module)), self.alpha)
+        """Return the alpha that the configuration gives a module, or a stack of experts."""
+        name = self._key(module)
+        return next((a for p, a in self.alpha_pattern if p.matches(name)), self.alpha)
 
     def scale_of(self, module: str) -> float:
         """Return the factor on ``B A x``: alpha / r, or alpha / √r with rsLoRA."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def targets_parameter(self, name: str) -> bool:
+        """Tell whether the configuration names a parameter, as PEFT chooses them."""
+        return names_module(self.target_parameters, name)
+
     def adapts(self, module: str) -> bool:
         """Tell whether the configuration can mean a module, as PEFT chooses its targets."""
+        if self.targets_parameter(f"{module}.{WEIGHT}"):
+            return True
         if names_module(self.exclude_modules, module):
             return False
         if self.target_modules is None:
@@ -97,6 +114,11 @@ class LoraConfig:
             return False
         exact = module in self.target_modules
         return exact or self.layers_to_transform is None or self._layer_is_chosen(module)
+
+    def _key(self, module: str) -> str:
+        """Return what patterns are held against: the weight of a module, where that is a target."""
+        weight = f"{module}.{WEIGHT}"
+        return weight if self.targets_parameter(weight) else module
 
     def _layer_is_chosen(self, module: str) -> bool:
         layer = layer_of(module, self.layers_pattern)
@@ -112,13 +134,18 @@ def lora_config_of(document: JsonObject, *, what: str) -> LoraConfig:
     values: dict[str, Any] = dict(document)
     layers = values.get("layers_to_transform")
     problems: list[str] = []
+    modules, parameters = values.get("target_modules"), target_parameters(values, problems)
+    if not parameters and modules == []:
+        problems.append("target_modules: it names none, and target_parameters neither")
     config = LoraConfig(
         r=int(values["r"]),
         alpha=values["lora_alpha"],
         use_rslora=values.get("use_rslora", False),
         use_dora=bool(values.get("use_dora")),
         fan_in_fan_out=values.get("fan_in_fan_out", False),
-        target_modules=literals(values.get("target_modules")),
+        target_modules=frozenset() if parameters and modules is None else literals(modules),
+        target_parameters=parameters,
+        turned=is_turned(values, parameters, problems),
         exclude_modules=literals(values.get("exclude_modules")) or frozenset(),
         rank_pattern=tuple(
             (pattern, int(rank))
@@ -145,11 +172,18 @@ def layer_of(module: str, patterns: tuple[str, ...]) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
+def _literal(part: str) -> str:
+    """Return an alternative with its dots as they are, but for `_INSIDE` before it."""
+    rest = part.removeprefix(_INSIDE)
+    return part[: len(part) - len(rest)] + rest.replace("\\.", ".")
+
+
 def _ends_with(module: str, part: str) -> bool:
     """Match a literal at the end of a name, after its start or a dot; ``.`` is any character."""
-    whole = part.removeprefix("^")
+    inside = part.startswith(_INSIDE)
+    whole = part.removeprefix(_INSIDE if inside else "^")
     start = len(module) - len(whole)
-    if start < 0 or (start > 0 and (part.startswith("^") or module[start - 1] != ".")):
+    if start < inside or (start > 0 and (part.startswith("^") or module[start - 1] != ".")):
         return False
     end = module[start:]
     return whole == end or (

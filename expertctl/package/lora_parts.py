@@ -1,7 +1,7 @@
 """The tensors of a LoRA or a DoRA: two halves for each module, and DoRA's magnitude.
 
 Names are PEFT's: ``base_model.model.<module>.lora_A.weight``, ``…lora_B.weight``,
-``…lora_magnitude_vector``.
+``…lora_magnitude_vector``. Those of stacks of experts are cut in `expertctl.package.stacked_parts`.
 """
 
 import re
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter import PREFIX, Dora, Lora
 from expertctl.package.lora_config import LoraConfig
+from expertctl.package.stacked_parts import is_stack, stacked_parts
 from expertctl.package.tensor_file import TensorInfo, TensorTable
 
 _HALF = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
@@ -37,8 +38,10 @@ def lora_parts(
     halves = _halves(table, strange)
     problems += [f"{name}: {_why_not(name)}" for name in strange]
     _check_effort(len(halves), config.pattern_size, what)
+    stacks = {module: halves.pop(module) for module in sorted(halves) if is_stack(config, module)}
     parts = [_lora(config, table, module, halves[module], problems) for module in sorted(halves)]
-    return [part for part in parts if part is not None]
+    cut = stacked_parts(config, table, stacks, problems)
+    return sorted([*(part for part in parts if part is not None), *cut], key=lambda p: p.module)
 
 
 def dora_parts(

@@ -133,7 +133,9 @@ def test_ranks_and_scales_are_those_that_peft_gives_its_layers(base_dir: Path) -
 
 
 KEYS = st.lists(
-    st.from_regex(r"\^?[a-z.]{0,3}(layers|q_proj|0|1)(\.[a-z0-9_]{1,6}){0,2}\$?", fullmatch=True),
+    st.from_regex(
+        r"(\^|\.\*\\\.)?[a-z.]{0,3}(layers|q_proj|0|1)(\.[a-z0-9_]{1,6}){0,2}\$?", fullmatch=True
+    ),
     min_size=1,
     max_size=2,
 ).map("|".join)
@@ -200,7 +202,8 @@ def test_integers_may_be_spelled_as_floats_as_json_allows() -> None:
     [
         "(a+)+$", "(a|a)*", ".*", "a*", "a+", "a?", "[a-z]+", "a{1000}", "(?i)q", "\\d+",
         "q_proj(", "",
-        "(.*a){20}", "a|", "^", "a\\Z", "(a|b)", "x" * 300 + "*",
+        "(.*a){20}", "a|", "^", "a\\Z", "(a|b)", "x" * 300 + "*", ".*\\.", ".*\\.^a", "^.*\\.a",
+        ".*\\..*\\.a", "*a", "a.*\\.b",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
@@ -226,6 +229,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("trainable_token_indices", {"embed_tokens": [1]}),
     ("layer_replication", [[0, 4], [2, 5]]),
     ("target_parameters", ["mlp.experts"]),
+    ("target_parameters", ["mlp.experts.gate_up_proj_bias"]),
+    ("target_parameters", "mlp.experts.down_proj"),
+    ("target_parameters", [".*down_proj"]),
     ("auto_mapping", {"base_model_class": "X", "parent_library": "subprocess"}),
     ("megatron_config", {"a": 1}),
     ("megatron_core", "os"),

@@ -11,22 +11,27 @@ from expertctl.engine.runtime import Engine
 from expertctl.engine.sizes import base_sizes
 from expertctl.errors import BaseMismatchError, IncompatibleError, InvalidPackageError
 from expertctl.package.base_model import read_base
+from expertctl.package.build import build, plan_build
+from expertctl.package.draft import Overrides
 from expertctl.reference import Reference
 from expertctl.routing.request import Forced
 from expertctl.schema.manifest import AdapterKind
+from tests.engine.conftest import Oracle
 from tests.engine.market import Market
 from tests.engine.moe.adapted_models import ATTENTION, EVERY, merge
+from tests.engine.moe.test_stacked_adapters import saved
 from tests.engine.test_compat import engine_of, prompt_ids, until_end
 from tests.engine.test_runtime import PROMPT, planner, request, run
 from tests.factories import write_base, write_dora, write_lora
 from tests.routed_shapes import CLASSES
-from tests.store.shop import House, fast, house
+from tests.store.shop import House, a_key, fast, house
 
 __all__ = ["fast", "house"]
 
 ARCHS = sorted(CLASSES)
 SQL = Forced(Reference.parse("acme/sql"))
 ALONE = {"route": {"base_alone": True}}
+STACKS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +84,26 @@ def test_the_tokens_are_those_of_transformers(
     assert merge(model, write(tmp_path / "same", market.base_dir, **options)) > 0
     assert adapted.generated.tokens == greedy(model, 6) != alone.generated.tokens
     assert adapted.warnings == alone.warnings == ()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arch", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_what_peft_saved_of_stacks_is_packed_and_answers_as_it_does(
+    arch: str, engine: Engine, house: House, markets: dict[str, Market], tmp_path: Path
+) -> None:
+    market = markets[arch]
+    house.bases.add(market.base_dir)
+    model = model_of(market.base_dir)
+    adapted = saved(Oracle(market.base_dir, model), tmp_path / "saved", **STACKS).peft
+    (tmp_path / "saved" / "README.md").unlink()
+    plan = plan_build(tmp_path / "saved", Overrides(name="acme/sql"), base=market.base)
+    assert (plan.warnings, plan.manifest.adapters[0].tensors) == ((), 8)
+    house.install(build(plan, tmp_path / "stacks.expert", key=a_key("acme")).path)
+    alone = run(engine, request(**ALONE))
+    ours = run(engine, request(SQL))
+    assert ours.generated.tokens == greedy(adapted, 6) != alone.generated.tokens
+    with pytest.raises(IncompatibleError, match="the base has no such layer"):
+        run(engine_of(house), request(SQL, route={"engine": "transformers"}))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
