@@ -64,7 +64,7 @@ COMMANDS: dict[str, str] = {
     "serve": "serve:app",
     "feedback": "feedback:feedback",
     "stats": "stats:stats",
-    "bench": "bench:bench",
+    "bench": "bench:app",
     "registry": "registry:app",
 }
 """Command → ``module:attribute`` below ``expertctl.cli``: a function, or a `typer.Typer`."""

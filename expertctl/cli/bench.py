@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from expertctl.cli.bench_moe import bench_moe
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
 from expertctl.cli.run_options import (
@@ -80,7 +81,13 @@ Rounds = Annotated[int, typer.Option(min=1, max=1000, help="How often all is mea
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the roofline: .svg or .png.")]
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app.command("moe")(bench_moe)
+
+
+@app.callback(invoke_without_command=True)
 def bench(
+    invoked: typer.Context,
     base: BenchBase = None,
     shape: Shape = None,
     expert: Experts = None,
@@ -99,6 +106,8 @@ def bench(
 
     Example: expertctl bench --dtype int8 --plot roofline.png
     """
+    if invoked.invoked_subcommand is not None:
+        return
     from expertctl.cli.bench_view import bench_text
 
     settings = load_settings()

@@ -153,17 +153,6 @@ class Counters:
         cold_ns: Counts | int = 0,
     ) -> None:
         """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
-        self._count_calls(slice(None), requests[None], lanes[None], hot_ns, cold_ns)
-
-    def count_passes(
-        self,
-        requests: Counts,
-        lanes: Counts,
-        *,
-        hot_ns: Counts | int = 0,
-        cold_ns: Counts | int = 0,
-    ) -> None:
-        """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
         self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
 
     def count_call(

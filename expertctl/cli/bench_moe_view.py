@@ -1,0 +1,55 @@
+"""What ``expertctl bench moe`` shows to a person."""
+
+from typing import TYPE_CHECKING
+
+from expertctl.cli.output import human_size, printable, table
+
+if TYPE_CHECKING:
+    from expertctl.engine.routed_bench_result import RoutedMeasured, RoutedRow
+
+_HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
+_FOOT = [
+    "WRITE and READ are tokens a second. Of what tokens asked for, HITS had a slot.",
+    "Of the experts that a pass asked for, MISSED had none. LEFT OUT is the share of",
+    "the weights that was; WAITED is for experts, for each token that was written.",
+]
+
+
+def bench_moe_text(found: "RoutedMeasured") -> str:
+    """Return what was measured, then a row for each way to hold the experts; in 80 columns."""
+    rows = [_cells(found, row) for row in found.rows]
+    return "\n".join([*_head(found), "", table(_HEADER, rows), "", *_FOOT])
+
+
+def _head(found: "RoutedMeasured") -> list[str]:
+    return [
+        printable(f"{found.what}, {found.dtype}"),
+        f"{found.layers} layers of {found.experts} routed experts, of which a token uses "
+        f"{found.used}",
+        found.texts,
+        printable(f"on {found.cpu}, threads: {found.threads}"),
+    ]
+
+
+def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:
+    holding, did = row.holding, row.report.activity
+    residence = row.report.residence
+    return [
+        f"{residence.slots} of {residence.experts}",
+        "" if holding.is_whole else holding.miss,
+        _figure(row.rate.median),
+        _figure(row.read_rate),
+        _percent(row.hit_rate),
+        _percent(row.fallback_rate),
+        _percent(row.skipped_mass),
+        f"{did.waited_ms / max(row.written, 1):.2f} ms",
+        human_size(row.memory),
+    ]
+
+
+def _figure(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,358 @@
+"""How a base of routed experts runs with all of them in memory, and with a share of them.
+
+One way after the other: each reads and writes the same texts, some rounds of them. The first round
+fills the slots and counts for the picture alone. Random texts are given, token by token; behind
+prompts stands what the base is likeliest to write, which is the same wherever nothing is skipped.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from expertctl.digest import Digest, Progress, no_progress
+from expertctl.engine.backend import Model
+from expertctl.engine.bench_result import Series
+from expertctl.engine.budget import Budget
+from expertctl.engine.compose import BASE_ALONE
+from expertctl.engine.generate import Reading
+from expertctl.engine.kernels.cpu import sold_as
+from expertctl.engine.kv_loan import KVWanted
+from expertctl.engine.loaded_base import OpenBase, Wish, open_base
+from expertctl.engine.memory import usual_budget
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.counters import LayerCounts, Observed
+from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.packed_backend import PackedBackend
+from expertctl.engine.packed_base import expert_shape, packed_bytes
+from expertctl.engine.residents import Residents
+from expertctl.engine.routed_bench_result import (
+    Holding,
+    Moment,
+    RoutedMeasured,
+    RoutedRow,
+    Timeline,
+)
+from expertctl.engine.threads import choose_threads
+from expertctl.engine.tiers import Tier
+from expertctl.errors import BudgetError, IncompatibleError, UsageError
+from expertctl.routing.numerics import dtype_of
+from expertctl.routing.planner import Planner
+from expertctl.routing.request import Dtype, MoeMiss
+from expertctl.telling import Tell, tell_nobody
+
+STRETCHES = 60
+"""Into so many the picture is cut, at most."""
+LEAST = 4
+"""Tokens of a stretch, at least: a token of one layer asks for few experts."""
+_OTHER_BASE = "choose another --base: one whose layers have routed experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedWanted:
+    """What is measured: shares resident, what happens to the rest, and the texts."""
+
+    shares: tuple[float, ...] = (1.0, 0.6, 0.4)
+    misses: tuple[MoeMiss, ...] = ("exact", "skip")
+    cap: float = 0.5
+    """How much of a token's weights may be skipped at most."""
+    prompts: tuple[str, ...] = ()
+    """Random tokens where there are none."""
+    prompt_tokens: int = 64
+    """Of a random text."""
+    tokens: int = 64
+    rounds: int = 3
+    seed: int = 0
+    dtype: Dtype | None = None
+    threads: int | None = None
+
+    @property
+    def holdings(self) -> tuple[Holding, ...]:
+        """All ways to hold the experts; where all are in memory nothing is missed."""
+        found: list[Holding] = []
+        for share in self.shares:
+            misses: tuple[MoeMiss, ...] = ("exact",) if share >= 1 else self.misses
+            found += [Holding(share, miss) for miss in misses]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def runs(self) -> int:
+        """How many texts are read, for whoever counts them."""
+        return len(self.holdings) * self.rounds * max(len(self.prompts), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """What is read; and what follows it, if the base is not to choose that itself."""
+
+    ids: tuple[int, ...]
+    follows: tuple[int, ...] = ()
+
+
+def measure_routed(
+    planner: Planner,
+    wanted: RoutedWanted,
+    *,
+    base: str,
+    budget: int | None = None,
+    progress: Progress = no_progress,
+    tell: Tell = tell_nobody,
+) -> RoutedMeasured:
+    """Measure a base of the store; ``progress`` counts ``wanted.runs`` and may raise.
+
+    What does not fit into the memory is left out, and a warning says so.
+
+    Raises:
+        NotFoundError: when there is no such base.
+        IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
+        UsageError: when texts are longer than it reads.
+        BudgetError: when nothing of it fits.
+    """
+    opened, backend = _opened(planner, base, wanted.dtype)
+    texts = _texts(opened, wanted)
+    threads = wanted.threads or choose_threads(opened.weight_bytes)
+    laboratory = _Laboratory(planner, opened, wanted, texts, threads, budget, progress, tell)
+    rows, left_out = laboratory.rows()
+    config = opened.config.experts
+    assert config is not None
+    return RoutedMeasured(
+        what=f"base {opened.stored.name}",
+        cpu=sold_as(),
+        dtype=backend.dtype,
+        threads=threads,
+        texts=_told(wanted),
+        experts=config.count,
+        used=config.used,
+        layers=len(config.layers),
+        rows=rows,
+        warnings=(*opened.warnings, *left_out),
+    )
+
+
+def _opened(planner: Planner, name: str, dtype: Dtype | None) -> tuple[OpenBase, PackedBackend]:
+    stored = planner.bases.find(name)
+    wish = Wish(dtype=dtype_of(stored, dtype))
+    opened = open_base(planner.bases, stored, wish, rehash=False, torch_below=0)
+    backend = opened.backend
+    if opened.config.experts is None:
+        raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
+    if not isinstance(backend, PackedBackend):
+        why = "; ".join(opened.warnings)
+        raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
+    return opened, backend
+
+
+def _texts(opened: OpenBase, wanted: RoutedWanted) -> list[_Text]:
+    encode, vocabulary = opened.tokenizer.encode, opened.config.vocab_size
+    texts = [_Text(tuple(encode(prompt))) for prompt in wanted.prompts]
+    if not texts:
+        drawn = np.random.default_rng(wanted.seed)
+        ids = drawn.integers(vocabulary, size=wanted.prompt_tokens + wanted.tokens).tolist()
+        texts = [_Text(tuple(ids[: wanted.prompt_tokens]), tuple(ids[wanted.prompt_tokens :]))]
+    longest = max(len(text.ids) for text in texts) + wanted.tokens
+    if longest > opened.context:
+        raise UsageError(
+            f"texts of {longest} tokens are longer than the {opened.context} that the base reads",
+            hint="lower --prompt-tokens or --tokens, or give a shorter --prompt",
+        )
+    if not all(text.ids for text in texts):
+        raise UsageError("a prompt has no tokens", hint="give a --prompt with some words")
+    return texts
+
+
+def _told(wanted: RoutedWanted) -> str:
+    count = len(wanted.prompts)
+    read = f"{wanted.prompt_tokens} random tokens"
+    if count:
+        read = "a prompt" if count == 1 else f"{count} prompts"
+    return f"{read}, then {wanted.tokens} more, {wanted.rounds} times"
+
+
+@dataclass(frozen=True, slots=True)
+class _Laboratory:
+    """A base, and the texts by which each way to hold its experts is measured."""
+
+    planner: Planner
+    base: OpenBase
+    wanted: RoutedWanted
+    texts: list[_Text]
+    threads: int
+    budget: int | None
+    progress: Progress
+    tell: Tell
+
+    def rows(self) -> tuple[tuple[RoutedRow, ...], list[str]]:
+        """Measure what fits; return what did not in words.
+
+        Raises:
+            BudgetError: when nothing does.
+        """
+        rows: list[RoutedRow] = []
+        refused: dict[Holding, BudgetError] = {}
+        for holding in self.wanted.holdings:
+            try:
+                rows.append(self._row(holding))
+            except BudgetError as error:
+                refused[holding] = error
+        if not rows:
+            raise next(iter(refused.values()))
+        return tuple(rows), [f"left out: {h.case}: {e.message}" for h, e in refused.items()]
+
+    def _row(self, holding: Holding) -> RoutedRow:
+        base = replace(self.base, backend=_held(self.base, holding, self.wanted.cap))
+        with _opened_by(self, base) as (model, read):
+            course = _Course(model, self.wanted)
+            for number in range(self.wanted.rounds):
+                if number == min(1, self.wanted.rounds - 1):
+                    course.begin()
+                for text in self.texts:
+                    with read(text) as reading:
+                        course.follow(reading, text)
+                    self.progress(1)
+                course.end_round()
+            return course.row(holding, memory=base.weight_bytes)
+
+
+def _held(base: OpenBase, holding: Holding, cap: float) -> PackedBackend:
+    """Return what holds so many experts of each layer, at least what a token uses of one."""
+    backend, config = base.backend, base.config
+    assert isinstance(backend, PackedBackend)
+    assert config.experts is not None
+    if holding.is_whole:
+        return backend
+    count = config.experts.count
+    plan = CachePlan(
+        layers=len(config.experts.layers),
+        experts=count,
+        slots=min(max(round(holding.share * count), 1), count),
+        miss=holding.miss,
+        cap=cap,
+    )
+    rest = packed_bytes(config, backend.scheme, experts=False)
+    blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
+    return replace(backend, cache=plan, weight_bytes=rest + blocks)
+
+
+_Read = Callable[[_Text], AbstractContextManager[Reading]]
+
+
+@contextmanager
+def _opened_by(laboratory: _Laboratory, base: OpenBase) -> Iterator[tuple[Model, _Read]]:
+    """Load a base in the memory that there is, and lend room for texts; nothing stays."""
+    wanted = laboratory.wanted
+    limit = usual_budget() if laboratory.budget is None else laboratory.budget
+    residents = Residents(
+        laboratory.planner, Budget(limit), progress=no_progress, tell=laboratory.tell
+    )
+    longest = max(len(text.ids) for text in laboratory.texts) + wanted.tokens
+    buffers = base.buffer_bytes(longest)
+    try:
+        model = residents.hold_base(base, threads=laboratory.threads)
+
+        @contextmanager
+        def read(text: _Text) -> Iterator[Reading]:
+            room = KVWanted(
+                cache_key=None,
+                identity=_NO_PLAN,
+                config=base.config,
+                ids=text.ids,
+                virtual=0,
+                capacity=len(text.ids) + wanted.tokens,
+            )
+            with residents.keeper(base.backend).borrow(room) as kv:
+                model.prepare(kv.cache, BASE_ALONE, tokens=len(text.ids))
+                yield model.reading(kv.cache, BASE_ALONE)
+
+        with residents.tiers.holding(Tier.DEVICE, "buffers", buffers, what="buffers"):
+            yield model, read
+            model.rest()
+    finally:
+        residents.close()
+
+
+class _Course:
+    """What happens while texts are read and written, and what it took."""
+
+    def __init__(self, model: Model, wanted: RoutedWanted) -> None:
+        """Begin before the first text."""
+        self._model, self._wanted = model, wanted
+        self._moments = [] if model.counters is None else [Moment(0, model.counters.observed())]
+        self._written, self._stretch = 0, _stretch(wanted)
+        self._steps: list[tuple[float, ...]] = []
+        self._now: list[float] = []
+        self._prompts: list[tuple[int, float]] = []
+        self._before = self._report()
+        self._counted: Observed | None = None
+        self._counted_from = 0
+
+    def begin(self) -> None:
+        """Let only what comes from now on count."""
+        self._counted_from = self._written
+        self._steps, self._now, self._prompts = [], [], []
+        self._before = self._report()
+        self._counted = None if self._model.counters is None else self._model.counters.observed()
+
+    def follow(self, reading: Reading, text: _Text) -> None:
+        """Read a text, and write what comes after it."""
+        started = time.perf_counter()
+        scores = reading.prefill(text.ids).logits
+        self._prompts.append((len(text.ids), time.perf_counter() - started))
+        for place in range(self._wanted.tokens):
+            token = text.follows[place] if text.follows else int(scores.argmax())
+            started = time.perf_counter()
+            scores = reading.decode(token).logits
+            self._now.append(time.perf_counter() - started)
+            self._wrote()
+
+    def end_round(self) -> None:
+        """Put the steps of a round together."""
+        self._steps.append(tuple(self._now))
+        self._now = []
+
+    def row(self, holding: Holding, *, memory: int) -> RoutedRow:
+        """Return what counts."""
+        if self._moments and self._moments[-1].tokens < self._written:
+            self._look()
+        return RoutedRow(
+            holding=holding,
+            steps=Series(tuple(self._steps)),
+            prompts=tuple(self._prompts),
+            report=self._report().since(self._before),
+            layers=self._layers(),
+            timeline=Timeline.of(self._moments),
+            counted_from=self._counted_from,
+            memory=memory,
+        )
+
+    def _wrote(self) -> None:
+        self._written += 1
+        if self._written % self._stretch == 0:
+            self._look()
+
+    def _look(self) -> None:
+        if self._model.counters is not None:
+            self._moments.append(Moment(self._written, self._model.counters.observed()))
+
+    def _report(self) -> RoutedReport:
+        report = self._model.routed
+        assert report is not None, "a base of routed experts"
+        return report
+
+    def _layers(self) -> dict[int, LayerCounts]:
+        counters, before = self._model.counters, self._counted
+        if counters is None or before is None:
+            return {}
+        now = counters.observed()
+        return {number: found.since(before.layers[number]) for number, found in now.layers.items()}
+
+
+def _stretch(wanted: RoutedWanted) -> int:
+    """Return after how many tokens there is a new column of the picture."""
+    total = wanted.tokens * wanted.rounds * max(len(wanted.prompts), 1)
+    return max(LEAST, -(-total // STRETCHES))
+
+
+_NO_PLAN = Digest.of(b"bench moe")
+"""Nothing is kept under it."""

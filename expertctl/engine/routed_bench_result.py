@@ -1,0 +1,209 @@
+"""What a bench of routed experts found: how fast texts went, and who was there when asked for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertctl.engine.bench_result import Series, Spread
+from expertctl.engine.moe.counters import LayerCounts, Observed
+from expertctl.engine.moe.report import RoutedReport
+from expertctl.routing.request import MoeMiss
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+ALL = "all resident"
+_MS = 1e-6
+"""Of a nanosecond."""
+Shares = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A share of the experts of each layer that has slots, and what happens to others."""
+
+    share: float
+    miss: MoeMiss = "exact"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody can be missing."""
+        return self.share >= 1
+
+    @property
+    def case(self) -> str:
+        """How it is called."""
+        return ALL if self.is_whole else f"{100 * self.share:.0f} % resident, {self.miss}"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What was counted when so many tokens had been written."""
+
+    tokens: int
+    seen: Observed
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How often a routed slot was hot, in each layer, between one moment and the next."""
+
+    tokens: tuple[int, ...]
+    """Where each stretch ends; it begins where the one before ends, the first at 0."""
+    layers: tuple[int, ...]
+    rates: Shares
+    """[layers, stretches]; not a number where a layer was not asked."""
+
+    @classmethod
+    def of(cls, moments: Sequence[Moment]) -> "Timeline":
+        """Return it; the first moment is the beginning."""
+        layers = tuple(moments[0].seen.layers) if moments else ()
+        counts = [[_slots(m.seen.layers[layer]) for m in moments] for layer in layers]
+        grown = np.diff(np.array(counts, np.float64).reshape(len(layers), len(moments), 2), axis=1)
+        slots = grown.sum(-1)
+        rates = np.divide(grown[..., 0], slots, out=np.full_like(slots, np.nan), where=slots > 0)
+        return cls(tuple(m.tokens for m in moments[1:]), layers, rates)
+
+    def to_json(self) -> JsonObject:
+        """Return it with a row for each layer; null where a layer was not asked."""
+        rows = [list[JsonValue](map(_or_none, row)) for row in self.rates.tolist()]
+        return {
+            "tokens": list[JsonValue](self.tokens),
+            "layers": list[JsonValue](self.layers),
+            "hit_rates": list[JsonValue](rows),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRow:
+    """One way to hold the experts; what is counted leaves out the round that filled the slots."""
+
+    holding: Holding
+    steps: Series
+    prompts: tuple[tuple[int, float], ...]
+    """Tokens that were read, and the seconds that took."""
+    report: RoutedReport
+    """Of the rounds that count."""
+    layers: dict[int, LayerCounts]
+    """Of these rounds, too; empty where nobody counts."""
+    timeline: Timeline
+    """Of all rounds."""
+    counted_from: int
+    """How many tokens had been written when rounds began to count."""
+    memory: int
+    """Bytes of the weights and of all blocks for experts."""
+
+    @property
+    def rate(self) -> Spread:
+        """Tokens that were written in a second."""
+        return self.steps.rate(1)
+
+    @property
+    def read_rate(self) -> float:
+        """Tokens of prompts that were read in a second."""
+        return sum(tokens for tokens, _ in self.prompts) / sum(s for _, s in self.prompts)
+
+    @property
+    def written(self) -> int:
+        """How many tokens were written."""
+        return sum(map(len, self.steps.rounds))
+
+    @property
+    def hit_rate(self) -> float:
+        """How many routed slots had their expert in a slot; 1 where all are there."""
+        hits = sum(layer.hits for layer in self.layers.values())
+        slots = hits + sum(layer.misses for layer in self.layers.values())
+        return hits / slots if slots else 1.0
+
+    @property
+    def fallback_rate(self) -> float:
+        """How many of the experts that passes asked for had none."""
+        did = self.report.activity
+        return did.misses / did.requests if did.requests else 0.0
+
+    @property
+    def skipped_mass(self) -> float:
+        """How much of the routers' weights was left out."""
+        did = self.report.activity
+        return did.skipped / did.mass if did.mass else 0.0
+
+    def to_json(self, whole: "RoutedRow | None") -> JsonObject:
+        """Return it as a row of a benchmark; ``whole``: with all experts in memory."""
+        rate, did = self.rate, self.report.activity
+        theirs = None if whole is None or whole is self else whole.rate.median
+        return {
+            "case": self.holding.case,
+            "ours": round(rate.median, 3),
+            "ours_spread": [round(rate.low, 3), round(rate.high, 3)],
+            "rival": None if theirs is None else ALL,
+            "theirs": None if theirs is None else round(theirs, 3),
+            "unit": "tok/s",
+            "better": "higher",
+            "ratio": None if theirs is None else round(rate.median / theirs, 3),
+            "spread": None,
+            "share": self.holding.share,
+            **self.report.residence.to_json(),
+            "read_tokens_per_s": round(self.read_rate, 3),
+            "hit_rate": round(self.hit_rate, 6),
+            "fallback_rate": round(self.fallback_rate, 6),
+            "skipped_mass": round(self.skipped_mass, 6),
+            "loads": did.loads,
+            "bytes_read": did.read_bytes,
+            "waited_ms": round(did.waited_ms, 3),
+            "swaps": did.swaps,
+            "memory": self.memory,
+            "by_layer": [_layer(number, counted) for number, counted in self.layers.items()],
+            "timeline": {**self.timeline.to_json(), "counted_from": self.counted_from},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedMeasured:
+    """All rows of a bench of routed experts."""
+
+    what: str
+    cpu: str
+    dtype: str
+    threads: int
+    texts: str
+    """What was read and written, in words."""
+    experts: int
+    """Of each layer."""
+    used: int
+    layers: int
+    rows: tuple[RoutedRow, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> RoutedRow | None:
+        """The row with all experts in memory, if it was measured."""
+        return next((row for row in self.rows if row.holding.is_whole), None)
+
+    def to_json(self) -> JsonObject:
+        """Return the document of a benchmark."""
+        return {
+            "name": "bench moe",
+            "machine": {"cpu": self.cpu, "threads": self.threads, "device": "cpu"},
+            "measured": {
+                "what": self.what,
+                "dtype": self.dtype,
+                "texts": self.texts,
+                "layers": self.layers,
+                "experts": self.experts,
+                "used": self.used,
+            },
+            "rows": [row.to_json(self.whole) for row in self.rows],
+            "warnings": list[JsonValue](self.warnings),
+        }
+
+
+def _slots(counted: LayerCounts) -> tuple[int, int]:
+    return counted.hits, counted.misses
+
+
+def _or_none(rate: float) -> float | None:
+    return None if np.isnan(rate) else round(rate, 6)
+
+
+def _layer(number: int, counted: LayerCounts) -> JsonObject:
+    return {"layer": number, **counted.to_json()}

@@ -1,0 +1,108 @@
+"""``bench moe`` from the outside; what it measures is in tests/engine."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.threads import usable_cores
+from tests.cli.commands import Commands, expertctl
+from tests.engine.test_routed_bench import write_routed
+from tests.factories import write_base
+
+__all__ = ["expertctl"]
+QUICK = ("--rounds", 2, "--tokens", 8, "--prompt-tokens", 4, "--memory-budget", "128MiB")
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: Commands) -> Path:
+    """A folder beside a home with a base of routed experts, and a dense one that is newer."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    expertctl("base", "add", write_routed(tmp_path / "routed"))
+    expertctl("base", "add", write_base(tmp_path / "dense", head_dim=16))
+    return tmp_path
+
+
+def test_it_has_an_example_and_bench_names_it(expertctl: Commands) -> None:
+    assert "expertctl bench moe --resident 1.0,0.6,0.4" in expertctl("bench", "moe", "--help").out
+    assert "moe" in expertctl("bench", "--help").out.split("Commands")[1]
+
+
+def test_the_newest_base_with_routed_experts_is_measured(added: Path, expertctl: Commands) -> None:
+    lines = expertctl("bench", "moe", "--resident", "1.0,0.5", *QUICK).out.splitlines()
+    assert lines[:2] == [
+        "base routed, float32",
+        "3 layers of 8 routed experts, of which a token uses 2",
+    ]
+    header = next(number for number, line in enumerate(lines) if line.startswith("RESIDENT"))
+    rows = lines[header + 1 : header + 4]
+    assert [row.split("  ")[0] for row in rows] == ["8 of 8", "4 of 8", "4 of 8"]
+    assert "100.0 %" in rows[0]
+    assert [row.split()[3] for row in rows[1:]] == ["exact", "skip"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_document_has_a_row_for_each_way(added: Path, expertctl: Commands) -> None:
+    words = ("--resident", "0.5,1", "--moe-miss", "exact", "--prompt", "Sort these: 3, 1")
+    document = expertctl("bench", "moe", *words, "--json", *QUICK).document
+    assert document["name"] == "bench moe"
+    assert document["measured"]["texts"] == "a prompt, then 8 more, 2 times"
+    whole, half = document["rows"]
+    assert (whole["case"], half["case"]) == ("all resident", "50 % resident, exact")
+    assert half["ratio"] == pytest.approx(half["ours"] / whole["ours"], abs=2e-3)
+    assert half["memory"] < whole["memory"]
+    assert [layer["layer"] for layer in half["by_layer"]] == [0, 1, 2]
+    assert len(half["timeline"]["hit_rates"]) == 3
+    assert all(0 <= rate <= 1 for row in half["timeline"]["hit_rates"] for rate in row)
+
+
+def test_hit_rates_are_drawn(added: Path, expertctl: Commands) -> None:
+    words = ("--resident", "0.75,0.5")
+    expertctl("bench", "moe", *words, "--plot", "hits.png", *QUICK)
+    data = (added / "hits.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert struct.unpack(">II", data[16:24])[0] == 1600
+    expertctl("bench", "moe", *words, "--plot", "hits.svg", *QUICK)
+    drawn = (added / "hits.svg").read_text()
+    for told in ("75 % resident, exact (6 of 8 slots): ", "50 % resident, skip (4 of 8 slots): "):
+        assert told in drawn
+    assert "tokens written; the figures are of what lies right of the line" in drawn
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["--resident", "0"], 2, "--resident '0': not up to 16 numbers above 0, up to 1"),
+        (["--resident", "1.5"], 2, "--resident '1.5'"),
+        (["--resident", "nan"], 2, "--resident 'nan'"),
+        (["--resident", "half"], 2, "--resident 'half'"),
+        (["--resident", ",".join(f"0.{n}" for n in range(10, 30))], 2, "not up to 16 numbers"),
+        (["--moe-miss", "guess"], 2, "--moe-miss 'guess'"),
+        (["--moe-skip-cap", "2"], 2, "--moe-skip-cap 2.0 is not a share"),
+        (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),
+        (["--base", "dense"], 4, "dense has no routed experts"),
+        (["--base", "nobody"], 3, "no base is called 'nobody'"),
+        (["--memory-budget", "100KB"], 7, "the budget of 100 kB"),
+        (["--plot", "hits.gif"], 2, "no picture ends so"),
+        (["--plot", "hits.png", "--resident", "1"], 2, "with all experts resident nobody is"),
+        (["--threads", str(usable_cores() + 1)], 2, "can be used here"),
+        (["--prompt-tokens", "600"], 2, "longer than the 512 that the base reads"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], code: int, told: str, added: Path, expertctl: Commands
+) -> None:
+    err = expertctl("bench", "moe", *words, code=code).err
+    assert told in err
+    assert "hint: " in err
+
+
+def test_without_a_base_of_routed_experts_there_is_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expertctl: Commands
+) -> None:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    expertctl("base", "add", write_base(tmp_path / "dense", head_dim=16))
+    err = expertctl("bench", "moe", code=3).err
+    assert "no base of this home has routed experts" in err
+    assert "expertctl base add DIR" in err

@@ -1,0 +1,135 @@
+"""Every way to hold experts reads and writes the same texts, and tells who was missing."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.routed_bench import RoutedWanted, measure_routed
+from expertctl.engine.routed_bench_result import Holding, RoutedMeasured
+from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
+from expertctl.routing.planner import Planner
+from tests.engine.test_runtime import planner
+from tests.factories import write_base
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house"]
+LAYERS, EXPERTS, USED = 3, 8, 2
+WANTED = RoutedWanted(shares=(1.0, 0.5), prompt_tokens=6, tokens=8, rounds=2, threads=1)
+BUDGET = 128 << 20
+
+
+def write_routed(folder: Path, **config: object) -> Path:
+    return write_base(
+        folder,
+        arch="qwen3_moe",
+        tie=False,
+        layers=LAYERS,
+        hidden=64,
+        head_dim=16,
+        num_experts=EXPERTS,
+        num_experts_per_tok=USED,
+        moe_intermediate_size=256,
+        **config,
+    )
+
+
+@pytest.fixture
+def stocked(house: House, tmp_path: Path) -> Planner:
+    house.bases.add(write_routed(tmp_path / "routed"), name="routed")
+    house.bases.add(write_base(tmp_path / "dense", head_dim=16), name="dense")
+    return planner(house)
+
+
+def measured(stocked: Planner, wanted: RoutedWanted, **more: int) -> RoutedMeasured:
+    return measure_routed(stocked, wanted, base="routed", **{"budget": BUDGET, **more})
+
+
+def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
+    done: list[int] = []
+    found = measure_routed(stocked, WANTED, base="routed", budget=BUDGET, progress=done.append)
+    assert sum(done) == WANTED.runs == 3 * 2
+    cases = [row.holding for row in found.rows]
+    assert cases == [Holding(1.0), Holding(0.5, "exact"), Holding(0.5, "skip")]
+    assert (found.layers, found.experts, found.used) == (LAYERS, EXPERTS, USED)
+    for row in found.rows:
+        assert [len(each) for each in row.steps.rounds] == [8], "the first round does not count"
+        assert [tokens for tokens, _ in row.prompts] == [6]
+        assert all(seconds > 0 for each in row.steps.rounds for seconds in each)
+    whole, exact, skip = found.rows
+    assert found.whole is whole
+    assert (whole.hit_rate, whole.layers, whole.timeline.tokens) == (1.0, {}, ())
+    assert exact.memory < whole.memory
+    assert exact.report.residence.slots == 4
+    for row in (exact, skip):
+        assert list(row.layers) == [0, 1, 2]
+        assert all(layer.calls == 9 for layer in row.layers.values()), "a prompt and 8 tokens"
+        assert sum(layer.requests for layer in row.layers.values()) == row.report.activity.requests
+        assert 0 < row.hit_rate < 1
+        assert (row.timeline.tokens, row.counted_from) == ((4, 8, 12, 16), 8)
+        assert row.timeline.rates.shape == (LAYERS, 4)
+    assert exact.skipped_mass == 0
+
+
+def test_what_follows_a_prompt_is_the_same_wherever_nothing_is_skipped(stocked: Planner) -> None:
+    """Then all ways ask for the same experts, token by token."""
+    wanted = RoutedWanted(
+        shares=(0.75, 0.5), misses=("exact",), prompts=("Sort these", "Hello"), tokens=6, rounds=2
+    )
+    more, fewer = measured(stocked, wanted).rows
+    assert [tokens for tokens, _ in more.prompts] == [tokens for tokens, _ in fewer.prompts]
+    requests = [[layer.requests for layer in row.layers.values()] for row in (more, fewer)]
+    assert requests[0] == requests[1]
+    assert more.hit_rate > fewer.hit_rate
+
+
+def test_one_round_counts_itself(stocked: Planner) -> None:
+    wanted = RoutedWanted(shares=(0.5,), misses=("exact",), prompt_tokens=4, tokens=5, rounds=1)
+    (row,) = measured(stocked, wanted).rows
+    assert all(layer.calls == 6 for layer in row.layers.values())
+    assert (row.timeline.tokens, row.counted_from) == ((4, 5), 0), "to the last token"
+
+
+def test_what_does_not_fit_is_left_out_and_told(stocked: Planner) -> None:
+    _, half, _ = measured(stocked, WANTED).rows
+    wanted = RoutedWanted(shares=(1.0, 0.5), misses=("exact",), prompt_tokens=6, tokens=8)
+    least = _least(stocked, wanted, low=half.memory)
+    found = measured(stocked, wanted, budget=least)
+    assert [row.holding.share for row in found.rows] == [0.5]
+    assert found.whole is None
+    (told,) = found.warnings
+    assert told.startswith("left out: all resident: ")
+    with pytest.raises(BudgetError):
+        measured(stocked, wanted, budget=half.memory // 2)
+
+
+def _least(stocked: Planner, wanted: RoutedWanted, *, low: int) -> int:
+    """The least memory, to 512 KiB, in which half of the experts fit with their texts."""
+    budget = low
+    while True:
+        try:
+            measured(stocked, wanted, budget=budget)
+        except BudgetError:
+            budget += 512 << 10
+        else:
+            return budget
+
+
+def test_what_is_no_subject_is_refused(stocked: Planner) -> None:
+    with pytest.raises(NotFoundError):
+        measure_routed(stocked, WANTED, base="nobody")
+    with pytest.raises(IncompatibleError, match="dense has no routed experts"):
+        measure_routed(stocked, WANTED, base="dense")
+    with pytest.raises(UsageError, match="longer than the 512"):
+        measured(stocked, RoutedWanted(prompt_tokens=500, tokens=20))
+
+
+def test_a_bench_that_is_given_up_leaves_no_thread(stocked: Planner) -> None:
+    before = threading.active_count()
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_routed(stocked, WANTED, base="routed", budget=BUDGET, progress=interrupt)
+    assert threading.active_count() == before
