@@ -8,6 +8,8 @@ from expertctl.client.refusal import error_of_code
 from expertctl.errors import CancelledError, NoAnswerError
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
+MoeMiss = Literal["exact", "skip"]
+MoeCold = Literal["read", "map"]
 JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
 
 
@@ -73,6 +75,33 @@ class CacheUse(Struct, frozen=True, kw_only=True):
     kv_reused_tokens: int
 
 
+class MoeUse(Struct, frozen=True, kw_only=True):
+    """What became of the routed experts of a base, of all that was answered in the same time."""
+
+    miss: MoeMiss
+    cold: MoeCold
+    layers: int
+    experts: int
+    """Of each layer."""
+    slots: int
+    """Of each layer: how many are kept."""
+    in_memory: int
+    """Of all layers, at most."""
+    requests: int
+    """Experts that were asked for, each once for a pass and layer."""
+    misses: int
+    """Those of them that had no slot."""
+    fallback_rate: float
+    skipped_mass: float
+    """The share of the routers' weights that was left out."""
+    loads: int
+    read_ahead: int
+    bytes_read: int
+    waited_ms: float
+    swaps: int
+    lent: int
+
+
 class Dropped(Struct, frozen=True, kw_only=True):
     """An expert that was left out, and why."""
 
@@ -104,6 +133,8 @@ class InferResult(Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float
     memory: dict[str, int]
     cache: CacheUse
+    moe: MoeUse | None = None
+    """None where the base has no routed experts."""
     numerics: dict[str, Any]
     threads: int
     seed: int

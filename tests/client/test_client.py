@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,8 @@ from expertctl.errors import (
 )
 from tests.client.wires import client_of
 from tests.server.conftest import MakeServed
+from tests.server.routed import EXPERTS as ROUTED
+from tests.server.routed import LAYERS, serving_routed
 from tests.server.served import BASE, EXPERTS, Served
 
 PROMPT = "Sort: 3, 1, 2"
@@ -48,10 +51,27 @@ def test_an_answer_is_what_the_server_says(client: ExpertClient, served: Served)
     assert result.plan.experts[0].content_digest == told["plan"]["experts"][0]["content_digest"]
     assert result.tokens.ids == tuple(told["tokens"]["ids"])
     assert (result.tokens_generated, result.finish_reason) == (9, "length")
+    assert result.moe is None, "a dense base"
     assert result.stages.inference > 0
     assert result.validation_passed is None
     with pytest.raises(AttributeError):
         result.text = "another"  # type: ignore[misc]  # that is the point
+
+
+def test_an_answer_tells_what_became_of_routed_experts(tmp_path: Path) -> None:
+    with serving_routed(tmp_path / "home") as routed:
+        client = client_of(routed)
+        found = [client.infer(PROMPT, temperature=0.0, max_tokens=4).moe]
+        found.append(
+            client.jobs.wait(client.jobs.submit(PROMPT, temperature=0.0, max_tokens=4).job_id)
+            .demand_result()
+            .moe
+        )
+    for moe in found:
+        assert moe is not None
+        assert (moe.miss, moe.cold, moe.layers, moe.experts) == ("exact", "read", LAYERS, ROUTED)
+        assert 0 < moe.slots < ROUTED
+        assert moe.fallback_rate == pytest.approx(moe.misses / moe.requests, abs=1e-6)
 
 
 def test_every_option_reaches_the_server(client: ExpertClient) -> None:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from expertctl.client.options import InferOptions, RouteOptions
-from expertctl.client.result import Experts, InferResult, Job, RouteResult
+from expertctl.client.result import Experts, InferResult, Job, MoeUse, RouteResult
 from expertctl.schema.validation import schema_path
 from tests.server.served import Served
 
@@ -73,3 +73,10 @@ def test_what_the_client_reads_is_in_the_schema_of_the_document(
 ) -> None:
     schema = json.loads(schema_path(name).read_text(encoding="utf-8"))
     assert set(kind.__struct_fields__) <= set(schema["properties"])
+
+
+def test_what_the_client_reads_of_routed_experts_is_all_that_there_is() -> None:
+    schema = json.loads(schema_path("infer").read_text(encoding="utf-8"))
+    moe = schema["properties"]["moe"]
+    assert set(MoeUse.__struct_fields__) == set(moe["properties"]) == set(moe["required"])
+    assert "moe" not in schema["required"], "of other bases it is not there"

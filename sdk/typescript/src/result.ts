@@ -62,6 +62,34 @@ export interface MemoryUse {
   readonly buffers: number;
 }
 
+/** What became of the routed experts of a base, of all that was answered in the same time. */
+export interface MoeUse {
+  /** What happened to an expert that was not in memory: it was read, or left out. */
+  readonly miss: "exact" | "skip";
+  /** How it came from the disk. */
+  readonly cold: "read" | "map";
+  readonly layers: number;
+  /** Of each layer. */
+  readonly experts: number;
+  /** Of each layer: how many are kept. */
+  readonly slots: number;
+  /** Of all layers, at most. */
+  readonly inMemory: number;
+  /** Experts that were asked for, each once for a pass and layer. */
+  readonly requests: number;
+  /** Those of them that had no slot. */
+  readonly misses: number;
+  readonly fallbackRate: number;
+  /** The share of the routers' weights that was left out. */
+  readonly skippedMass: number;
+  readonly loads: number;
+  readonly readAhead: number;
+  readonly bytesRead: number;
+  readonly waitedMs: number;
+  readonly swaps: number;
+  readonly lent: number;
+}
+
 /** Why an answer ended; "timeout" and "cancelled" leave what was there by then. */
 export type FinishReason = "stop" | "length" | "timeout" | "cancelled";
 
@@ -102,6 +130,8 @@ export interface InferResult {
     readonly expertsLoaded: number;
     readonly kvReusedTokens: number;
   };
+  /** Only of a base that has routed experts. */
+  readonly moe?: MoeUse;
   readonly numerics: {
     readonly backend: string;
     readonly dtype: string;

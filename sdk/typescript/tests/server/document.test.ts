@@ -12,6 +12,7 @@ import {
   type Job,
   type MemoryUse,
   type Model,
+  type MoeUse,
   type NamedSchema,
   type Plan,
   type PlannedExpert,
@@ -159,6 +160,7 @@ const RESULT: Fields<InferResult> = {
   decodeTokensPerS: true,
   memory: true,
   cache: true,
+  moe: false,
   numerics: true,
   bytesRead: true,
   threads: true,
@@ -176,6 +178,24 @@ const STAGES: Fields<InferResult["stages"]> = {
 const MEMORY: Fields<MemoryUse> = { budget: true, peak: true, base: true, experts: true, kv: true, buffers: true };
 const TOKENS: Fields<InferResult["tokens"]> = { prompt: true, generated: true, ids: true };
 const CACHE: Fields<InferResult["cache"]> = { expertsHit: true, expertsLoaded: true, kvReusedTokens: true };
+const MOE: Fields<MoeUse> = {
+  miss: true,
+  cold: true,
+  layers: true,
+  experts: true,
+  slots: true,
+  inMemory: true,
+  requests: true,
+  misses: true,
+  fallbackRate: true,
+  skippedMass: true,
+  loads: true,
+  readAhead: true,
+  bytesRead: true,
+  waitedMs: true,
+  swaps: true,
+  lent: true,
+};
 const NUMERICS: Fields<InferResult["numerics"]> = { backend: true, dtype: true, adapterDtype: true, deterministic: true };
 const STARTED: Fields<Started> = { jobId: true, submittedAt: true, plan: true, tokens: true };
 const ROUTE: Fields<RouteResult> = {
@@ -217,11 +237,20 @@ const PROMPT: Fields<PromptFeatures> = {
 };
 const MODEL: Fields<Model> = { id: true, object: true, created: true, ownedBy: true };
 
-/** The value has these fields and no others. */
+/** The value has the fields that must be there, and no others than these. */
 function demand(value: object | undefined, fields: Record<string, boolean>): void {
   assert.ok(value !== undefined);
-  assert.deepEqual(Object.keys(value).sort(), Object.keys(fields).sort());
+  const known = Object.keys(fields).filter((name) => fields[name] === true || name in value);
+  assert.deepEqual(Object.keys(value).sort(), known.sort());
 }
+
+describe("the schema of an answer", () => {
+  it("has the fields of moe that the type has", async () => {
+    const moe = (await schemas())["InferAnswer"]?.properties["moe"] as Schema | undefined;
+    assert.deepEqual(Object.keys(moe?.properties ?? {}).sort(), Object.keys(MOE).map(snakeName).sort());
+    assert.deepEqual([...(moe?.required ?? [])].sort(), Object.keys(MOE).map(snakeName).sort());
+  });
+});
 
 describe("the answers", () => {
   const client = new ExpertClient({ baseUrl: URL_OF_SERVER, apiKey: KEY });
