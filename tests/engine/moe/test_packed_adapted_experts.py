@@ -251,6 +251,32 @@ def test_fewer_experts_in_memory_change_no_bit(slots: int, olmoe: Oracle, crew: 
             cache.check_integrity()
 
 
+@pytest.mark.parametrize("base", [Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4])
+def test_experts_that_come_and_go_change_no_bit_of_several_plans(
+    base: Scheme, olmoe: Oracle, crew: Crew
+) -> None:
+    """Slots are exchanged between passes, while each row keeps what its own plan has."""
+    config = read_config(olmoe.directory)
+    plans = plans_of(config, base)
+    everything = whole(olmoe, crew, base, chunk=8)
+    wanted = torch.stack([alone(everything, n, plan) for n, plan in enumerate(plans)])
+    with cached(olmoe, crew, base, slots=2) as (decoder, cache):
+        for favourite in (5, 33, 50, 12):
+            scores(decoder, [favourite] * 38, prefill=1)  # whose experts get slots
+            caches = [KVPages(config, 40) for _ in plans]
+            for number, (pages, plan) in enumerate(zip(caches, plans, strict=True)):
+                logits = decoder.prefill(prompt_of(number), pages, plan).logits
+                assert torch.equal(logits, wanted[number, 0])
+            for turn, token in enumerate((5, 17), start=1):
+                pairs = zip(caches, plans, strict=True)
+                rows = decoder.step([StepRow(token, pages, plan) for pages, plan in pairs])
+                assert torch.equal(rows, wanted[:, turn])
+            cache.check_integrity()
+        assert cache.activity().loads > 0
+        swaps = cache.counters.snapshot()["summary"]["swaps"]  # type: ignore[index,call-overload]  # a document
+        assert swaps > 0
+
+
 def test_records_of_routed_experts_stand_behind_all_others(olmoe: Oracle) -> None:
     config = read_config(olmoe.directory)
     of_sites = sum(len(site.modules) for site in sites(config.linear_shapes()))
