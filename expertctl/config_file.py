@@ -19,6 +19,7 @@ from expertctl.settings import (
     DEVICES,
     DTYPES,
     MOE_COLDS,
+    MOE_WARMUPS,
     parse_age,
     parse_count,
     parse_names,
@@ -28,12 +29,13 @@ from expertctl.settings import (
     read_config,
 )
 
-_SWITCHES = {"offline", "allow_http", "deterministic"}
+_SWITCHES = {"offline", "allow_http", "deterministic", "moe_learn"}
 _CHOICES = {
     "device": DEVICES,
     "dtype": DTYPES,
     "adapter_dtype": ADAPTER_DTYPES,
     "moe_cold": MOE_COLDS,
+    "moe_warmup": MOE_WARMUPS,
 }
 _MAX_VALUE = 1000
 _READERS: dict[str, Callable[[str], object]] = {

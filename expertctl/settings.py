@@ -43,6 +43,8 @@ CONFIG_KEYS = {
     "adapter_dtype": "EXPERT_ADAPTER_DTYPE",
     "deterministic": "EXPERT_DETERMINISTIC",
     "moe_cold": "EXPERT_MOE_COLD",
+    "moe_warmup": "EXPERT_MOE_WARMUP",
+    "moe_learn": "EXPERT_MOE_LEARN",
     "encoder": "EXPERT_ENCODER",
     "serve_base": "EXPERT_SERVE_BASE",
     "serve_host": "EXPERT_SERVE_HOST",
@@ -71,6 +73,7 @@ ADAPTER_DTYPES = ("published", "fp16", "int8")
 """What those of experts can be held in."""
 MOE_COLDS = ("read", "map")
 """How routed experts that are not in memory come from the disk."""
+MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")
 """The encoders that have names; any other is a directory."""
 
@@ -296,6 +299,8 @@ class Settings:
     adapter_dtype: str | None = None
     deterministic: bool = False
     moe_cold: str | None = None
+    moe_warmup: str | None = None
+    moe_learn: bool = True
     encoder: str | None = None
     serve: ServeChoices = ServeChoices()
 
@@ -333,6 +338,8 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         adapter_dtype=values.get("adapter_dtype"),
         deterministic=parse_switch("deterministic", values.get("deterministic", "no")),
         moe_cold=values.get("moe_cold"),
+        moe_warmup=values.get("moe_warmup"),
+        moe_learn=parse_switch("moe_learn", values.get("moe_learn", "yes")),
         encoder=values.get("encoder"),
         serve=_serve_choices(values),
     )

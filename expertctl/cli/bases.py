@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from expertctl.cli.base_experts import plan, profile
 from expertctl.cli.output import JsonFlag, emit, human_size, note, progress, table, warn
 from expertctl.errors import ExpertError
 from expertctl.install.remove import remove_base
@@ -78,7 +79,7 @@ def remove(
     force: Annotated[bool, typer.Option("--force", help="Also when experts need it.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Forget a base; only a copy that `base add --copy` made is deleted.
+    """Forget a base; only a copy of it that is ours is deleted.
 
     Example: expertctl base remove Qwen/Qwen3-0.6B
     """
@@ -86,6 +87,10 @@ def remove(
     removed = remove_base(name, bases=_bases(), store=store, force=force)
     warn(removed.warnings)
     emit({"removed": removed.ref}, f"removed {removed.ref}", as_json=as_json)
+
+
+app.command("plan")(plan)
+app.add_typer(profile, name="profile")
 
 
 def _bases() -> BaseStore:

@@ -4,16 +4,17 @@ The answers go to stdout, all else to stderr. What goes wrong in a turn is said,
 on; a script learns of it by the exit code. With ``--json`` all turns are one document at the end.
 """
 
-import json
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
+from expertctl.cli.chat_loading import Loading, StoppedError, save_plan
 from expertctl.cli.exit_codes import OK, exit_code
 from expertctl.cli.interruption import Ending, TerminatedError
 from expertctl.cli.misnamed import explained
@@ -44,8 +45,13 @@ from expertctl.cli.run_options import (
     MinP,
     Mismatch,
     MoeCold,
+    MoeExchange,
+    MoeLearn,
     MoeMiss,
+    MoePin,
+    MoeProfile,
     MoeSkipCap,
+    MoeWarmup,
     NoExperts,
     OnBudget,
     Repetition,
@@ -62,14 +68,14 @@ from expertctl.cli.run_options import (
     chosen_device,
     cold_of,
     numerics_of,
+    start_of,
 )
-from expertctl.durable import write_atomic
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from expertctl.digest import Progress
     from expertctl.engine.conversation import Conversation, Turn
+    from expertctl.engine.moe.start import StartWishes
     from expertctl.engine.request import RunRequest
     from expertctl.routing.planner import Planner
 
@@ -108,6 +114,11 @@ def chat(
     moe_miss: MoeMiss = "exact",
     moe_skip_cap: MoeSkipCap = SKIP_CAP,
     moe_cold: MoeCold = None,
+    moe_profile: MoeProfile = None,
+    moe_pin: MoePin = None,
+    moe_warmup: MoeWarmup = None,
+    moe_exchange: MoeExchange = 0.0,
+    moe_learn: MoeLearn = None,
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
     as_json: JsonFlag = False,
@@ -173,38 +184,34 @@ def chat(
         raise UsageError(
             "experts are forced and forbidden at once", hint="leave out --expert or --no-experts"
         )
-    session = _open(pattern, settings, as_json=as_json, stats=stats)
+    moe = start_of(
+        settings,
+        profile=moe_profile,
+        pin=moe_pin,
+        warmup=moe_warmup,
+        exchange=moe_exchange,
+        learn=moe_learn,
+    )
+    session = _open(pattern, settings, moe, as_json=as_json, stats=stats)
     if named:
         session.conversation.use(named)
     raise typer.Exit(session.run(line_reader(as_json=as_json)))
 
 
-def _open(pattern: "RunRequest", settings: Settings, *, as_json: bool, stats: bool) -> "_Session":
-    planner, loading = open_planner(settings, as_json=as_json), _Loading()
+def _open(
+    pattern: "RunRequest", settings: Settings, moe: "StartWishes", *, as_json: bool, stats: bool
+) -> "_Session":
+    planner, loading = open_planner(settings, as_json=as_json), Loading()
     route = pattern.route
-    engine = open_engine(planner, budget=route.memory_budget, progress=loading, device=route.device)
+    engine = open_engine(
+        planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
+    )
     from expertctl.engine.conversation import Conversation
 
     conversation = Conversation(engine, pattern)
-    return _Session(conversation, planner, loading, as_json=as_json, stats=stats)
-
-
-class _StoppedError(Exception):
-    """The user stopped an answer while something was read for it."""
-
-
-class _Loading:
-    """Shows what is read for an answer, and ends that when the answer is not wanted any more."""
-
-    def __init__(self) -> None:
-        self.report: Progress | None = None
-        self.unwanted: Callable[[], bool] = lambda: False
-
-    def __call__(self, count: int) -> None:
-        if self.unwanted():
-            raise _StoppedError
-        if self.report is not None:
-            self.report(count)
+    session = _Session(conversation, planner, loading, as_json=as_json, stats=stats)
+    session.end = engine.close
+    return session
 
 
 class _Session:
@@ -214,7 +221,7 @@ class _Session:
         self,
         conversation: "Conversation",
         planner: "Planner",
-        loading: _Loading,
+        loading: Loading,
         *,
         as_json: bool,
         stats: bool,
@@ -225,6 +232,8 @@ class _Session:
         self._code = OK
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
+        self.end: Callable[[], None] = lambda: None
+        """Called when nothing more is said: what was learnt is kept then."""
 
     def run(self, read_line: ReadLine) -> int:
         """Answer until the end of the input; return the exit code."""
@@ -238,6 +247,8 @@ class _Session:
             self._print_turns()
             raise
         self._print_turns()
+        with suppress(UsageError):  # an answer that was interrupted may be held yet
+            self.end()
         return OK if self._interactive else self._code
 
     def _print_turns(self) -> None:
@@ -280,7 +291,7 @@ class _Session:
             self._loading.unwanted = ending
             try:
                 turn = self._stream(prompt, ending)
-            except _StoppedError:
+            except StoppedError:
                 note("  [interrupted before the first word]")
                 return
         self._documents.append({"prompt": prompt, **turn.result.to_json()})
@@ -360,7 +371,7 @@ class _Session:
             raise NotFoundError("there is no plan yet", hint="say something first")
         turn = self.conversation.turns[-1]
         if rest:
-            _save(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
+            save_plan(Path(rest[0]), {"plan": turn.plan.to_json(), "threads": turn.result.threads})
             note(f"saved {rest[0]}")
         else:
             note(routing_text(turn.result.planned.result, width=terminal_width(sys.stderr)))
@@ -387,12 +398,3 @@ def _leaves(said: Said) -> bool:
 def _want_none(rest: list[str]) -> None:
     if rest:
         raise UsageError(f"{' '.join(rest)[:80]!r} is too much here", hint="see /help")
-
-
-def _save(path: Path, document: dict[str, object]) -> None:
-    text = json.dumps(document, ensure_ascii=False, indent=2)
-    try:
-        write_atomic(path, text.encode() + b"\n")
-    except OSError as error:
-        message = f"{path} cannot be written: {error.strerror or error}"
-        raise NotFoundError(message, hint="name a file in a folder that you may write") from error

@@ -10,6 +10,7 @@ from expertctl.settings import Settings
 
 if TYPE_CHECKING:
     from expertctl.digest import Progress
+    from expertctl.engine.moe.start import StartWishes
     from expertctl.engine.runtime import Engine
     from expertctl.routing.planner import Planner
     from expertctl.routing.request import DeviceName
@@ -61,14 +62,18 @@ def open_engine(
     budget: int | None,
     progress: "Progress",
     device: "DeviceName" = "cpu",
+    moe: "StartWishes | None" = None,
 ) -> "Engine":
-    """Begin with nothing loaded; here torch is imported."""
+    """Begin with nothing loaded; here torch is imported. ``moe``: how routed experts begin."""
     try:
+        from expertctl.engine.moe.start import USUAL
         from expertctl.engine.runtime import Engine
     except ModuleNotFoundError as error:
         raise without_engine(error) from error
     search_as_usual()
-    return Engine(planner, budget=budget, progress=progress, tell=note, device=device)
+    return Engine(
+        planner, budget=budget, progress=progress, tell=note, device=device, moe=moe or USUAL
+    )
 
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:

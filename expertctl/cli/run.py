@@ -42,8 +42,13 @@ from expertctl.cli.run_options import (
     MinP,
     Mismatch,
     MoeCold,
+    MoeExchange,
+    MoeLearn,
     MoeMiss,
+    MoePin,
+    MoeProfile,
     MoeSkipCap,
+    MoeWarmup,
     NoExperts,
     OnBudget,
     Prompt,
@@ -64,11 +69,13 @@ from expertctl.cli.run_options import (
     cold_of,
     numerics_of,
     saved_plan,
+    start_of,
     text_of,
 )
 from expertctl.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from expertctl.engine.moe.start import StartWishes
     from expertctl.engine.request import RunRequest
     from expertctl.engine.run_result import RunResult
 
@@ -178,6 +185,11 @@ def run(
     moe_miss: MoeMiss = "exact",
     moe_skip_cap: MoeSkipCap = SKIP_CAP,
     moe_cold: MoeCold = None,
+    moe_profile: MoeProfile = None,
+    moe_pin: MoePin = None,
+    moe_warmup: MoeWarmup = None,
+    moe_exchange: MoeExchange = 0.0,
+    moe_learn: MoeLearn = None,
     engine: EngineOption = "native",
     verify_base: VerifyBase = False,
     allow_base_mismatch: Mismatch = False,
@@ -244,13 +256,28 @@ def run(
         trace=trace,
     )
     check_request(request.route)
-    result = _run(request, settings, stream=stream and not as_json, as_json=as_json)
+    moe = start_of(
+        settings,
+        profile=moe_profile,
+        pin=moe_pin,
+        warmup=moe_warmup,
+        exchange=moe_exchange,
+        learn=moe_learn,
+    )
+    result = _run(request, settings, moe, stream=stream and not as_json, as_json=as_json)
     _show(result, stream=stream, as_json=as_json, stats=stats or trace)
     if result.generated.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
 
-def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bool) -> "RunResult":
+def _run(
+    request: "RunRequest",
+    settings: Settings,
+    moe: "StartWishes",
+    *,
+    stream: bool,
+    as_json: bool,
+) -> "RunResult":
     """Answer, with a progress bar until the first piece of text; print pieces when wanted.
 
     From then on there is a text to be kept, so a signal ends the answer where it is.
@@ -262,7 +289,7 @@ def _run(request: "RunRequest", settings: Settings, *, stream: bool, as_json: bo
     with progress("loading", None, as_json=as_json) as report:
         route = request.route
         engine = open_engine(
-            planner, budget=route.memory_budget, progress=report, device=route.device
+            planner, budget=route.memory_budget, progress=report, device=route.device, moe=moe
         )
         answer = _Answer(engine.run(request, cancelled=ending))
         answer.advance()

@@ -15,11 +15,13 @@ from expertctl.settings import (
     DEVICES,
     DTYPES,
     MOE_COLDS,
+    MOE_WARMUPS,
     Settings,
     parse_size,
 )
 
 if TYPE_CHECKING:
+    from expertctl.engine.moe.start import StartWishes
     from expertctl.routing.plan_file import SavedPlan
     from expertctl.routing.request import DeviceName
 
@@ -90,6 +92,49 @@ MoeCold = Annotated[
         help="Where routed experts do not fit: read them, or compute them in the system's file "
         "cache while they are there, which is outside the budget.",
         show_default="read",
+    ),
+]
+MoeProfile = Annotated[
+    Path | None,
+    typer.Option(
+        "--moe-profile",
+        metavar="FILE",
+        help="Begin with the routed experts of this profile instead of those learnt here.",
+    ),
+]
+MoePin = Annotated[
+    str | None,
+    typer.Option(
+        "--moe-pin",
+        metavar="N|SHARE%",
+        help="Keep the N first routed experts of each layer, or those that SHARE of tokens ask "
+        "for.",
+    ),
+]
+WarmupName = Literal["none", "hybrid", "full"]
+MoeWarmup = Annotated[
+    WarmupName | None,
+    typer.Option(
+        "--moe-warmup",
+        help="Routed experts are read when asked for; those that are known beside the work; or "
+        "all there is room for before the first token.",
+        show_default="hybrid",
+    ),
+]
+MoeExchange = Annotated[
+    float,
+    typer.Option(
+        "--moe-exchange",
+        metavar="SHARE",
+        help="How many routed experts an update may exchange for those of the profile, 0 to 1.",
+    ),
+]
+MoeLearn = Annotated[
+    bool | None,
+    typer.Option(
+        "--moe-learn/--no-moe-learn",
+        help="Keep with the base which routed experts are asked for, and begin with those.",
+        show_default="--moe-learn",
     ),
 ]
 EngineOption = Annotated[
@@ -261,6 +306,33 @@ def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
     """
     found = moe_cold or _chosen("moe_cold", settings.moe_cold, MOE_COLDS)
     return cast(MoeColdName, found or "read")
+
+
+def start_of(
+    settings: Settings,
+    *,
+    profile: Path | None,
+    pin: str | None,
+    warmup: WarmupName | None,
+    exchange: float,
+    learn: bool | None,
+) -> "StartWishes":
+    """Return how routed experts begin: what the options say, else the settings.
+
+    Raises:
+        UsageError: when one of them says what cannot be.
+    """
+    from expertctl.engine.moe.pins import parse_pins
+    from expertctl.engine.moe.start import StartWishes, parse_rate
+
+    chosen = warmup or _chosen("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
+    return StartWishes(
+        profile=profile,
+        pins=None if pin is None else parse_pins(pin),
+        warmup=cast(WarmupName, chosen or "hybrid"),
+        exchange=parse_rate(exchange),
+        learns=settings.moe_learn if learn is None else learn,
+    )
 
 
 def _chosen(key: str, value: str | None, known: Sequence[str]) -> str | None:

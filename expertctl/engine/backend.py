@@ -4,7 +4,7 @@ A backend knows before anything is loaded what all of it will take, to the byte.
 and a plan that meet were made by the same one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +20,21 @@ from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.habit_keeper import Watchable
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.tiers import Tiers
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
 from expertctl.settings import Home
 from expertctl.store.quantised_copies import QuantisedCopies
 from expertctl.telling import Tell, tell_nobody
 
 BackendName = Literal["torch", "packed", "cuda"]
+Watch = Callable[[ExpertsConfig, Watchable], None]
+
+
+def watch_nobody(_: ExpertsConfig, __: Watchable) -> None:
+    """Learn nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,8 @@ class Surroundings:
     copies: QuantisedCopies | None = None
     threads: int = 1
     tell: Tell = tell_nobody
+    watch: Watch = watch_nobody
+    """Gets the owner of routed experts where not all of them are in memory."""
 
 
 class Model(Protocol):

@@ -5,10 +5,12 @@ Here alone is decided what runs a base (`backend_of`).
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.backend import Backend, Model, Surroundings
 from expertctl.engine.moe.cache_plan import fits_whole
+from expertctl.engine.moe.start import StartOf, nowhere
 from expertctl.engine.tiers import Tier, Tiers
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.engine.torch_backend import TorchBackend
@@ -18,6 +20,9 @@ from expertctl.routing.numerics import SMALL_BASE
 from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype, MoeCold, MoeMiss
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
+
+if TYPE_CHECKING:
+    from expertctl.engine.packed_backend import PackedBackend
 
 TORCH_BELOW = SMALL_BASE
 """A base of fewer bytes is run by torch, if torch can do what is wished."""
@@ -36,6 +41,8 @@ class Wish:
     moe_cold: MoeCold = "read"
     room: int | None = None
     """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
+    start: StartOf = nowhere
+    """How those begin that are kept."""
 
     @property
     def needs_kernels(self) -> bool:
@@ -125,14 +132,15 @@ def backend_of(
     if wish.device == "cuda":
         return _on_cuda(config, wish), ()
     if wish.needs_kernels:
-        return _packed(config, wish), ()
+        return _packed(config, wish).begun(wish.start), ()
     plain = TorchBackend(config, wish.dtype)
     if plain.weight_bytes < torch_below and _is_whole(plain, wish):
         return plain, ()
     try:
-        return _packed(config, wish), ()
+        packed = _packed(config, wish)
     except IncompatibleError as error:
         return plain, (f"torch runs the base, which takes longer: {error.message}",)
+    return packed.begun(wish.start), ()
 
 
 def _is_whole(plain: TorchBackend, wish: Wish) -> bool:
@@ -153,7 +161,7 @@ def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
     return CudaBackend(config, wish.dtype)
 
 
-def _packed(config: ModelConfig, wish: Wish) -> Backend:
+def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
     """Return the kernels; only now numba is imported, which takes a third of a second."""
     from expertctl.engine.packed_backend import PackedBackend
 

@@ -6,7 +6,7 @@ some has to be made.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.moe.start import Start, StartOf, begin
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
@@ -61,6 +62,8 @@ class PackedBackend:
     weight_bytes: int
     cache: CachePlan | None = None
     """How its routed experts are held where not all of them are in memory, or some may be left."""
+    start: Start = field(default=Start(), compare=False)
+    """Whom of them it begins with."""
 
     @property
     def kv_numbers(self) -> Scheme:
@@ -100,6 +103,20 @@ class PackedBackend:
         )
         weight_bytes = rest + plan.blocks * block.nbytes
         return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
+
+    def begun(self, start: StartOf) -> "PackedBackend":
+        """Return the same with slots and pins as is known, where not all experts fit.
+
+        Raises:
+            ExpertError: when what is known by a file is of another base, or cannot be.
+        """
+        config, routed = self.config, self.config.experts
+        if self.cache is None or routed is None:
+            return self
+        begins, before = start(routed), self.cache
+        plan = begins.planned(before, routed.layers)
+        fewer = (before.blocks - plan.blocks) * expert_shape(config, self.scheme).nbytes
+        return replace(self, weight_bytes=self.weight_bytes - fewer, cache=plan, start=begins)
 
     @property
     def name(self) -> BackendName:
@@ -168,6 +185,8 @@ class PackedBackend:
             return PackedModel(base, threads=around.threads)
         reader = self._reader(self.cache, around)
         experts = self._experts(self.cache, reader)
+        assert self.config.experts is not None
+        around.watch(self.config.experts, experts)
         return PackedModel(base, threads=around.threads, experts=experts, reader=reader)
 
     def _reader(self, plan: CachePlan, around: Surroundings) -> StoredExperts | CopiedExperts:
@@ -182,7 +201,7 @@ class PackedBackend:
         return found or stored
 
     def _experts(self, plan: CachePlan, reader: ExpertReader) -> ExpertCache:
-        """Make room for some of the routed experts; none is read before it is asked for."""
+        """Make room for some of the routed experts, and begin with those that are known."""
         config, scheme, routed = self.config, self.scheme, self.config.experts
         assert routed is not None
         memory = ExpertMemory(
@@ -191,9 +210,15 @@ class PackedBackend:
             experts=plan.experts,
             blocks=plan.blocks,
         )
-        slots = [LayerSlots(experts=plan.experts, capacity=plan.slots) for _ in routed.layers]
+        slots = [
+            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
+            for capacity, pins in zip(plan.capacities, plan.pins, strict=True)
+        ]
         policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
-        return ExpertCache(memory, reader, numbers=routed.layers, slots=slots, policy=policy)
+        numbers = routed.layers
+        cache = ExpertCache(memory, reader, numbers=numbers, slots=slots, policy=policy)
+        begin(cache, self.start, dict(zip(numbers, slots, strict=True)))
+        return cache
 
 
 class PackedModel:

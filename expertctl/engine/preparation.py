@@ -6,6 +6,7 @@ runs. Both are decided here, from the outlines of the experts, before a weight i
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from expertctl.engine.budget import Budget, Purpose
@@ -19,6 +20,7 @@ from expertctl.engine.experts import ExpertSource, LocalExpert
 from expertctl.engine.kernels.scheme import GROUP
 from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
 from expertctl.engine.message import Message
+from expertctl.engine.moe.habit_keeper import HabitKeeper
 from expertctl.engine.outline import Foretold, foretell, stored_outline
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import Numerics
@@ -130,6 +132,7 @@ def prepare(
     *,
     torch_below: int = TORCH_BELOW,
     room: int | None = None,
+    habits: HabitKeeper | None = None,
 ) -> Prepared:
     """Open the base of a plan and fit the conversation into its context.
 
@@ -137,7 +140,7 @@ def prepare(
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    base = opened(planner, request, planned, torch_below=torch_below, room=room)
+    base = opened(planner, request, planned, torch_below=torch_below, room=room, habits=habits)
     return prepare_on(base, planner, request, planned, files)
 
 
@@ -236,10 +239,12 @@ def opened(
     *,
     torch_below: int = TORCH_BELOW,
     room: int | None = None,
+    habits: HabitKeeper | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
 
-    In ``room`` bytes of memory, what of its routed experts does not fit stays on the disk.
+    In ``room`` bytes of memory, what of its routed experts does not fit stays on the disk; its
+    ``habits`` say who comes first.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
@@ -248,6 +253,8 @@ def opened(
     if request.route.engine == "transformers":
         return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
     wish = replace(wish, room=room)
+    if habits is not None:
+        wish = replace(wish, start=partial(habits.start, planned.base))
     return open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
 
 

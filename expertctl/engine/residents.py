@@ -7,6 +7,7 @@ base is, into what room is left, and its plan comes last.
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from expertctl.digest import Digest, Progress
 from expertctl.engine.adapter_load import LoadedAdapter
@@ -22,7 +23,9 @@ from expertctl.engine.generate import Cancelled, Generated, Writer, generate, st
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import BaseSlot, OpenBase
+from expertctl.engine.moe.habit_keeper import HabitKeeper
 from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.engine.prefetch import Prefetch
 from expertctl.engine.preparation import Files, Prepared
 from expertctl.engine.run_result import BytesRead
@@ -90,8 +93,13 @@ class Residents:
         ram: Budget | None = None,
         progress: Progress,
         tell: Tell,
+        moe: StartWishes = USUAL,
     ) -> None:
-        """Begin with nothing in memory; ``ram`` is that of experts where it is another one."""
+        """Begin with nothing in memory; ``ram`` is that of experts where it is another one.
+
+        ``moe`` says how routed experts begin where not all of them fit.
+        """
+        self.habits = HabitKeeper(planner.bases, moe)
         self.tiers = Tiers(ram=ram or budget, device=budget)
         self._budget, self._base = budget, BaseSlot(self.tiers)
         self._prefetch = Prefetch[LoadedAdapter](self.tiers)
@@ -123,6 +131,7 @@ class Residents:
 
     def close(self) -> None:
         """Let go of everything: of what others may need again, last."""
+        self.habits.forget()
         self._base.drop()
         self.tiers.clear()
         for keeper in self._kv.values():
@@ -138,7 +147,7 @@ class Residents:
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, what could not be kept on the disk."""
         copies = self._copies.take_notes() if self._copies else ()
-        return (*self._derived.take_notes(), *copies)
+        return (*self._derived.take_notes(), *copies, *self.habits.take_notes())
 
     def check_integrity(self) -> None:
         """Assert what holds between runs: what the ledger says is there, and nothing is lent."""
@@ -201,6 +210,7 @@ class Residents:
             home=self._planner.home,
             threads=threads,
             tell=self._tell,
+            watch=partial(self.habits.watch, base.stored),
         )
 
     def hold_base(self, base: OpenBase, *, threads: int) -> Model:

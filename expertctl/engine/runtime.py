@@ -18,6 +18,8 @@ from expertctl.engine.generate import Cancelled, never
 from expertctl.engine.lent import Clock, Lent
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.memory import budget_limit, usual_budget
+from expertctl.engine.moe.habit_keeper import SECONDS as HABIT_SECONDS
+from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.engine.outcome import Outcome
 from expertctl.engine.outline import local_outline
 from expertctl.engine.preparation import (
@@ -65,19 +67,20 @@ class Engine:
         tell: Tell = tell_nobody,
         torch_below: int = TORCH_BELOW,
         device: DeviceName = "cpu",
+        moe: StartWishes = USUAL,
     ) -> None:
         """Begin with nothing loaded; ``budget`` is that of the memory of ``device``.
 
         ``progress`` counts bytes of experts and bases, none while a run is queued; what it raises
         ends the run. ``tell`` gets what a person should know while they wait. Bases of fewer bytes
-        than ``torch_below`` are run by torch.
+        than ``torch_below`` are run by torch. ``moe`` says how routed experts begin.
 
         Raises:
             NotFoundError: when there is no such device.
         """
         self._device = device
         self.budget = Budget(budget_limit(budget, device))
-        self._torch_below = torch_below
+        self._torch_below, self._moe = torch_below, moe
         self._turn = threading.Lock()
         self._answer: object | None = None
         """The answer that is not at its end."""
@@ -139,6 +142,7 @@ class Engine:
             borrowed = self._residents.ready(
                 prepared, files, cache_key=request.cache_key, threads=count
             )
+            stack.callback(self._residents.habits.keep, every=HABIT_SECONDS)  # when all is at rest
             ready = stack.enter_context(borrowed)
             seat.resize(self.budget.used)
             self._tell_what_is_held(prepared)
@@ -221,7 +225,12 @@ class Engine:
     def _new_residents(self) -> Residents:
         ram = None if self._device == "cpu" else Budget(usual_budget())
         return Residents(
-            self._planner, self.budget, ram=ram, progress=self._progress, tell=self._tell
+            self._planner,
+            self.budget,
+            ram=ram,
+            progress=self._progress,
+            tell=self._tell,
+            moe=self._moe,
         )
 
     def _check_device(self, request: RunRequest) -> None:
@@ -259,10 +268,13 @@ class Engine:
 
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
         planner, below, limit = self._planner, self._torch_below, self.budget.limit
+        habits = self._residents.habits
         if request.on_budget == "fewer":
-            base = opened(planner, request, planned, torch_below=below, room=limit)
+            base = opened(planner, request, planned, torch_below=below, room=limit, habits=habits)
             return prepare_fewer(base, planner, request, planned, files, limit=limit)
-        return prepare(planner, request, planned, files, torch_below=below, room=limit)
+        return prepare(
+            planner, request, planned, files, torch_below=below, room=limit, habits=habits
+        )
 
     def _seat(
         self, request: RunRequest, prepared: Prepared, files: Files

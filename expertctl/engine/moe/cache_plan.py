@@ -1,12 +1,25 @@
 """How much memory the routed experts of a base get, where not all of them fit."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from expertctl.engine.moe.capacity import WORKING_SHARE, capacity_of
+from expertctl.engine.moe.capacity import (
+    WORKING_SHARE,
+    Activations,
+    by_gain,
+    capacity_of,
+    missed,
+)
 from expertctl.routing.request import MoeCold, MoeMiss
 
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
+EVIDENCE = 8
+"""So many activations for each expert of a layer, and counts say where slots are worth most."""
+_LEAST_SHARE = 2
+"""No layer gets less than this part of the slots that it would get if all were alike."""
+_WORTH = 0.99
+"""Slots are shared out unevenly where at most so much is missed of what would be otherwise."""
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
@@ -21,14 +34,34 @@ class CachePlan:
     layers: int
     experts: int
     slots: int
+    """Of each layer, where all are alike."""
+    by_layer: tuple[int, ...] = ()
+    """Of each layer, where they are not."""
+    pinned: tuple[frozenset[int], ...] = ()
+    """Who keeps a slot in each layer; empty: nobody does."""
     miss: MoeMiss = "exact"
     cap: float = 1.0
     cold: MoeCold = "read"
 
     @property
+    def capacities(self) -> tuple[int, ...]:
+        """How many slots each layer has."""
+        return self.by_layer or (self.slots,) * self.layers
+
+    @property
+    def pins(self) -> tuple[frozenset[int], ...]:
+        """Who keeps a slot in each layer."""
+        return self.pinned or (frozenset(),) * self.layers
+
+    @property
+    def pool(self) -> int:
+        """How many blocks are for experts without a slot."""
+        return self.experts - min(self.capacities, default=0)
+
+    @property
     def blocks(self) -> int:
         """How many blocks there are."""
-        return self.layers * self.slots + self.experts - self.slots
+        return sum(self.capacities) + self.pool
 
 
 def fits_whole(size: int, limit: int | None) -> bool:
@@ -57,3 +90,38 @@ def cache_plan(
             return plan
         slots -= 1
     return CachePlan(layers=layers, experts=experts, slots=0, miss=miss, cap=cap)
+
+
+def adapted(plan: CachePlan, activations: Activations) -> CachePlan:
+    """Return a plan of no more blocks whose slots are where they serve most of what was counted.
+
+    ``activations`` are counts of each expert in each layer. Where too little was counted, or no
+    more would be served, the plan stays as it is. The layer with the fewest slots makes the pool
+    large, so none gets fewer than half of what it had.
+    """
+    counted = [sum(map(float, counts)) for counts in activations]
+    if plan.slots == 0 or min(counted, default=0.0) < EVIDENCE * plan.experts:
+        return plan
+    best = _shared_out(plan, activations)
+    return best if _misses(best, activations) <= _WORTH * _misses(plan, activations) else plan
+
+
+def _shared_out(plan: CachePlan, activations: Activations) -> CachePlan:
+    """Share out all blocks: what the pool does not need, for no layer got the least, are slots."""
+    least = max(plan.slots // _LEAST_SHARE, 1)
+    total, best = plan.blocks - plan.experts + least, plan
+    while True:
+        shares = by_gain(activations, total=total, least=least)
+        found = replace(plan, by_layer=tuple(shares))
+        if found.blocks > plan.blocks:
+            return best
+        best, spare = found, plan.blocks - found.blocks
+        if not spare:
+            return best
+        total += spare
+
+
+def _misses(plan: CachePlan, activations: Activations) -> float:
+    shares: Sequence[float] = missed(activations, plan.capacities)
+    counted = [sum(map(float, counts)) for counts in activations]
+    return sum(share * count for share, count in zip(shares, counted, strict=True))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.routing.request import (
     SKIP_CAP,
     AdapterDtype,
@@ -30,6 +31,8 @@ class BatchSettings:
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = SKIP_CAP
     moe_cold: MoeCold = "read"
+    moe: StartWishes = USUAL
+    """How routed experts begin, where not all of them fit."""
     rows: int = ROWS
     """How many texts are written at a time."""
     queue: int = QUEUE

@@ -59,7 +59,9 @@ class House:
         self.settings = settings
         self.budget = Budget(budget_limit(settings.budget, settings.device))
         ram = None if settings.device == "cpu" else Budget(usual_budget())
-        self.residents = Residents(planner, self.budget, ram=ram, progress=no_progress, tell=tell)
+        self.residents = Residents(
+            planner, self.budget, ram=ram, progress=no_progress, tell=tell, moe=settings.moe
+        )
         self._planner, self._torch_below = planner, torch_below
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running)
@@ -89,6 +91,7 @@ class House:
             planned,
             torch_below=self._torch_below,
             room=self.budget.limit,
+            habits=self.residents.habits,
         )
         assert isinstance(base, OpenBase), "only our own engine serves"
         self.base = base

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from expertctl.engine.compose import BASE_ALONE
 from expertctl.engine.generate import Writer
 from expertctl.engine.lent import Lent
+from expertctl.engine.moe.habit_keeper import SECONDS as IDLE_SECONDS
 from expertctl.engine.residents import Ready
 from expertctl.engine.serving.batch import Batch
 from expertctl.engine.serving.board import LOOK_SECONDS, Board
@@ -27,6 +28,8 @@ from expertctl.errors import BudgetError, ExpertError
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
+BUSY_SECONDS = 600.0
+"""How often what a base is asked for is kept while texts are written, who wait for that."""
 _PAUSE_SECONDS = 0.05
 """How soon a text that lacked memory is tried again, while others are written."""
 
@@ -97,6 +100,7 @@ class Press:
         if not self._paused:
             self._begin_texts()
         self._compute()
+        self._house.residents.habits.keep(every=IDLE_SECONDS if self._is_idle else BUSY_SECONDS)
         self._make_room()
         self._desk.prepare_next()
 
@@ -108,6 +112,10 @@ class Press:
             if is_idle and not board.is_done:
                 board.changed.wait(LOOK_SECONDS)
             return not board.is_done
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self.batch.texts
 
     def _expire(self) -> None:
         """End jobs whose time is over before they have a row, and those nobody wants any more."""

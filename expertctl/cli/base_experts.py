@@ -1,0 +1,240 @@
+"""``expertctl base profile`` and ``base plan``: what is known of a base's routed experts.
+
+A profile is what answers on a base asked its routed experts for: it is learnt here, or taken from
+a file, and only kept on this machine.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from expertctl.cli.opening import without_engine
+from expertctl.cli.output import JsonFlag, emit, note, warn
+from expertctl.cli.run_options import Dtype, MoePin, MoeProfile, budget_of, numerics_of
+from expertctl.durable import write_atomic
+from expertctl.errors import IncompatibleError, NotFoundError, UsageError
+from expertctl.settings import load_settings, parse_size
+from expertctl.store.base_habits import HabitsFile
+from expertctl.store.base_record import StoredBase
+from expertctl.store.bases import BaseStore
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.guide import Guide
+    from expertctl.package.experts_config import ExpertsConfig
+
+profile = typer.Typer(
+    no_args_is_help=True,
+    help="What a base's routed experts are asked for.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
+Kind = Literal["activity", "prompts"]
+
+
+@profile.command()
+def show(name: Name, as_json: JsonFlag = False) -> None:
+    """Show how much was learnt of a base, and of whom, layer by layer.
+
+    Example: expertctl base profile show Qwen/Qwen3-30B-A3B
+    """
+    from expertctl.cli.base_experts_view import profile_document, profile_text
+
+    base, routed = _routed(name)
+    guide = _learnt(base, routed)
+    emit(
+        profile_document(base.name, routed, guide),
+        profile_text(base.name, routed, guide),
+        as_json=as_json,
+    )
+
+
+@profile.command()
+def export(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it.")],
+    kind: Annotated[
+        Kind,
+        typer.Option(
+            help="activity: counts as llama.cpp's hot cache has them; prompts: as flash-moe has "
+            "them, of tokens."
+        ),
+    ] = "activity",
+    as_json: JsonFlag = False,
+) -> None:
+    """Write what was learnt of a base into a file.
+
+    It is what --moe-profile and `base profile import` read, on another machine, too.
+
+    Example: expertctl base profile export Qwen/Qwen3-30B-A3B habits.json
+    """
+    from expertctl.engine.moe.activity_document import write_activity
+    from expertctl.engine.moe.guide import usage_of
+    from expertctl.engine.moe.usage_profile import write_profile
+
+    base, routed = _routed(name)
+    guide = _learnt(base, routed)
+    if guide is None:
+        raise NotFoundError(
+            f"nothing was learnt of {base.name}",
+            hint=f"`expertctl run --base {base.name} PROMPT` learns where not all of it fits",
+        )
+    if kind == "activity":
+        data = write_activity(guide.activity)
+    else:
+        data = write_profile(usage_of(guide.activity, experts=routed.count, model=base.name))
+    try:
+        write_atomic(file, data + b"\n", mode=0o600)
+    except OSError as error:
+        message = f"{file} cannot be written: {error.strerror or error}"
+        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+    note("it tells something of what was written about: share it only as you would a history")
+    document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
+    emit(document, f"wrote {file}", as_json=as_json)
+
+
+@profile.command("import")
+def import_(
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile, of either kind.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Take a file for what was learnt of a base; more is added to it.
+
+    Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
+    """
+    from expertctl.engine.moe.activity_sum import NOTHING, added
+    from expertctl.engine.moe.guide import read_guide
+    from expertctl.engine.moe.habit_keeper import learn
+    from expertctl.engine.moe.habits import Habits
+
+    base, routed = _routed(name)
+    guide = read_guide(file, routed)
+    learn(_file(base), lambda habits: Habits(habits.base, added(NOTHING, guide.activity)))
+    layers = len(guide.usage.layers)
+    document = {"base": base.name, "path": str(file), "layers": layers}
+    emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
+
+
+@profile.command()
+def forget(name: Name, as_json: JsonFlag = False) -> None:
+    """Forget what was learnt of a base.
+
+    Example: expertctl base profile forget Qwen/Qwen3-30B-A3B
+    """
+    base = _bases().find(name)
+    was_there = _file(base).remove()
+    text = f"forgot what was learnt of {base.name}" if was_there else "there was nothing"
+    emit({"base": base.name, "forgotten": was_there}, text, as_json=as_json)
+
+
+def plan(
+    name: Name,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="For so much memory.", show_default="what a run would take"
+        ),
+    ] = None,
+    lane: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SIZE",
+            help="Plan this memory of a device for experts; up to three, in their order.",
+            show_default="ram, as large as all slots",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Literal["warm", "hot-even", "even-split"],
+        typer.Option(help="How several lanes share experts."),
+    ] = "warm",
+    dtype: Dtype = None,
+    moe_profile: MoeProfile = None,
+    moe_pin: MoePin = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show which routed experts a memory would hold.
+
+    Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
+    """
+    try:
+        from expertctl.engine.memory import budget_limit
+        from expertctl.engine.moe.habit_keeper import HabitKeeper
+        from expertctl.engine.moe.pins import parse_pins
+        from expertctl.engine.moe.start import StartWishes
+        from expertctl.engine.packed_backend import SCHEMES
+        from expertctl.engine.routed_plan import routed_plan
+    except ModuleNotFoundError as error:
+        raise without_engine(error) from error
+    from expertctl.cli.base_experts_view import plan_text
+    from expertctl.package.model_config import read_config
+    from expertctl.routing.numerics import dtype_of
+
+    settings = load_settings()
+    base, routed = _routed(name)
+    held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
+    pins = None if moe_pin is None else parse_pins(moe_pin)
+    keeper = HabitKeeper(_bases(), StartWishes(profile=moe_profile, pins=pins))
+    found = routed_plan(
+        read_config(base.path),
+        SCHEMES[dtype_of(base, held.dtype)],
+        base=base.name,
+        limit=budget_limit(budget_of(memory, settings), "cpu"),
+        start=keeper.start(base, routed),
+        lanes=_lanes(lane or ()),
+        strategy=strategy,
+    )
+    warn(keeper.take_notes())
+    emit(found.to_json(), plan_text(found), as_json=as_json)
+
+
+def _bases() -> BaseStore:
+    return BaseStore(load_settings().home.bases)
+
+
+def _file(base: StoredBase) -> HabitsFile:
+    return HabitsFile(_bases(), base)
+
+
+def _routed(name: str) -> "tuple[StoredBase, ExpertsConfig]":
+    """Return a base and what its routed experts are.
+
+    Raises:
+        NotFoundError: when there is no such base.
+        IncompatibleError: when it has none.
+    """
+    from expertctl.package.model_config import read_config
+
+    base = _bases().find(name)
+    routed = None if base.foreign else read_config(base.path).experts
+    if routed is None:
+        raise IncompatibleError(
+            f"{base.name} has no routed experts", hint="`expertctl base list` shows the bases"
+        )
+    return base, routed
+
+
+def _learnt(base: StoredBase, routed: "ExpertsConfig") -> "Guide | None":
+    """Return what was learnt; None where nothing was."""
+    from expertctl.engine.moe.guide import guide_of
+    from expertctl.engine.moe.habit_keeper import habits_in
+
+    habits = habits_in(_file(base))
+    if habits is None or not habits.activity.is_usable:
+        return None
+    return guide_of(habits.activity, routed, what=f"the habits of {base.name}")
+
+
+def _lanes(texts: Sequence[str]) -> dict[str, int]:
+    lanes: dict[str, int] = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        if not name.isprintable() or not name or not size or name in lanes:
+            raise UsageError(
+                f"--lane {text[:40]!r} names no other memory", hint="write --lane gpu=6GB"
+            )
+        lanes[name[:20]] = parse_size(size)
+    return lanes

@@ -1,0 +1,95 @@
+"""How ``base profile`` and ``base plan`` show what is known of routed experts; 80 columns."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from expertctl.cli.output import counted, human_size, table
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.guide import Guide
+    from expertctl.engine.routed_plan import RoutedPlan, WeightedPlan
+    from expertctl.package.experts_config import ExpertsConfig
+
+_FIRST = 8
+"""How many experts of a layer are shown."""
+
+
+def profile_document(
+    base: str, routed: "ExpertsConfig", guide: "Guide | None"
+) -> dict[str, object]:
+    """Return what ``base profile show --json`` prints."""
+    layers = {} if guide is None else guide.usage.layers
+    return {
+        "base": base,
+        "experts": routed.count,
+        "used": routed.used,
+        "tokens": 0 if guide is None else guide.usage.prompts,
+        "layers": [
+            {
+                "layer": number,
+                "asked": len(layers.get(number, {})),
+                "first": [] if guide is None else guide.usage.ranked(number),
+            }
+            for number in routed.layers
+        ],
+    }
+
+
+def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> str:
+    """Return what a person reads."""
+    if guide is None:
+        return f"nothing was learnt of {base}: that happens where not all of it fits into memory"
+    usage = guide.usage
+    head = ["LAYER", "ASKED FOR", "MOST"]
+    rows = [
+        [
+            str(number),
+            f"{len(usage.layers.get(number, {}))} of {routed.count}",
+            " ".join(map(str, usage.ranked(number)[:_FIRST])),
+        ]
+        for number in routed.layers
+    ]
+    return f"{base}: {counted(usage.prompts, 'token')} count\n\n{table(head, rows)}"
+
+
+def plan_text(plan: "RoutedPlan") -> str:
+    """Return what a person reads of a plan."""
+    return "\n".join(_lines(plan))
+
+
+def _lines(plan: "RoutedPlan") -> Iterator[str]:
+    yield f"{plan.base} in {plan.dtype}, {human_size(plan.limit)} of memory"
+    if plan.whole:
+        yield "all of it fits: nothing is left on the disk"
+        return
+    slots, pool, size = sum(plan.plan.capacities), plan.plan.pool, plan.expert
+    yield f"  {human_size(plan.rest):>10}  all that is no routed expert"
+    yield f"  {human_size(slots * size):>10}  {slots} slots of {human_size(size)}"
+    yield f"  {human_size(pool * size):>10}  the pool: {pool} experts that have no slot"
+    yield ""
+    known = "nothing is known yet" if plan.known is None else plan.known
+    yield f"what is asked for: {known}"
+    yield table(["LAYER", "SLOTS", "ALL ALIKE", "PINNED", "ASKED FOR", "SERVED", "ALL ALIKE"],
+        [
+            [str(each.layer), str(each.slots), str(each.even), str(each.pinned),
+             str(each.asked), _percent(each.served), _percent(each.served_even)]
+            for each in plan.layers
+        ],
+    )  # fmt: skip
+    yield ""
+    yield "lanes, by weighting; a layer that has experts in a lane pays for a dummy there"
+    yield table(
+        ["WEIGHTING", "SERVED", "LANE", "EXPERTS", "BYTES", "OF WHICH DUMMIES"],
+        [row for each in plan.weightings for row in _rows(each)],
+    )
+
+
+def _rows(each: "WeightedPlan") -> Iterator[list[str]]:
+    for number, lane in enumerate(each.lanes):
+        first = [each.weighting, _percent(each.served)] if number == 0 else ["", ""]
+        size, dummies = human_size(lane.used), human_size(lane.dummies)
+        yield [*first, lane.name, str(lane.experts), size, dummies]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"

@@ -1,0 +1,264 @@
+"""How the routed experts of a base would be held in a memory: what `base plan` shows.
+
+The slots and the pool are those of a run. What is known of the base, from a profile or from its
+habits, says how much of what was asked for they serve. The lanes are memories of devices: this
+engine runs one, on a processor, and plans up to three.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
+from expertctl.engine.moe.guide import Guide
+from expertctl.engine.moe.placement import (
+    Placement,
+    Sizes,
+    Strategy,
+    filled_up,
+    observed,
+    placed,
+)
+from expertctl.engine.moe.start import Start
+from expertctl.engine.moe.weighting import CURVE, WEIGHTINGS, Weighting, scores
+from expertctl.engine.packed_base import expert_shape, packed_bytes
+from expertctl.errors import IncompatibleError
+from expertctl.package.experts_config import ExpertsConfig
+from expertctl.package.model_config import ModelConfig
+from expertctl.schema.strict_json import JsonObject
+
+NamedLanes = Mapping[str, int]
+"""The bytes of each lane, by a name for a person; in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """One layer: its slots, where all are alike and as they are given, and what those serve."""
+
+    layer: int
+    even: int
+    slots: int
+    pinned: int
+    asked: int
+    """How many of its experts were asked for at all."""
+    served_even: float | None
+    served: float | None
+    """The share of what was asked for; None where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePlan:
+    """One lane under one weighting."""
+
+    name: str
+    budget: int
+    used: int
+    experts: int
+    dummies: int
+    """Bytes of the zeros that each layer which has experts there needs besides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedPlan:
+    """Who lies where by one weighting."""
+
+    weighting: Weighting
+    lanes: tuple[LanePlan, ...]
+    served: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedPlan:
+    """How one base would be held; sizes in bytes."""
+
+    base: str
+    dtype: str
+    limit: int
+    whole: bool
+    """Whether all of it fits, so that nothing has to be planned."""
+    rest: int
+    """What is no routed expert."""
+    expert: int
+    plan: CachePlan
+    known: str | None
+    """Where what is known is from."""
+    layers: tuple[LayerPlan, ...]
+    weightings: tuple[WeightedPlan, ...]
+
+    def to_json(self) -> JsonObject:
+        """Return the document of ``base plan --json``."""
+        return {
+            "base": self.base,
+            "dtype": self.dtype,
+            "memory": self.limit,
+            "whole": self.whole,
+            "rest_bytes": self.rest,
+            "expert_bytes": self.expert,
+            "slots": sum(self.plan.capacities),
+            "pool": self.plan.pool,
+            "planned_bytes": self.rest + self.plan.blocks * self.expert,
+            "known": self.known,
+            "layers": [_layer_json(layer) for layer in self.layers],
+            "weightings": [_weighted_json(each) for each in self.weightings],
+        }
+
+
+def routed_plan(
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    base: str,
+    limit: int,
+    start: Start,
+    lanes: NamedLanes,
+    strategy: Strategy = "warm",
+    curve: float = CURVE,
+) -> RoutedPlan:
+    """Plan a base in a memory; without lanes, one is as large as all slots.
+
+    Raises:
+        IncompatibleError: when it has no routed experts, or its sizes are none for kernels.
+        UsageError: when there are too many lanes, or more pins than slots.
+    """
+    routed = config.experts
+    if routed is None:
+        raise IncompatibleError(
+            f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
+        )
+    rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme).nbytes
+    even = cache_plan(
+        layers=len(routed.layers),
+        experts=routed.count,
+        block=block,
+        rest=rest,
+        limit=limit,
+        miss="exact",
+        cap=1.0,
+    )
+    plan, guide = start.planned(even, routed.layers), start.guide
+    budgets = lanes or {"ram": sum(plan.capacities) * block}
+    return RoutedPlan(
+        base=base,
+        dtype=scheme.value,
+        limit=limit,
+        whole=fits_whole(packed_bytes(config, scheme), limit),
+        rest=rest,
+        expert=block,
+        plan=plan,
+        known=None if guide is None else guide.what,
+        layers=tuple(_layers(routed, even, plan, guide)),
+        weightings=_weighted(routed, guide, budgets, strategy, block=block, curve=curve),
+    )
+
+
+def _layers(
+    routed: ExpertsConfig, even: CachePlan, plan: CachePlan, guide: Guide | None
+) -> list[LayerPlan]:
+    found = []
+    for place, number in enumerate(routed.layers):
+        counts = {} if guide is None else guide.counts(number)
+        ranked = sorted(counts.values(), reverse=True)
+        found.append(
+            LayerPlan(
+                layer=number,
+                even=even.slots,
+                slots=plan.capacities[place],
+                pinned=len(plan.pins[place]),
+                asked=len(counts),
+                served_even=_share(sum(ranked[: even.slots]), sum(ranked)),
+                served=_share(sum(ranked[: plan.capacities[place]]), sum(ranked)),
+            )
+        )
+    return found
+
+
+def _weighted(
+    routed: ExpertsConfig,
+    guide: Guide | None,
+    lanes: NamedLanes,
+    strategy: Strategy,
+    *,
+    block: int,
+    curve: float,
+) -> tuple[WeightedPlan, ...]:
+    """Place experts by each rule; where nothing is known, all rules are one."""
+    sizes = {(layer, n): block for layer in routed.layers for n in range(routed.count)}
+    budgets = list(lanes.values())
+    if guide is None:
+        placement = placed(filled_up([], sizes), sizes, budgets=budgets, strategy=strategy)
+        return (_told("flat", placement, lanes, sizes, None),)
+    found = []
+    for weighting in WEIGHTINGS:
+        scored = scores(guide.activity.layers, weighting=weighting, curve=curve)
+        order = filled_up(observed(scored), sizes)
+        placement = placed(order, sizes, budgets=budgets, strategy=strategy)
+        found.append(_told(weighting, placement, lanes, sizes, _served(placement, guide)))
+    return tuple(found)
+
+
+def _served(placement: Placement, guide: Guide) -> float | None:
+    """Return how much of what was asked for lies in some lane."""
+    counts = {
+        (layer, expert): count
+        for layer, each in guide.usage.layers.items()
+        for expert, count in each.items()
+    }
+    there = sum(counts.get(place, 0) for lane in placement.lanes for place in lane.experts)
+    return _share(there, sum(counts.values()))
+
+
+def _told(
+    weighting: Weighting,
+    placement: Placement,
+    lanes: NamedLanes,
+    sizes: Sizes,
+    served: float | None,
+) -> WeightedPlan:
+    told = tuple(
+        LanePlan(
+            name=name,
+            budget=lane.budget,
+            used=lane.used,
+            experts=len(lane.experts),
+            dummies=lane.used - sum(sizes[place] for place in lane.experts),
+        )
+        for name, lane in zip(lanes, placement.lanes, strict=True)
+    )
+    return WeightedPlan(weighting=weighting, lanes=told, served=served)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def _layer_json(layer: LayerPlan) -> JsonObject:
+    return {
+        "layer": layer.layer,
+        "slots_even": layer.even,
+        "slots": layer.slots,
+        "pinned": layer.pinned,
+        "asked": layer.asked,
+        "served_even": _rounded(layer.served_even),
+        "served": _rounded(layer.served),
+    }
+
+
+def _weighted_json(each: WeightedPlan) -> JsonObject:
+    return {
+        "weighting": each.weighting,
+        "served": _rounded(each.served),
+        "lanes": [
+            {
+                "name": lane.name,
+                "budget": lane.budget,
+                "used": lane.used,
+                "experts": lane.experts,
+                "dummy_bytes": lane.dummies,
+            }
+            for lane in each.lanes
+        ],
+    }
+
+
+def _rounded(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)

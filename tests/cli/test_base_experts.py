@@ -1,0 +1,147 @@
+"""``expertctl base profile`` and ``base plan`` as a person types them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expertctl.engine.moe.activity_document import read_activity
+from expertctl.engine.moe.usage_profile import read_profile
+from expertctl.schema.validation import problems_of
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_base
+from tests.store.shop import House, Shop, fast, house, shop
+
+__all__ = ["expertctl", "fast", "house", "shop"]
+
+BUDGET = "90MB"
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(
+        tmp_path_factory.mktemp("routed") / "moe",
+        arch="qwen3_moe",
+        tie=False,
+        seed=3,
+        layers=4,
+        hidden=64,
+        head_dim=16,
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1152,
+    )
+
+
+@pytest.fixture
+def learnt(
+    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A base that answered once in less memory than it takes; its ``moe`` object."""
+    monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
+    house.bases.add(base_dir)
+    words = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "24", "--json")
+    options = ("--base", "moe", "--memory-budget", BUDGET, "--moe-warmup", "full")
+    return expertctl(*words, *options).document["moe"]
+
+
+@pytest.mark.parametrize("command", ["profile show", "profile export", "profile import",
+                                     "profile forget", "plan"])  # fmt: skip
+def test_every_command_has_an_example(command: str, expertctl: Commands) -> None:
+    text = expertctl("base", *command.split(), "--help").out
+    assert f"expertctl base {command}" in text.split("Example")[1]
+    assert "--json" in text
+
+
+def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
+    learnt: Any, expertctl: Commands, tmp_path: Path
+) -> None:
+    shown = expertctl("base", "profile", "show", "moe", "--json").document
+    assert (shown["experts"], shown["used"], len(shown["layers"])) == (32, 4, 4)
+    assert shown["tokens"] > 24
+    assert "tokens count" in expertctl("base", "profile", "show", "moe").out
+    activity, prompts = tmp_path / "activity.json", tmp_path / "prompts.json"
+    said = expertctl("base", "profile", "export", "moe", activity)
+    assert "history" in said.err
+    assert activity.stat().st_mode & 0o777 == 0o600
+    expertctl("base", "profile", "export", "moe", prompts, "--kind", "prompts", "--json")
+    documents = {p: json.loads(p.read_bytes()) for p in (activity, prompts)}
+    assert problems_of(documents[activity], "moe-activity") == []
+    assert problems_of(documents[prompts], "moe-profile") == []
+    usage = read_profile(prompts.read_bytes(), what="ours")
+    found = read_activity(activity.read_bytes(), what="ours")
+    assert (usage.model, usage.prompts, usage.preset) == ("moe", shown["tokens"], "tokens")
+    assert [layer.hits for layer in found.layers] == [dict(c) for c in usage.layers.values()]
+    assert expertctl("base", "profile", "forget", "moe", "--json").document["forgotten"]
+    assert "nothing was learnt" in expertctl("base", "profile", "show", "moe").out
+    expertctl("base", "profile", "export", "moe", activity, code=3)
+    for file in (activity, prompts):
+        expertctl("base", "profile", "import", "moe", file)
+        again = expertctl("base", "profile", "show", "moe", "--json").document
+        assert again["layers"] == shown["layers"]
+
+
+def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
+    learnt: Any, expertctl: Commands
+) -> None:
+    plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
+    assert not plan["whole"]
+    assert plan["known"] == "the habits of moe"
+    assert plan["planned_bytes"] <= 0.71 * 90e6
+    assert [layer["slots"] for layer in plan["layers"]] == [learnt["slots"]] * 4
+    assert all(0.5 < layer["served"] <= 1 for layer in plan["layers"])
+    assert [each["weighting"] for each in plan["weightings"]] == [
+        *("flat", "balanced", "pressure", "smooth", "time"),
+    ]
+    for each in plan["weightings"]:
+        (lane,) = each["lanes"]
+        assert lane["dummy_bytes"] == 4 * plan["expert_bytes"]
+        assert lane["used"] == lane["dummy_bytes"] + lane["experts"] * plan["expert_bytes"]
+        assert lane["used"] <= lane["budget"]
+    text = expertctl("base", "plan", "moe", "--memory", BUDGET).out
+    assert "the pool" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None:
+    lanes = ("--lane", "gpu=10MB", "--lane", "ram=20MB", "--lane", "other=5MB")
+    plan = expertctl(
+        "base", "plan", "moe", "--memory", BUDGET, *lanes, "--strategy", "hot-even", "--json"
+    ).document
+    names = [lane["name"] for lane in plan["weightings"][0]["lanes"]]
+    assert names == ["gpu", "ram", "other"]
+    said = expertctl("base", "plan", "moe", *lanes, "--lane", "fourth=1MB", code=2)
+    assert "one to 3 lanes" in said.err
+    assert "--lane gpu=6GB" in expertctl("base", "plan", "moe", "--lane", "gpu", code=2).err
+
+
+def test_a_base_of_which_nothing_is_known_is_planned_too(
+    expertctl: Commands, house: House, base_dir: Path
+) -> None:
+    house.bases.add(base_dir)
+    plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
+    assert plan["known"] is None
+    assert [each["served"] for each in plan["weightings"]] == [None]
+    assert "all of it fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
+    said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "4")
+    assert "pins nobody" in said.err
+
+
+def test_what_cannot_be_is_refused_with_a_way_out(
+    expertctl: Commands, house: House, base_dir: Path, shop: Shop, tmp_path: Path
+) -> None:
+    house.bases.add(base_dir)
+    house.bases.add(shop.base_dir)
+    assert "no routed experts" in expertctl("base", "plan", "tiny-base", code=4).err
+    assert "no routed experts" in expertctl("base", "profile", "show", "tiny-base", code=4).err
+    expertctl("base", "plan", "missing", code=3)
+    other = tmp_path / "other.json"
+    other.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
+    assert "of 64 routed" in expertctl("base", "profile", "import", "moe", other, code=4).err
+    other.write_text("{")
+    expertctl("base", "profile", "import", "moe", other, code=8)
+    expertctl("base", "plan", "moe", "--moe-profile", tmp_path / "gone.json", code=3)
+    run = ("run", "hi", "--base", "moe", "--no-experts")
+    assert "50%" in expertctl(*run, "--moe-pin", "half", code=2).err
+    assert "share" in expertctl(*run, "--moe-exchange", "1.5", code=2).err
