@@ -40,8 +40,8 @@ def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:
         _figure(row.rate.median),
         _figure(row.read_rate),
         _percent(row.hit_rate),
-        _percent(row.fallback_rate),
-        _percent(row.skipped_mass),
+        _percent(row.report.fallback_rate),
+        _percent(row.report.skipped_mass),
         f"{did.waited_ms / max(row.written, 1):.2f} ms",
         human_size(row.memory),
     ]

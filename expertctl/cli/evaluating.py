@@ -15,11 +15,14 @@ from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import (
+    SKIP_CAP,
     AdapterDtype,
     Base,
     Deterministic,
     Dtype,
     MemoryBudget,
+    MoeMiss,
+    MoeSkipCap,
     Numerics,
     budget_of,
     check_processor,
@@ -86,6 +89,8 @@ def evaluate(
     dtype: Dtype = None,
     adapter_dtype: AdapterDtype = None,
     deterministic: Deterministic = None,
+    moe_miss: MoeMiss = "exact",
+    moe_skip_cap: MoeSkipCap = SKIP_CAP,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure an expert against its base, or routing.
@@ -102,6 +107,7 @@ def evaluate(
         "--dtype": dtype,
         "--adapter-dtype": adapter_dtype,
         "--deterministic": deterministic,
+        "--moe-miss": None if moe_miss == "exact" else moe_miss,
     }
     if routing is not None:
         from expertctl.cli.evaluating_routing import RoutingAsked, evaluate_routing
@@ -124,7 +130,18 @@ def evaluate(
     )
     budget = budget_of(memory_budget, settings)
     asked = _Asked(
-        target, data, compose or (), metric, max_tokens, min_gain, show, base, held, budget
+        target,
+        data,
+        compose or (),
+        metric,
+        max_tokens,
+        min_gain,
+        show,
+        base,
+        held,
+        budget,
+        moe_miss,
+        moe_skip_cap,
     )
     _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
 
@@ -143,6 +160,8 @@ class _Asked:
     base: str | None
     held: Numerics
     memory_budget: int | None
+    moe_miss: MoeMiss
+    moe_skip_cap: float
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -179,6 +198,8 @@ def _evaluate_answers(
         dtype=asked.held.dtype,
         adapter_dtype=asked.held.adapter_dtype,
         deterministic=asked.held.deterministic,
+        moe_miss=asked.moe_miss,
+        moe_skip_cap=asked.moe_skip_cap,
     )
     planner, budget = open_planner(settings, as_json=as_json), asked.memory_budget
     with counting("evaluating", request.answers, as_json=as_json) as report:

@@ -8,6 +8,7 @@ from expertctl.cli.output import table
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import Answer, Evaluated, Gain, Score
+    from expertctl.engine.moe.report import RoutedReport
     from expertctl.package.proportion import Interval
 
 _SHOWN_CHARACTERS = 300
@@ -33,6 +34,7 @@ def document(found: "Evaluated", *, show: int, min_gain: float | None) -> dict[s
         "passed": min_gain is None or gain >= min_gain,
         "wrong": [_wrong(answer) for answer in found.scores[-1].wrong[:show]],
         "warnings": list(found.warnings),
+        **({} if found.moe is None else {"moe": found.moe.to_json()}),
     }
 
 
@@ -44,9 +46,26 @@ def text(found: "Evaluated", *, show: int) -> str:
         f"at most {found.max_tokens} tokens"
     )
     rows = [[s.name, str(s.right), f"{s.share:.3f}", _span(s.interval)] for s in found.scores]
-    lines = [head, "", table(["", "right", "share", "95 % interval"], rows), ""]
+    lines = [
+        head,
+        *_routed_text(found.moe),
+        "",
+        table(["", "right", "share", "95 % interval"], rows),
+        "",
+    ]
     lines += map(_gain_text, found.gains)
     return "\n".join([*lines, *_wrong_texts(found.scores[-1], show)])
+
+
+def _routed_text(moe: "RoutedReport | None") -> Iterator[str]:
+    """Say what was missing of routed experts, where any could be."""
+    if moe is None or moe.residence.slots >= moe.residence.experts:
+        return
+    yield (
+        f"routed experts: {moe.residence.slots} of {moe.residence.experts} of a layer kept, "
+        f"{100 * moe.fallback_rate:.1f} % of requests missed, "
+        f"{100 * moe.skipped_mass:.1f} % of weights left out"
+    )
 
 
 def oddities(found: "Evaluated") -> Iterator[str]:

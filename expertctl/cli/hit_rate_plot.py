@@ -84,7 +84,7 @@ def _told(row: "RoutedRow") -> str:
     residence = row.report.residence
     told = f"{row.holding.case} ({residence.slots} of {residence.experts} slots): "
     told += f"{100 * row.hit_rate:.0f} % hits, {row.rate.median:.1f} tok/s"
-    left_out = f", {100 * row.skipped_mass:.1f} % left out"
+    left_out = f", {100 * row.report.skipped_mass:.1f} % left out"
     return told if row.holding.miss == "exact" else f"{told}{left_out}"
 
 

@@ -9,11 +9,13 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.evaluation_result import Answer, Evaluated, Score
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.recording import check_answer
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
@@ -27,7 +29,7 @@ from expertctl.routing.numerics import dtype_of
 from expertctl.routing.plan import PlannedExpert
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import AdapterDtype, Dtype, RouteRequest
+from expertctl.routing.request import SKIP_CAP, AdapterDtype, Dtype, MoeMiss, RouteRequest
 from expertctl.store.catalogue import Catalogue
 from expertctl.store.pair_gain import PairGain
 from expertctl.telling import Tell, tell_nobody
@@ -49,6 +51,9 @@ class EvaluationRequest:
     """What base weights are held in; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
+    moe_miss: MoeMiss = "exact"
+    """What happens where a routed expert is not in memory."""
+    moe_skip_cap: float = SKIP_CAP
 
     @property
     def answers(self) -> int:
@@ -95,6 +100,7 @@ def evaluate(
         others=others,
         chain=chain,
         warnings=(*request.data.warnings, *asker.warnings),
+        moe=asker.moe,
     )
     return replace(found, warnings=(*found.warnings, *_remember_gain(planner.catalogue, found)))
 
@@ -159,6 +165,13 @@ class _Asker:
     max_tokens: int
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
+    routed: list[RoutedReport] = field(default_factory=list)
+    """What became of routed experts, answer by answer."""
+
+    @property
+    def moe(self) -> RoutedReport | None:
+        """What became of them in all answers; None where the base has none."""
+        return reduce(RoutedReport.and_then, self.routed) if self.routed else None
 
     def score(self, experts: Sequence[NamedExpert]) -> Score:
         """Answer all prompts one way, the longest first: what does not fit is refused at once."""
@@ -181,6 +194,7 @@ class _Asker:
         judged = check_answer(result.generated, result.planned, sample.prompt).warnings
         told = (warning for warning in result.warnings if warning not in judged)  # see `_judged`
         self.warnings.update(dict.fromkeys(told))
+        self.routed.extend([] if result.moe is None else [result.moe])
         self.progress(1)
         return result
 
@@ -254,6 +268,8 @@ def _pattern(request: EvaluationRequest) -> RunRequest:
         dtype=request.dtype,
         adapter_dtype=request.adapter_dtype,
         deterministic=request.deterministic,
+        moe_miss=request.moe_miss,
+        moe_skip_cap=request.moe_skip_cap,
     )
     return RunRequest(message=_message(sample), route=route, base=request.base)
 

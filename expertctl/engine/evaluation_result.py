@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.package.evaluation_data import EvaluationData, Sample
 from expertctl.package.proportion import Interval, gain_interval, mcnemar, share_interval
 from expertctl.routing.plan import PlannedExpert
@@ -112,6 +113,8 @@ class Evaluated:
     others: tuple[Score, ...] = ()
     chain: Score | None = None
     warnings: tuple[str, ...] = ()
+    moe: RoutedReport | None = None
+    """What became of routed experts in all answers; None where the base has none."""
 
     @property
     def scores(self) -> tuple[Score, ...]:

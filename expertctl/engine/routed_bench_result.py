@@ -115,18 +115,6 @@ class RoutedRow:
         slots = hits + sum(layer.misses for layer in self.layers.values())
         return hits / slots if slots else 1.0
 
-    @property
-    def fallback_rate(self) -> float:
-        """How many of the experts that passes asked for had none."""
-        did = self.report.activity
-        return did.misses / did.requests if did.requests else 0.0
-
-    @property
-    def skipped_mass(self) -> float:
-        """How much of the routers' weights was left out."""
-        did = self.report.activity
-        return did.skipped / did.mass if did.mass else 0.0
-
     def to_json(self, whole: "RoutedRow | None") -> JsonObject:
         """Return it as a row of a benchmark; ``whole``: with all experts in memory."""
         rate, did = self.rate, self.report.activity
@@ -145,8 +133,8 @@ class RoutedRow:
             **self.report.residence.to_json(),
             "read_tokens_per_s": round(self.read_rate, 3),
             "hit_rate": round(self.hit_rate, 6),
-            "fallback_rate": round(self.fallback_rate, 6),
-            "skipped_mass": round(self.skipped_mass, 6),
+            "fallback_rate": round(self.report.fallback_rate, 6),
+            "skipped_mass": round(self.report.skipped_mass, 6),
             "loads": did.loads,
             "bytes_read": did.read_bytes,
             "waited_ms": round(did.waited_ms, 3),

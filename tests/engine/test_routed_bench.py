@@ -68,7 +68,7 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
         assert 0 < row.hit_rate < 1
         assert (row.timeline.tokens, row.counted_from) == ((4, 8, 12, 16), 8)
         assert row.timeline.rates.shape == (LAYERS, 4)
-    assert exact.skipped_mass == 0
+    assert exact.report.skipped_mass == 0
 
 
 def test_what_follows_a_prompt_is_the_same_wherever_nothing_is_skipped(stocked: Planner) -> None:

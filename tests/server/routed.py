@@ -10,8 +10,8 @@ from tests.factories import write_base
 from tests.server.served import BASE, Served, serving
 from tests.store.shop import House
 
-LAYERS, EXPERTS, USED = 3, 16, 2
-BUDGET = 46 << 20
+LAYERS, EXPERTS, USED = 3, 24, 2
+BUDGET = 64 << 20
 """Less than the base takes, which is mostly experts of 885 KB in float32."""
 
 

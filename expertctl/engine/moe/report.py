@@ -57,6 +57,11 @@ class Activity:
     skipped: float = 0.0
     """What of them was left out."""
 
+    def __add__(self, other: "Activity") -> "Activity":
+        """Return what both did."""
+        names = self.__dataclass_fields__
+        return Activity(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
     def since(self, before: "Activity") -> "Activity":
         """Return what was added to what was known before."""
         names = self.__dataclass_fields__
@@ -70,6 +75,20 @@ class RoutedReport:
     residence: Residence
     activity: Activity
 
+    @property
+    def fallback_rate(self) -> float:
+        """Misses by requests, 0 where nothing was asked for."""
+        return _share(self.activity.misses, self.activity.requests)
+
+    @property
+    def skipped_mass(self) -> float:
+        """How much of all weights was left out, 0 to 1."""
+        return _share(self.activity.skipped, self.activity.mass)
+
+    def and_then(self, later: "RoutedReport") -> "RoutedReport":
+        """Return what happened in both, as it is held now."""
+        return RoutedReport(later.residence, self.activity + later.activity)
+
     def since(self, before: "RoutedReport") -> "RoutedReport":
         """Return what happened after another report."""
         return RoutedReport(self.residence, self.activity.since(before.activity))
@@ -82,8 +101,8 @@ class RoutedReport:
             "cold": self.residence.cold,
             "requests": activity.requests,
             "misses": activity.misses,
-            "fallback_rate": round(_share(activity.misses, activity.requests), 6),
-            "skipped_mass": round(_share(activity.skipped, activity.mass), 6),
+            "fallback_rate": round(self.fallback_rate, 6),
+            "skipped_mass": round(self.skipped_mass, 6),
             "loads": activity.loads,
             "read_ahead": activity.read_ahead,
             "bytes_read": activity.read_bytes,

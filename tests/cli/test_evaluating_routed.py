@@ -1,0 +1,73 @@
+"""``eval`` on a base of routed experts, of which not all fit into the memory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expertctl.schema.validation import problems_of
+from tests.cli.commands import Commands, expertctl
+from tests.factories import write_lora
+from tests.server.routed import EXPERTS, write_routed
+
+__all__ = ["expertctl"]
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+SMALL = ("--memory-budget", "64MiB")
+PROMPTS = ("1 + 8", "2 + 7", "3 + 6")
+
+
+@pytest.fixture
+def data(tmp_path: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prompts with the answers of the base; a LoRA is beside it as a package."""
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    monkeypatch.chdir(tmp_path)
+    base = write_routed(tmp_path / "routed")
+    lora = write_lora(tmp_path / "lora", base, targets=ATTENTION)
+    draft = {"name": "acme/sums", "license": "MIT", "decoding": {"max_tokens": 4}}
+    (lora / "expert.json").write_text(json.dumps(draft))
+    expertctl("base", "add", base)
+    expertctl("build", lora, "-o", "sums.expert", "--base", "routed")
+    rows = []
+    for prompt in PROMPTS:
+        words = ("--greedy", "--max-tokens", "4", "--no-experts", "--json")
+        answer = expertctl("run", prompt, *words).document["text"]
+        rows.append({"prompt": prompt, "answer": answer})
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_in_less_memory_the_same_answers_are_right(data: Path, expertctl: Commands) -> None:
+    words = ("eval", "./sums.expert", "--data", data, "--json")
+    whole, small = expertctl(*words).document, expertctl(*words, *SMALL).document
+    for document in (whole, small):
+        assert problems_of(document, "eval") == []
+        assert document["base"] == 1.0
+    assert whole["expert"] == small["expert"]
+    assert whole["moe"]["slots"] == EXPERTS
+    moe = small["moe"]
+    assert (moe["miss"], moe["skipped_mass"]) == ("exact", 0)
+    assert 0 < moe["slots"] < EXPERTS
+    assert 0 < moe["misses"] < moe["requests"]
+
+
+def test_skipping_is_said_beside_the_figures(data: Path, expertctl: Commands) -> None:
+    words = ("eval", "./sums.expert", "--data", data, *SMALL)
+    skip = ("--moe-miss", "skip", "--moe-skip-cap")
+    document = expertctl(*words, *skip, "1", "--json").document
+    assert document["moe"]["miss"] == "skip"
+    assert 0 < document["moe"]["skipped_mass"] < 1
+    capped = expertctl(*words, *skip, "0")
+    assert " of weights left out" in capped.out
+    assert ", 0.0 % of weights left out" in capped.out
+    assert "routed experts: " not in expertctl("eval", "./sums.expert", "--data", data).out
+
+
+def test_what_makes_no_sense_is_refused(data: Path, expertctl: Commands) -> None:
+    words = ("eval", "./sums.expert", "--data", data)
+    err = expertctl(*words, "--moe-skip-cap", "2", code=2).err
+    assert "--moe-skip-cap 2.0 is not a share" in err
+    err = expertctl(*words, "--moe-miss", "skip", "--deterministic", code=2).err
+    assert "--deterministic promises bits" in err
+    err = expertctl("eval", "--routing", data, "--moe-miss", "skip", code=2).err
+    assert "--moe-miss: --routing measures who is chosen" in err
