@@ -59,7 +59,10 @@ class QuantisedCopies:
         self._notes: dict[str, str] = {}
 
     def open(self, scheme: str, shape: CopyShape) -> CopyFile | None:
-        """Open the copy in a scheme; None when there is none that can be believed."""
+        """Open the copy in a scheme; None when there is none that can be believed.
+
+        Why that is so is told unless there is more to tell, of one that could not be written.
+        """
         path = self.path(scheme)
         try:
             demand_own(path.parent.stat())
@@ -67,11 +70,11 @@ class QuantisedCopies:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._notes[scheme] = f"{path} is not used ({_reason(error)}): made again"
+            self._notes.setdefault(scheme, f"{path} is not used ({_reason(error)}): made again")
             return None
         if copy is not None and copy.shape == shape:
             return copy
-        self._notes[scheme] = _damaged(path)
+        self._notes.setdefault(scheme, _damaged(path))
         if copy is not None:
             copy.close()
         return None

@@ -114,6 +114,18 @@ def test_without_a_copy_there_is_no_such_reader(directory: Path, copies: Quantis
     assert copied_experts(copies, read_config(directory), stored, mapped=True) is None
 
 
+def test_where_nothing_can_be_kept_that_is_told_and_files_are_read(
+    directory: Path, copies: QuantisedCopies
+) -> None:
+    folder = copies.path("int8").parent
+    folder.write_text("mine")
+    config, stored = read_config(directory), stored_experts(directory, Scheme.INT8)
+    load_packed_base(directory, config, Scheme.INT8, experts=False, copies=copies)
+    assert copied_experts(copies, config, stored, mapped=False) is None
+    told = f"{copies.path('int8')} cannot be written ({folder}: it is no folder)"
+    assert copies.take_notes() == (f"{told}: made again next time",)
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_damaged_expert_is_read_from_the_base_and_told_once(
     mapped: bool, directory: Path, copies: QuantisedCopies
