@@ -103,16 +103,16 @@ def _subject(path: Path | None, folder: Path, layers: int) -> Iterator[Subject]:
 
 def from_memory(subject: Subject, rounds: int) -> list[Row]:
     """All in one process, which takes turns with itself: they share the weights and the workers."""
-    keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.COPIED)
+    keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
     with EngineProcess(ours(subject.setting(*keepings))) as process:
         seconds = take_turns(_follow(dict.fromkeys(keepings, process)), rounds=rounds)
-        misses = process.run(Tell(Keeping.COPIED, Figure.MISSES), THREADS)
-    copied = _decoded(
-        f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.COPIED, ">= 0.9"
+        misses = process.run(Tell(Keeping.LENT, Figure.MISSES), THREADS)
+    lent = _decoded(
+        f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.LENT, ">= 0.9"
     )
     cached = _decoded("decode, all resident, through the cache", seconds, Keeping.CACHED, ">= 0.95")
-    note = f"{subject.simulates}, bf16; {misses:.0%} of requests had no slot; blocks are copied"
-    return [replace(cached, note=f"{subject.simulates}, bf16"), replace(copied, note=note)]
+    note = f"{subject.simulates}, bf16; {misses:.0%} of requests had no slot; blocks are lent"
+    return [replace(cached, note=f"{subject.simulates}, bf16"), replace(lent, note=note)]
 
 
 def from_disk(subject: Subject, rounds: int, *, limit: float | None = LIMIT) -> list[Row]:

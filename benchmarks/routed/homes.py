@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.harness import Seconds, timed
 from benchmarks.routed.foresight import MisledCache
 from benchmarks.routed.load_on_miss import LoadOnMiss
-from benchmarks.routed.readers import CopiedExperts, UncachedExperts
+from benchmarks.routed.readers import LentExperts, UncachedExperts
 from benchmarks.routed.tasks import Keeping
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
@@ -29,8 +29,8 @@ from expertctl.package.model_config import read_config
 
 CONTEXT = 1024
 """Room for tokens in every decoder."""
-_NEED_ALL = (Keeping.WHOLE, Keeping.CACHED, Keeping.COPIED)
-_THREADS = 2
+_NEED_ALL = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
+_THREADS = 3
 """That read experts for a cache, as many as runs have."""
 
 
@@ -81,9 +81,9 @@ def _experts(
         case Keeping.WHOLE:
             return None
         case Keeping.CACHED:
-            return _cache(base, CopiedExperts(base.experts), Split(routed.count, 0))
-        case Keeping.COPIED:
-            return _cache(base, CopiedExperts(base.experts), split(routed, share))
+            return _cache(base, LentExperts(base.experts), Split(routed.count, 0))
+        case Keeping.LENT:
+            return _cache(base, LentExperts(base.experts), split(routed, share))
         case Keeping.STORED:
             return _cache(base, files, split(routed, share))
         case Keeping.ON_MISS:

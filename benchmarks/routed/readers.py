@@ -16,17 +16,25 @@ Numbers = np.ndarray[Any, Any]
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-class CopiedExperts:
-    """Copies blocks from memory that stands for what lies outside the device's budget."""
+class LentExperts:
+    """Blocks in memory that stands for what lies outside the device's budget.
+
+    They are computed where they lie until they get a slot; then they are copied.
+    """
 
     def __init__(self, blocks: Mapping[tuple[int, int], Numbers]) -> None:
-        """Copy from these, by layer and number."""
+        """Lend these, by layer and number."""
         self._blocks = blocks
+        self._addresses = {expert: block.ctypes.data for expert, block in blocks.items()}
 
     def read(self, layer: int, expert: int, block: Numbers) -> int:
         """Fill a block with an expert; return its bytes."""
         np.copyto(block, self._blocks[layer, expert])
         return block.nbytes
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Return where an expert lies."""
+        return self._addresses[layer, expert]
 
 
 class UncachedExperts:
@@ -50,6 +58,10 @@ class UncachedExperts:
             tensor = self._stored[f"model.layers.{layer}.{EXPERTS}{expert}.{part}.weight"]
             _forget(tensor.path, tensor.offset, tensor.size)
         return read
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Return None: it is on the disk."""
+        return None
 
 
 def _forget(path: os.PathLike[str], offset: int, size: int) -> None:

@@ -11,7 +11,7 @@ class Keeping(Enum):
 
     WHOLE = "all in memory, no cache"
     CACHED = "all in memory, through the cache"
-    COPIED = "some resident, the others copied from memory beside the device's"
+    LENT = "some resident, the others computed in memory beside the device's"
     STORED = "some resident, the others read from the disk"
     ON_MISS = "some resident, the others read from the disk when they are asked for, LRU"
 

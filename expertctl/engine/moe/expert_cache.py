@@ -7,22 +7,23 @@ layer is likely to ask for is read ahead.
 """
 
 import time
-from collections.abc import Container, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
-from expertctl.engine.moe.counters import Counters, requested_by_layer
+from expertctl.engine.moe.arrivals import Arrivals
+from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
 from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.moe.routed_room import RoutedRoom
-from expertctl.engine.moe.skipping import SkipTotals, over_cap, skip_totals
+from expertctl.engine.moe.skipping import over_cap
 from expertctl.engine.moe.update_policy import UpdatePolicy
 from expertctl.engine.moe.updates import RequestBuffer, Swap, updates_between_tokens
 
@@ -45,14 +46,6 @@ class MissPolicy:
 EXACT = MissPolicy()
 
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    """What is being read, and into which block."""
-
-    block: int
-    reading: Future[int]
-
-
 class ExpertCache:
     """The one owner of routed experts that do not all fit; a pass at a time asks it."""
 
@@ -66,7 +59,7 @@ class ExpertCache:
         numbers: Sequence[int],
         slots: Sequence[LayerSlots],
         policy: MissPolicy = EXACT,
-        threads: int = 2,
+        threads: int = 3,
     ) -> None:
         """Begin with no expert in memory; ``numbers`` are those of routed layers in the base.
 
@@ -75,15 +68,9 @@ class ExpertCache:
         self._memory, self._reader, self._numbers = memory, reader, tuple(numbers)
         self.slots, self._policy = tuple(slots), policy
         self._requests, self._pace = RequestBuffer(), UpdatePolicy()
-        self.counters = Counters(self._numbers, experts=memory.experts)
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="experts")
-        self._coming: dict[Expert, _Coming] = {}
-        self._asked: list[Numbers] = []
-        """What this pass asked for so far, [tokens, used] of each layer."""
-        self._hits: list[Numbers] = []
-        """And who had a slot then, [experts] of each layer."""
-        self._totals = SkipTotals()
-        self._loads = self._ahead = self._read_bytes = self._swaps = 0
+        self._log = PassLog(self._numbers, experts=memory.experts, skips=policy.skips)
+        self._arrivals = Arrivals(memory, reader, self._numbers, threads=threads)
+        self._swaps = self._lent = 0
         self._waited = 0.0
 
     @property
@@ -111,37 +98,35 @@ class ExpertCache:
         row: Numbers = self._memory.hits[layer]
         return row
 
+    @property
+    def counters(self) -> Counters:
+        """What the lanes of each layer did until now; another thread may ask."""
+        return self._log.counters
+
     def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
         """Have in memory what tokens chose in a layer, or may not be skipped of it.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        selected = room.selected[layer, :tokens]
-        del self._asked[layer:], self._hits[layer:]
-        self._asked.append(selected.copy())  # what is skipped is struck out of it
-        self._hits.append(self.slots[layer].hit_mask.copy())
+        selected, slots = room.selected[layer, :tokens], self.slots[layer]
+        self._log.ask(layer, selected, slots.hit_mask)
         self._land()  # first: nobody goes any more of whom it is decided now that he is there
-        asked = _experts(layer, selected)
-        needed = asked
-        if self._policy.skips:
-            there = self.hits(layer)[selected]
-            over = over_cap(room.weights[layer, :tokens], there, self._policy.cap)
-            needed = _experts(layer, selected[over])
-        spared = frozenset(asked)
-        self._have(needed, spared)
-        self._memory.use(asked)
+        without = slots.hit_mask[selected] == 0
+        asked = _experts(layer, selected[without]) if without.any() else []
+        if asked:
+            self._bring(layer, room, tokens, asked)
+        self._log.brought()
         if self._policy.reads_ahead and layer + 1 < len(self._numbers):
-            self._read_ahead(_experts(layer + 1, room.likely[layer + 1, :tokens]), spared)
+            self._read_ahead(layer + 1, room.likely[layer + 1, :tokens], asked)
 
     def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
-        asked, self._asked = self._asked, []
-        hits, self._hits = self._hits, []
+        asked = self._log.passed(room, tokens)
         self._land()
-        if len(asked) < len(self._numbers):
-            return  # of a pass that failed
-        self._count(np.stack(asked), np.stack(hits), room, tokens)
+        self._memory.end_lending()
+        if asked is None:
+            return  # it failed
         self._requests.append(asked)
         begins = cache_phase(phase, tokens) is Phase.PROMPT
         if begins:
@@ -152,14 +137,15 @@ class ExpertCache:
 
     def activity(self) -> Activity:
         """Return what was asked for and brought until now; another thread may ask."""
-        totals = self._totals
+        totals, arrivals = self._log.totals, self._arrivals
         return Activity(
             requests=totals.requests,
             misses=totals.misses,
-            loads=self._loads,
-            read_ahead=self._ahead,
-            read_bytes=self._read_bytes,
+            loads=arrivals.loads,
+            read_ahead=arrivals.ahead,
+            read_bytes=arrivals.read_bytes,
             waited_ms=self._waited * 1e3,
+            lent=self._lent,
             swaps=self._swaps,
             mass=totals.mass,
             skipped=totals.skipped,
@@ -176,16 +162,6 @@ class ExpertCache:
         )
         return RoutedReport(residence, self.activity())
 
-    def _count(self, asked: Numbers, hits: Numbers, room: RoutedRoom, tokens: int) -> None:
-        """Count a pass whose tokens asked for [layers, tokens, used]."""
-        requests = requested_by_layer(asked, self._memory.experts)
-        self.counters.count_pass(requests, hits.astype(np.int64) - 1)
-        left, skipped = room.weights[:, :tokens].sum(-1), room.skipped[:, :tokens]
-        mass = np.where(left > 0, left, skipped)  # who stays has taken over the weights of all
-        if not self.skips:
-            skipped = np.zeros_like(mass)
-        self._totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
-
     def _update(self) -> None:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
         for swap in update.swaps:
@@ -200,94 +176,69 @@ class ExpertCache:
         """
         for layer, slots in enumerate(self.slots):
             wanted = [(layer, expert) for expert in slots.first_residents(ranked[layer])]
-            self._have(wanted, frozenset(wanted))
+            self._have([e for e in wanted if e not in self._memory], frozenset(wanted))
 
     def close(self) -> None:
         """End what is being read."""
-        self._readers.shutdown(cancel_futures=True)
+        self._arrivals.close()
 
     def check_integrity(self) -> None:
         """Assert what always holds between two passes."""
-        self._memory.check_integrity(coming=len(self._coming))
+        self._memory.check_integrity(coming=len(self._arrivals))
         for layer, slots in enumerate(self.slots):
             slots.check_integrity()
             assert all((layer, expert) in self._memory for expert in slots.residents)
 
-    def _have(self, wanted: Sequence[Expert], spared: frozenset[Expert]) -> None:
-        """Wait until experts are there, reading those that nobody reads yet.
+    def _bring(self, layer: int, room: RoutedRoom, tokens: int, asked: list[Expert]) -> None:
+        """Have those there who have no slot, if they may not be left out."""
+        self._memory.use(asked)
+        missing = self._not_lent(asked)
+        self._lent += self._memory.count_lent(asked)
+        if missing and self._policy.skips:
+            selected = room.selected[layer, :tokens]
+            there = self.hits(layer)[selected]
+            over = over_cap(room.weights[layer, :tokens], there, self._policy.cap)
+            needed = set(_experts(layer, selected[over]))
+            missing = [expert for expert in missing if expert in needed]
+        self._have(missing, frozenset(asked))
 
-        Those that are spared stay.
-        """
-        missing = [expert for expert in wanted if expert not in self._memory]
-        if not missing:
-            return
-        begun = time.perf_counter()
-        self._give_up_others(spared)
-        for expert in missing:
-            if expert not in self._coming and expert not in self._memory:
-                self._begin(expert, spared)
-        while any(expert in self._coming for expert in missing):
-            self._await_one(spared)
-        self._waited += time.perf_counter() - begun
+    def _have(self, missing: Sequence[Expert], spared: frozenset[Expert]) -> None:
+        """Wait until experts are there; those that are spared stay."""
+        if missing:
+            begun = time.perf_counter()
+            self._seat(self._arrivals.have(missing, spared))
+            self._waited += time.perf_counter() - begun
 
-    def _read_ahead(self, wanted: Sequence[Expert], spared: frozenset[Expert]) -> None:
-        """Begin to read what will be asked for, as far as there are blocks for it."""
-        spared = spared.union(wanted)
+    def _read_ahead(self, layer: int, likely: Numbers, spared: Iterable[Expert]) -> None:
+        """Begin to read what a layer will be asked for, the first choices first."""
+        absent = self._memory.places[layer][likely] == 0
+        if absent.any():
+            wanted = dict.fromkeys((layer, expert) for expert in likely.T[absent.T].tolist())
+            missing = self._not_lent(wanted)
+            self._arrivals.foresee(missing, frozenset(spared).union(_experts(layer, likely)))
+
+    def _not_lent(self, wanted: Iterable[Expert]) -> list[Expert]:
+        """Return who is not there and has to be read; all others who lie elsewhere are lent."""
+        missing = []
         for expert in wanted:
-            if expert in self._memory or expert in self._coming:
+            if self._memory.places[expert]:
                 continue
-            number = self._memory.take(spared)
-            if number is None:
-                return
-            self._read(expert, number)
-            self._ahead += 1
-
-    def _give_up_others(self, wanted: Container[Expert]) -> None:
-        """Do not begin to read what was foreseen and is not wanted."""
-        for expert, coming in list(self._coming.items()):
-            if expert not in wanted and coming.reading.cancel():
-                del self._coming[expert]
-                self._memory.give_back(coming.block)
-
-    def _begin(self, expert: Expert, spared: frozenset[Expert]) -> None:
-        """Have an expert read; while all blocks are taken, wait for one that comes."""
-        while (number := self._memory.take(spared)) is None:
-            assert self._coming, "there are blocks for the experts of any one layer"
-            self._await_one(spared)
-        self._read(expert, number)
-
-    def _read(self, expert: Expert, number: int) -> None:
-        layer, name = expert
-        block = self._memory.block(number)
-        reading = self._readers.submit(self._reader.read, self._numbers[layer], name, block)
-        self._coming[expert] = _Coming(number, reading)
-
-    def _await_one(self, wanted: Container[Expert]) -> None:
-        wait([coming.reading for coming in self._coming.values()], return_when=FIRST_COMPLETED)
-        self._land(wanted)
-
-    def _land(self, wanted: Container[Expert] = ()) -> None:
-        """Take in what has come; into a slot where one is empty.
-
-        What did not come is an error where it is wanted; whoever wants it later reads it again.
-        """
-        failed: list[BaseException] = []
-        for expert, coming in [(e, c) for e, c in self._coming.items() if c.reading.done()]:
-            del self._coming[expert]
-            error = coming.reading.exception()
-            if error is None:
-                self._took(expert, coming)
+            address = self._reader.lend(self._numbers[expert[0]], expert[1])
+            if address is None:
+                missing.append(expert)
             else:
-                self._memory.give_back(coming.block)
-                failed += [error] if expert in wanted else []
-        for error in failed:
-            raise error
+                self._memory.lend(expert, address)
+        return missing
 
-    def _took(self, expert: Expert, coming: _Coming) -> None:
-        self._loads += 1
-        self._read_bytes += coming.reading.result()
-        self._memory.put(expert, coming.block)
-        self._take_a_seat(expert)
+    def _land(self) -> None:
+        """Take in what has come meanwhile."""
+        if len(self._arrivals):
+            self._seat(self._arrivals.land())
+
+    def _seat(self, came: Iterable[Expert]) -> None:
+        """Give those who came a slot where one is empty."""
+        for expert in came:
+            self._take_a_seat(expert)
 
     def _take_a_seat(self, expert: Expert) -> None:
         layer, name = expert
@@ -296,18 +247,17 @@ class ExpertCache:
             self._memory.keep(expert)
 
     def _exchange(self, swap: Swap) -> None:
-        """Give a slot to another expert, if it is there; one that was left out is fetched."""
+        """Give a slot to another expert, if it has a block; for another time it is fetched."""
         expert = (swap.layer, swap.add)
         if expert not in self._memory:
-            if self.skips:
-                self._read_ahead([expert], frozenset())
+            self._arrivals.foresee([expert], frozenset())
             return
         gone = self.slots[swap.layer].exchange(slot=swap.slot, expert=swap.add)
         self._memory.keep(expert)
         if gone is not None:
             self._memory.let_go((swap.layer, gone))
         self._swaps += 1
-        self.counters.count_swaps(self._numbers[swap.layer], 1)
+        self._log.count_swap(self._numbers[swap.layer])
 
 
 def _experts(layer: int, selected: Numbers) -> list[Expert]:

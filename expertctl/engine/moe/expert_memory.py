@@ -2,7 +2,8 @@
 
 A block is free, on its way, or holds an expert. Experts that have a slot stay; all others share
 the rest of the blocks, the *pool*, and whoever was used longest ago gives its block to the next.
-All blocks are alike: an expert that gets a slot, or loses it, is not moved.
+All blocks are alike: an expert that gets a slot, or loses it, is not moved. An expert may also be
+*lent* for one pass: it is computed where it lies outside these blocks.
 """
 
 from collections import OrderedDict
@@ -36,6 +37,7 @@ class ExpertMemory:
         self._held: dict[Expert, int] = {}
         self._pool = OrderedDict[Expert, None]()
         """Those without a slot, the one that was used longest ago first."""
+        self._lent: list[Expert] = []
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +96,23 @@ class ExpertMemory:
         """Put an expert that had a slot into the pool, as used last."""
         assert expert in self._held
         self._pool[expert] = None
+
+    def lend(self, expert: Expert, address: int) -> None:
+        """Say where an expert lies that has no block, until `end_lending`."""
+        assert expert not in self._held
+        self.places[expert], self.hits[expert] = address, 1
+        self._lent.append(expert)
+
+    def count_lent(self, experts: Iterable[Expert]) -> int:
+        """Return how many of them are lent and have no block."""
+        return sum(expert not in self._held and bool(self.places[expert]) for expert in experts)
+
+    def end_lending(self) -> None:
+        """Forget where experts lie that have no block; some may have got one meanwhile."""
+        for expert in self._lent:
+            if expert not in self._held:
+                self.places[expert], self.hits[expert] = 0, 0
+        self._lent.clear()
 
     def check_integrity(self, *, coming: int = 0) -> None:
         """Assert what always holds; so many blocks are on their way."""

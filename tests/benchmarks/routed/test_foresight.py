@@ -5,7 +5,7 @@ from contextlib import closing
 import numpy as np
 
 from benchmarks.routed.foresight import RIGHT, MisledCache
-from benchmarks.routed.readers import CopiedExperts
+from benchmarks.routed.readers import LentExperts
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
@@ -25,7 +25,7 @@ def test_as_much_is_wrong_as_is_said_and_what_was_chosen_stays() -> None:
     room.selected[...] = 5
     changed = []
     with closing(
-        MisledCache(memory, CopiedExperts(base.experts), numbers=(0, 1), slots=slots)
+        MisledCache(memory, LentExperts(base.experts), numbers=(0, 1), slots=slots)
     ) as cache:
         cache.fill([[], []])
         for _ in range(4000):

@@ -39,6 +39,22 @@ class Marked:
         block[...] = 16 * layer + expert
         return block.nbytes
 
+    def lend(self, layer: int, expert: int) -> int | None:
+        return None
+
+
+class Lending(Marked):
+    """Lends experts every now and then."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._chance = np.random.default_rng(seed)
+        self._marks = np.repeat(np.arange(16 * 16, dtype=np.uint8)[:, None], 64, axis=1)
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        is_lent = self._chance.random() < 0.5
+        return int(self._marks[16 * layer + expert].ctypes.data) if is_lent else None
+
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
@@ -101,13 +117,15 @@ def marks(cache: ExpertCache, layer: int) -> Iterator[tuple[int, int]]:
     cap=st.sampled_from([None, 0.0, 0.4, 1.0]),
     seed=st.integers(0, 1000),
     passes=st.lists(st.integers(1, TOKENS), min_size=1, max_size=12),
+    lends=st.booleans(),
 )
 def test_who_is_asked_for_is_there_and_no_other_in_his_place(
-    config: ModelConfig, slots: int, cap: float | None, seed: int, passes: list[int]
+    config: ModelConfig, slots: int, cap: float | None, seed: int, passes: list[int], lends: bool
 ) -> None:
     drawn, room = np.random.default_rng(seed), RoutedRoom(config, Scheme.FLOAT32, tokens=TOKENS)
     policy = EXACT if cap is None else MissPolicy(skips=True, cap=cap)
-    with closing(new_cache(Marked(), slots=slots, policy=policy)) as cache:
+    reader = Lending(seed) if lends else Marked()
+    with closing(new_cache(reader, slots=slots, policy=policy)) as cache:
         for tokens in passes:
             draw_pass(room, drawn, tokens)
             for layer in range(LAYERS):
@@ -147,7 +165,7 @@ def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> Non
                 room.selected[layer, 0] = (3, 5)
                 cache.bring(layer, room, 1)
             cache.passed(room, 1, phase=Phase.DECODE)
-            while cache._coming:
+            while len(cache._arrivals):
                 cache._land()
         assert all(set(slots.residents) == {3, 5} for slots in cache.slots)
 
@@ -162,3 +180,26 @@ def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: Mo
         cache.bring(0, room, 1)
         assert dict(marks(cache, 0)) == {1: 17, 2: 18}
         cache.check_integrity()
+
+
+def test_what_is_lent_takes_no_block_and_is_copied_once_it_gets_a_slot(
+    config: ModelConfig,
+) -> None:
+    reader, room = Lending(0), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    reader.lend = lambda layer, expert: int(reader._marks[16 * layer + expert].ctypes.data)  # type: ignore[method-assign]
+    with closing(new_cache(reader, slots=2, policy=MissPolicy(reads_ahead=False))) as cache:
+        for number in range(40):
+            for layer in range(LAYERS):
+                room.selected[layer, 0] = (3, 5)
+                cache.bring(layer, room, 1)
+                if number == 0:
+                    assert not reader.read_names, "nobody waits for what is lent"
+                assert {expert for expert, _ in marks(cache, layer)} >= {3, 5}
+            cache.passed(room, 1, phase=Phase.DECODE)
+            while len(cache._arrivals):
+                cache._land()
+        told = cache.activity()
+        assert all(set(slots.residents) == {3, 5} for slots in cache.slots)
+        assert sorted(reader.read_names) == [(layer, name) for layer in NUMBERS for name in (3, 5)]
+        assert 0 < told.lent == told.misses < told.requests
+        assert told.waited_ms == 0

@@ -1,0 +1,142 @@
+"""What passes asked for and who had a slot then, kept until it is worth counting.
+
+To count one pass takes about as long as to count sixteen at once, and a token of a small base has
+no time for it. Whoever reads the counts has them brought up to date.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.moe.counters import Counters, requested_by_layer
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.skipping import SkipTotals, skip_totals
+
+Numbers = np.ndarray[Any, Any]
+_AT_ONCE = 16
+"""Passes that are counted together."""
+_TOKENS_AT_ONCE = 512
+"""Or as soon as they read so many tokens: what is kept must not grow."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of a pass, layer by layer."""
+
+    asked: list[Numbers] = field(default_factory=list)
+    """[tokens, used] of each layer."""
+    hits: list[Numbers] = field(default_factory=list)
+    """Who had a slot then, [experts] of each layer."""
+    waited: list[int] = field(default_factory=list)
+    """Nanoseconds until all who were asked for were there."""
+    brought: list[int] = field(default_factory=list)
+    """When that was, and at the end when the pass was over."""
+    weights: Numbers | None = None
+    skipped: Numbers | None = None
+
+    @property
+    def tokens(self) -> int:
+        return len(self.asked[0])
+
+
+class PassLog:
+    """What one pass after the other asked for. One thread writes; any thread reads the counts."""
+
+    def __init__(self, numbers: Sequence[int], *, experts: int, skips: bool) -> None:
+        """Begin without a pass; ``numbers`` are those of routed layers in the base."""
+        self._layers, self._experts, self._skips = len(numbers), experts, skips
+        self._counters = Counters(numbers, experts=experts)
+        self._totals = SkipTotals()
+        self._now = _Pass()
+        self._over: list[_Pass] = []
+        self._lock = threading.Lock()
+
+    @property
+    def counters(self) -> Counters:
+        """The counters, up to date."""
+        self.flush()
+        return self._counters
+
+    @property
+    def totals(self) -> SkipTotals:
+        """What was missed and left out, up to date."""
+        self.flush()
+        return self._totals
+
+    def ask(self, layer: int, selected: Numbers, hits: Numbers) -> None:
+        """Note what tokens chose in a layer, and who has a slot; the first layer begins a pass."""
+        now = self._now
+        if layer != len(now.asked):  # a pass failed, here or before
+            del now.asked[layer:], now.hits[layer:], now.waited[layer:], now.brought[layer:]
+        now.asked.append(selected.copy())  # what is skipped is struck out of it
+        now.hits.append(hits.copy())
+        now.waited.append(-time.perf_counter_ns())
+
+    def brought(self) -> None:
+        """Note that all who were asked for are there."""
+        now = time.perf_counter_ns()
+        self._now.waited[-1] += now
+        self._now.brought.append(now)
+
+    def passed(self, room: RoutedRoom, tokens: int) -> list[Numbers] | None:
+        """Note that the pass is over; return what it asked for, None if not all layers did."""
+        now, self._now = self._now, _Pass()
+        if len(now.brought) < self._layers:
+            return None
+        now.brought.append(time.perf_counter_ns())
+        now.weights = room.weights[:, :tokens].copy()
+        if self._skips:
+            now.skipped = room.skipped[:, :tokens].copy()
+        with self._lock:
+            self._over.append(now)
+            is_due = len(self._over) >= _AT_ONCE or tokens >= _TOKENS_AT_ONCE
+        if is_due:
+            self.flush()
+        return now.asked
+
+    def count_swap(self, number: int) -> None:
+        """Count that an expert took the slot of another, in a layer of the base."""
+        self._counters.count_swaps(number, 1)
+
+    def flush(self) -> None:
+        """Count what is not counted yet."""
+        with self._lock:
+            over, self._over = self._over, []
+            for _, alike in groupby(over, key=lambda each: each.tokens):
+                for some in _parts(list(alike)):
+                    self._count(some)
+
+    def _count(self, passes: Sequence[_Pass]) -> None:
+        """Count passes that read the same number of tokens."""
+        layers = len(passes) * self._layers
+        asked = np.array([each.asked for each in passes]).reshape(layers, -1)
+        requests = requested_by_layer(asked, self._experts)
+        hits = np.array([each.hits for each in passes]).reshape(layers, -1)
+        shape = (len(passes), self._layers, self._experts)
+        waited = np.array([each.waited for each in passes])
+        computed = np.diff(np.array([each.brought for each in passes]))
+        computed[:, :-1] -= waited[:, 1:]
+        self._counters.count_passes(
+            requests.reshape(shape),
+            hits.astype(np.int64).reshape(shape) - 1,
+            hot_ns=computed.sum(0),
+            cold_ns=waited.sum(0),
+        )
+        mass = np.array([each.weights for each in passes]).sum(-1).reshape(layers, -1)
+        skipped = np.zeros_like(mass)
+        if self._skips:
+            skipped = np.array([each.skipped for each in passes]).reshape(layers, -1)
+            mass = np.where(mass > 0, mass, skipped)  # who stays has taken over the weights of all
+        self._totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
+
+
+def _parts(passes: list[_Pass]) -> Iterator[list[_Pass]]:
+    """Cut passes into some that are counted together in little memory."""
+    some = max(1, _TOKENS_AT_ONCE // passes[0].tokens)
+    for first in range(0, len(passes), some):
+        yield passes[first : first + some]

@@ -1,0 +1,95 @@
+"""What is counted later is what would have been counted at once."""
+
+import numpy as np
+import pytest
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.counters import Counters, requested_by_layer
+from expertctl.engine.moe.pass_log import PassLog
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.skipping import SkipTotals, skip_totals
+from expertctl.package.model_config import ModelConfig, parse_config
+
+LAYERS, EXPERTS, USED, MOST = 3, 8, 2, 300
+NUMBERS = (0, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def config() -> ModelConfig:
+    return parse_config(
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "moe_intermediate_size": 16,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": USED,
+        }
+    )
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_counts_are_those_of_each_pass_by_itself(config: ModelConfig, skips: bool) -> None:
+    drawn, room = np.random.default_rng(0), RoutedRoom(config, Scheme.FLOAT32, tokens=MOST)
+    log = PassLog(NUMBERS, experts=EXPERTS, skips=skips)
+    expected, totals = Counters(NUMBERS, experts=EXPERTS), SkipTotals()
+    for tokens in [1] * 21 + [3, 1, 300, 300, 2, 1]:
+        hits = drawn.integers(0, 2, (LAYERS, EXPERTS)).astype(np.float32)
+        room.selected[:, :tokens] = drawn.integers(0, EXPERTS, (LAYERS, tokens, USED))
+        room.weights[:, :tokens] = drawn.random((LAYERS, tokens, USED))
+        room.skipped[:, :tokens] = drawn.random((LAYERS, tokens))
+        for layer in range(LAYERS):
+            log.ask(layer, room.selected[layer, :tokens], hits[layer])
+            log.brought()
+        assert log.passed(room, tokens) is not None
+        requests = requested_by_layer(room.selected[:, :tokens], EXPERTS)
+        expected.count_pass(requests, hits.astype(np.int64) - 1)
+        mass = room.weights[:, :tokens].sum(-1)
+        skipped = room.skipped[:, :tokens] if skips else np.zeros_like(mass)
+        totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
+    seen, wanted = log.counters.observed(), expected.observed()
+    assert np.array_equal(seen.chosen, wanted.chosen)
+    for number in NUMBERS:
+        ours, theirs = seen.layers[number], wanted.layers[number]
+        for name in ("calls", "hits", "misses", "requests", "missed_requests"):
+            assert getattr(ours, name) == getattr(theirs, name)
+    assert (log.totals.requests, log.totals.misses) == (totals.requests, totals.misses)
+    assert log.totals.mass == pytest.approx(totals.mass, rel=1e-6)
+    assert log.totals.skipped == pytest.approx(totals.skipped, rel=1e-6)
+
+
+def test_a_pass_that_failed_is_not_counted(config: ModelConfig) -> None:
+    room, none = RoutedRoom(config, Scheme.FLOAT32, tokens=1), np.zeros(EXPERTS, np.float32)
+    log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
+    log.ask(0, room.selected[0, :1], none)
+    log.brought()
+    log.ask(1, room.selected[1, :1], none)  # and nobody came
+    for layer in range(LAYERS):
+        log.ask(layer, room.selected[layer, :1], none)
+        log.brought()
+    assert log.passed(room, 1) is not None
+    log.ask(0, room.selected[0, :1], none)
+    log.brought()
+    assert log.passed(room, 1) is None
+    assert log.counters.layer(1).calls == 1
+
+
+def test_times_of_a_layer_are_waiting_and_then_computing(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, none = RoutedRoom(config, Scheme.FLOAT32, tokens=1), np.zeros(EXPERTS, np.float32)
+    log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
+    moments = iter([100, 130, 200, 201, 300, 350, 390])
+    monkeypatch.setattr("time.perf_counter_ns", lambda: next(moments))
+    for layer in range(LAYERS):
+        log.ask(layer, room.selected[layer, :1], none)
+        log.brought()
+    log.passed(room, 1)
+    found = [log.counters.layer(number) for number in NUMBERS]
+    assert [each.cold_ns for each in found] == [30, 1, 50]
+    assert [each.hot_ns for each in found] == [70, 99, 40]
