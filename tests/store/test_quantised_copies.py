@@ -455,6 +455,20 @@ def test_garbage_of_bases_is_told_and_collected(
     assert names == {"tiny", "lock", "mine"}
 
 
+@pytest.mark.parametrize("scheme", ["float32", "bfloat16", "int8", "int4"])
+def test_copies_of_every_scheme_are_known_for_what_they_are(
+    scheme: str, house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies
+) -> None:
+    write(copies, scheme=scheme)
+    old = copies.path(scheme).with_name(f"{scheme}-1")
+    old.write_bytes(b"12345")
+    assert copies.problems() == {old: "another version of expertctl made it"}
+    assert collect(house.store, bases).copies == (old,)
+    assert read(copies, scheme) == DATA
+    bases.remove(base)
+    assert not copies.path(scheme).exists()
+
+
 def test_of_what_lies_among_the_copies_only_what_has_their_names_goes(
     house: House, bases: BaseStore, base: StoredBase, copies: QuantisedCopies, tmp_path: Path
 ) -> None:
