@@ -8,11 +8,12 @@ That works in one lane. Where several devices hold experts, a new placement is p
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.updates import Swap
+from expertctl.engine.moe.updates import MOST_SWAPS, Swap
 from expertctl.errors import UsageError
 
 _EXACT = 1e-9
@@ -50,6 +51,27 @@ def exchanges(
     hot = sum(len(residents.residents) for residents in slots.values())
     most = max_exchange(rate=rate, hot=hot, candidates=len(pairs))
     return Exchanges(tuple(swap for _, swap in pairs[:most]), len(pairs), most)
+
+
+def affordable(
+    swaps: Iterable[Swap],
+    done: Iterable[Swap],
+    *,
+    layer_budget: int,
+    swaps_a_layer: int = MOST_SWAPS,
+) -> list[Swap]:
+    """Return which exchanges an update may do besides what it did: the first of them, in order.
+
+    Both together are no more in a layer, and in no more layers, than the update may do alone.
+    """
+    taken, fit = Counter(swap.layer for swap in done), []
+    for swap in swaps:
+        is_new = not taken[swap.layer]
+        layers = sum(count > 0 for count in taken.values())
+        if taken[swap.layer] < swaps_a_layer and (not is_new or layers < layer_budget):
+            taken[swap.layer] += 1
+            fit.append(swap)
+    return fit
 
 
 def max_exchange(*, rate: float, hot: int, candidates: int) -> int:

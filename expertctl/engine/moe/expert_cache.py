@@ -7,8 +7,10 @@ layer is likely to ask for is read ahead.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy as np
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.moe.arrivals import Arrivals
 from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.exchanges import Scores, affordable, exchanges
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
@@ -25,9 +28,11 @@ from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.moe.routed_room import RoutedRoom
 from expertctl.engine.moe.skipping import over_cap
 from expertctl.engine.moe.update_policy import UpdatePolicy
-from expertctl.engine.moe.updates import RequestBuffer, Swap, updates_between_tokens
+from expertctl.engine.moe.updates import RequestBuffer, Swap, Update, updates_between_tokens
 
 Numbers = np.ndarray[Any, Any]
+_BESIDE = 4
+"""So many of those who are expected are read while a pass is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,10 @@ class ExpertCache:
         self._requests, self._pace = RequestBuffer(), UpdatePolicy()
         self._log = PassLog(self._numbers, experts=memory.experts, skips=policy.skips)
         self._arrivals = Arrivals(memory, reader, self._numbers, threads=threads)
+        self._expected = deque[Expert]()
+        """Who is known to be asked for, and comes into a slot as long as one is empty."""
+        self._scores: dict[int, Scores] = {}
+        self._rate = 0.0
         self._swaps = self._lent = 0
         self._waited = 0.0
 
@@ -134,6 +143,8 @@ class ExpertCache:
         self._pace.generated(tokens)
         if begins or self._pace.is_due():
             self._update()
+        if self._expected:
+            self._go_on_filling(_BESIDE)
 
     def activity(self) -> Activity:
         """Return what was asked for and brought until now; another thread may ask."""
@@ -166,6 +177,8 @@ class ExpertCache:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
         for swap in update.swaps:
             self._exchange(swap)
+        if self._rate:
+            self._exchange_by_gain(update)
         self._pace.updated(update)
 
     def fill(self, ranked: Sequence[Sequence[int]]) -> None:
@@ -178,6 +191,21 @@ class ExpertCache:
             wanted = [(layer, expert) for expert in slots.first_residents(ranked[layer])]
             self._have([e for e in wanted if e not in self._memory], frozenset(wanted))
 
+    def expect(self, ranked: Sequence[Sequence[int]]) -> None:
+        """Have experts come into empty slots while passes go on; for each layer the first ones."""
+        room = [len(slots.free) for slots in self.slots]
+        firsts = [[(n, e) for e in order[: room[n]]] for n, order in enumerate(ranked)]
+        in_turn = (expert for each in zip_longest(*firsts) for expert in each if expert)
+        self._expected = deque(in_turn)
+        self._go_on_filling(len(self._expected))
+
+    def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
+        """Let updates exchange experts for those that score more, too; 0 ends that.
+
+        ``rate`` is the share of all residents that one may exchange, within its usual budget.
+        """
+        self._scores, self._rate = dict(enumerate(scores)), rate
+
     def close(self) -> None:
         """End what is being read."""
         self._arrivals.close()
@@ -188,6 +216,23 @@ class ExpertCache:
         for layer, slots in enumerate(self.slots):
             slots.check_integrity()
             assert all((layer, expert) in self._memory for expert in slots.residents)
+
+    def _go_on_filling(self, count: int) -> None:
+        """Read some of those who are expected, again where others were more urgent."""
+        first: list[Expert] = []
+        while self._expected and len(first) < count:
+            expert = self._expected.popleft()
+            if self.slots[expert[0]].free and expert not in self._memory:
+                first.append(expert)
+        self._arrivals.foresee(first, frozenset())
+        self._expected.extendleft(reversed(first))
+
+    def _exchange_by_gain(self, update: Update) -> None:
+        """Exchange those by whom a profile gains most, as far as an update may exchange more."""
+        found = exchanges(dict(enumerate(self.slots)), self._scores, rate=self._rate)
+        layers = self._pace.budget
+        for swap in affordable(found.swaps, update.swaps, layer_budget=layers):
+            self._exchange(swap)
 
     def _bring(self, layer: int, room: RoutedRoom, tokens: int, asked: list[Expert]) -> None:
         """Have those there who have no slot, if they may not be left out."""

@@ -105,6 +105,12 @@ class Cache(Protocol):
     def fill(self, ranked: Sequence[Sequence[int]]) -> None:
         """Bring experts into all empty slots."""
 
+    def expect(self, ranked: Sequence[Sequence[int]]) -> None:
+        """Have experts come into empty slots while passes go on."""
+
+    def guide(self, scores: Sequence[Mapping[int, int]], *, rate: float) -> None:
+        """Let updates exchange experts for those that score more, too."""
+
 
 def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
     """Give empty slots of a cache their first experts; ``slots`` by the number of the layer.
@@ -116,8 +122,13 @@ def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
     match start.wishes.warmup:
         case "full":
             cache.fill(ranked)
-        case "hybrid" | "none":
+        case "hybrid":
+            cache.expect(ranked)
+        case "none":
             pass
+    guide, rate = start.guide, start.wishes.exchange
+    if guide is not None and rate > 0:
+        cache.guide([guide.counts(number) for number in sorted(slots)], rate=rate)
 
 
 def parse_rate(rate: float) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.engine.moe.activity_document import read_activity
-from expertctl.engine.moe.exchanges import exchanges, max_exchange
+from expertctl.engine.moe.exchanges import affordable, exchanges, max_exchange
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.updates import Swap
 from expertctl.engine.moe.weighting import scores
@@ -111,3 +111,18 @@ def test_at_full_rate_a_layer_ends_with_its_best_experts(
         worth = sorted((layers[number].get(expert, 0) for expert in range(8)), reverse=True)
         held = sorted((layers[number].get(expert, 0) for expert in one.residents), reverse=True)
         assert held == worth[: len(resident)]
+
+
+def test_what_an_update_did_and_what_a_profile_exchanges_have_one_budget() -> None:
+    done = [Swap(0, 0, 1, 2), Swap(2, 0, 1, 2)]
+    wanted = [Swap(1, slot, slot, 20 + slot) for slot in range(3)]
+    wanted += [Swap(0, slot, slot, 20 + slot) for slot in range(1, 4)]
+    wanted += [Swap(3, 0, 1, 2)]
+    assert affordable(wanted, done, layer_budget=9, swaps_a_layer=2) == [
+        *wanted[:2],
+        wanted[3],
+        wanted[6],
+    ]
+    assert affordable(wanted, done, layer_budget=2) == wanted[3:6], "in the same two layers"
+    assert affordable(wanted, done, layer_budget=3) == wanted[:6]
+    assert affordable(wanted, [], layer_budget=0) == []

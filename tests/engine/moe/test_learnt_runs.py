@@ -10,7 +10,7 @@ from expertctl.engine.moe.guide import usage_of
 from expertctl.engine.moe.habit_keeper import habits_in
 from expertctl.engine.moe.habits import Habits, base_digest, write_habits
 from expertctl.engine.moe.pins import SharePins, TopPins
-from expertctl.engine.moe.start import StartWishes
+from expertctl.engine.moe.start import WARMUPS, StartWishes, Warmup
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
 from expertctl.errors import IncompatibleError, UsageError
@@ -116,6 +116,18 @@ def test_habits_that_cannot_be_believed_are_left_out_with_a_note_and_made_anew(
     assert len(noted) == (0 if data is None else 1)
     assert habits_in(file_of(house)) is not None
     assert not any("learnt" in warning for warning in answer().warnings)
+
+
+@pytest.mark.parametrize("exchange", [0.0, 1.0])
+@pytest.mark.parametrize("warmup", WARMUPS)
+def test_however_a_base_begins_its_answer_is_the_same(
+    warmup: Warmup, exchange: float, answer: Answer
+) -> None:
+    """Whoever comes beside the work, or is exchanged for the profile, is a matter of time alone."""
+    first = answer()
+    again = answer(StartWishes(warmup=warmup, exchange=exchange))
+    assert again.generated.tokens == first.generated.tokens
+    assert hit_rate(again) > 0.65
 
 
 def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, house: House) -> None:
