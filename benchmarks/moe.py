@@ -6,8 +6,9 @@ vocabulary asks for the experts that a trace says: one drawn by Zipf's law (1.0,
 two threads. *From memory*: what is not resident lies in memory that stands for what is outside the
 device's budget. *From the disk*: the process may not have as much memory as the base is large
 (RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every expert
-that is missing comes from the disk. Where the next layer's experts are read ahead, a fifth of what
-is foreseen is made wrong.
+that is missing comes from the disk; what is quantised we read as the copy holds it that a machine
+keeps of a base, the rival reads and quantises the base's own bytes. Where the next layer's experts
+are read ahead, a fifth of what is foreseen is made wrong.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from benchmarks.harness import (
 )
 from benchmarks.routed.engines import THREADS, WARM_UP, Setting, ours, transformers
 from benchmarks.routed.hit_rows import SHARE, draw, hit_rows
+from benchmarks.routed.readers import keep_copy
 from benchmarks.routed.shape import RoutedShape, write_base
 from benchmarks.routed.tasks import Figure, Follow, Keeping, RoutedTask, Tell
 from benchmarks.routed.traces import drawn, shape_of, stored
@@ -75,7 +77,8 @@ def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int)
     rows = _hits(trace, picture, layers)
     with _subject(trace, folder, layers) as subject:
         rows += from_memory(subject, rounds)
-        rows += from_disk(subject, rounds)
+        for scheme in (Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4):
+            rows += from_disk(subject, rounds, scheme=scheme)
         rows.append(cuda())
         rows += prompts(subject, Scheme.BFLOAT16, rounds)
     with _subject(trace, folder, min(layers, FEW_LAYERS)) as small:
@@ -115,24 +118,44 @@ def from_memory(subject: Subject, rounds: int) -> list[Row]:
     return [replace(cached, note=f"{subject.simulates}, bf16"), replace(lent, note=note)]
 
 
-def from_disk(subject: Subject, rounds: int, *, limit: float | None = LIMIT) -> list[Row]:
-    """Each in a process of its own; the two that read the disk may not hold the base."""
+def from_disk(
+    subject: Subject,
+    rounds: int,
+    *,
+    scheme: Scheme = Scheme.BFLOAT16,
+    limit: float | None = LIMIT,
+) -> list[Row]:
+    """Each in a process of its own; the two that read the disk may not hold the base.
+
+    What is quantised is read from the copy that a machine keeps; the rival reads the base's files.
+    """
+    mine = Keeping.STORED
+    copies = subject.home / "bases"
+    if scheme.layout.is_grouped:
+        mine = Keeping.PREPACKED
+        keep_copy(subject.directory, copies, scheme)
     settings = {
-        Keeping.WHOLE: subject.setting(Keeping.WHOLE),
-        Keeping.STORED: subject.setting(Keeping.STORED, limit=limit),
-        Keeping.ON_MISS: subject.setting(Keeping.ON_MISS, limit=limit),
+        keeping: replace(
+            subject.setting(keeping, limit=None if keeping is Keeping.WHOLE else limit),
+            scheme=scheme,
+            copies=copies,
+        )
+        for keeping in (Keeping.WHOLE, mine, Keeping.ON_MISS)
     }
     with ExitStack() as stack:
         opened = {k: stack.enter_context(EngineProcess(ours(s))) for k, s in settings.items()}
         seconds = take_turns(_follow(opened), rounds=rounds)
-        told = {k: _told(k, opened[k]) for k in (Keeping.STORED, Keeping.ON_MISS)}
-    case = f"decode, {SHARE:.0%} resident, cold experts on disk"
-    naive = _decoded(case, seconds, Keeping.STORED, ">= 3", rival=Keeping.ON_MISS)
-    whole = _decoded(case, seconds, Keeping.STORED, None)
+        told = {
+            name: _told(keeping, opened[keeping])
+            for name, keeping in (("ours", mine), ("theirs", Keeping.ON_MISS))
+        }
+    case = f"decode, {scheme.value}, {SHARE:.0%} resident, cold experts on disk"
+    naive = _decoded(case, seconds, mine, ">= 3", rival=Keeping.ON_MISS)
+    whole = _decoded(case, seconds, mine, None)
     return [
-        replace(naive, note=f"{subject.simulates}, bf16; {_read_note(told)}"),
+        replace(naive, note=f"{subject.simulates}; {_read_note(told)}"),
         replace(whole, note=f"the process may have {LIMIT:.0%} of the size of the base"),
-        _budget(subject, told[Keeping.STORED]),
+        _budget(subject, told["ours"], scheme),
     ]
 
 
@@ -140,11 +163,10 @@ def _told(keeping: Keeping, process: Process) -> dict[Figure, float]:
     return {figure: process.run(Tell(keeping, figure), THREADS) for figure in Figure}
 
 
-def _read_note(told: Mapping[Keeping, Mapping[Figure, float]]) -> str:
+def _read_note(told: Mapping[str, Mapping[Figure, float]]) -> str:
     """Say what was missing, and whether it came from the disk."""
     parts = []
-    for keeping, name in ((Keeping.STORED, "ours"), (Keeping.ON_MISS, "theirs")):
-        found = told[keeping]
+    for name, found in told.items():
         parts.append(
             f"{name}: {found[Figure.MISSES]:.0%} of requests had no slot, "
             f"{found[Figure.READ] / 1e9:.1f} GB of experts were read, and with all else "
@@ -153,10 +175,10 @@ def _read_note(told: Mapping[Keeping, Mapping[Figure, float]]) -> str:
     return "; ".join(parts)
 
 
-def _budget(subject: Subject, told: Mapping[Figure, float]) -> Row:
+def _budget(subject: Subject, told: Mapping[Figure, float], scheme: Scheme) -> Row:
     grown, held = told[Figure.GROWN] / 1e6, told[Figure.HELD] / 1e6
     row = Row(
-        case=f"memory at most, {SHARE:.0%} resident, cold experts on disk",
+        case=f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
         ours=round(grown, 1),
         rival="trunk, blocks, buffers, keys and values",
         theirs=round(held, 1),

@@ -35,7 +35,7 @@ class Setting:
 
     ``share`` of the experts is resident where not all are. Texts go through the first ``tokens`` of
     the vocabulary. With ``limit`` the process may have so much of the size of the base, of 1.
-    Compiled kernels are kept below ``home``, as those of runs are.
+    Compiled kernels are kept below ``home``, as those of runs are, and copies below ``copies``.
     """
 
     directory: Path
@@ -45,6 +45,7 @@ class Setting:
     scheme: Scheme = Scheme.BFLOAT16
     share: float = 1.0
     limit: float | None = None
+    copies: Path | None = None
 
 
 def ours(setting: Setting) -> OpenRouted:
@@ -75,6 +76,7 @@ class _Ours:
                 scheme=setting.scheme,
                 share=setting.share,
                 tokens=setting.tokens,
+                copies=setting.copies,
             )
             for home in self._homes.values():
                 home.follow(WARM_UP)

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.harness import Seconds, timed
 from benchmarks.routed.foresight import MisledCache
 from benchmarks.routed.load_on_miss import LoadOnMiss
-from benchmarks.routed.readers import LentExperts, UncachedExperts
+from benchmarks.routed.readers import LentExperts, UncachedCopies, UncachedExperts
 from benchmarks.routed.tasks import Keeping
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
@@ -58,14 +58,21 @@ def open_homes(
     scheme: Scheme,
     share: float,
     tokens: int,
+    copies: Path | None = None,
 ) -> dict[Keeping, "Home"]:
-    """Read a base, and fill what each way of keeping its experts has room for."""
+    """Read a base, and fill what each way of keeping its experts has room for.
+
+    ``copies`` is where `keep_copy` put the copies of bases, for who reads those.
+    """
     config = read_config(directory)
     all_there = bool(set(keepings).intersection(_NEED_ALL))
     base = load_packed_base(directory, config, scheme, experts=all_there)
-    files = UncachedExperts(base_tensors(directory, config), config, scheme)
     homes = {}
     for keeping in keepings:
+        files: ExpertReader = UncachedExperts(base_tensors(directory, config), config, scheme)
+        if keeping is Keeping.PREPACKED:
+            assert copies is not None
+            files = UncachedCopies(directory, copies, scheme)
         experts = _experts(keeping, base, files, share)
         seen = base if experts is None else replace(base, experts={})
         homes[keeping] = Home(seen, crew, experts, tokens=tokens)
@@ -84,7 +91,7 @@ def _experts(
             return _cache(base, LentExperts(base.experts), Split(routed.count, 0))
         case Keeping.LENT:
             return _cache(base, LentExperts(base.experts), split(routed, share))
-        case Keeping.STORED:
+        case Keeping.STORED | Keeping.PREPACKED:
             return _cache(base, files, split(routed, share))
         case Keeping.ON_MISS:
             return LoadOnMiss(

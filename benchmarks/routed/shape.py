@@ -27,6 +27,13 @@ _DRAWN = 1 << 20
 _CALL, _STEP = 4.0, 0.125
 """What stands in the residual stream for the first expert of a token; the next have less."""
 
+_TOKENIZER: JsonObject = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+}
+"""Nobody writes text, but a base has one."""
+
 
 @dataclass(frozen=True, slots=True)
 class RoutedShape:
@@ -74,6 +81,7 @@ def write_base(directory: Path, shape: RoutedShape, trace: Trace, *, seed: int =
     assert len(trace) <= shape.vocabulary
     assert shape.layers * shape.experts <= shape.hidden
     (directory / "config.json").write_text(json.dumps(shape.document()))
+    (directory / "tokenizer.json").write_text(json.dumps(_TOKENIZER))
     shapes = shape.config().tensor_shapes()
     with (directory / "model.safetensors").open("wb") as stream:
         stream.write(_header(shapes))

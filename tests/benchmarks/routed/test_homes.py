@@ -11,6 +11,7 @@ import torch
 from benchmarks.cache_oracles import Trace, belady, lru
 from benchmarks.routed.homes import Home, Split, open_homes, split
 from benchmarks.routed.load_on_miss import LoadOnMiss
+from benchmarks.routed.readers import keep_copy
 from benchmarks.routed.tasks import Keeping
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
@@ -46,7 +47,9 @@ class Seen(LoadOnMiss):
         return []
 
 
-def test_tokens_ask_for_what_the_trace_says(directory: Path, trace: Trace, crew: Crew) -> None:
+def test_tokens_ask_for_what_the_trace_says(
+    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+) -> None:
     config = read_config(directory)
     trunk = load_packed_base(directory, config, Scheme.BFLOAT16, experts=False)
     files = StoredExperts(base_tensors(directory, config), config, Scheme.BFLOAT16)
@@ -59,12 +62,21 @@ def test_tokens_ask_for_what_the_trace_says(directory: Path, trace: Trace, crew:
     assert hits <= belady(trace, 4)
 
 
-def test_where_experts_are_changes_no_score(directory: Path, trace: Trace, crew: Crew) -> None:
+def test_where_experts_are_changes_no_score(
+    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+) -> None:
     config = read_config(directory)
-    base = load_packed_base(directory, config, Scheme.BFLOAT16)
+    base = load_packed_base(directory, config, Scheme.INT4)
     expected = _scores(PackedDecoder(base, crew))
+    keep_copy(directory, tmp_path / "bases", Scheme.INT4)
     homes = open_homes(
-        directory, list(Keeping), crew, scheme=Scheme.BFLOAT16, share=0.5, tokens=len(trace)
+        directory,
+        list(Keeping),
+        crew,
+        scheme=Scheme.INT4,
+        share=0.5,
+        tokens=len(trace),
+        copies=tmp_path / "bases",
     )
     for keeping, home in homes.items():
         assert torch.equal(_scores(home.decoder), expected), keeping
@@ -73,15 +85,24 @@ def test_where_experts_are_changes_no_score(directory: Path, trace: Trace, crew:
             home.experts.close()
 
 
-def test_homes_say_what_they_hold_miss_and_read(directory: Path, trace: Trace, crew: Crew) -> None:
+def test_homes_say_what_they_hold_miss_and_read(
+    directory: Path, tmp_path: Path, trace: Trace, crew: Crew
+) -> None:
+    keep_copy(directory, tmp_path / "bases", Scheme.INT4)
     homes = open_homes(
-        directory, list(Keeping), crew, scheme=Scheme.BFLOAT16, share=0.5, tokens=len(trace)
+        directory,
+        list(Keeping),
+        crew,
+        scheme=Scheme.INT4,
+        share=0.5,
+        tokens=len(trace),
+        copies=tmp_path / "bases",
     )
     for home in homes.values():
         assert home.follow(60) > 0
     whole, cached = homes[Keeping.WHOLE], homes[Keeping.CACHED]
     assert (whole.misses, whole.read_bytes, cached.misses) == (0, 0, 0)
-    for keeping in (Keeping.LENT, Keeping.STORED, Keeping.ON_MISS):
+    for keeping in (Keeping.LENT, Keeping.STORED, Keeping.PREPACKED, Keeping.ON_MISS):
         home = homes[keeping]
         assert 0 < home.misses < 1
         assert home.read_bytes > 0
