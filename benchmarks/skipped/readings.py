@@ -25,7 +25,7 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.report import NOTHING, Activity
 from expertctl.engine.packed_decoder import PackedDecoder
 
-_WARM_UP, _QUESTION_SEED = 4, 2027
+_WARM_UP, _QUESTION_SEED = 2, 2027
 Ids = Sequence[int]
 
 
