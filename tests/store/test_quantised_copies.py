@@ -256,7 +256,7 @@ def test_a_copy_serves_who_has_all_of_it_in_memory_and_who_has_only_the_rest(
     memory = memoryview(bytearray(ROUTED.rest))
     counted: list[int] = []
     assert copies.read("int8", ROUTED, memory, progress=counted.append)
-    assert (memory, sum(counted)) == (DATA[: ROUTED.rest], ROUTED.rest)
+    assert (bytes(memory), sum(counted)) == (DATA[: ROUTED.rest], ROUTED.rest)
     copies.write("int8", ROUTED, memoryview(DATA), weights=copies.weights)
     assert copies.path("int8").read_bytes() == streamed
     assert (copies.take_notes(), copies.problems()) == ((), {})
@@ -271,7 +271,8 @@ def test_a_copy_of_another_shape_is_not_used(copies: QuantisedCopies) -> None:
 def test_who_has_no_room_for_a_copy_takes_no_more_pieces_of_it(
     copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken, ended = [], []
+    taken: list[Piece] = []
+    ended: list[int] = []
     write_some = os.write
 
     def write_until_full(handle: int, data: memoryview) -> int:

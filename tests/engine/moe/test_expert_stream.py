@@ -66,10 +66,9 @@ def is_array(part: Any) -> bool:
     return isinstance(part, np.ndarray)
 
 
-@pytest.fixture(params=LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.fixture(params=list(LAYOUTS))
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    found: Path = request.param(tmp_path / "base")
-    return found
+    return LAYOUTS[request.param](tmp_path / "base")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
