@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -28,7 +29,7 @@ def layer(*cached: int, experts: int = 8, pinned: tuple[int, ...] = ()) -> Layer
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=["rate 1", "rate 0.25"])
-def test_a_profile_exchanges_as_published(case: dict[str, object]) -> None:
+def test_a_profile_exchanges_as_published(case: dict[str, Any]) -> None:
     hits = {int(expert): count for expert, count in case["hits"].items()}
     found = exchanges({0: layer(*case["resident"])}, {0: hits}, rate=case["rate"])
     assert [
