@@ -56,7 +56,7 @@ def _figure(results: Results) -> "Figure":
     axes[0].set_yscale("symlog", linthresh=_SMALL)
     axes[0].yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes[0].set_ylim(bottom=-_SMALL)
-    axes[1].set_ylim(0, 100)
+    axes[1].set_ylim(bottom=0)
     axes[1].axhline(100 * results[exact[0]].right, color=_INK, linewidth=1, linestyle=":")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
