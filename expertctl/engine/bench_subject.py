@@ -12,6 +12,7 @@ from expertctl.engine.kernels.compiled import compiled_cache
 from expertctl.engine.lent import Lent
 from expertctl.engine.memory import unused, usual_budget
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.start import UNKNOWN
 from expertctl.engine.packed_backend import PackedBackend, PackedModel
 from expertctl.engine.packed_base import EVERY_SIZE
 from expertctl.engine.random_base import random_base
@@ -175,7 +176,9 @@ def installed_subject(
     Raises:
         ExpertError: whatever is wrong with the experts, the base or the budget.
     """
-    engine = Engine(planner, budget=budget, progress=progress, tell=tell, torch_below=0)
+    engine = Engine(
+        planner, budget=budget, progress=progress, tell=tell, torch_below=0, moe=UNKNOWN
+    )
     route = RouteRequest(
         prompt=_PROMPT, base_alone=not experts, dtype=dtype, adapter_dtype=adapter_dtype
     )

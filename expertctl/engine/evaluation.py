@@ -16,6 +16,7 @@ from expertctl.digest import Digest, Progress, no_progress
 from expertctl.engine.evaluation_result import Answer, Evaluated, Score
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.moe.start import UNKNOWN
 from expertctl.engine.recording import check_answer
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import RunResult
@@ -85,7 +86,7 @@ def evaluate(
             hint="weights are for what is composed with it: --compose acme/style:0.5",
         )
     with _uncounted(planner) as unseen:
-        asker = _asker(Engine(unseen, budget=budget, tell=tell), request, progress)
+        asker = _asker(Engine(unseen, budget=budget, tell=tell, moe=UNKNOWN), request, progress)
         chain = asker.score([request.expert, *request.compose]) if request.compose else None
         expert = asker.score([request.expert])
         base = asker.score([])

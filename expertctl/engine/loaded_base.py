@@ -4,6 +4,7 @@ What a prompt costs is known before the weights are read, so what cannot fit is 
 Here alone is decided what runs a base (`backend_of`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -179,9 +180,9 @@ def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
 class BaseSlot:
     """The owner of the one base in memory; another one takes its place."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        """Begin without a base."""
-        self._tiers = tiers
+    def __init__(self, tiers: Tiers, *, dropping: Callable[[], None] = lambda: None) -> None:
+        """Begin without a base; ``dropping`` is called before one that is in memory goes."""
+        self._tiers, self._dropping = tiers, dropping
         self._base: OpenBase | None = None
         self._model: Model | None = None
         self.read_bytes = 0
@@ -226,6 +227,7 @@ class BaseSlot:
         """Let go of the base."""
         model, self._model = self._model, None  # what is closed is not run again
         if model is not None:
+            self._dropping()  # whoever watches it would keep its memory
             model.close()
         del model
         if self._base is not None:

@@ -184,7 +184,11 @@ class PackedBackend:
         if self.cache is None:
             return PackedModel(base, threads=around.threads)
         reader = self._reader(self.cache, around)
-        experts = self._experts(self.cache, reader)
+        try:
+            experts = self._experts(self.cache, reader)
+        except BaseException:
+            reader.close()
+            raise
         assert self.config.experts is not None
         around.watch(self.config.experts, experts)
         return PackedModel(base, threads=around.threads, experts=experts, reader=reader)
@@ -217,7 +221,11 @@ class PackedBackend:
         policy = MissPolicy(skips=plan.miss == "skip", cap=plan.cap)
         numbers = routed.layers
         cache = ExpertCache(memory, reader, numbers=numbers, slots=slots, policy=policy)
-        begin(cache, self.start, dict(zip(numbers, slots, strict=True)))
+        try:
+            begin(cache, self.start, dict(zip(numbers, slots, strict=True)))
+        except BaseException:
+            cache.close()  # first: its threads read
+            raise
         return cache
 
 

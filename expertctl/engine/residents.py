@@ -101,7 +101,7 @@ class Residents:
         """
         self.habits = HabitKeeper(planner.bases, moe)
         self.tiers = Tiers(ram=ram or budget, device=budget)
-        self._budget, self._base = budget, BaseSlot(self.tiers)
+        self._budget, self._base = budget, BaseSlot(self.tiers, dropping=self.habits.forget)
         self._prefetch = Prefetch[LoadedAdapter](self.tiers)
         self._kv: dict[str, KVKeeper] = {}
         self._derived = Derived(planner.store.paths.derived)

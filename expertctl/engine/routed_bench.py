@@ -25,6 +25,7 @@ from expertctl.engine.memory import usual_budget
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import LayerCounts, Observed
 from expertctl.engine.moe.report import RoutedReport
+from expertctl.engine.moe.start import UNKNOWN
 from expertctl.engine.packed_backend import PackedBackend
 from expertctl.engine.packed_base import expert_shape, packed_bytes
 from expertctl.engine.residents import Residents
@@ -244,7 +245,7 @@ def _opened_by(laboratory: _Laboratory, base: OpenBase) -> Iterator[tuple[Model,
     wanted = laboratory.wanted
     limit = usual_budget() if laboratory.budget is None else laboratory.budget
     residents = Residents(
-        laboratory.planner, Budget(limit), progress=no_progress, tell=laboratory.tell
+        laboratory.planner, Budget(limit), progress=no_progress, tell=laboratory.tell, moe=UNKNOWN
     )
     longest = max(len(text.ids) for text in laboratory.texts) + wanted.tokens
     buffers = base.buffer_bytes(longest)

@@ -230,13 +230,15 @@ class BaseStore:
             self._demand(base)
             yield
 
-    def discard(self, copies: Iterable[Path]) -> None:
+    def discard(self, copies: Iterable[Path], *, seconds: float = LOCK_SECONDS) -> None:
         """Remove files, or folders, that lie among the copies of bases.
+
+        Others who change bases are waited for so long.
 
         Raises:
             StoreError: when the store cannot be written.
         """
-        with self._changing():
+        with self._changing(seconds):
             for path in copies:
                 assert path.parent.parent.parent == self.folder, path
                 remove_entry(path)

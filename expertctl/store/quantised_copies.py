@@ -142,7 +142,7 @@ class QuantisedCopies:
         self._notes[scheme] = f"{path} is not used any more ({why}): made again next time"
         with suppress(OSError, *_UNKEPT):
             if os.path.samestat(path.lstat(), os.fstat(copy.handle)):
-                self._bases.discard([path])
+                self._bases.discard([path], seconds=0)  # a text waits for this
 
     @property
     def weights(self) -> Digest | None:

@@ -102,7 +102,7 @@ def test_routed_experts_on_a_cuda_device_are_refused_by_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "wish",
     [Wish("int8"), Wish("int4"), Wish(adapter_dtype="fp16"), Wish(deterministic=True)],
-    ids=repr,
+    ids=["int8", "int4", "fp16 adapters", "deterministic"],
 )
 def test_kernels_run_what_torch_cannot_however_small_the_base(wish: Wish, tmp_path: Path) -> None:
     fits = read_config(write_base(tmp_path / "fits", head_dim=16))

@@ -9,6 +9,7 @@ from expertctl.engine.routed_bench import RoutedWanted, measure_routed
 from expertctl.engine.routed_bench_result import Holding, RoutedMeasured
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner
+from expertctl.store.base_habits import HabitsFile
 from tests.engine.test_runtime import planner
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
@@ -133,3 +134,9 @@ def test_a_bench_that_is_given_up_leaves_no_thread(stocked: Planner) -> None:
     with pytest.raises(KeyboardInterrupt):
         measure_routed(stocked, WANTED, base="routed", budget=BUDGET, progress=interrupt)
     assert threading.active_count() == before
+
+
+def test_nothing_is_learnt_of_what_is_measured(stocked: Planner) -> None:
+    measured(stocked, WANTED)
+    for stored in stocked.bases.bases():
+        assert HabitsFile(stocked.bases, stored).read() is None

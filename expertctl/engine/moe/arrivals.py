@@ -62,7 +62,6 @@ class Arrivals:
             if number is None:
                 return
             self._read(expert, number, is_foreseen=True)
-            self.ahead += 1
 
     def land(self, wanted: Container[Expert] = ()) -> list[Expert]:
         """Take in what has come, and return who that is; they are in the pool.
@@ -79,10 +78,9 @@ class Arrivals:
             error = coming.reading.exception()
             if error is None:
                 self._memory.put(expert, coming.block)
-                self.loads, self.read_bytes = (
-                    self.loads + 1,
-                    self.read_bytes + coming.reading.result(),
-                )
+                self.loads += 1
+                self.ahead += coming.is_foreseen
+                self.read_bytes += coming.reading.result()
                 came.append(expert)
             else:
                 self._memory.give_back(coming.block)
@@ -111,7 +109,6 @@ class Arrivals:
             if expert not in wanted and coming.reading.cancel():
                 del self._coming[expert]
                 self._memory.give_back(coming.block)
-                self.ahead -= coming.is_foreseen
 
     def _begin(self, expert: Expert, spared: Container[Expert]) -> list[Expert]:
         """Have an expert read; while all blocks are taken, wait for one that comes."""

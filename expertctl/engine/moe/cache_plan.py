@@ -92,23 +92,22 @@ def cache_plan(
     return CachePlan(layers=layers, experts=experts, slots=0, miss=miss, cap=cap)
 
 
-def adapted(plan: CachePlan, activations: Activations) -> CachePlan:
+def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> CachePlan:
     """Return a plan of no more blocks whose slots are where they serve most of what was counted.
 
     ``activations`` are counts of each expert in each layer. Where too little was counted, or no
     more would be served, the plan stays as it is. The layer with the fewest slots makes the pool
-    large, so none gets fewer than half of what it had.
+    large, so none gets fewer than half of what it had, nor than ``least``.
     """
     counted = [sum(map(float, counts)) for counts in activations]
     if plan.slots == 0 or min(counted, default=0.0) < EVIDENCE * plan.experts:
         return plan
-    best = _shared_out(plan, activations)
+    best = _shared_out(plan, activations, least=max(plan.slots // _LEAST_SHARE, least))
     return best if _misses(best, activations) <= _WORTH * _misses(plan, activations) else plan
 
 
-def _shared_out(plan: CachePlan, activations: Activations) -> CachePlan:
+def _shared_out(plan: CachePlan, activations: Activations, *, least: int) -> CachePlan:
     """Share out all blocks: what the pool does not need, for no layer got the least, are slots."""
-    least = max(plan.slots // _LEAST_SHARE, 1)
     total, best = plan.blocks - plan.experts + least, plan
     while True:
         shares = by_gain(activations, total=total, least=least)

@@ -94,8 +94,8 @@ class PassLog:
             now.skipped = room.skipped[:, :tokens].copy()
         with self._lock:
             self._over.append(now)
-            is_due = len(self._over) >= _AT_ONCE or tokens >= _TOKENS_AT_ONCE
-        if is_due:
+            kept = sum(each.tokens for each in self._over)
+        if len(self._over) >= _AT_ONCE or kept >= _TOKENS_AT_ONCE:
             self.flush()
         return now.asked
 

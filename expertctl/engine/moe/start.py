@@ -15,7 +15,7 @@ import numpy as np
 from expertctl.engine.moe.cache_plan import CachePlan, adapted
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.layer_slots import EMPTY, LayerSlots
-from expertctl.engine.moe.pins import Pins, pinned
+from expertctl.engine.moe.pins import Pins, TopPins, pinned
 from expertctl.engine.moe.saved_state import SavedState, restore
 from expertctl.errors import UsageError
 from expertctl.package.experts_config import ExpertsConfig
@@ -40,6 +40,8 @@ class StartWishes:
 
 
 USUAL = StartWishes()
+UNKNOWN = StartWishes(warmup="none", learns=False)
+"""Of whoever measures: what a user is used to changes nothing, and nothing of it is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,8 @@ class Start:
             return plan
         counts = [guide.counts(number) for number in numbers]
         activations = [_dense(counted, plan.experts) for counted in counts]
-        plan = adapted(plan, activations)
+        least = pins.count if isinstance(pins, TopPins) else 1
+        plan = adapted(plan, activations, least=min(least, plan.slots))
         if pins is None:
             return plan
         each = zip(numbers, plan.capacities, strict=True)

@@ -45,6 +45,14 @@ def test_slots_go_to_the_layers_that_ask_for_many_and_the_pool_stays_large_enoug
     assert (round(before, 3), round(after, 3)) == (0.300, 0.289)
 
 
+def test_no_layer_gets_fewer_slots_than_are_pinned() -> None:
+    plan = CachePlan(layers=12, experts=64, slots=24)
+    counts = drawn(*np.linspace(0.2, 1.4, 12))
+    best = adapted(plan, counts, least=20)
+    assert min(best.by_layer) == 20 < max(best.by_layer)
+    assert best.blocks <= plan.blocks
+
+
 @pytest.mark.parametrize("counts", [drawn(1.0, 1.0, 1.0), drawn(0.0, 0.0, 0.0)], ids=str)
 def test_layers_that_are_alike_get_alike_slots(counts: list[np.ndarray]) -> None:
     plan = CachePlan(layers=3, experts=64, slots=24)

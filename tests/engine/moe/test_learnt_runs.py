@@ -1,11 +1,15 @@
 """What a base was asked for says how it begins the next time; answers stay the same, to the bit."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.guide import usage_of
 from expertctl.engine.moe.habit_keeper import habits_in
 from expertctl.engine.moe.habits import Habits, base_digest, write_habits
@@ -183,3 +187,29 @@ def test_a_base_that_is_whole_in_memory_has_no_habits(base: Path, house: House) 
     run(engine, asked())
     engine.close()
     assert file_of(house).read() is None
+
+
+def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
+    base: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.bases.add(base)
+    size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    live = weakref.WeakSet[ExpertMemory]()
+    most: list[int] = []
+    begin = ExpertMemory.__init__
+
+    def counted(self: ExpertMemory, *args: Any, **options: Any) -> None:
+        gc.collect()
+        begin(self, *args, **options)
+        live.add(self)
+        most.append(len(live))
+
+    monkeypatch.setattr(ExpertMemory, "__init__", counted)
+    engine = Engine(planner(house), budget=size * 8 // 10, torch_below=0, moe=FULL)
+    for skips in (False, True, False):
+        run(engine, asked(**({"moe_miss": "skip", "moe_skip_cap": 0.2} if skips else {})))
+    run(engine, asked(dtype="int4"))
+    gc.collect()
+    assert most == [1, 1, 1]
+    assert not live
+    engine.close()

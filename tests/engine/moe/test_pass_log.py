@@ -93,3 +93,14 @@ def test_times_of_a_layer_are_waiting_and_then_computing(
     found = [log.counters.layer(number) for number in NUMBERS]
     assert [each.cold_ns for each in found] == [30, 1, 50]
     assert [each.hot_ns for each in found] == [70, 99, 40]
+
+
+def test_no_more_is_kept_than_is_said(config: ModelConfig) -> None:
+    room, none = RoutedRoom(config, Scheme.FLOAT32, tokens=MOST), np.zeros(EXPERTS, np.float32)
+    log = PassLog(NUMBERS, experts=EXPERTS, skips=False)
+    for expected in (1, 0, 1, 0):
+        for layer in range(LAYERS):
+            log.ask(layer, room.selected[layer, :MOST], none)
+            log.brought()
+        log.passed(room, MOST)
+        assert len(log._over) == expected
