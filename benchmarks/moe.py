@@ -48,7 +48,7 @@ TOKENS, DRIFT = 4000, 1000
 LAYERS, FEW_LAYERS, ENOUGH = 4, 2, 14 << 30
 """How many layers there are where so many bytes are free, and where they are not."""
 STEPS, PROMPT = 24, 512
-LIMIT = 0.65
+LIMIT = 0.75
 """What a process that reads from the disk may have, of the size of the base."""
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 """How transformers multiplies with experts; the better one counts."""

@@ -76,7 +76,7 @@ MoeMiss = Annotated[
         "--moe-miss", help="When a routed expert is not in memory: read it, or leave it out."
     ),
 ]
-SKIP_CAP = 0.5
+SKIP_CAP = 0.25
 """What `expertctl.routing.request` says; importing it takes time that ``--help`` has not."""
 MoeSkipCap = Annotated[
     float,

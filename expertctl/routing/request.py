@@ -28,7 +28,7 @@ MoeMiss = Literal["exact", "skip"]
 """What happens where a routed expert is not in memory: it is brought, or left out."""
 MoeCold = Literal["read", "map"]
 """How one comes from a copy on the disk: it is read, or computed in the system's file cache."""
-SKIP_CAP = 0.5
+SKIP_CAP = 0.25
 """How much of the weights of a token may be left out in a layer, where nothing else is said."""
 EngineName = Literal["native", "transformers"]
 """Our own decoder, or the slow way round it for what it does not run."""
