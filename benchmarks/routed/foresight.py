@@ -18,13 +18,13 @@ RIGHT = 0.8
 class MisledCache(ExpertCache):
     """Experts of which some that are foreseen are others, drawn evenly."""
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
-        """Have in memory what was chosen, and ahead what is said to be likely."""
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        """Have read what was chosen, and ahead what is said to be likely."""
         if layer + 1 < len(self.slots):
             likely = room.likely[layer + 1, :tokens]
             wrong = self._chance.random(likely.shape) >= RIGHT
             likely[wrong] = self._chance.integers(len(self.places(layer)), size=int(wrong.sum()))
-        super().bring(layer, room, tokens)
+        return super().ask(layer, room, tokens)
 
     @cached_property
     def _chance(self) -> np.random.Generator:

@@ -57,8 +57,8 @@ class LoadOnMiss:
         row: Numbers = self._hits[layer]
         return row
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
-        """Read what tokens chose and is missing."""
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        """Read what tokens chose and is missing; then nobody has to be waited for."""
         wanted = np.unique(room.selected[layer, :tokens]).tolist()
         held = self._held[layer]
         self.requests += len(wanted)
@@ -68,6 +68,10 @@ class LoadOnMiss:
             held.move_to_end(expert)
         for expert in missing:
             self._bring_one(layer, expert)
+        return False
+
+    def wait(self) -> None:
+        """Do nothing: all are there."""
 
     def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
         """Do nothing: slots change when experts are read."""

@@ -57,7 +57,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
-_ROUTED_BYTES, _ROUTED_SCHEME_BYTES = 12 << 10, 3 << 10
+_ROUTED_BYTES, _ROUTED_SCHEME_BYTES = 28 << 10, 3 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,21 @@ class Stage:
     """A part of all layers; where ``chosen`` is not None, experts of that routed layer come next.
 
     ``chosen`` counts routed layers from 0. Until those that were chosen are in memory, the next
-    stage must not run.
+    stage must not run. With ``lanes``, one of the two ways that it has is run in between.
     """
 
     program: Program
     chosen: int | None
+    lanes: "Lanes | None" = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes:
+    """The experts of a layer: all at once, or those that are there before the rest has come."""
+
+    whole: Program
+    there: Program
+    rest: Program
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,9 +295,37 @@ class _Decoder:
         place = self._routed.choose(number, routing)
         if not self._routed.is_whole:
             self._foresee(number, place)
-            self._stages.append(Stage(self._built(), place))
-            self._builder.begin(f"layers.{number}.experts")
-        self._routed.compute(place)
+            self._border(number, place)
+        if self._routed.is_whole or not self._parts:
+            self._routed.compute(place)
+
+    @property
+    def _parts(self) -> bool:
+        """Whether a token's experts that are there are computed while others are read.
+
+        A prompt asks for nearly all of them, so its reading is bound by the disk anyway.
+        """
+        assert self._routed is not None
+        return self._routed.may_part and not self._variant.together
+
+    def _border(self, number: int, place: int) -> None:
+        """End a stage where the experts of a layer are chosen."""
+        assert self._routed is not None
+        before, name = self._built(), f"layers.{number}.experts"
+        if not self._parts:
+            self._stages.append(Stage(before, place))
+            self._builder.begin(name)
+            return
+        ways = []
+        for compute in (
+            self._routed.compute,
+            self._routed.compute_those_there,
+            self._routed.compute_the_rest,
+        ):
+            self._builder.begin(name)
+            compute(place)
+            ways.append(self._built())
+        self._stages.append(Stage(before, place, Lanes(*ways)))
 
     def _attention(self, number: int, layer: PackedLayer) -> None:
         shape, room, numbers = self._shape, self._room, self._variant.numbers

@@ -21,7 +21,7 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.batch_counts import stretches_of
 from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
-from expertctl.engine.decoder_program import DecoderProgram
+from expertctl.engine.decoder_program import DecoderProgram, Lanes
 from expertctl.engine.decoder_programs import DecoderPrograms
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
@@ -275,9 +275,20 @@ class PackedDecoder:
             if stage.chosen is not None:
                 assert self._experts is not None
                 assert room.routed is not None
-                self._experts.bring(stage.chosen, room.routed, tokens)
+                waits = self._experts.ask(stage.chosen, room.routed, tokens)
+                self._run_lanes(stage.lanes, workers, waits=waits)
         if self._experts is not None and room.routed is not None:
             self._experts.passed(room.routed, tokens, phase=phase)
+
+    def _run_lanes(self, lanes: Lanes | None, workers: int | None, *, waits: bool) -> None:
+        """Compute chosen experts: those that are there while others are being read."""
+        assert self._experts is not None
+        if lanes is not None:
+            self._run(lanes.there if waits else lanes.whole, workers)
+        if waits:
+            self._experts.wait()
+            if lanes is not None:
+                self._run(lanes.rest, workers)
 
     def _run(self, program: Program, workers: int | None) -> None:
         if self._times is None:

@@ -1,7 +1,8 @@
 """What tokens asked for, in the order of experts: the rows of an expert lie behind each other.
 
 A token's j-th choice has the number ``src = token * used + j``. Sorted it has a position; what
-asks for nobody has none.
+asks for nobody has none. Those who are there may be sorted first and the *rest* behind them, once
+they have come: both write the same positions, so what is merged at the end does not tell.
 """
 
 from dataclasses import dataclass
@@ -56,6 +57,13 @@ def room_for_order(experts: int, positions: int) -> RoutedOrder:
     return RoutedOrder(*(aligned(size, np.int64) for size in sizes))
 
 
+def room_for_rest(order: RoutedOrder) -> RoutedOrder:
+    """Return where those are sorted who were not there, behind those who were."""
+    experts = order.experts
+    own = (aligned(size, np.int64) for size in (experts, experts + 1, experts, 1))
+    return RoutedOrder(*own, order.sources, order.inverse)
+
+
 @cache
 def sort_kernel() -> Kernel:
     """Return the kernel that writes the order; there is one item.
@@ -65,10 +73,18 @@ def sort_kernel() -> Kernel:
     return compile_kernel("sort", _sort)
 
 
-def sort_arguments(*, selected: Numbers, tokens: Numbers, order: RoutedOrder) -> Numbers:
+def sort_arguments(
+    *,
+    selected: Numbers,
+    tokens: Numbers,
+    order: RoutedOrder,
+    places: Numbers | None = None,
+    behind: RoutedOrder | None = None,
+) -> Numbers:
     """Return its arguments; ``selected`` is int64 [tokens, used].
 
-    ``tokens``, int64 [1], is read at each run.
+    ``tokens``, int64 [1], is read at each run. With ``places``, int64 [experts], only those are
+    sorted whose place is not 0; with an order, what it left out is sorted ``behind`` it.
     """
     assert selected.flags.c_contiguous
     assert selected.size <= min(len(order.sources), len(order.inverse))
@@ -79,13 +95,16 @@ def sort_arguments(*, selected: Numbers, tokens: Numbers, order: RoutedOrder) ->
         address(tokens, np.int64),
         order.experts,
         *(address(each, np.int64) for each in lists),
+        0 if places is None else address(places, np.int64),
+        0 if behind is None else address(behind.begins, np.int64) + behind.experts * 8,
     )
 
 
 def _sort(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
     (
         ids, used, tokens, experts, numbers, starts, present, presents, places, inverses,
-    ) = words(arguments, 10)  # fmt: skip
+        there, before,
+    ) = words(arguments, 12)  # fmt: skip
     total = words(tokens, 1)[0] * used
     selected, counts, begins = (
         longs_at(ids, total),
@@ -99,10 +118,15 @@ def _sort(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover 
     )
     for expert in range(experts):
         counts[expert] = 0
+    if before == 0:
+        for src in range(total):
+            inverse[src] = NOWHERE
     for src in range(total):
-        if 0 <= selected[src] < experts:
+        if inverse[src] == NOWHERE and _is_wanted(selected[src], experts, there):
             counts[selected[src]] += 1
     position, actives = 0, 0
+    if before != 0:
+        position = words(before, 1)[0]
     for expert in range(experts):
         begins[expert] = position
         position += counts[expert]
@@ -114,11 +138,18 @@ def _sort(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover 
     longs_at(presents, 1)[0] = actives
     for src in range(total):
         expert = selected[src]
-        inverse[src] = NOWHERE
-        if 0 <= expert < experts:
+        if inverse[src] == NOWHERE and _is_wanted(expert, experts, there):
             position = begins[expert] + counts[expert]
             counts[expert] += 1
             sources[position], inverse[src] = src, position
+
+
+@register_jitable
+def _is_wanted(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no cover - compiled
+    """Tell whether an expert exists, and is there where only such are wanted."""
+    if not 0 <= expert < experts:
+        return False
+    return there == 0 or longs_at(there, experts)[expert] != 0
 
 
 @cache

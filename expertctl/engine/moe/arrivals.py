@@ -38,8 +38,8 @@ class Arrivals:
         """How many are on their way."""
         return len(self._coming)
 
-    def have(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
-        """Wait until experts are there; return who came. Those that are spared stay.
+    def begin(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
+        """Have experts read; return who came meanwhile. Those that are spared stay.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -49,6 +49,15 @@ class Arrivals:
         for expert in missing:
             if not self._hurry(expert):
                 came += self._begin(expert, spared)
+        return came
+
+    def end(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
+        """Wait until experts are there who were begun; return who came.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        came: list[Expert] = []
         while any(expert in self._coming for expert in missing):
             came += self._await_one(spared)
         return came

@@ -8,7 +8,8 @@ layer is likely to ask for is read ahead.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -81,6 +82,12 @@ class ExpertCache:
         self._rate = 0.0
         self._swaps = self._lent = 0
         self._waited = 0.0
+        self._missing: list[Expert] = []
+        """Who is waited for now."""
+        self._spared = frozenset[Expert]()
+        """Who stays until all have come."""
+        self._likely: tuple[int, Numbers] | None = None
+        """What the next layer, by its place, will be asked for."""
 
     @property
     def shape(self) -> ExpertShape:
@@ -112,8 +119,8 @@ class ExpertCache:
         """What the lanes of each layer did until now; another thread may ask."""
         return self._log.counters
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
-        """Have in memory what tokens chose in a layer, or may not be skipped of it.
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        """Have read what tokens chose in a layer and may not be skipped; tell whether to `wait`.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -123,11 +130,38 @@ class ExpertCache:
         self._land()  # first: nobody goes any more of whom it is decided now that he is there
         without = slots.hit_mask[selected] == 0
         asked = _experts(layer, selected[without]) if without.any() else []
-        if asked:
-            self._bring(layer, room, tokens, asked)
-        self._log.brought()
+        self._spared = frozenset(asked)
+        self._missing = self._not_skipped(layer, room, tokens, asked) if asked else []
+        self._likely = None
         if self._policy.reads_ahead and layer + 1 < len(self._numbers):
-            self._read_ahead(layer + 1, room.likely[layer + 1, :tokens], asked)
+            self._likely = layer + 1, room.likely[layer + 1, :tokens]
+        if not self._missing:
+            self._all_came()
+            return False
+        with self._waiting():
+            self._seat(self._arrivals.begin(self._missing, self._spared))
+        self._log.began()
+        return True
+
+    def wait(self) -> None:
+        """Have those in memory who were asked for and may not be skipped.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        self._log.waits()
+        with self._waiting():
+            self._seat(self._arrivals.end(self._missing, self._spared))
+        self._all_came()
+
+    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+        """Do both.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        if self.ask(layer, room, tokens):
+            self.wait()
 
     def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
@@ -234,8 +268,16 @@ class ExpertCache:
         for swap in affordable(found.swaps, update.swaps, layer_budget=layers):
             self._exchange(swap)
 
-    def _bring(self, layer: int, room: RoutedRoom, tokens: int, asked: list[Expert]) -> None:
-        """Have those there who have no slot, if they may not be left out."""
+    def _all_came(self) -> None:
+        """Say so, and begin to read what comes next."""
+        self._log.brought()
+        if self._likely is not None:
+            self._read_ahead(*self._likely, self._spared)
+
+    def _not_skipped(
+        self, layer: int, room: RoutedRoom, tokens: int, asked: list[Expert]
+    ) -> list[Expert]:
+        """Return who of those without a slot has to be read, for he may not be left out."""
         self._memory.use(asked)
         missing = self._not_lent(asked)
         self._lent += self._memory.count_lent(asked)
@@ -245,13 +287,21 @@ class ExpertCache:
             over = over_cap(room.weights[layer, :tokens], there, self._policy.cap)
             needed = set(_experts(layer, selected[over]))
             missing = [expert for expert in missing if expert in needed]
-        self._have(missing, frozenset(asked))
+        return missing
 
     def _have(self, missing: Sequence[Expert], spared: frozenset[Expert]) -> None:
         """Wait until experts are there; those that are spared stay."""
         if missing:
-            begun = time.perf_counter()
-            self._seat(self._arrivals.have(missing, spared))
+            with self._waiting():
+                self._seat(self._arrivals.begin(missing, spared))
+                self._seat(self._arrivals.end(missing, spared))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
             self._waited += time.perf_counter() - begun
 
     def _read_ahead(self, layer: int, likely: Numbers, spared: Iterable[Expert]) -> None:

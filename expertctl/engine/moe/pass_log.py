@@ -77,6 +77,14 @@ class PassLog:
         now.hits.append(hits.copy())
         now.waited.append(-time.perf_counter_ns())
 
+    def began(self) -> None:
+        """Note that those who are missing are being read; there is something to compute."""
+        self._now.waited[-1] += time.perf_counter_ns()
+
+    def waits(self) -> None:
+        """Note that there is nothing to compute any more until they come."""
+        self._now.waited[-1] -= time.perf_counter_ns()
+
     def brought(self) -> None:
         """Note that all who were asked for are there."""
         now = time.perf_counter_ns()

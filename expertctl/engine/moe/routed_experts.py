@@ -37,8 +37,17 @@ class RoutedExperts(Protocol):
     def hits(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
-        """Have in memory what tokens chose in a layer, or may not be skipped of it.
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        """Ask for what tokens chose in a layer; tell whether somebody has to be waited for.
+
+        Until then those who have a place may be computed.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+
+    def wait(self) -> None:
+        """Have those in memory who were asked for and may not be skipped.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -72,7 +81,11 @@ class WholeExperts:
         row: Numbers = self._hits[layer]
         return row
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        """Return False: all are there."""
+        return False
+
+    def wait(self) -> None:
         """Do nothing: all are there."""
 
     def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:

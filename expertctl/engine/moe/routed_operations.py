@@ -45,6 +45,7 @@ from expertctl.engine.kernels.rows import (
 )
 from expertctl.engine.kernels.scheme import FLOATING, Scheme
 from expertctl.engine.kernels.sorting import (
+    RoutedOrder,
     gather_arguments,
     gather_kernel,
     sort_arguments,
@@ -144,6 +145,15 @@ class RoutedOperations:
         self._builder.add(route_kernel(self._config.scoring), arguments, self._tokens)
         self._builder.keep(routing)
 
+    @property
+    def may_part(self) -> bool:
+        """Whether those who are there can be computed before the others.
+
+        Whoever has a skipped expert's weight is known only when all have come; and what plans add
+        is added to all positions.
+        """
+        return not (self._experts.skips or self._adapters or self._scales)
+
     def compute(self, place: int) -> None:
         """Add what the experts of a routed layer make of the rows that are normed."""
         room, add = self.room, self._builder.add
@@ -158,30 +168,59 @@ class RoutedOperations:
             add(skip_kernel(), arguments, self._tokens)
         arguments = sort_arguments(selected=selected, tokens=self._tokens, order=room.order)
         add(sort_kernel(), arguments, 1)
-        arguments = gather_arguments(
-            order=room.order, used=self._config.used, rows=self._normed(), gathered=room.rows
+        self._products(place, room.order)
+        self._merge(place)
+
+    def compute_those_there(self, place: int) -> None:
+        """Compute the experts that are in memory now, of those that were chosen."""
+        room = self.room
+        arguments = sort_arguments(
+            selected=room.selected[place],
+            tokens=self._tokens,
+            order=room.order,
+            places=self._experts.places(place),
         )
-        add(gather_kernel(), arguments, self._positions)
-        self._products(place)
+        self._builder.add(sort_kernel(), arguments, 1)
+        self._products(place, room.order)
+
+    def compute_the_rest(self, place: int) -> None:
+        """Compute the others, and add what all of them made."""
+        room = self.room
+        arguments = sort_arguments(
+            selected=room.selected[place], tokens=self._tokens, order=room.rest, behind=room.order
+        )
+        self._builder.add(sort_kernel(), arguments, 1)
+        self._products(place, room.rest)
+        self._merge(place)
+
+    def _merge(self, place: int) -> None:
+        room = self.room
         arguments = merge_arguments(
             order=room.order,
-            weights=weights,
+            weights=room.weights[place],
             rows=room.down,
             out=self._decoder.hidden,
             width=self._hidden,
         )
-        add(merge_kernel(), arguments, self._tokens)
+        self._builder.add(merge_kernel(), arguments, self._tokens)
 
-    def _products(self, place: int) -> None:
-        """``down (silu(gate x) * up x)`` of each position."""
+    def _products(self, place: int, order: RoutedOrder) -> None:
+        """``down (silu(gate x) * up x)`` of each position of an order.
+
+        What stands between is computed anew for those before them, who are done; that harms none.
+        """
         room, wide = self.room, self._experts.shape.intermediate
-        self._routed(place, room.rows, room.gates, self._inputs, down=False)
+        arguments = gather_arguments(
+            order=order, used=self._config.used, rows=self._normed(), gathered=room.rows
+        )
+        self._builder.add(gather_kernel(), arguments, self._positions)
+        self._routed(place, order, room.rows, room.gates, self._inputs, down=False)
         self._change(place, self._decoder.normed[:, : self._hidden], room.gates, down=False)
         gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
         arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(gate_kernel(), arguments, self._positions)
         middle = self._middle(self._scaled(place, gate, up) if self._scales else gate)
-        self._routed(place, middle, room.down, self._outputs, down=True)
+        self._routed(place, order, middle, room.down, self._outputs, down=True)
         self._change(place, gate, room.down, down=True)
 
     def _middle(self, rows: Numbers) -> PreparedRows:
@@ -227,13 +266,20 @@ class RoutedOperations:
             self._builder.add(kernel, arguments, self._positions, part=_EXPERTS)
 
     def _routed(
-        self, place: int, rows: PreparedRows, out: Numbers, items: Numbers, *, down: bool
+        self,
+        place: int,
+        order: RoutedOrder,
+        rows: PreparedRows,
+        out: Numbers,
+        items: Numbers,
+        *,
+        down: bool,
     ) -> None:
         shape = self._experts.shape
         arguments = routed_arguments(
             part=shape.down_part if down else shape.gate_up_part,
             places=self._experts.places(place),
-            order=self.room.order,
+            order=order,
             rows=rows,
             out=out,
             items=items,

@@ -36,11 +36,12 @@ def crew() -> Iterator[Crew]:
 class Seen(LoadOnMiss):
     """A rival that remembers what was chosen, a list of layers for each token."""
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
-        super().bring(layer, room, tokens)
+    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+        waits = super().ask(layer, room, tokens)
         if layer == 0:
             self.asked.append([])
         self.asked[-1].append(set(room.selected[layer, 0].tolist()))
+        return waits
 
     @cached_property
     def asked(self) -> list[list[set[int]]]:
