@@ -119,8 +119,7 @@ def _sort(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover 
     for expert in range(experts):
         counts[expert] = 0
     if before == 0:
-        for src in range(total):
-            inverse[src] = NOWHERE
+        inverse[:] = NOWHERE
     for src in range(total):
         if inverse[src] == NOWHERE and _is_wanted(selected[src], experts, there):
             counts[selected[src]] += 1

@@ -19,6 +19,7 @@ from expertctl.engine.kernels.sorting import (
     gather_arguments,
     gather_kernel,
     room_for_order,
+    room_for_rest,
     sort_arguments,
     sort_kernel,
 )
@@ -74,6 +75,20 @@ def sort(selected: Array, experts: int, *, tokens: int | None = None) -> RoutedO
     arguments = sort_arguments(selected=selected, tokens=count, order=order)
     sort_kernel()(0, 1, arguments.ctypes.data)
     return order
+
+
+def sort_in_two(selected: Array, experts: int, places: Array) -> tuple[RoutedOrder, RoutedOrder]:
+    """Those who have a place, then the rest behind them."""
+    order = room_for_order(experts, selected.size)
+    rest = room_for_rest(order)
+    count = np.array([len(selected)], np.int64)
+    parts = (
+        sort_arguments(selected=selected, tokens=count, order=order, places=places),
+        sort_arguments(selected=selected, tokens=count, order=rest, behind=order),
+    )
+    for arguments in parts:
+        sort_kernel()(0, 1, arguments.ctypes.data)
+    return order, rest
 
 
 def room_for_gathered(scheme: Scheme, positions: int, columns: int) -> PreparedRows:

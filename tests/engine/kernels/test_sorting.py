@@ -11,7 +11,13 @@ from expertctl.engine.kernels.rows import PreparedRows
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kernels.sorting import NOWHERE, room_for_order
 from tests.engine.kernels.products import prepared, random_numbers
-from tests.engine.kernels.routed_experts import FOREIGN, gather, random_choices, sort
+from tests.engine.kernels.routed_experts import (
+    FOREIGN,
+    gather,
+    random_choices,
+    sort,
+    sort_in_two,
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -47,6 +53,37 @@ def test_each_choice_is_there_once_and_in_order(
 ) -> None:
     random = np.random.default_rng(seed)
     check(random.integers(-2, experts + 2, (tokens, used), dtype=np.int64), experts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    experts=st.integers(1, 20),
+    used=st.integers(1, 5),
+    tokens=st.integers(0, 12),
+    seed=st.integers(0, 9999),
+)
+def test_the_rest_is_sorted_behind_those_who_are_there(
+    experts: int, used: int, tokens: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    selected = random.integers(-2, experts + 2, (tokens, used), dtype=np.int64)
+    places = 64 * random.integers(0, 2, experts, dtype=np.int64)
+    order, rest = sort_in_two(selected, experts, places)
+    ids = selected.reshape(-1)
+    asks = (ids >= 0) & (ids < experts)
+    there = asks & (places[np.where(asks, ids, 0)] != 0)
+    expected = []
+    for part, found in ((there, order), (asks & ~there, rest)):
+        expected += np.flatnonzero(part)[np.argsort(ids[part], kind="stable")].tolist()
+        counts = np.bincount(ids[part], minlength=experts)
+        np.testing.assert_array_equal(found.counts, counts)
+        begin = len(expected) - int(part.sum())
+        np.testing.assert_array_equal(found.begins, begin + np.cumsum([0, *counts]))
+        assert found.active[: found.actives[0]].tolist() == np.flatnonzero(counts).tolist()
+    assert order.sources[: len(expected)].tolist() == expected, "each once"
+    inverse = np.full(ids.size, NOWHERE)
+    inverse[expected] = np.arange(len(expected))
+    np.testing.assert_array_equal(order.inverse, inverse)
 
 
 @pytest.mark.parametrize("wrong", [-(1 << 62), -1, 4, 1 << 62])

@@ -109,6 +109,30 @@ def test_fewer_experts_in_memory_change_no_bit(
         assert cache.nbytes < decoder.config.experts.count * 3 * cache.shape.nbytes
 
 
+def test_those_who_are_there_are_computed_while_others_are_read(
+    olmoe: Oracle, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    expected = scores(whole(olmoe, crew), IDS, prefill=1)
+    policy = MissPolicy(reads_ahead=False)
+    with cached(olmoe, crew, slots=3, policy=policy) as (decoder, cache):
+        scores(decoder, IDS, prefill=1)
+        ask, wait, run = cache.ask, cache.wait, crew.run
+
+        def asked(*arguments: Any) -> bool:
+            waits = ask(*arguments)
+            events.append("waits" if waits else "has all")
+            return waits
+
+        monkeypatch.setattr(cache, "ask", asked)
+        monkeypatch.setattr(cache, "wait", lambda: (events.append("came"), wait()))
+        monkeypatch.setattr(crew, "run", lambda *a, **k: (events.append("ran"), run(*a, **k)))
+        assert torch.equal(scores(decoder, IDS, prefill=1), expected)
+    told = "".join({"waits": "w", "has all": "h", "came": "c", "ran": "r"}[e] for e in events)
+    assert "wrcr" in told, "between asking and waiting somebody computes"
+    assert "hr" in told
+
+
 def test_slots_go_to_those_who_are_asked_for(olmoe: Oracle, crew: Crew) -> None:
     with cached(olmoe, crew, slots=3) as (decoder, cache):
         scores(decoder, IDS, prefill=1)
