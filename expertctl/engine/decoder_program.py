@@ -57,7 +57,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
-_ROUTED_BYTES, _ROUTED_SCHEME_BYTES = 28 << 10, 3 << 10
+_ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +92,17 @@ def variant(
     return Variant(together, numbers, adapters, scales, fused, routed, scales_routed)
 
 
-def program_bytes(config: ModelConfig, *, schemes: int, scales: bool, routed: int = 0) -> int:
+def program_bytes(
+    config: ModelConfig, *, schemes: int, scales: bool, routed: int = 0, lanes: bool = False
+) -> int:
     """Return what a program takes at most: tables, arguments, counts and names of its operations.
 
     ``schemes`` is in how many schemes plans are that it allows for, ``routed`` in how many those
-    are that change routed experts.
+    are that change routed experts. With ``lanes``, experts that are there are computed first.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
     layers = 0 if config.experts is None else len(config.experts.layers)
-    experts = _ROUTED_BYTES + _ROUTED_SCHEME_BYTES * routed
+    experts = _ROUTED_BYTES + _ROUTED_SCHEME_BYTES * routed + _LANES_BYTES * lanes
     return (config.layers + 1) * each + layers * experts
 
 

@@ -53,12 +53,7 @@ class DecoderPrograms:
         """Bytes of all of it."""
         if self._room is None:
             return 0
-        config = self._base.config
-        programs = (
-            program_bytes(config, schemes=len(v.adapters), scales=v.scales, routed=len(v.routed))
-            for v in self._programs
-        )
-        return self._room.nbytes + sum(programs)
+        return self._room.nbytes + sum(self._bytes_of(each) for each in self._programs)
 
     def let_go(self) -> None:
         """Let go of all of it."""
@@ -100,6 +95,16 @@ class DecoderPrograms:
         self._programs[wanted] = program
         return program
 
+    def _bytes_of(self, wanted: Variant) -> int:
+        cached = self._experts is not None and not self._experts.is_whole
+        return program_bytes(
+            self._base.config,
+            schemes=len(wanted.adapters),
+            scales=wanted.scales,
+            routed=len(wanted.routed),
+            lanes=cached and not wanted.together,
+        )
+
 
 def buffer_bytes(
     config: ModelConfig,
@@ -125,7 +130,9 @@ def buffer_bytes(
     factors = factor_bytes(config, tokens=room[0], schemes=len(ADAPTERS))
     plans = factors + sum(each[s] for s in set(adapters))
     routed = len(ADAPTERS) if rows > 1 else 1
-    program = program_bytes(config, schemes=len(set(adapters)), scales=True, routed=routed)
+    program = program_bytes(
+        config, schemes=len(set(adapters)), scales=True, routed=routed, lanes=True
+    )
     return own + plans + PROGRAMS * program
 
 
