@@ -30,6 +30,7 @@ class Residence:
             "experts": self.experts,
             "slots": self.slots,
             "in_memory": self.blocks,
+            "cold": self.cold,
         }
 
 
@@ -98,7 +99,6 @@ class RoutedReport:
         activity = self.activity
         return {
             **self.residence.to_json(),
-            "cold": self.residence.cold,
             "requests": activity.requests,
             "misses": activity.misses,
             "fallback_rate": round(self.fallback_rate, 6),

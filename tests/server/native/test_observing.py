@@ -57,7 +57,7 @@ def test_the_document_is_a_profile_and_says_what_it_is_of(client: TestClient) ->
     assert all(layer.times.parallel_hot_lane_wall > 0 for layer in document.layers)
     body = answer.json()
     assert body["base"] == BASE
-    same = ("miss", "layers", "experts", "slots", "in_memory")
+    same = ("miss", "layers", "experts", "slots", "in_memory", "cold")
     assert body["residence"] == {name: told[name] for name in same}
 
 
