@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.expert_cache import ExpertCache
-from expertctl.engine.moe.routed_room import RoutedRoom
 
 RIGHT = 0.8
 """How often what is foreseen is left as it is."""
@@ -18,7 +18,7 @@ RIGHT = 0.8
 class MisledCache(ExpertCache):
     """Experts of which some that are foreseen are others, drawn evenly."""
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Have read what was chosen, and ahead what is said to be likely."""
         if layer + 1 < len(self.slots):
             likely = room.likely[layer + 1, :tokens]

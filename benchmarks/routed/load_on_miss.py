@@ -11,9 +11,9 @@ import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.memory import allocate
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routed_room import RoutedRoom
 
 Numbers = np.ndarray[Any, Any]
 
@@ -57,7 +57,7 @@ class LoadOnMiss:
         row: Numbers = self._hits[layer]
         return row
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Read what tokens chose and is missing; then nobody has to be waited for."""
         wanted = np.unique(room.selected[layer, :tokens]).tolist()
         held = self._held[layer]
@@ -73,7 +73,7 @@ class LoadOnMiss:
     def wait(self) -> None:
         """Do nothing: all are there."""
 
-    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Do nothing: slots change when experts are read."""
 
     def _bring_one(self, layer: int, expert: int) -> None:

@@ -7,6 +7,7 @@ wrong guess delays nobody by more than one expert; who is needed after all does 
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
@@ -130,9 +131,9 @@ class Arrivals:
 
     def _read(self, expert: Expert, number: int, *, is_foreseen: bool = False) -> None:
         layer, name = expert
-        block = self._memory.block(number)
+        read = partial(self._reader.read, self._numbers[layer], name)
         readers = self._foreseen if is_foreseen else self._wanted
-        reading = readers.submit(self._reader.read, self._numbers[layer], name, block)
+        reading = readers.submit(self._memory.fill, number, read)
         self._coming[expert] = _Coming(number, reading, is_foreseen)
 
     def _await_one(self, wanted: Container[Expert]) -> list[Expert]:

@@ -18,6 +18,7 @@ import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.moe.arrivals import Arrivals
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.exchanges import Scores, affordable, exchanges
 from expertctl.engine.moe.expert_files import ExpertReader
@@ -25,8 +26,8 @@ from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
+from expertctl.engine.moe.pinning import pin_swaps
 from expertctl.engine.moe.report import Activity, Residence, RoutedReport
-from expertctl.engine.moe.routed_room import RoutedRoom
 from expertctl.engine.moe.skipping import over_cap
 from expertctl.engine.moe.update_policy import UpdatePolicy
 from expertctl.engine.moe.updates import RequestBuffer, Swap, Update, updates_between_tokens
@@ -80,6 +81,8 @@ class ExpertCache:
         """Who is known to be asked for, and comes into a slot as long as one is empty."""
         self._scores: dict[int, Scores] = {}
         self._rate = 0.0
+        self._pins_come = False
+        """Whether somebody is pinned who may have no slot yet."""
         self._swaps = self._lent = 0
         self._waited = 0.0
         self._missing: list[Expert] = []
@@ -119,7 +122,7 @@ class ExpertCache:
         """What the lanes of each layer did until now; another thread may ask."""
         return self._log.counters
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Have read what tokens chose in a layer and may not be skipped; tell whether to `wait`.
 
         Raises:
@@ -154,7 +157,7 @@ class ExpertCache:
             self._seat(self._arrivals.end(self._missing, self._spared))
         self._all_came()
 
-    def bring(self, layer: int, room: RoutedRoom, tokens: int) -> None:
+    def bring(self, layer: int, room: Choices, tokens: int) -> None:
         """Do both.
 
         Raises:
@@ -163,7 +166,7 @@ class ExpertCache:
         if self.ask(layer, room, tokens):
             self.wait()
 
-    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
         asked = self._log.passed(room, tokens)
         self._land()
@@ -177,6 +180,8 @@ class ExpertCache:
         self._pace.generated(tokens)
         if begins or self._pace.is_due():
             self._update()
+        if self._pins_come:
+            self._seat_pinned()
         if self._expected:
             self._go_on_filling(_BESIDE)
 
@@ -203,7 +208,7 @@ class ExpertCache:
             layers=len(self._numbers),
             experts=self._memory.experts,
             slots=max(slots.capacity for slots in self.slots),
-            blocks=self._memory.nbytes // self.shape.nbytes,
+            blocks=self._memory.blocks,
         )
         return RoutedReport(residence, self.activity())
 
@@ -240,6 +245,17 @@ class ExpertCache:
         """
         self._scores, self._rate = dict(enumerate(scores)), rate
 
+    @property
+    def exchange_rate(self) -> float:
+        """The share of all residents that a profile may exchange in an update."""
+        return self._rate
+
+    def pin(self, experts: Sequence[frozenset[int]]) -> None:
+        """Have these of each layer stay from now on, and those come who are absent."""
+        for slots, pinned in zip(self.slots, experts, strict=True):
+            slots.pin(pinned)
+        self._pins_come = True
+
     def close(self) -> None:
         """End what is being read."""
         self._arrivals.close()
@@ -268,6 +284,16 @@ class ExpertCache:
         for swap in affordable(found.swaps, update.swaps, layer_budget=layers):
             self._exchange(swap)
 
+    def _seat_pinned(self) -> None:
+        """Give the pinned their slots, as many at once as an update may, and read the next."""
+        due = pin_swaps(self.slots)
+        self._pins_come = bool(due)
+        there = [swap for swap in due if (swap.layer, swap.add) in self._memory]
+        for swap in affordable(there, (), layer_budget=len(self.slots)):
+            self._exchange(swap)
+        absent = [(swap.layer, swap.add) for swap in due if swap not in there]
+        self._arrivals.foresee(absent[:_BESIDE], frozenset())
+
     def _all_came(self) -> None:
         """Say so, and begin to read what comes next."""
         self._log.brought()
@@ -275,7 +301,7 @@ class ExpertCache:
             self._read_ahead(*self._likely, self._spared)
 
     def _not_skipped(
-        self, layer: int, room: RoutedRoom, tokens: int, asked: list[Expert]
+        self, layer: int, room: Choices, tokens: int, asked: list[Expert]
     ) -> list[Expert]:
         """Return who of those without a slot has to be read, for he may not be left out."""
         self._memory.use(asked)

@@ -7,8 +7,8 @@ All blocks are alike: an expert that gets a slot, or loses it, is not moved. An 
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
-from typing import Any
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,51 @@ from expertctl.engine.memory import allocate
 Numbers = np.ndarray[Any, Any]
 Expert = tuple[int, int]
 """A routed layer, counted from 0, and the number of an expert there."""
+Read = Callable[[Numbers], int]
+"""Fills the bytes of an expert; returns how many bytes of files that took."""
+
+
+class Blocks(Protocol):
+    """Memory in blocks that are all alike, wherever it is."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+
+    def place(self, number: int) -> int:
+        """Return where a block is, as those name it who compute; never 0."""
+
+    def fill(self, number: int, read: Read) -> int:
+        """Have a block filled, in any thread; return what ``read`` returns."""
+
+
+class HostBlocks:
+    """Blocks in the memory of the machine, by their addresses."""
+
+    def __init__(self, size: int, *, count: int) -> None:
+        """Take the memory of so many blocks of a size."""
+        memory = np.frombuffer(allocate(count * size), np.uint8)
+        self._blocks = memory.reshape(count, size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self._blocks.nbytes
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return len(self._blocks)
+
+    def place(self, number: int) -> int:
+        """Return the address of a block."""
+        return int(self._blocks[number].ctypes.data)
+
+    def fill(self, number: int, read: Read) -> int:
+        """Have a block filled where it is."""
+        return read(self._blocks[number])
 
 
 class ExpertMemory:
@@ -26,14 +71,17 @@ class ExpertMemory:
     ``places`` int64 and ``hits`` float32 [layers, experts] are read by programs while they run.
     """
 
-    def __init__(self, shape: ExpertShape, *, layers: int, experts: int, blocks: int) -> None:
-        """Take the memory of all blocks; all are free."""
+    def __init__(
+        self, shape: ExpertShape, *, layers: int, experts: int, blocks: int | Blocks
+    ) -> None:
+        """Own blocks, all of them free; of a number of blocks take the memory here."""
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
-        memory = np.frombuffer(allocate(blocks * shape.nbytes), np.uint8)
-        self._blocks = memory.reshape(blocks, shape.nbytes)
-        self._free = list(range(blocks))
+        if isinstance(blocks, int):
+            blocks = HostBlocks(shape.nbytes, count=blocks)
+        self._blocks = blocks
+        self._free = list(range(len(blocks)))
         self._held: dict[Expert, int] = {}
         self._pool = OrderedDict[Expert, None]()
         """Those without a slot, the one that was used longest ago first."""
@@ -53,10 +101,14 @@ class ExpertMemory:
         """Whether an expert is there."""
         return expert in self._held
 
-    def block(self, number: int) -> Numbers:
-        """Return the bytes of a block."""
-        found: Numbers = self._blocks[number]
-        return found
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._blocks)
+
+    def fill(self, number: int, read: Read) -> int:
+        """Have a block filled that was taken, in any thread; return what ``read`` returns."""
+        return self._blocks.fill(number, read)
 
     def take(self, spared: Container[Expert]) -> int | None:
         """Return a block to fill, if need be that of an expert in the pool that is not spared.
@@ -75,7 +127,7 @@ class ExpertMemory:
         assert expert not in self._held
         self._held[expert] = number
         self._pool[expert] = None
-        self.places[expert] = self._blocks[number].ctypes.data
+        self.places[expert] = self._blocks.place(number)
         self.hits[expert] = 1
 
     def give_back(self, number: int) -> None:
@@ -123,7 +175,7 @@ class ExpertMemory:
         assert self._pool.keys() <= self._held.keys()
         places = np.zeros_like(self.places)
         for expert, number in self._held.items():
-            places[expert] = self._blocks[number].ctypes.data
+            places[expert] = self._blocks.place(number)
         assert np.array_equal(places, self.places)
         assert np.array_equal(places != 0, self.hits == 1)
 

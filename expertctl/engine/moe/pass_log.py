@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.counters import Counters, requested_by_layer
-from expertctl.engine.moe.routed_room import RoutedRoom
 from expertctl.engine.moe.skipping import SkipTotals, skip_totals
 
 Numbers = np.ndarray[Any, Any]
@@ -91,7 +91,7 @@ class PassLog:
         self._now.waited[-1] += now
         self._now.brought.append(now)
 
-    def passed(self, room: RoutedRoom, tokens: int) -> list[Numbers] | None:
+    def passed(self, room: Choices, tokens: int) -> list[Numbers] | None:
         """Note that the pass is over; return what it asked for, None if not all layers did."""
         now, self._now = self._now, _Pass()
         if len(now.brought) < self._layers:

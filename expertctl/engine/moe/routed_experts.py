@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routed_room import RoutedRoom
 
 Numbers = np.ndarray[Any, Any]
 
@@ -37,7 +37,7 @@ class RoutedExperts(Protocol):
     def hits(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Ask for what tokens chose in a layer; tell whether somebody has to be waited for.
 
         Until then those who have a place may be computed.
@@ -53,7 +53,7 @@ class RoutedExperts(Protocol):
             InvalidPackageError: when a file of the base cannot be read.
         """
 
-    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over."""
 
 
@@ -81,12 +81,12 @@ class WholeExperts:
         row: Numbers = self._hits[layer]
         return row
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Return False: all are there."""
         return False
 
     def wait(self) -> None:
         """Do nothing: all are there."""
 
-    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Do nothing: nothing will change by it."""

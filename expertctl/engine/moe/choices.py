@@ -1,0 +1,23 @@
+"""What the tokens of one pass chose, layer by layer, as whoever owns the experts is told.
+
+It stays until the next pass, for whoever counts it.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+Numbers = np.ndarray[Any, Any]
+
+
+class Choices(Protocol):
+    """The choices of up to so many tokens; layers are routed ones, counted from 0."""
+
+    selected: Numbers
+    """The experts of each token, int64 [layers, tokens, used]."""
+    weights: Numbers
+    """Their weights, float32 [layers, tokens, used]."""
+    skipped: Numbers
+    """How much of the weights of a token was left out, float32 [layers, tokens]."""
+    likely: Numbers
+    """What a layer will be asked for, as the one before it foresaw; of the first nothing."""
