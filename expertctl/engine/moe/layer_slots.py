@@ -41,16 +41,8 @@ class LayerSlots:
         """
         if not 0 <= capacity <= experts:
             raise ValueError(f"{capacity} slots for {experts} experts")
-        if not all(0 <= expert < experts for expert in pinned):
-            raise ValueError(f"an expert that is pinned is none of 0 to {experts - 1}")
-        if len(set(pinned)) > capacity:
-            raise UsageError(
-                f"{len(set(pinned))} routed experts of a layer are pinned, but it has only "
-                f"{capacity} slots",
-                hint="pin fewer experts, or raise --memory-budget",
-            )
         self.experts, self.capacity = experts, capacity
-        self.pinned = frozenset(pinned)
+        self.pin(pinned)
         self.ids: NDArray[np.int32] = np.full(capacity, EMPTY, np.int32)
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
@@ -76,6 +68,22 @@ class LayerSlots:
         order = dict.fromkeys([*sorted(self.pinned), *ranked, *range(self.experts)])
         absent = [expert for expert in order if not self.hit_mask[expert]]
         return absent[: len(self.free)]
+
+    def pin(self, pinned: Collection[int]) -> None:
+        """Let these stay from now on, once they are resident, and no others.
+
+        Raises:
+            UsageError: when more experts are pinned than there are slots.
+        """
+        if not all(0 <= expert < self.experts for expert in pinned):
+            raise ValueError(f"an expert that is pinned is none of 0 to {self.experts - 1}")
+        if len(set(pinned)) > self.capacity:
+            raise UsageError(
+                f"{len(set(pinned))} routed experts of a layer are pinned, but it has only "
+                f"{self.capacity} slots",
+                hint="pin fewer experts, or raise --memory-budget",
+            )
+        self.pinned = frozenset(pinned)
 
     def note(self, selected: Ids) -> None:
         """Count what tokens asked for, oldest first; ``selected`` is [tokens, k].

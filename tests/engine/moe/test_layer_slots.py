@@ -279,3 +279,15 @@ class Slots(RuleBasedStateMachine):
 
 Slots.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestSlots = Slots.TestCase
+
+
+def test_pins_change_while_residents_stay() -> None:
+    slots = LayerSlots(experts=6, capacity=2, pinned=[1])
+    slots.exchange(slot=0, expert=1)
+    slots.pin([4])
+    assert (slots.residents, slots.pinned) == ([1], {4})
+    assert slots.vacate(slot=0) == 1
+    for wrong, error in (([0, 1, 2], UsageError), ([6], ValueError)):
+        with pytest.raises(error):
+            slots.pin(wrong)
+    assert slots.pinned == {4}

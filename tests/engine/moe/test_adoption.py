@@ -1,0 +1,93 @@
+"""A profile is taken over between two passes: pins come, updates exchange, nothing else changes."""
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.adoption import ProfileWishes, guidance_of
+from expertctl.engine.moe.expert_cache import EXACT
+from expertctl.engine.moe.guide import Guide, activity_of
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.pins import SharePins, TopPins
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.start import USUAL, StartWishes
+from expertctl.engine.moe.usage_profile import UsageProfile
+from expertctl.errors import IncompatibleError, UsageError
+from expertctl.package.model_config import ModelConfig
+from tests.engine.moe.test_expert_cache import (
+    EXPERTS,
+    LAYERS,
+    NUMBERS,
+    Marked,
+    config,
+    draw_pass,
+    marks,
+    new_cache,
+)
+
+__all__ = ["config"]
+
+USAGE = UsageProfile("", 10, EXPERTS, {n: {7: 10, 6: 8, 5: 2} for n in NUMBERS})
+GUIDE = Guide("the profile", activity_of(USAGE), USAGE)
+NOBODY = UsageProfile("", 10, EXPERTS, {1: {}})
+
+
+def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfig) -> None:
+    drawn, room = np.random.default_rng(7), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    assert config.experts is not None
+    with closing(new_cache(Marked(), slots=3, policy=EXACT)) as cache:
+
+        def write(tokens: int) -> None:
+            for _ in range(tokens):
+                draw_pass(room, drawn, 1)
+                for layer in range(LAYERS):
+                    cache.bring(layer, room, 1)
+                    wanted = set(room.selected[layer, 0].tolist())
+                    assert wanted <= {expert for expert, _ in marks(cache, layer)}
+                cache.passed(room, 1, phase=Phase.DECODE)
+                cache.check_integrity()
+
+        write(10)
+        wishes = ProfileWishes(pins=TopPins(2))
+        before = [slots.residents for slots in cache.slots]
+        adoption = wishes.adoption(GUIDE, cache, config.experts, started=USUAL)
+        assert [slots.pinned for slots in cache.slots] == [frozenset()] * LAYERS, "not yet"
+        adoption.apply(cache)
+        assert [slots.residents for slots in cache.slots] == before, "that waits for a pass"
+        write(20)
+        assert all({6, 7} <= set(slots.residents) for slots in cache.slots)
+        told = guidance_of(cache, config.experts).to_json()
+        assert told == {"exchange": 0.0, "pinned": {"1": [6, 7], "2": [6, 7], "4": [6, 7]}}
+        ProfileWishes(pins=TopPins(0)).adoption(GUIDE, cache, config.experts, started=USUAL).apply(
+            cache
+        )
+        assert guidance_of(cache, config.experts).to_json() == {"exchange": 0.0, "pinned": {}}
+        write(40)
+        assert not all({6, 7} <= set(slots.residents) for slots in cache.slots)
+
+
+def test_what_is_not_said_is_as_it_was_wished_at_the_start(config: ModelConfig) -> None:
+    started = StartWishes(pins=SharePins(0.9), exchange=0.25)
+    assert config.experts is not None
+    with closing(new_cache(Marked(), slots=3, policy=EXACT)) as cache:
+        same = ProfileWishes().adoption(GUIDE, cache, config.experts, started=started)
+        assert (same.pinned, same.rate) == ((frozenset({7}),) * LAYERS, 0.25)
+        other = ProfileWishes(pins=TopPins(1), exchange=0.0)
+        found = other.adoption(GUIDE, cache, config.experts, started=started)
+        assert (found.pinned, found.rate) == ((frozenset({7}),) * LAYERS, 0.0)
+        assert found.scores == ({7: 10, 6: 8, 5: 2},) * LAYERS
+
+
+def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfig) -> None:
+    assert config.experts is not None
+    nobody = Guide("the profile", activity_of(NOBODY), NOBODY)
+    with closing(new_cache(Marked(), slots=3, policy=EXACT)) as cache:
+        with pytest.raises(UsageError, match="changes nothing") as caught:
+            ProfileWishes().adoption(GUIDE, cache, config.experts, started=USUAL)
+        assert "exchange" in caught.value.hint
+        with pytest.raises(UsageError, match="layer 1 has 3 slots"):
+            ProfileWishes(pins=TopPins(4)).adoption(GUIDE, cache, config.experts, started=USUAL)
+        with pytest.raises(IncompatibleError, match="tells of no expert"):
+            ProfileWishes(pins=TopPins(1)).adoption(nobody, cache, config.experts, started=USUAL)
