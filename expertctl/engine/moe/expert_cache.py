@@ -246,6 +246,11 @@ class ExpertCache:
         self._scores, self._rate = dict(enumerate(scores)), rate
 
     @property
+    def scores(self) -> Sequence[Scores]:
+        """What experts are worth to exchanges, by layer."""
+        return [self._scores.get(layer, {}) for layer in range(len(self.slots))]
+
+    @property
     def exchange_rate(self) -> float:
         """The share of all residents that a profile may exchange in an update."""
         return self._rate
