@@ -6,9 +6,9 @@ vocabulary asks for the experts that a trace says: one drawn by Zipf's law (1.0,
 two threads. *From memory*: what is not resident lies in memory that stands for what is outside the
 device's budget. *From the disk*: the process may not have as much memory as the base is large
 (RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every expert
-that is missing comes from the disk; what is quantised we read as the copy holds it that a machine
-keeps of a base, the rival reads and quantises the base's own bytes. Where the next layer's experts
-are read ahead, a fifth of what is foreseen is made wrong.
+that is missing comes from the disk; we read the copy that a machine keeps of a base, past the
+system's file cache (``--moe-cold direct``), the rival reads and packs the base's own bytes. Where
+the next layer's experts are read ahead, a fifth of what is foreseen is made wrong.
 """
 
 import argparse
@@ -127,13 +127,10 @@ def from_disk(
 ) -> list[Row]:
     """Each in a process of its own; the two that read the disk may not hold the base.
 
-    What is quantised is read from the copy that a machine keeps; the rival reads the base's files.
+    We read the copy that a machine keeps, past the system's file cache; the rival the base's files.
     """
-    mine = Keeping.STORED
-    copies = subject.home / "bases"
-    if scheme.layout.is_grouped:
-        mine = Keeping.PREPACKED
-        keep_copy(subject.directory, copies, scheme)
+    mine, copies = Keeping.PREPACKED, subject.home / "bases"
+    keep_copy(subject.directory, copies, scheme)
     settings = {
         keeping: replace(
             subject.setting(keeping, limit=None if keeping is Keeping.WHOLE else limit),

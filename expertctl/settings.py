@@ -71,7 +71,7 @@ DTYPES = ("float32", "bf16", "int8", "int4")
 """What the weights of a base can be held in."""
 ADAPTER_DTYPES = ("published", "fp16", "int8")
 """What those of experts can be held in."""
-MOE_COLDS = ("read", "map")
+MOE_COLDS = ("auto", "read", "map", "direct")
 """How routed experts that are not in memory come from the disk."""
 MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")

@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.harness import Seconds, timed
 from benchmarks.routed.foresight import MisledCache
 from benchmarks.routed.load_on_miss import LoadOnMiss
-from benchmarks.routed.readers import LentExperts, UncachedCopies, UncachedExperts
+from benchmarks.routed.readers import LentExperts, UncachedExperts, read_directly
 from benchmarks.routed.tasks import Keeping
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
@@ -72,7 +72,7 @@ def open_homes(
         files: ExpertReader = UncachedExperts(base_tensors(directory, config), config, scheme)
         if keeping is Keeping.PREPACKED:
             assert copies is not None
-            files = UncachedCopies(directory, copies, scheme)
+            files = read_directly(directory, copies, scheme)
         experts = _experts(keeping, base, files, share)
         seen = base if experts is None else replace(base, experts={})
         homes[keeping] = Home(seen, crew, experts, tokens=tokens)
@@ -91,7 +91,7 @@ def _experts(
             return _cache(base, LentExperts(base.experts), Split(routed.count, 0))
         case Keeping.LENT:
             return _cache(base, LentExperts(base.experts), split(routed, share))
-        case Keeping.STORED | Keeping.PREPACKED:
+        case Keeping.PREPACKED:
             return _cache(base, files, split(routed, share))
         case Keeping.ON_MISS:
             return LoadOnMiss(

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_copies import CopiedExperts
+from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
 from expertctl.engine.moe.expert_files import StoredExperts
-from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.engine.packed_base import EXPERTS
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.base_tensors import StoredTensor, base_tensors
@@ -70,47 +69,28 @@ class UncachedExperts:
         return None
 
 
-class UncachedCopies:
-    """Reads the copy of a base that a machine keeps, and has the system forget what was read."""
-
-    def __init__(self, directory: Path, home: Path, scheme: Scheme) -> None:
-        """Read from the copy that `keep_copy` made."""
-        config = read_config(directory)
-        copies = _copies(directory, home)
-        copy = copies.open(scheme.value, copy_shape(config, scheme))
-        assert copy is not None, "it was made before"
-        stored = StoredExperts(base_tensors(directory, config), config, scheme)
-        self._copy, self._reader = copy, CopiedExperts(copy, config, stored, give_up=_fail)
-        first = copy.shape.rest_pieces
-        self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
-        _forget(copies.path(scheme.value), 0, 0)
-
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
-        """Fill a block with an expert; return how many bytes of the copy that took."""
-        read = self._reader.read(layer, expert, block)
-        begin = self._copy.shape.in_file(self._pieces[layer, expert])
-        os.posix_fadvise(self._copy.handle, begin, read, os.POSIX_FADV_DONTNEED)
-        return read
-
-    def lend(self, layer: int, expert: int) -> int | None:
-        """Return None: it is on the disk."""
-        return None
+def read_directly(directory: Path, home: Path, scheme: Scheme) -> CopiedExperts:
+    """Return what reads the copy that `keep_copy` made, past the system's file cache."""
+    config = read_config(directory)
+    stored = StoredExperts(base_tensors(directory, config), config, scheme)
+    copies = _copies(directory, home)
+    reader = copied_experts(copies, config, stored, cold="direct", blocks=0)
+    assert reader is not None, "it was made before"
+    assert reader.cold == "direct", copies.take_notes()
+    _forget(copies.path(scheme.value), 0, 0)
+    return reader
 
 
 def keep_copy(directory: Path, home: Path, scheme: Scheme) -> None:
     """Have a machine with this home keep a copy of a base, as its first run would."""
     copies, config = _copies(directory, home), read_config(directory)
-    load_packed_base(directory, config, scheme, experts=False, copies=copies)
+    load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="direct")
 
 
 def _copies(directory: Path, home: Path) -> QuantisedCopies:
     bases = BaseStore(home)
     known = next((base for base in bases.bases() if base.path == directory.resolve()), None)
     return QuantisedCopies(bases, known or bases.add(directory))
-
-
-def _fail(why: str) -> None:
-    raise AssertionError(f"the copy is not used: {why}")
 
 
 def _forget(path: os.PathLike[str], offset: int, size: int) -> None:

@@ -12,7 +12,6 @@ class Keeping(Enum):
     WHOLE = "all in memory, no cache"
     CACHED = "all in memory, through the cache"
     LENT = "some resident, the others computed in memory beside the device's"
-    STORED = "some resident, the others read from the disk"
     PREPACKED = "some resident, the others read from a copy of the base as it was packed"
     ON_MISS = "some resident, the others read from the disk when they are asked for, LRU"
 

@@ -84,14 +84,14 @@ MoeSkipCap = Annotated[
         "--moe-skip-cap", metavar="SHARE", help="The most to leave out of a token, from 0 to 1."
     ),
 ]
-MoeColdName = Literal["read", "map"]
+MoeColdName = Literal["auto", "read", "map", "direct"]
 MoeCold = Annotated[
     MoeColdName | None,
     typer.Option(
         "--moe-cold",
-        help="Where routed experts do not fit: read them, or compute them in the system's file "
-        "cache while they are there, which is outside the budget.",
-        show_default="read",
+        help="Where routed experts do not fit: read them, past the system's file cache (direct) "
+        "or through it, or compute them there, outside the budget (map).",
+        show_default="auto",
     ),
 ]
 MoeProfile = Annotated[
@@ -305,7 +305,7 @@ def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
         UsageError: when a setting that counts names what is not there.
     """
     found = moe_cold or _chosen("moe_cold", settings.moe_cold, MOE_COLDS)
-    return cast(MoeColdName, found or "read")
+    return cast(MoeColdName, found or "auto")
 
 
 def start_of(

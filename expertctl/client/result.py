@@ -9,7 +9,7 @@ from expertctl.errors import CancelledError, NoAnswerError
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
 MoeMiss = Literal["exact", "skip"]
-MoeCold = Literal["read", "map"]
+MoeCold = Literal["read", "map", "direct"]
 JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
 
 

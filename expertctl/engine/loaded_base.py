@@ -18,7 +18,14 @@ from expertctl.engine.torch_backend import TorchBackend
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.numerics import SMALL_BASE
-from expertctl.routing.request import QUANTISED, AdapterDtype, DeviceName, Dtype, MoeCold, MoeMiss
+from expertctl.routing.request import (
+    QUANTISED,
+    AdapterDtype,
+    DeviceName,
+    Dtype,
+    MoeColdWish,
+    MoeMiss,
+)
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
@@ -39,7 +46,7 @@ class Wish:
     device: DeviceName = "cpu"
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = 1.0
-    moe_cold: MoeCold = "read"
+    moe_cold: MoeColdWish = "auto"
     room: int | None = None
     """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
     start: StartOf = nowhere

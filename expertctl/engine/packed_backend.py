@@ -41,7 +41,7 @@ from expertctl.engine.sampling import sample_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import AdapterDtype, Dtype, MoeCold, MoeMiss
+from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish, MoeMiss
 
 _FLOAT_BYTES = 4
 SCHEMES: dict[Dtype, Scheme] = {
@@ -80,7 +80,7 @@ class PackedBackend:
         room: int | None = None,
         miss: MoeMiss = "exact",
         cap: float = 1.0,
-        cold: MoeCold = "read",
+        cold: MoeColdWish = "auto",
     ) -> "PackedBackend":
         """Return what runs a base in so many bytes of memory, if that is limited.
 
@@ -178,7 +178,7 @@ class PackedBackend:
             self.scheme,
             experts=self.cache is None,
             copies=around.copies,
-            mapped=self.cache is not None and self.cache.cold == "map",
+            cold="auto" if self.cache is None else self.cache.cold,
             progress=progress,
         )
         if self.cache is None:
@@ -198,10 +198,11 @@ class PackedBackend:
         stored = StoredExperts(
             base_tensors(around.directory, self.config), self.config, self.scheme
         )
-        mapped = plan.cold == "map"
-        if around.copies is None or not keeps_copy(self.scheme, mapped=mapped):
+        if around.copies is None or not keeps_copy(self.scheme, cold=plan.cold):
             return stored
-        found = copied_experts(around.copies, self.config, stored, mapped=mapped)
+        found = copied_experts(
+            around.copies, self.config, stored, cold=plan.cold, blocks=plan.blocks
+        )
         return found or stored
 
     def _experts(self, plan: CachePlan, reader: ExpertReader) -> ExpertCache:

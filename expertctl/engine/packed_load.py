@@ -28,13 +28,17 @@ from expertctl.engine.tensor_packing import (
 from expertctl.package.base_model import weights_digest
 from expertctl.package.base_tensors import StoredTensor, base_tensors
 from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
+from expertctl.routing.request import MoeColdWish
 from expertctl.store.copy_file import Piece, pieces_in
 from expertctl.store.quantised_copies import QuantisedCopies
 
 
-def keeps_copy(scheme: Scheme, *, mapped: bool = False) -> bool:
-    """Tell whether a copy is kept of bases in a scheme: of floats, if routed experts are mapped."""
-    return scheme.layout.is_grouped or mapped
+def keeps_copy(scheme: Scheme, *, cold: MoeColdWish = "auto") -> bool:
+    """Tell whether a copy is kept of bases in a scheme.
+
+    Of floats, which takes as much room as the base itself, only where a wish needs one.
+    """
+    return scheme.layout.is_grouped or cold in ("map", "direct")
 
 
 def load_packed_base(
@@ -44,13 +48,13 @@ def load_packed_base(
     *,
     experts: bool = True,
     copies: QuantisedCopies | None = None,
-    mapped: bool = False,
+    cold: MoeColdWish = "auto",
     progress: Progress = no_progress,
 ) -> PackedBase:
     """Read a base, or its copy; ``progress`` counts packed bytes.
 
     Without ``experts`` those that are routed are left to somebody else; they will be in the copy,
-    which is made of floats, too, where they are to be ``mapped``.
+    which is made of floats, too, where the wish for ``cold`` ones needs it.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -65,7 +69,7 @@ def load_packed_base(
     if config.tied and HEAD in stored:
         _check_tied_head(directory, stored)
     warnings = _warnings([stored[name] for name in config.tensor_shapes()], scheme)
-    kept = copies if keeps_copy(scheme, mapped=mapped) else None
+    kept = copies if keeps_copy(scheme, cold=cold) else None
     told, shape, read = _Told(progress), copy_shape(config, scheme), len(memory)
     if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
         read = _read(base, stored, memory, kept, told.again().count)

@@ -26,8 +26,10 @@ DeviceName = Literal["cpu", "cuda"]
 """What computes."""
 MoeMiss = Literal["exact", "skip"]
 """What happens where a routed expert is not in memory: it is brought, or left out."""
-MoeCold = Literal["read", "map"]
-"""How one comes from a copy on the disk: it is read, or computed in the system's file cache."""
+MoeCold = Literal["read", "map", "direct"]
+"""How one comes from the disk: it is read, computed in the system's file cache, or read past it."""
+MoeColdWish = Literal["auto", "read", "map", "direct"]
+"""What is wished of that; ``auto`` reads past the cache where it could not keep much."""
 SKIP_CAP = 0.25
 """How much of the weights of a token may be left out in a layer, where nothing else is said."""
 EngineName = Literal["native", "transformers"]
@@ -62,7 +64,7 @@ class RouteRequest:
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = SKIP_CAP
-    moe_cold: MoeCold = "read"
+    moe_cold: MoeColdWish = "auto"
     device: DeviceName = "cpu"
     memory_budget: int | None = None
     allow_base_mismatch: bool = False

@@ -13,6 +13,7 @@ checked when a file is opened, and a piece against the table when it is first re
 where it is used.
 """
 
+import errno
 import hashlib
 import os
 import stat
@@ -125,6 +126,8 @@ class CopyFile:
     def __init__(self, handle: int, shape: CopyShape, table: bytes) -> None:
         """Own an open file whose table is believed."""
         self.handle, self.shape, self._table = handle, shape, table
+        self._past_cache: int | None = None
+        """The same file, opened to be read past the system's file cache."""
         self._checked: set[int] = set()
 
     @classmethod
@@ -149,6 +152,23 @@ class CopyFile:
             return None
         return cls(handle, *ends)
 
+    def bypass_cache(self, path: Path) -> None:
+        """Read from now on past the system's file cache, into memory that is aligned.
+
+        That leaves the processor to others and does not push out what the cache holds; who asks for
+        a piece again waits for the disk again.
+
+        Raises:
+            OSError: when the system does not offer that, or another file has this path now.
+        """
+        if not hasattr(os, "O_DIRECT"):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECT)
+        if not os.path.samestat(os.fstat(handle), os.fstat(self.handle)):
+            os.close(handle)
+            raise OSError("it is another file now")
+        self._past_cache = handle
+
     def fill(self, piece: int, memory: memoryview) -> bool:
         """Read a piece into memory; False where its bytes are not those that were written.
 
@@ -157,7 +177,10 @@ class CopyFile:
         Raises:
             OSError: when the file cannot be read to the end of the piece.
         """
-        _read_into(memory, self.handle, self.shape.in_file(piece))
+        begin, done = self.shape.in_file(piece), 0
+        if self._past_cache is not None:
+            done = _read_aligned(memory, self._past_cache, begin)
+        _read_into(memory[done:], self.handle, begin + done)
         if piece not in self._checked and not self.is_sound(piece, memory):
             return False
         self._checked.add(piece)
@@ -199,6 +222,9 @@ class CopyFile:
     def close(self) -> None:
         """Let go of the file."""
         os.close(self.handle)
+        if self._past_cache is not None:
+            os.close(self._past_cache)
+            self._past_cache = None
 
 
 def digest_of(memory: memoryview) -> bytes:
@@ -229,6 +255,22 @@ def _read_into(memory: memoryview, handle: int, begin: int) -> None:
         if not count:
             raise OSError("it is cut short")
         done += count
+
+
+def _read_aligned(memory: memoryview, handle: int, begin: int) -> int:
+    """Read all that is aligned, in memory and in the file; return how many bytes that was."""
+    done, whole = 0, len(memory) // ALIGNED * ALIGNED
+    while done < whole:
+        try:
+            count = os.preadv(handle, [memory[done:whole]], begin + done)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # what the system says of memory that is not
+                raise
+            return done
+        if not count:
+            break
+        done += count
+    return done
 
 
 def _packed(shape: CopyShape) -> bytes:

@@ -1,5 +1,6 @@
 """Where routed experts come from is said by an option, the environment or a file, in that order."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,7 @@ def test_the_option_counts_before_the_environment_before_the_file(
 
     assert cold() == "read"
     assert cold("--moe-cold", "map") == "map"
+    assert cold("--moe-cold", "direct") == ("direct" if hasattr(os, "O_DIRECT") else "read")
     expertctl("config", "set", "moe_cold", "map")
     assert cold() == "map"
     monkeypatch.setenv("EXPERT_MOE_COLD", "read")
@@ -55,4 +57,4 @@ def test_a_setting_that_names_nothing_is_told_where_it_counts(
     monkeypatch.setenv("EXPERT_MOE_COLD", "mapped")
     said = expertctl(*ASKED, code=2)
     assert "moe_cold 'mapped' is not supported" in said.err
-    assert "EXPERT_MOE_COLD=read" in said.err
+    assert "EXPERT_MOE_COLD=auto" in said.err

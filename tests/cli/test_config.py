@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from expertctl.config_file import read_settings, set_value, unset_value
 from expertctl.durable import make_folders
 from expertctl.errors import InvalidPackageError, StoreError, UsageError
-from expertctl.routing.request import AdapterDtype, Dtype, MoeCold
+from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish
 from expertctl.settings import (
     ADAPTER_DTYPES,
     CONFIG_KEYS,
@@ -203,7 +203,7 @@ def test_a_setting_that_means_nothing_is_replaced(expertctl: Commands, home: Pat
         ("dtype", "INT8", "float32, bf16, int8, int4"),
         ("adapter_dtype", "bf16", "published, fp16, int8"),
         ("deterministic", "perhaps", "true or false"),
-        ("moe_cold", "mapped", "read, map"),
+        ("moe_cold", "mapped", "auto, read, map, direct"),
     ],
 )
 def test_how_numbers_are_held_is_checked_before_it_is_kept(
@@ -217,4 +217,4 @@ def test_how_numbers_are_held_is_checked_before_it_is_kept(
 def test_the_choices_are_those_of_the_router() -> None:
     assert get_args(Dtype) == DTYPES
     assert get_args(AdapterDtype) == ADAPTER_DTYPES
-    assert get_args(MoeCold) == MOE_COLDS
+    assert get_args(MoeColdWish) == MOE_COLDS

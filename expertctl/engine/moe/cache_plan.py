@@ -10,7 +10,7 @@ from expertctl.engine.moe.capacity import (
     capacity_of,
     missed,
 )
-from expertctl.routing.request import MoeCold, MoeMiss
+from expertctl.routing.request import MoeColdWish, MoeMiss
 
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
@@ -41,7 +41,7 @@ class CachePlan:
     """Who keeps a slot in each layer; empty: nobody does."""
     miss: MoeMiss = "exact"
     cap: float = 1.0
-    cold: MoeCold = "read"
+    cold: MoeColdWish = "auto"
 
     @property
     def capacities(self) -> tuple[int, ...]:

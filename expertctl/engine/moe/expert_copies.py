@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.mapped_file import MappedFile
+from expertctl.engine.memory import unused
 from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.package.model_config import ModelConfig
-from expertctl.routing.request import MoeCold
-from expertctl.store.copy_file import CopyFile
+from expertctl.routing.request import MoeCold, MoeColdWish
+from expertctl.store.copy_file import CopyFile, CopyShape
 from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
 GiveUp = Callable[[str], None]
 """Told once why a copy must be made again."""
+_CACHED_SHARE = 0.5
+"""Of experts that are not in memory: what the system's cache must have room for to be of use."""
+_NOT = {"map": "mapped", "direct": "read past the cache"}
 
 
 def copied_experts(
@@ -26,11 +30,13 @@ def copied_experts(
     config: ModelConfig,
     stored: StoredExperts,
     *,
-    mapped: bool,
+    cold: MoeColdWish,
+    blocks: int,
 ) -> "CopiedExperts | None":
     """Open the copy of a base for who reads its experts; None where there is none to be believed.
 
-    Where it shall be ``mapped`` and cannot, a note says so, and it is read.
+    ``blocks`` is how many experts will be in memory. What is wished of the others and cannot be is
+    told; then they are read.
     """
     name = stored.scheme.value
     copy = copies.open(name, copy_shape(config, stored.scheme))
@@ -40,12 +46,30 @@ def copied_experts(
     def give_up(why: str) -> None:
         copies.give_up(name, copy, why=why)
 
+    way = _usual(copy.shape, blocks) if cold == "auto" else cold
+    mapping = None
     try:
-        mapping = MappedFile.of(copy.handle) if mapped else None
+        if way == "direct":
+            copy.bypass_cache(copies.path(name))
+        mapping = MappedFile.of(copy.handle) if way == "map" else None
     except OSError as error:
-        copies.note(name, f"{copies.path(name)} is not mapped ({error.strerror}): read instead")
-        mapping = None
-    return CopiedExperts(copy, config, stored, give_up=give_up, mapped=mapping)
+        if cold != "auto":
+            why = f"{_NOT[way]} ({error.strerror or error}): read instead"
+            copies.note(name, f"{copies.path(name)} is not {why}")
+        way = "read"
+    return CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
+
+
+def _usual(shape: CopyShape, blocks: int) -> MoeCold:
+    """Return how to read experts where nobody said it.
+
+    The system's cache gives a piece several times as fast as a disk, where it has it; where it has
+    not, reading through it is slower, and takes the processor's time.
+    """
+    free, others = unused(), shape.blocks - blocks
+    if free is None or free - blocks * shape.block >= _CACHED_SHARE * others * shape.block:
+        return "read"
+    return "direct"
 
 
 class CopiedExperts:
@@ -61,13 +85,14 @@ class CopiedExperts:
         stored: StoredExperts,
         *,
         give_up: GiveUp,
+        cold: MoeCold = "read",
         mapped: MappedFile | None = None,
     ) -> None:
         """Read from a copy, and from the files of the base what is damaged in it."""
         self._copy, self._stored, self._give_up = copy, stored, give_up
         first = copy.shape.rest_pieces
         self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
-        self._mapped = mapped
+        self._cold, self._mapped = cold, mapped
         self._sound: set[int] = set()
         """Pieces whose bytes were checked in the mapping."""
         self._damaged: set[int] = set()
@@ -75,7 +100,7 @@ class CopiedExperts:
     @property
     def cold(self) -> MoeCold:
         """How experts come from the disk."""
-        return "map" if self._mapped is not None else "read"
+        return "read" if self._cold == "map" and self._mapped is None else self._cold
 
     def read(self, layer: int, expert: int, block: Numbers) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""

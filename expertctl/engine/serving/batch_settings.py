@@ -9,7 +9,7 @@ from expertctl.routing.request import (
     AdapterDtype,
     DeviceName,
     Dtype,
-    MoeCold,
+    MoeColdWish,
     MoeMiss,
 )
 
@@ -30,7 +30,7 @@ class BatchSettings:
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
     moe_skip_cap: float = SKIP_CAP
-    moe_cold: MoeCold = "read"
+    moe_cold: MoeColdWish = "auto"
     moe: StartWishes = USUAL
     """How routed experts begin, where not all of them fit."""
     rows: int = ROWS

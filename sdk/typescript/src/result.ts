@@ -67,7 +67,7 @@ export interface MoeUse {
   /** What happened to an expert that was not in memory: it was read, or left out. */
   readonly miss: "exact" | "skip";
   /** How it came from the disk. */
-  readonly cold: "read" | "map";
+  readonly cold: "read" | "map" | "direct";
   readonly layers: number;
   /** Of each layer. */
   readonly experts: number;

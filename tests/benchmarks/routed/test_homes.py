@@ -103,7 +103,7 @@ def test_homes_say_what_they_hold_miss_and_read(
         assert home.follow(60) > 0
     whole, cached = homes[Keeping.WHOLE], homes[Keeping.CACHED]
     assert (whole.misses, whole.read_bytes, cached.misses) == (0, 0, 0)
-    for keeping in (Keeping.LENT, Keeping.STORED, Keeping.PREPACKED, Keeping.ON_MISS):
+    for keeping in (Keeping.LENT, Keeping.PREPACKED, Keeping.ON_MISS):
         home = homes[keeping]
         assert 0 < home.misses < 1
         assert home.read_bytes > 0

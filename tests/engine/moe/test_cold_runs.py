@@ -77,7 +77,7 @@ def test_tokens_are_the_same_read_mapped_and_whole(
     route = {"dtype": dtype, "deterministic": deterministic}
     whole, size = answer(house, LARGE, **route)
     budget = little(size)
-    for cold in ("read", "map", "map"):
+    for cold in ("read", "map", "map", "direct"):
         partly, _ = answer(house, budget, **route, moe_cold=cold)
         assert partly.generated.tokens == whole.generated.tokens
         assert partly.planned.result.plan.identity == whole.planned.result.plan.identity
@@ -107,7 +107,8 @@ def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
 
 def test_floats_that_are_only_read_have_no_copy(base: Path, house: House) -> None:
     copies, size = copies_at(house, base), answer(house, LARGE, dtype="bf16")[1]
-    answer(house, little(size), dtype="bf16", moe_cold="read")
+    for cold in ("read", "auto"):
+        answer(house, little(size), dtype="bf16", moe_cold=cold)
     assert not copies.path("bfloat16").exists()
 
 

@@ -1,6 +1,7 @@
 """Experts of a copy are those of the files, read or lent; what is damaged is not computed with."""
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import torch
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.mapped_file import MappedFile
+from expertctl.engine.memory import allocate
+from expertctl.engine.moe import expert_copies
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
 from expertctl.engine.moe.expert_memory import ExpertMemory
@@ -23,7 +26,8 @@ from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.model_config import read_config
-from expertctl.store.copy_file import CopyShape
+from expertctl.routing.request import MoeColdWish
+from expertctl.store.copy_file import ALIGNED, CopyShape
 from expertctl.store.quantised_copies import QuantisedCopies
 from tests.engine.moe.copied_bases import known, routed_base, stored_experts
 from tests.engine.test_packed_decoder import scores
@@ -45,7 +49,7 @@ def copies(directory: Path, tmp_path: Path) -> QuantisedCopies:
 def keep(directory: Path, copies: QuantisedCopies, scheme: Scheme) -> Path:
     """Have a copy made, and the system forget it."""
     config = read_config(directory)
-    load_packed_base(directory, config, scheme, experts=False, copies=copies, mapped=True)
+    load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="map")
     path = copies.path(scheme.value)
     if hasattr(os, "posix_fadvise"):
         handle = os.open(path, os.O_RDONLY)
@@ -55,10 +59,10 @@ def keep(directory: Path, copies: QuantisedCopies, scheme: Scheme) -> Path:
 
 
 def reader_of(
-    directory: Path, copies: QuantisedCopies, scheme: Scheme, *, mapped: bool = False
+    directory: Path, copies: QuantisedCopies, scheme: Scheme, *, cold: MoeColdWish = "read"
 ) -> CopiedExperts:
     stored = stored_experts(directory, scheme)
-    found = copied_experts(copies, read_config(directory), stored, mapped=mapped)
+    found = copied_experts(copies, read_config(directory), stored, cold=cold, blocks=0)
     assert found is not None
     return found
 
@@ -85,7 +89,7 @@ def damage(path: Path, position: int) -> None:
 @pytest.fixture
 def lending(directory: Path, copies: QuantisedCopies) -> Iterator[CopiedExperts]:
     keep(directory, copies, Scheme.INT8)
-    reader = reader_of(directory, copies, Scheme.INT8, mapped=True)
+    reader = reader_of(directory, copies, Scheme.INT8, cold="map")
     if reader.cold != "map":
         pytest.skip("a system that does not tell what it holds of a file")
     with closing(reader):
@@ -111,7 +115,7 @@ def test_each_expert_is_read_as_it_was_packed(
 
 def test_without_a_copy_there_is_no_such_reader(directory: Path, copies: QuantisedCopies) -> None:
     stored = stored_experts(directory, Scheme.INT8)
-    assert copied_experts(copies, read_config(directory), stored, mapped=True) is None
+    assert copied_experts(copies, read_config(directory), stored, cold="map", blocks=0) is None
 
 
 def test_where_nothing_can_be_kept_that_is_told_and_files_are_read(
@@ -121,20 +125,20 @@ def test_where_nothing_can_be_kept_that_is_told_and_files_are_read(
     folder.write_text("mine")
     config, stored = read_config(directory), stored_experts(directory, Scheme.INT8)
     load_packed_base(directory, config, Scheme.INT8, experts=False, copies=copies)
-    assert copied_experts(copies, config, stored, mapped=False) is None
+    assert copied_experts(copies, config, stored, cold="read", blocks=0) is None
     told = f"{copies.path('int8')} cannot be written ({folder}: it is no folder)"
     assert copies.take_notes() == (f"{told}: made again next time",)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("cold", ["read", "map", "direct"])
 def test_a_damaged_expert_is_read_from_the_base_and_told_once(
-    mapped: bool, directory: Path, copies: QuantisedCopies
+    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT4), keep(directory, copies, Scheme.INT4)
     for number in (3, 9):
         damage(path, shape.in_file(shape.rest_pieces + number) + shape.block // 2)
     block = np.empty(shape.block, np.uint8)
-    with closing(reader_of(directory, copies, Scheme.INT4, mapped=mapped)) as reader:
+    with closing(reader_of(directory, copies, Scheme.INT4, cold=cold)) as reader:
         for number, (layer, expert) in enumerate(experts_of(read_config(directory))):
             lent = reader.lend(layer, expert)
             assert number not in (3, 9) or lent is None
@@ -154,7 +158,7 @@ def test_a_copy_that_is_cut_short_while_it_is_open_is_told_and_not_waited_for(
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
     block = np.empty(shape.block, np.uint8)
-    with closing(reader_of(directory, copies, Scheme.INT8, mapped=True)) as reader:
+    with closing(reader_of(directory, copies, Scheme.INT8, cold="map")) as reader:
         os.truncate(path, shape.in_file(shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE)
         for layer, expert in experts_of(read_config(directory)):
             reader.read(layer, expert, block)
@@ -200,7 +204,7 @@ def test_who_cannot_map_a_copy_reads_it_and_says_so(
 
     path = keep(directory, copies, Scheme.INT8)
     monkeypatch.setattr(MappedFile, "of", refuse)
-    with closing(reader_of(directory, copies, Scheme.INT8, mapped=True)) as reader:
+    with closing(reader_of(directory, copies, Scheme.INT8, cold="map")) as reader:
         block = np.empty(shape_of(directory, Scheme.INT8).block, np.uint8)
         assert (reader.cold, reader.lend(0, 0)) == ("read", None)
         assert reader.read(0, 0, block) == block.nbytes
@@ -208,13 +212,70 @@ def test_who_cannot_map_a_copy_reads_it_and_says_so(
     assert copies.take_notes() == (told,)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
+def test_who_cannot_read_past_the_cache_reads_through_it_and_says_so_where_it_was_wished(
+    directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = keep(directory, copies, Scheme.INT8)
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr(expert_copies, "unused", lambda: 0)
+    for wish in ("auto", "direct"):
+        assert copies.take_notes() == ()
+        with closing(reader_of(directory, copies, Scheme.INT8, cold=wish)) as reader:
+            assert reader.cold == "read"
+    told = f"{path} is not read past the cache ({os.strerror(errno.ENOTSUP)}): read instead"
+    assert copies.take_notes() == (told,)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="every read goes through the cache")
+def test_what_is_read_past_the_cache_is_not_in_it(directory: Path, copies: QuantisedCopies) -> None:
+    shape = shape_of(directory, Scheme.INT8)
+    keep(directory, copies, Scheme.INT8)
+    block = np.frombuffer(allocate(shape.block), np.uint8)
+    whole = shape.block // ALIGNED * ALIGNED
+    assert whole, "else nothing is aligned"
+    held = []
+    for cold in ("direct", "read"):
+        with closing(reader_of(directory, copies, Scheme.INT8, cold=cold)) as reader:
+            assert reader.cold == cold
+            reader.read(1, 3, block)
+            assert block.tobytes() == packed(directory, Scheme.INT8, 1, 3)
+        with copies.path("int8").open("rb") as stream:
+            mapped = MappedFile.of(stream.fileno())
+            assert mapped is not None
+            piece = shape.rest_pieces + experts_of(read_config(directory)).index((1, 3))
+            held.append(mapped.is_cached(shape.in_file(piece), whole))
+            mapped.close()
+    if held[0] and held[1]:
+        pytest.skip("a file system that holds all it has in memory")
+    assert held == [False, True]
+
+
+@pytest.mark.parametrize(("free", "cold"), [(0.4, "direct"), (0.6, "read"), (None, "read")])
+def test_nobody_reads_through_a_cache_that_could_not_keep_half_of_what_is_left(
+    free: float | None,
+    cold: str,
+    directory: Path,
+    copies: QuantisedCopies,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keep(directory, copies, Scheme.INT8)
+    shape, stored = shape_of(directory, Scheme.INT8), stored_experts(directory, Scheme.INT8)
+    assert shape.blocks == 24
+    there = None if free is None else int((6 + 18 * free) * shape.block)
+    monkeypatch.setattr(expert_copies, "unused", lambda: there)
+    found = copied_experts(copies, read_config(directory), stored, cold="auto", blocks=6)
+    assert found is not None
+    with closing(found):
+        assert found.cold == (cold if hasattr(os, "O_DIRECT") else "read")
+
+
+@pytest.mark.parametrize("cold", ["read", "map", "direct"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.value)
 @pytest.mark.parametrize("slots", [0, 2])
 def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
     slots: int,
     scheme: Scheme,
-    mapped: bool,
+    cold: MoeColdWish,
     directory: Path,
     copies: QuantisedCopies,
     crew: Crew,
@@ -226,7 +287,7 @@ def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
         PackedDecoder(load_packed_base(directory, config, scheme), crew), IDS, prefill=9
     )
     keep(directory, copies, scheme)
-    trunk = load_packed_base(directory, config, scheme, experts=False, copies=copies, mapped=True)
+    trunk = load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="map")
     memory = ExpertMemory(
         expert_shape(config, scheme),
         layers=len(routed.layers),
@@ -235,7 +296,7 @@ def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
     )
     seats = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
     with (
-        closing(reader_of(directory, copies, scheme, mapped=mapped)) as reader,
+        closing(reader_of(directory, copies, scheme, cold=cold)) as reader,
         closing(ExpertCache(memory, reader, numbers=routed.layers, slots=seats)) as cache,
     ):
         decoder = PackedDecoder(trunk, crew, experts=cache)

@@ -47,7 +47,7 @@ def load(
         scheme,
         experts=experts,
         copies=copies,
-        mapped=True,
+        cold="map",
         progress=progress,
     )
 
