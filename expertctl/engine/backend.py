@@ -18,6 +18,7 @@ from expertctl.engine.generate import Reading
 from expertctl.engine.kv_loan import KVLoan, KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.adoption import Guided
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.habit_keeper import Watchable
@@ -89,6 +90,10 @@ class Model(Protocol):
     @property
     def counters(self) -> Counters | None:
         """What is counted of them, layer by layer; None where nobody counts."""
+
+    @property
+    def experts(self) -> Guided | None:
+        """Who has slots of them, and takes profiles over; None where all are in memory."""
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
         """Have the time of each part of what is read meanwhile added."""

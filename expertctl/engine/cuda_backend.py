@@ -130,6 +130,10 @@ class CudaModel:
     def counters(self) -> None:
         """It runs no routed experts."""
 
+    @property
+    def experts(self) -> None:
+        """It runs no routed experts."""
+
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Take the memory of steps and put the plan into its slot; graphs come with the steps."""
         assert isinstance(cache, ArenaRow)

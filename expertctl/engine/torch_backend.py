@@ -136,6 +136,10 @@ class TorchModel:
     def counters(self) -> None:
         """Nobody counts what all of is there."""
 
+    @property
+    def experts(self) -> None:
+        """No profile says who stays where all are there."""
+
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Do nothing: torch makes nothing beforehand."""
 

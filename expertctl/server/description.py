@@ -180,11 +180,11 @@ OPERATIONS = (
         method="POST",
         path="/moe",
         name="observe",
-        summary="Count routed experts in another mode, or begin again.",
+        summary="Count routed experts otherwise, or let a profile say who of them stays.",
         tag="native",
         body=ObserveRequest,
         answer=reference("MoeActivity"),
-        errors=(422,),
+        errors=(404, 422),
     ),
     Operation(
         method="GET",

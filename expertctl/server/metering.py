@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from expertctl.engine.moe.adoption import ProfileWishes
 from expertctl.engine.moe.counters import Mode
 from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
@@ -19,6 +20,7 @@ from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import ExpertError
 from expertctl.routing.planner import Planned
+from expertctl.schema.strict_json import JsonObject
 from expertctl.server import job_record
 from expertctl.server.metrics import Metrics
 from expertctl.server.quotas import Quotas
@@ -117,6 +119,14 @@ class Metered:
             IncompatibleError: when nothing can be counted of the base.
         """
         return self._engine.observe(mode=mode, reset=reset)
+
+    def adopt(self, profile: JsonObject | None, wishes: ProfileWishes) -> Observation:
+        """Let a profile say who of them stays, or what was learnt; return what is there then.
+
+        Raises:
+            ExpertError: when it does not fit, or changes nothing.
+        """
+        return self._engine.adopt(profile, wishes)
 
 
 class _Meter:

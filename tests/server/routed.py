@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.server.settings import ServeSettings
 from tests.factories import write_base
@@ -33,9 +34,11 @@ def write_routed(folder: Path) -> Path:
 
 
 @contextmanager
-def serving_routed(root: Path, budget: int = BUDGET) -> Iterator[Served]:
+def serving_routed(
+    root: Path, budget: int = BUDGET, *, moe: StartWishes = USUAL
+) -> Iterator[Served]:
     """Serve it, with nothing else in the home."""
     house = House(root)
     house.bases.add(write_routed(root.parent / "routed"), name=BASE)
-    with serving(house, ServeSettings(batch=BatchSettings(budget=budget, rows=2))) as one:
+    with serving(house, ServeSettings(batch=BatchSettings(budget=budget, rows=2, moe=moe))) as one:
         yield one

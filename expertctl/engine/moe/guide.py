@@ -93,9 +93,17 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
         InvalidPackageError: when it is neither, malformed or too large.
         IncompatibleError: when it is of another base.
     """
-    what = str(path)
     with open_regular(path) as stream:
-        data = stream.read(MAX_BYTES + 1)
+        return parse_guide(stream.read(MAX_BYTES + 1), routed, what=str(path))
+
+
+def parse_guide(data: bytes, routed: ExpertsConfig, *, what: str) -> Guide:
+    """Read a document of either kind, for a base.
+
+    Raises:
+        InvalidPackageError: when it is neither, malformed or too large.
+        IncompatibleError: when it is of another base.
+    """
     if "schema" in load_object(data, what=what, max_bytes=MAX_BYTES):
         return guide_of(read_activity(data, what=what), routed, what=what)
     usage = read_profile(data, what=what)

@@ -14,7 +14,7 @@ from typing import Protocol
 from expertctl.engine.moe.activity_document import ActivityDocument
 from expertctl.engine.moe.activity_sum import NOTHING, since
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.guide import guide_of, read_guide
+from expertctl.engine.moe.guide import Guide, guide_of, read_guide
 from expertctl.engine.moe.habits import Habits, base_digest, read_habits, write_habits
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import activity_document
@@ -40,6 +40,14 @@ def habits_in(file: HabitsFile) -> Habits | None:
     data = file.read()
     found = None if data is None else read_habits(data, what=str(file.path))
     return found if found and found.base == base_digest(file.base.identity) else None
+
+
+def learnt_guide(file: HabitsFile, routed: ExpertsConfig) -> Guide | None:
+    """Return what was learnt of a base; None where nothing was. Raises as `habits_in` does."""
+    habits = habits_in(file)
+    if habits is None or not habits.activity.is_usable:
+        return None
+    return guide_of(habits.activity, routed, what=f"the habits of {file.base.name}")
 
 
 def learn(file: HabitsFile, change: Callable[[Habits], Habits]) -> None:

@@ -16,6 +16,7 @@ from expertctl.engine.moe.activity_document import (
     LayerTimes,
     activity_json,
 )
+from expertctl.engine.moe.adoption import Guidance, Guided, guidance_of
 from expertctl.engine.moe.counters import LayerCounts, Observed
 from expertctl.engine.moe.report import Residence, RoutedReport
 from expertctl.package.model_config import ModelConfig
@@ -33,24 +34,33 @@ class Observation:
     document: ActivityDocument
     residence: Residence | None = None
     """None where it has none."""
+    guidance: Guidance | None = None
+    """What a profile does; None where nobody could be missing."""
 
     def to_json(self) -> JsonObject:
         """Return the document, and what it is of; nothing else where nothing is observed."""
         told = activity_json(self.document)
         if self.document.mode == "off" or self.residence is None:
             return told
-        return {**told, "base": self.base, "residence": self.residence.to_json()}
+        told |= {"base": self.base, "residence": self.residence.to_json()}
+        return told if self.guidance is None else {**told, "guide": self.guidance.to_json()}
 
 
 def observation_of(
-    seen: Observed | None, *, base: str, config: ModelConfig, report: RoutedReport | None
+    seen: Observed | None,
+    *,
+    base: str,
+    config: ModelConfig,
+    report: RoutedReport | None,
+    cache: Guided | None,
 ) -> Observation:
     """Return what was counted of a base; nothing where nobody counts."""
-    document = ActivityDocument("off")
+    document, guidance = ActivityDocument("off"), None
     if seen is not None and config.experts is not None:
         document = activity_document(seen, used=config.experts.used)
+        guidance = None if cache is None else guidance_of(cache, config.experts)
     residence = None if report is None else report.residence
-    return Observation(base=base, document=document, residence=residence)
+    return Observation(base=base, document=document, residence=residence, guidance=guidance)
 
 
 def activity_document(seen: Observed, *, used: int) -> ActivityDocument:

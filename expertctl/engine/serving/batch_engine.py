@@ -11,6 +11,7 @@ Memory that is not there yet is waited for as long as another job may give some 
 could not have it even alone is refused.
 """
 
+import json
 import uuid
 from concurrent.futures import Future
 from dataclasses import replace
@@ -19,11 +20,13 @@ from queue import SimpleQueue
 
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.adoption import ProfileWishes
 from expertctl.engine.moe.counters import Mode, Observed
+from expertctl.engine.moe.guide import Guide, parse_guide
 from expertctl.engine.moe.observation import Observation, observation_of
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch_settings import BatchSettings
-from expertctl.engine.serving.board import Board
+from expertctl.engine.serving.board import LOOK_SECONDS, Board
 from expertctl.engine.serving.desk import Desk
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
@@ -32,11 +35,13 @@ from expertctl.engine.serving.press import Broke, Press
 from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
-from expertctl.errors import IncompatibleError, UsageError
+from expertctl.errors import IncompatibleError, RateLimitError, UsageError
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
+from expertctl.schema.strict_json import JsonObject
 from expertctl.telling import Tell, tell_nobody
 
 WARM_TOKENS = 24
@@ -190,12 +195,28 @@ class BatchEngine:
         """
         counters = self._house.model.counters
         if counters is None:
-            raise IncompatibleError(
-                f"nothing is counted of {self.base_name}: it has no routed experts, or all of them "
-                "are in memory",
-                hint="serve a base of routed experts within a --memory-budget that is smaller",
-            )
+            raise self._whole("nothing is counted")
         return self._observation(counters.change(mode=mode, reset=reset))
+
+    def adopt(self, profile: JsonObject | None, wishes: ProfileWishes) -> Observation:
+        """Let a profile say who of the routed experts stays, or what was learnt of the base.
+
+        It is taken over between two passes, and this returns when it was.
+
+        Raises:
+            IncompatibleError: when it is of another base, or nobody could be missing here.
+            InvalidPackageError: when it is malformed.
+            NotFoundError: when nothing was learnt.
+            UsageError: when nothing would change, or experts are pinned that have no slots.
+            RateLimitError: when the server ends.
+        """
+        cache, routed = self._house.model.experts, self._house.base.config.experts
+        if cache is None or routed is None:
+            raise self._whole("no profile says who stays")
+        guide = self._house.learnt(routed) if profile is None else _guide(profile, routed)
+        adoption = wishes.adoption(guide, cache, routed, started=self.settings.moe)
+        self._await(self._board.have_done(partial(adoption.apply, cache)))
+        return self.observation()
 
     def close(self, *, seconds: float = 0.0) -> None:
         """Take no more jobs; those that are here may end within so many seconds."""
@@ -206,10 +227,29 @@ class BatchEngine:
         self._house.close()
 
     def _observation(self, seen: Observed | None) -> Observation:
-        base = self._house.base
+        base, model = self._house.base, self._house.model
         return observation_of(
-            seen, base=base.stored.name, config=base.config, report=self._house.model.routed
+            seen,
+            base=base.stored.name,
+            config=base.config,
+            report=model.routed,
+            cache=model.experts,
         )
+
+    def _whole(self, fact: str) -> IncompatibleError:
+        return IncompatibleError(
+            f"{fact} of {self.base_name}: it has no routed experts, or all of them are in memory",
+            hint="serve a base of routed experts within a --memory-budget that is smaller",
+        )
+
+    def _await(self, errand: Future[None]) -> None:
+        """Wait for what is done between two passes; once the engine ended, nothing is."""
+        while True:
+            try:
+                return errand.result(timeout=LOOK_SECONDS)
+            except TimeoutError as error:
+                if not self.is_working:
+                    raise RateLimitError("the server is ending") from error
 
     def _to_compile_for(self) -> list[Installed]:
         """Return an expert for each set of adapters that kernels are compiled anew for."""
@@ -237,6 +277,11 @@ class BatchEngine:
         """Assert what always holds."""
         self._board.check_integrity()
         self._house.check_integrity()
+
+
+def _guide(profile: JsonObject, routed: ExpertsConfig) -> Guide:
+    data = json.dumps(profile, separators=(",", ":")).encode()
+    return parse_guide(data, routed, what="the profile")
 
 
 def _request(prompt: str, *, force: tuple[Forced, ...] = (), max_tokens: int) -> RunRequest:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from expertctl.engine.serving.job import Failed, Finished
 from expertctl.engine.serving.snapshot import Totals
@@ -72,6 +73,23 @@ class Board:
                 raise self._refusal()
             self._tickets[ticket.job.id] = ticket
             self.changed.notify_all()
+
+    def have_done(self, errand: Callable[[], None]) -> Future[None]:
+        """Have the writer do something between two passes; what it raises comes back."""
+        done = Future[None]()
+
+        def do() -> None:
+            try:
+                errand()
+            except Exception as error:  # noqa: BLE001  # whoever waits for it is told
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        with self.lock:
+            self.errands.append(do)
+            self.changed.notify_all()
+        return done
 
     def next_to_prepare(self) -> Ticket | None:
         """Take who is next out of the line, if there may soon be a row for it."""

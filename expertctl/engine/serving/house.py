@@ -18,6 +18,8 @@ from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.loaded_base import OpenBase
 from expertctl.engine.memory import budget_limit, usual_budget
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.guide import Guide
+from expertctl.engine.moe.habit_keeper import learnt_guide
 from expertctl.engine.preparation import (
     Prepared,
     check_fits,
@@ -35,11 +37,21 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
-from expertctl.errors import BaseMismatchError, BudgetError, UsageError
+from expertctl.errors import (
+    BaseMismatchError,
+    BudgetError,
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
+from expertctl.store.base_habits import HabitsFile
 from expertctl.telling import Tell
 
 _ANY_PROMPT = "?"
@@ -62,7 +74,7 @@ class House:
         self.residents = Residents(
             planner, self.budget, ram=ram, progress=no_progress, tell=tell, moe=settings.moe
         )
-        self._planner, self._torch_below = planner, torch_below
+        self._planner, self._torch_below, self._tell = planner, torch_below, tell
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running)
         self._stack = ExitStack()
@@ -205,6 +217,29 @@ class House:
         self.model.rest()
         self._narrow(least, (1, 0))
         return True
+
+    def learnt(self, routed: ExpertsConfig) -> Guide:
+        """Return what was learnt of the base until now, as it is kept on the disk.
+
+        Raises:
+            NotFoundError: when nothing was.
+            IncompatibleError: when it cannot be read; where that is concerns nobody out there.
+        """
+        name = self.base.stored.name
+        file = HabitsFile(self._planner.bases, self.base.stored)
+        try:
+            guide = learnt_guide(file, routed)
+        except (InvalidPackageError, StoreError) as error:
+            self._tell(f"warning: {file.path}: {error.message}")
+            raise IncompatibleError(
+                f"what was learnt of {name} cannot be read",
+                hint="give a profile as a document, or have the server's machine forget that one",
+            ) from error
+        if guide is None:
+            raise NotFoundError(
+                f"nothing was learnt of {name}", hint="give a profile as a document"
+            )
+        return guide
 
     @property
     def _least(self) -> int:

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
 from expertctl.routing.planner import Planned
@@ -138,11 +139,17 @@ class _Wire:
         return json_reply(seen.to_json())
 
     async def observe(self, request: Request) -> Response:
-        """Count them otherwise, or begin again."""
+        """Count them otherwise, begin again, or let a profile say who stays."""
         body = await read_body(request, ObserveRequest)
-        body.check()
-        change = partial(self._service.engine.observe, mode=body.mode, reset=body.reset)
-        return json_reply((await to_thread.run_sync(change)).to_json())
+        body.check(base=self._service.engine.base_name)
+        return json_reply((await to_thread.run_sync(self._changed, body)).to_json())
+
+    def _changed(self, body: ObserveRequest) -> Observation:
+        """Do what a body asks for; the profile first, which may be refused."""
+        engine = self._service.engine
+        if body.profile is not None:
+            engine.adopt(body.document, body.wishes)
+        return engine.observe(mode=body.mode, reset=body.reset)
 
     def _call(self, request: Request, body: InferRequest, arrival: Arrival) -> Call:
         return call_of(

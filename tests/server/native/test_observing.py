@@ -10,10 +10,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from expertctl.engine.moe.activity_document import read_activity
+from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity, read_activity
+from expertctl.engine.moe.habits import Habits, base_digest, write_habits
+from expertctl.engine.moe.start import StartWishes
 from expertctl.schema.strict_json import loads
 from expertctl.schema.validation import problems_of
 from expertctl.server.readiness import Readiness
+from expertctl.store.base_habits import HabitsFile
 from tests.server.routed import EXPERTS, LAYERS, USED, serving_routed
 from tests.server.served import BASE, Served
 from tests.server.test_described_answers import check_answer, closed
@@ -24,8 +27,9 @@ ASKED: dict[str, Any] = {"prompt": "Sort: 3, 1, 2", "max_tokens": 6, "temperatur
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose base is larger than its memory."""
-    with serving_routed(tmp_path_factory.mktemp("observed") / "home") as one:
+    """A server whose base is larger than its memory; what is known of it is what a test says."""
+    root = tmp_path_factory.mktemp("observed") / "home"
+    with serving_routed(root, moe=StartWishes(learns=False)) as one:
         yield one
 
 
@@ -184,7 +188,8 @@ def test_a_dense_base_observes_nothing_and_changes_nothing(served: Served) -> No
     client = served.client()
     assert client.get("/moe").content == OFF
     assert "expertctl_moe" not in client.get("/metrics").text
-    for body in ({"mode": "off"}, {"mode": "full"}, {"reset": True}):
+    profile = {"profile": pinning({"1": 3}), "pin": 1}
+    for body in ({"mode": "off"}, {"mode": "full"}, {"reset": True}, profile):
         answer = client.post("/moe", json=body)
         assert answer.status_code == 422
         error = answer.json()["error"]
@@ -218,3 +223,179 @@ def test_where_there_are_keys_reading_and_changing_want_one(
         assert somebody.post("/moe", json={"mode": "off"}, headers=page).status_code == 403
         assert somebody.get("/moe").json()["mode"] == "full"
         assert somebody.post("/moe", json={"mode": "off"}).content == OFF
+
+
+def pinning(counts: dict[str, int], *, experts: int = EXPERTS, layer: str = "1") -> dict[str, Any]:
+    """A usage profile that tells of one layer."""
+    told = {"activation_counts": counts}
+    return {"num_prompts": 10, "num_experts": experts, "layers": {layer: told}}
+
+
+def residents(one: Served) -> dict[int, set[int]]:
+    cache = one.engine._engine._house.model.experts
+    return dict(zip((1, 2, 3), (set(slots.residents) for slots in cache.slots), strict=True))
+
+
+def test_a_profile_says_who_stays_and_answers_stay_the_same(
+    routed: Served, client: TestClient
+) -> None:
+    before = answered(client)
+    body = {"profile": pinning({"20": 10, "21": 9, "3": 1}), "pin": 2, "exchange": 0.5}
+    told = client.post("/moe", json=body)
+    assert told.status_code == 200, told.text
+    assert told.json()["guide"] == {"exchange": 0.5, "pinned": {"1": [20, 21]}}
+    assert told.json()["updates"] > 0, "what was counted stays"
+    for _ in range(3):
+        after = answered(client)
+        assert after["tokens"]["ids"] == before["tokens"]["ids"]
+    assert {20, 21} <= residents(routed)[1]
+    assert client.get("/moe").json()["guide"] == told.json()["guide"]
+    ended = client.post("/moe", json={**body, "pin": "0", "exchange": 0, "reset": True}).json()
+    assert ended["guide"] == {"exchange": 0, "pinned": {}}
+    assert ended["updates"] == 0
+
+
+def test_what_was_counted_is_a_profile_of_the_same_base(client: TestClient) -> None:
+    answered(client)
+    document = client.get("/moe").json()
+    told = client.post("/moe", json={"profile": document, "pin": "100%"}).json()
+    named = {layer["layer"]: {e for e, _ in layer["experts"]} for layer in document["layers"]}
+    for number, pinned in told["guide"]["pinned"].items():
+        assert set(pinned) <= named[int(number)]
+    check_answer(
+        closed(client.get("/openapi.json").json()),
+        "post",
+        "/moe",
+        client.post("/moe", json={"profile": document, "pin": 1}),
+    )
+
+
+def test_what_was_learnt_is_named_by_the_base(routed: Served, client: TestClient) -> None:
+    base = routed.house.bases.find(BASE)
+    file, digest = HabitsFile(routed.house.bases, base), base_digest(base.identity)
+    by_name = {"profile": BASE, "pin": 1}
+    missing = client.post("/moe", json=by_name)
+    assert missing.status_code == 404
+    assert "nothing was learnt of tiny" in missing.json()["error"]["message"]
+    counted = ActivityDocument("update", (LayerActivity(2, raw={9: 4, 1: 1}),), experts=EXPERTS)
+    file.change(lambda _: write_habits(Habits(digest, counted)))
+    told = client.post("/moe", json=by_name).json()
+    assert told["guide"]["pinned"] == {"2": [9]}
+    file.change(lambda _: b"{}")
+    damaged = client.post("/moe", json=by_name)
+    assert damaged.status_code == 422
+    assert "cannot be read" in damaged.json()["error"]["message"]
+    assert str(routed.house.root) not in damaged.text, "where it lies concerns nobody out there"
+    assert client.get("/moe").json()["guide"] == told["guide"]
+    file.remove()
+
+
+DEEP: Any = {"layers": 1}
+for _ in range(40):
+    DEEP = {"x": DEEP}
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
+    ({"profile": "elsewhere", "pin": 1}, 400, "this server answers on tiny"),
+    ({"profile": "/etc/passwd", "pin": 1}, 400, "this server answers on tiny"),
+    ({"profile": "../habits", "pin": 1}, 400, "this server answers on tiny"),
+    ({"profile": "", "pin": 1}, 400, "profile"),
+    ({"profile": [], "pin": 1}, 400, "profile"),
+    ({"profile": 5, "pin": 1}, 400, "profile"),
+    ({"profile": {}, "pin": 1}, 422, "num_prompts"),
+    ({"profile": DEEP, "pin": 1}, 400, "nested deeper"),
+    ({"profile": pinning({"1": 3}, experts=8), "pin": 1}, 422, "the base has 24"),
+    ({"profile": pinning({"1": 3}, layer="9"), "pin": 1}, 422, "tells of layer 9"),
+    ({"profile": pinning({"99": 3}), "pin": 1}, 422, "expert 99"),
+    ({"profile": pinning({"1": -3}), "pin": 1}, 422, "activation_counts"),
+    ({"profile": pinning({"1": 11}), "pin": 1}, 422, "activated by 11 of 10"),
+    ({"profile": pinning({}), "pin": 1}, 422, "tells of no expert"),
+    ({"profile": json.loads(OFF), "pin": 1}, 422, "tells of no expert"),
+    ({"profile": pinning({"1": 3})}, 400, "changes nothing"),
+    ({"profile": pinning({"1": 3}), "pin": EXPERTS}, 400, "slots"),
+    ({"profile": pinning({"1": 3}), "pin": "half"}, 400, "pin"),
+    ({"profile": pinning({"1": 3}), "pin": -1}, 400, "pin"),
+    ({"profile": pinning({"1": 3}), "pin": True}, 400, "pin"),
+    ({"profile": pinning({"1": 3}), "pin": 10**15}, 400, "pin"),
+    ({"profile": pinning({"1": 3}), "exchange": 1.5}, 400, "exchange"),
+    ({"profile": pinning({"1": 3}), "exchange": -0.1}, 400, "exchange"),
+    ({"pin": 1}, 400, "none is given"),
+    ({"mode": "full", "exchange": 0.5}, 400, "none is given"),
+    ({"profile": pinning({"1": 3}, layer="9"), "pin": 1, "mode": "off"}, 422, "layer 9"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "words"), REFUSED)
+def test_a_profile_that_cannot_be_is_refused_and_changes_nothing(
+    client: TestClient, body: dict[str, Any], status: int, words: str
+) -> None:
+    before = client.get("/moe").content
+    answer = client.post("/moe", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert words in error["message"] + error["hint"]
+    assert client.get("/moe").content == before
+    check_answer(closed(client.get("/openapi.json").json()), "post", "/moe", answer)
+
+
+HOSTILE = {
+    "a key twice": b'{"mode": "off", "mode": "full"}',
+    "a key of a profile twice": b'{"pin": 1, "profile": {"layers": {}, "layers": {}}}',
+    "no number": b'{"exchange": NaN, "profile": "tiny"}',
+    "beyond all": b'{"exchange": 1e999, "profile": "tiny"}',
+    "an integer of many digits": b'{"pin": ' + b"9" * 5000 + b', "profile": "tiny"}',
+    "a count of many digits": b'{"pin": 1, "profile": {"num_prompts": ' + b"9" * 5000 + b"}}",
+    "half a surrogate": b'{"profile": "\\ud800", "pin": 1}',
+    "no object": b"[]",
+    "no JSON": b"mode=off",
+    "nothing": b"",
+    "another encoding": '{"mode": "off"}'.encode("utf-16"),
+    "a mark in front": b'\xef\xbb\xbf{"mode": "off"}',
+    "deep": b'{"profile": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "an unknown key": b'{"mode": "off", "profile_file": "/etc/passwd"}',
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+def test_a_body_that_two_readers_could_understand_differently_is_refused(
+    client: TestClient, body: bytes
+) -> None:
+    before = client.get("/moe").content
+    answer = client.post("/moe", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "usage"
+    assert len(answer.content) < 2000
+    assert client.get("/moe").content == before
+
+
+def test_a_body_that_is_too_large_is_not_read(routed: Served, client: TestClient) -> None:
+    size = routed.service.settings.body_bytes + 1
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/moe", content=b" " * size, headers=headers)
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_other_methods_are_told_which_there_are(client: TestClient, method: str) -> None:
+    before = client.get("/moe").content
+    answer = client.request(method, "/moe")
+    assert answer.status_code == 405
+    assert answer.headers["Allow"] == "GET, HEAD, POST"
+    assert client.get("/moe").content == before
+
+
+def test_profiles_change_while_texts_are_written(routed: Served, client: TestClient) -> None:
+    """Whoever writes meanwhile has the tokens that he would have had."""
+    wanted = answered(client)["tokens"]["ids"]
+    found: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: found.extend(answered(client)["tokens"]["ids"] for _ in range(4))
+    )
+    asking.start()
+    for turn in range(30):
+        counts = {str((turn * 5 + place) % EXPERTS): 10 - place for place in range(4)}
+        told = client.post("/moe", json={"profile": pinning(counts), "pin": 4, "exchange": 1})
+        pinned = sorted(int(expert) for expert in counts)
+        assert told.json()["guide"] == {"exchange": 1, "pinned": {"1": pinned}}
+    asking.join()
+    assert found == [wanted] * 4
+    routed.engine._engine._house.model.experts.check_integrity()
+    client.post("/moe", json={"profile": pinning({"1": 1}), "pin": 0, "exchange": 0})
