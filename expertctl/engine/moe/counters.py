@@ -5,11 +5,13 @@ ratios never mix what was cut off with what was not; sums over layers saturate. 
 how often that happened is told. An expert or a layer that does not exist is ignored: to count
 wrongly is no reason to end a text.
 
-Whoever wants nothing counted says so, and what was counted is forgotten.
+There are two who read, and neither takes anything from the other. What is *observed* counts from
+where somebody began again, in the mode that is wanted; whoever wants nothing observed says so.
+What is there *in all* is what habits are learnt from: it never falls, unless a counter went over.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Literal
 
@@ -87,6 +89,7 @@ class Observed:
     passes: int
     """How often something was counted."""
     overflow_resets: int
+    """How often a counter went over, and all of them began again."""
     layers: Mapping[int, LayerCounts]
     """By the number of the layer in the base."""
     chosen: NDArray[np.uint64]
@@ -112,22 +115,45 @@ def requested_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
     return chosen.reshape(layers, experts)
 
 
+@dataclass(slots=True)
+class _Tally:
+    """What was counted, by layer and counter, and by layer, hot or cold, and expert."""
+
+    totals: _Totals
+    experts: _Totals
+    passes: int = 0
+
+    @classmethod
+    def nothing(cls, layers: int, experts: int) -> "_Tally":
+        counters = np.zeros((layers, len(_COUNTED)), np.uint64)
+        return cls(counters, np.zeros((layers, 2, experts), np.uint64))
+
+    def copy(self) -> "_Tally":
+        return replace(self, totals=self.totals.copy(), experts=self.experts.copy())
+
+    def since(self, before: "_Tally") -> "_Tally":
+        return _Tally(
+            self.totals - before.totals, self.experts - before.experts, self.passes - before.passes
+        )
+
+    def clear(self) -> None:
+        self.totals[...] = 0
+        self.experts[...] = 0
+        self.passes = 0
+
+
 class Counters:
     """The counters of a base. One thread counts; any thread reads."""
 
     def __init__(self, layers: Sequence[int], *, experts: int) -> None:
         """Begin with nothing counted; ``layers``: the numbers of those with routed experts."""
         self._rows = {layer: row for row, layer in enumerate(layers)}
-        self._totals: _Totals = np.zeros((len(layers), len(_COUNTED)), np.uint64)
-        self._experts: _Totals = np.zeros((len(layers), 2, experts), np.uint64)
-        self._passes = self._overflows = 0
+        self._all = _Tally.nothing(len(layers), experts)
+        self._before = self._all.copy()
+        """What of it was there when what is observed began again."""
+        self._overflows = 0
         self._mode: Mode = "full"
         self._lock = Lock()
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether anything is counted."""
-        return self._mode != "off"
 
     def count_pass(
         self,
@@ -167,35 +193,42 @@ class Counters:
         self._add(self._row(layer), {"swaps": swaps})
 
     def reset(self) -> None:
-        """Begin again; how often counters went over stays."""
-        with self._lock:
-            self._clear()
+        """Observe from here on; how often counters went over stays."""
+        self.change(reset=True)
 
     def change(self, *, mode: Mode | None = None, reset: bool = False) -> Observed:
-        """Count in another mode, which begins again, or begin again; return what is there then.
+        """Observe in another mode, which begins again, or begin again; return what is there then.
 
         In the mode that is there already nothing is forgotten, unless that is asked for.
         """
         with self._lock:
             if reset or mode not in {None, self._mode}:
-                self._clear()
+                self._before = self._all.copy()
             self._mode = mode or self._mode
-            return self._observed()
+            return self._seen(self._now(), self._mode)
 
     def observed(self) -> Observed:
-        """Return all that was counted, as it was at one moment."""
+        """Return what was counted since somebody began again, as it was at one moment."""
         with self._lock:
-            return self._observed()
+            return self._seen(self._now(), self._mode)
+
+    def in_all(self) -> Observed:
+        """Return what was counted since the beginning, whatever is observed.
+
+        Where more counters have gone over than before, all of it was counted after that.
+        """
+        with self._lock:
+            return self._seen(self._all.copy(), "full")
 
     def layer(self, layer: int) -> LayerCounts:
         """Return the counters of one layer."""
         with self._lock:
-            return self._layer(self._rows[layer])
+            return _layer(self._now(), self._rows[layer])
 
     def chosen(self, layer: int) -> tuple[_Totals, _Totals]:
         """Return how often each expert of a layer was chosen: hot, and cold, [experts] each."""
         with self._lock:
-            hot, cold = self._experts[self._rows[layer]].copy()
+            hot, cold = self._now().experts[self._rows[layer]]
         return hot, cold
 
     def snapshot(self) -> JsonObject:
@@ -209,9 +242,11 @@ class Counters:
 
     def check_integrity(self) -> None:
         """Assert that the counters agree with one another, where nothing went over."""
-        hits, misses = (self._totals[:, _COUNTED.index(name)] for name in ("hits", "misses"))
-        chosen = self._experts.sum(-1)
-        assert (chosen == np.stack((hits, misses), 1)).all()
+        for tally in (self._all, self._before):
+            hits, misses = (tally.totals[:, _COUNTED.index(name)] for name in ("hits", "misses"))
+            assert (tally.experts.sum(-1) == np.stack((hits, misses), 1)).all()
+        assert (self._before.totals <= self._all.totals).all()
+        assert (self._before.experts <= self._all.experts).all()
 
     def _row(self, layer: int) -> slice:
         """Return which rows are those of a layer; none where it does not exist."""
@@ -226,8 +261,6 @@ class Counters:
         hot_ns: Counts | int,
         cold_ns: Counts | int,
     ) -> None:
-        if not self.is_counting:
-            return
         cold = np.where(lanes < 0, requests, 0)
         chosen = np.stack((requests - cold, cold), -2).sum(0)
         hits, misses = chosen.sum(-1).T
@@ -250,40 +283,39 @@ class Counters:
         *,
         passes: int = 0,
     ) -> None:
-        totals = self._totals[rows]
+        totals = self._all.totals[rows]
         if not len(totals):
             return
         amounts = np.zeros_like(totals)
         for name, value in values.items():
             amounts[:, _COUNTED.index(name)] = value
         with self._lock:
-            if not self.is_counting:
-                return
             if (amounts > MOST - totals).any():
                 self._overflows = min(self._overflows + 1, MOST)
-                self._clear()
+                self._all.clear()
+                self._before.clear()
                 return
             totals += amounts
             if chosen is not None:  # none of them is above the hits or misses of its layer
-                self._experts[rows] += chosen.astype(np.uint64)
-            self._passes = min(self._passes + passes, MOST)
+                self._all.experts[rows] += chosen.astype(np.uint64)
+            self._all.passes = min(self._all.passes + passes, MOST)
 
-    def _clear(self) -> None:
-        self._totals[...] = 0
-        self._experts[...] = 0
-        self._passes = 0
+    def _now(self) -> _Tally:
+        """Return what is observed; nothing while that is off."""
+        return self._all.since(self._all if self._mode == "off" else self._before)
 
-    def _observed(self) -> Observed:
+    def _seen(self, tally: _Tally, mode: Mode) -> Observed:
         return Observed(
-            mode=self._mode,
-            passes=self._passes,
+            mode=mode,
+            passes=tally.passes,
             overflow_resets=self._overflows,
-            layers={layer: self._layer(row) for layer, row in self._rows.items()},
-            chosen=self._experts.copy(),
+            layers={layer: _layer(tally, row) for layer, row in self._rows.items()},
+            chosen=tally.experts,
         )
 
-    def _layer(self, row: int) -> LayerCounts:
-        return LayerCounts(**dict(zip(_COUNTED, self._totals[row].tolist(), strict=True)))
+
+def _layer(tally: _Tally, row: int) -> LayerCounts:
+    return LayerCounts(**dict(zip(_COUNTED, tally.totals[row].tolist(), strict=True)))
 
 
 def _sum(layers: Sequence[LayerCounts]) -> LayerCounts:

@@ -5,10 +5,22 @@ from threading import Thread
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from numpy.typing import NDArray
 
-from expertctl.engine.moe.counters import MOST, Counters, LayerCounts, requested, requested_by_layer
+from expertctl.engine.moe.activity_document import ActivityDocument
+from expertctl.engine.moe.activity_sum import NOTHING, added, since
+from expertctl.engine.moe.counters import (
+    MOST,
+    Counters,
+    LayerCounts,
+    Mode,
+    requested,
+    requested_by_layer,
+)
+from expertctl.engine.moe.observation import activity_document
 
 LANES = np.array([0, -1, 1, -1])
 """Experts 0 and 2 are hot, 1 and 3 cold."""
@@ -194,12 +206,11 @@ def test_a_reader_never_sees_half_of_a_call() -> None:
     assert torn == []
 
 
-def test_nothing_is_counted_while_that_is_off_and_what_was_is_forgotten() -> None:
+def test_nothing_is_observed_while_that_is_off_and_what_was_is_forgotten() -> None:
     counted = counters()
     filled(counted, 3)
     counted.count_swaps(2, 1)
     assert counted.change(mode="off").passes == 0
-    assert not counted.is_counting
     filled(counted, 5)
     counted.count_swaps(2, 1)
     seen = counted.change(mode="update")
@@ -255,3 +266,57 @@ def test_several_passes_count_as_one_after_the_other() -> None:
     one, other = at_once.observed(), in_turn.observed()
     assert (one.passes, one.layers) == (other.passes, other.layers)
     np.testing.assert_equal(one.chosen, other.chosen)
+
+
+class TwoReaders(RuleBasedStateMachine):
+    """Whoever learns and whoever observes never take anything from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = counters()
+        self.mode: Mode = "full"
+        self.asked = np.zeros((2, 4), np.int64)
+        self.observed = np.zeros((2, 4), np.int64)
+        self.learnt, self.kept = NOTHING, NOTHING
+
+    @rule(requests=st.lists(st.integers(0, 3), min_size=8, max_size=8), hot=st.booleans())
+    def count_a_pass(self, requests: list[int], hot: bool) -> None:
+        asked = np.array(requests).reshape(2, 4)
+        self.counted.count_pass(asked, np.full((2, 4), 0 if hot else -1))
+        self.asked += asked
+        self.observed += 0 if self.mode == "off" else asked
+
+    @rule(mode=st.sampled_from(["full", "update", "off", None]), reset=st.booleans())
+    def observe(self, mode: Mode | None, reset: bool) -> None:
+        self.counted.change(mode=mode, reset=reset)
+        if reset or mode not in {None, self.mode}:
+            self.observed[...] = 0
+        self.mode = mode or self.mode
+
+    @rule()
+    def learn(self) -> None:
+        seen = activity_document(self.counted.in_all(), used=2)
+        self.learnt, self.kept = added(self.learnt, since(seen, self.kept)), seen
+        assert hits_of(self.learnt) == hits_by_layer(self.asked)
+
+    @invariant()
+    def what_is_observed_is_what_was_counted_since_it_began_again(self) -> None:
+        self.counted.check_integrity()
+        seen = self.counted.observed()
+        assert seen.mode == self.mode
+        assert seen.chosen.sum(1).tolist() == self.observed.tolist()
+        assert [each.hits + each.misses for each in seen.layers.values()] == [*self.observed.sum(1)]
+
+
+def hits_of(document: ActivityDocument) -> dict[int, dict[int, int]]:
+    return {layer.layer: layer.hits for layer in document.layers if layer.hits}
+
+
+def hits_by_layer(asked: NDArray[np.int64]) -> dict[int, dict[int, int]]:
+    each = zip((2, 5), asked.tolist(), strict=True)
+    found = {n: {e: count for e, count in enumerate(row) if count} for n, row in each}
+    return {number: counts for number, counts in found.items() if counts}
+
+
+TwoReaders.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTwoReaders = TwoReaders.TestCase
