@@ -2,8 +2,8 @@
 
 The document is that of llama.cpp's hot cache, so that profiles go both ways. Its *full* schema has
 all times, its *update* schema only what an exchange of experts needs; the document of a run that
-observes nothing is always the same bytes. Requests that missed and swaps are ours; others read over
-them.
+observes nothing is always the same bytes. Requests that missed, swaps and the number of prompts are
+ours; others read over them.
 
 Reading drops zero counts, adds up those of one expert and sorts layers. What is counted as hot and
 cold overrides raw counts. A layer whose number is no whole number is ignored, as llama.cpp ignores
@@ -130,6 +130,10 @@ class ActivityDocument:
     used: int = 0
     updates: int = 0
     overflow_resets: int = 0
+    prompts: int = 0
+    """Of how many prompts it tells, tokens among them; 0: of tokens alone, as its counts say."""
+    preset: str = ""
+    """Which prompts these were."""
 
     @property
     def is_usable(self) -> bool:
@@ -156,6 +160,8 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
         used=told.n_expert_used,
         updates=told.updates,
         overflow_resets=told.overflow_resets,
+        prompts=told.num_prompts,
+        preset=told.prompt_preset,
     )
 
 
@@ -169,6 +175,10 @@ def activity_json(document: ActivityDocument) -> JsonObject:
     """Return the document as the object that is written."""
     if document.mode == "off":
         return {"enabled": False, "mode": "off", "schema": UPDATE_SCHEMA, "layers": []}
+    prompts: JsonObject = {
+        "num_prompts": min(document.prompts, MOST),
+        "prompt_preset": document.preset,
+    }
     return {
         "enabled": True,
         "mode": document.mode,
@@ -177,6 +187,7 @@ def activity_json(document: ActivityDocument) -> JsonObject:
         "n_expert_used": document.used,
         "updates": min(document.updates, MOST),
         "overflow_resets": min(document.overflow_resets, MOST),
+        **(prompts if document.prompts else {}),
         "summary": _summary(document),
         "layers": [_record(layer, document.mode) for layer in document.layers],
     }
@@ -190,6 +201,8 @@ class _Document(msgspec.Struct):
     n_expert_used: int = 0
     updates: int = 0
     overflow_resets: int = 0
+    num_prompts: int = 0
+    prompt_preset: str = ""
 
 
 class _Record(msgspec.Struct):

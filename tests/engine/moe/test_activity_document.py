@@ -1,6 +1,7 @@
 """The document of what was observed: llama.cpp's cases, hostile ones, and there and back again."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from expertctl.engine.moe.activity_document import (
     read_activity,
     write_activity,
 )
+from expertctl.engine.moe.activity_sum import added
 from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import loads
@@ -286,3 +288,26 @@ def documents(draw: st.DrawFn) -> ActivityDocument:
 def test_what_is_written_is_read_again(document: ActivityDocument) -> None:
     written(document)
     assert read_activity(write_activity(document), what="ours") == document
+
+
+def test_no_number_of_a_hostile_document_grows_beyond_what_is_written() -> None:
+    """The sums and means of the largest that are read are numbers, too."""
+    longest = {f"{name}_time_per_call_us": 1e18 for name in TIMES}
+    each = {"calls": MOST, "requests": MOST, "swaps": MOST, "cold_slots_per_call": 1e18}
+    counts = [[expert, MOST] for expert in range(4)]
+    layers = [
+        {"layer": n, **each, **longest, "hot_experts": counts, "cold_experts": counts}
+        for n in range(3)
+    ]
+    found = read(*layers, n_expert=4, num_prompts=MOST)
+    for document in (found, added(found, found)):
+        written(document)
+    with pytest.raises(InvalidPackageError, match="greater than the maximum"):
+        read({"layer": 0, "calls": 2, "parallel_join_wait_time_per_call_us": 1.1e18})
+
+
+def test_the_number_of_prompts_is_written_where_there_are_prompts() -> None:
+    told = ActivityDocument("update", (LayerActivity(0, raw={1: 3}),), prompts=7, preset="mine")
+    assert written(told)["num_prompts"] == 7
+    assert read_activity(write_activity(told), what="ours") == told
+    assert "num_prompts" not in written(replace(told, prompts=0))
