@@ -113,7 +113,8 @@ def import_(
 
     base, routed = _routed(name)
     guide = read_guide(file, routed)
-    learn(_file(base), lambda habits: Habits(habits.base, added(NOTHING, guide.activity)))
+    taken = added(NOTHING, guide.activity)
+    learn(_file(base), routed, lambda habits: Habits(habits.base, taken))
     layers = len(guide.usage.layers)
     document = {"base": base.name, "path": str(file), "layers": layers}
     emit(document, f"{base.name} begins with {file} from now on", as_json=as_json)
@@ -219,13 +220,9 @@ def _routed(name: str) -> "tuple[StoredBase, ExpertsConfig]":
 
 def _learnt(base: StoredBase, routed: "ExpertsConfig") -> "Guide | None":
     """Return what was learnt; None where nothing was."""
-    from expertctl.engine.moe.guide import guide_of
-    from expertctl.engine.moe.habit_keeper import habits_in
+    from expertctl.engine.moe.habit_keeper import learnt_guide
 
-    habits = habits_in(_file(base))
-    if habits is None or not habits.activity.is_usable:
-        return None
-    return guide_of(habits.activity, routed, what=f"the habits of {base.name}")
+    return learnt_guide(_file(base), routed)
 
 
 def _lanes(texts: Sequence[str]) -> dict[str, int]:

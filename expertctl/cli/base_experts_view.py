@@ -39,6 +39,8 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
     """Return what a person reads."""
     if guide is None:
         return f"nothing was learnt of {base}: that happens where not all of it fits into memory"
+    from expertctl.engine.moe.guide import TOKENS
+
     usage = guide.usage
     head = ["LAYER", "ASKED FOR", "MOST"]
     rows = [
@@ -49,7 +51,8 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
         ]
         for number in routed.layers
     ]
-    return f"{base}: {counted(usage.prompts, 'token')} count\n\n{table(head, rows)}"
+    what = "token" if usage.preset == TOKENS else "prompt"
+    return f"{base}: {counted(usage.prompts, what)} count\n\n{table(head, rows)}"
 
 
 def plan_text(plan: "RoutedPlan") -> str:

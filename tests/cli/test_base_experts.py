@@ -80,6 +80,33 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
         expertctl("base", "profile", "import", "moe", file)
         again = expertctl("base", "profile", "show", "moe", "--json").document
         assert again["layers"] == shown["layers"]
+        assert again["tokens"] == shown["tokens"]
+
+
+def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
+    expertctl: Commands, house: House, base_dir: Path, tmp_path: Path
+) -> None:
+    house.bases.add(base_dir)
+    asked = {"0": {"activation_counts": {"3": 20, "5": 4}}, "2": {"activation_counts": {"7": 23}}}
+    theirs, first = tmp_path / "theirs.json", tmp_path / "first.json"
+    theirs.write_text(
+        json.dumps(
+            {"num_prompts": 24, "num_experts": 32, "layers": asked, "prompt_preset": "mixed 70/30"}
+        )
+    )
+    expertctl("base", "profile", "import", "moe", theirs)
+    assert expertctl("base", "profile", "show", "moe", "--json").document["tokens"] == 24
+    assert "24 prompts count" in expertctl("base", "profile", "show", "moe").out
+    expertctl("base", "profile", "export", "moe", first, "--kind", "prompts")
+    usage = read_profile(first.read_bytes(), what="ours")
+    assert (usage.prompts, usage.preset) == (24, "mixed 70/30")
+    assert usage.layers == {0: {3: 20, 5: 4}, 2: {7: 23}}
+    for kind in ("prompts", "activity"):
+        between, again = tmp_path / "between.json", tmp_path / "again.json"
+        expertctl("base", "profile", "export", "moe", between, "--kind", kind)
+        expertctl("base", "profile", "import", "moe", between)
+        expertctl("base", "profile", "export", "moe", again, "--kind", "prompts")
+        assert again.read_bytes() == first.read_bytes()
 
 
 def test_a_plan_says_how_much_of_what_was_asked_for_is_served(

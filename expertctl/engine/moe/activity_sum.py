@@ -7,7 +7,7 @@ whether they were hot count as cold beside others.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -31,12 +31,13 @@ def tokens_of(document: ActivityDocument) -> int:
     """Return of how many tokens a document tells, or of how many prompts; never less than a count.
 
     Each token asks for as many experts of a layer as the document says; where it does not, the
-    largest count is a lower bound.
+    largest count is a lower bound. A prompt asks for as many as it likes.
     """
-    most = 0
+    most = document.prompts
     for layer in document.layers:
         counts = layer.hits.values()
-        asked = -(-sum(counts) // document.used) if document.used else 0
+        tells = document.used and not document.prompts
+        asked = -(-sum(counts) // document.used) if tells else 0
         most = max(most, asked, max(counts, default=0))
     return most
 
@@ -66,25 +67,55 @@ def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
         used=one.used or other.used,
         updates=_capped(one.updates + other.updates),
         overflow_resets=_capped(one.overflow_resets + other.overflow_resets),
+        prompts=_prompts(one, other),
+        preset=one.preset or other.preset,
     )
     while tokens_of(total) > FADED_AT:
         total = _halved(total)
     return total
 
 
-def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
-    """Return what was counted after another document; all of it where counting began again.
+def grown(
+    scores: Sequence[Mapping[int, float]], more: ActivityDocument, numbers: Sequence[int]
+) -> list[dict[int, float]]:
+    """Return what experts are worth, by layer, after more was counted; it fades as sums do.
 
-    Means are those of all that was counted now.
+    ``numbers`` are those of the layers in the base.
     """
+    counted = {layer.layer: layer.hits for layer in more.layers}
+    total = [
+        {expert: known.get(expert, 0) + asked.get(expert, 0) for expert in sorted({*known, *asked})}
+        for known, asked in (
+            (each, counted.get(n, {})) for each, n in zip(scores, numbers, strict=True)
+        )
+    ]
+    tokens = max((sum(layer.values()) for layer in total), default=0.0) / max(more.used, 1)
+    share = 1.0
+    while share * tokens > FADED_AT:
+        share /= 2
+    return [{expert: count * share for expert, count in layer.items()} for layer in total]
+
+
+def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
+    """Return what the same counters counted after another document.
+
+    That is all of it where they went over in between, for then they began again. Means are those
+    of all that was counted now.
+    """
+    if now.overflow_resets != before.overflow_resets:
+        return now
     earlier = {layer.layer: layer for layer in before.layers}
     pairs = [(layer, earlier.get(layer.layer)) for layer in now.layers]
-    if any(then is not None and _began_again(layer, then) for layer, then in pairs):
-        return now
     layers = tuple(layer if then is None else _less(layer, then) for layer, then in pairs)
     updates = max(now.updates - before.updates, 0)
-    resets = max(now.overflow_resets - before.overflow_resets, 0)
-    return replace(now, layers=layers, updates=updates, overflow_resets=resets)
+    return replace(now, layers=layers, updates=updates, overflow_resets=0)
+
+
+def _prompts(one: ActivityDocument, other: ActivityDocument) -> int:
+    """Return of how many prompts both tell, if one of them does not tell of tokens alone."""
+    if not (one.prompts or other.prompts):
+        return 0
+    return _capped(tokens_of(one) + tokens_of(other))
 
 
 def _sum(one: LayerActivity, other: LayerActivity) -> LayerActivity:
@@ -132,16 +163,9 @@ def _less(now: LayerActivity, before: LayerActivity) -> LayerActivity:
     )
 
 
-def _began_again(now: LayerActivity, before: LayerActivity) -> bool:
-    """Tell whether counters were set to zero in between: none of them ever falls else."""
-    pairs = ((now.hot, before.hot), (now.cold, before.cold), (now.raw, before.raw))
-    return now.calls < before.calls or any(
-        counts.get(expert, 0) < count for counts, then in pairs for expert, count in then.items()
-    )
-
-
 def _halved(document: ActivityDocument) -> ActivityDocument:
-    return replace(document, layers=tuple(_half(layer) for layer in document.layers))
+    layers = tuple(_half(layer) for layer in document.layers)
+    return replace(document, layers=layers, prompts=document.prompts // 2)
 
 
 def _half(layer: LayerActivity) -> LayerActivity:

@@ -49,6 +49,13 @@ class Guide:
                 f"{self.what} is of {told} routed experts in a layer, the base has {there}",
                 hint="name a profile of this base",
             )
+        used = self.activity.used
+        if used not in (0, routed.used):
+            raise IncompatibleError(
+                f"{self.what} is of tokens that ask for {used} experts, of this base for "
+                f"{routed.used}",
+                hint="name a profile of this base",
+            )
         highest = max((max(counts, default=0) for counts in self.usage.layers.values()), default=0)
         if highest >= there:
             raise IncompatibleError(
@@ -74,15 +81,22 @@ def guide_of(activity: ActivityDocument, routed: ExpertsConfig, *, what: str) ->
 
 
 def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> UsageProfile:
-    """Return counts of tokens as a profile."""
+    """Return counts as a profile: of tokens, or of the prompts that they were made of."""
     layers = {layer.layer: dict(sorted(layer.hits.items())) for layer in activity.layers}
-    return UsageProfile(model, tokens_of(activity), experts, layers, preset=TOKENS)
+    preset = activity.preset if activity.prompts else TOKENS
+    return UsageProfile(model, tokens_of(activity), experts, layers, preset=preset)
 
 
 def activity_of(usage: UsageProfile) -> ActivityDocument:
     """Return a profile as counts of which nobody knows whether they were hot."""
     layers = (LayerActivity(layer, raw=counts) for layer, counts in usage.layers.items())
-    return ActivityDocument("update", tuple(layers), experts=usage.experts)
+    return ActivityDocument(
+        "update",
+        tuple(layers),
+        experts=usage.experts,
+        prompts=usage.prompts,
+        preset=usage.preset,
+    )
 
 
 def read_guide(path: Path, routed: ExpertsConfig) -> Guide:

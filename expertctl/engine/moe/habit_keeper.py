@@ -1,24 +1,25 @@
 """Who reads the habits of a base when it is opened, and adds to them while it is used.
 
 One start is decided for each base and kept as long as this lives: what is learnt meanwhile counts
-for the next one, or the base would be loaded anew after each answer. Habits that cannot be read,
-are damaged or of another base are left out with a note, and replaced when something is learnt; they
-are never worth an answer.
+for the next one, or the base would be loaded anew after each answer. Only the scores by which
+residents are exchanged grow with it. Habits that cannot be read, are damaged, of another base or
+do not fit it are left out with a note, and replaced when something is learnt; they are never worth
+an answer.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from expertctl.engine.moe.activity_document import ActivityDocument
-from expertctl.engine.moe.activity_sum import NOTHING, since
+from expertctl.engine.moe.activity_sum import NOTHING, grown, since
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.guide import Guide, guide_of, read_guide
+from expertctl.engine.moe.exchanges import Scores
+from expertctl.engine.moe.guide import Guide, read_guide
 from expertctl.engine.moe.habits import Habits, base_digest, read_habits, write_habits
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import activity_document
-from expertctl.engine.moe.saved_state import check_state
 from expertctl.engine.moe.start import USUAL, Start, StartWishes
 from expertctl.errors import ExpertError
 from expertctl.package.experts_config import ExpertsConfig
@@ -28,6 +29,7 @@ from expertctl.store.bases import BaseStore
 
 SECONDS = 30.0
 """Habits are kept at most so often while answers follow one another."""
+_LEFT_OUT = "what was learnt before is left out"
 
 
 def habits_in(file: HabitsFile) -> Habits | None:
@@ -44,35 +46,49 @@ def habits_in(file: HabitsFile) -> Habits | None:
 
 def learnt_guide(file: HabitsFile, routed: ExpertsConfig) -> Guide | None:
     """Return what was learnt of a base; None where nothing was. Raises as `habits_in` does."""
-    habits = habits_in(file)
-    if habits is None or not habits.activity.is_usable:
-        return None
-    return guide_of(habits.activity, routed, what=f"the habits of {file.base.name}")
+    known = _known_in(file, routed)
+    return None if known is None or not known[0].activity.is_usable else known[1]
 
 
-def learn(file: HabitsFile, change: Callable[[Habits], Habits]) -> None:
-    """Change the habits of a base; those that cannot be read begin anew.
+def learn(file: HabitsFile, routed: ExpertsConfig, change: Callable[[Habits], Habits]) -> str:
+    """Change the habits of a base; those that are not believed begin anew.
+
+    Return why they were not; empty where they were, or where there are none of this base.
 
     Raises:
         ConflictError: when the base was removed or replaced meanwhile.
         StoreError: when nothing can be written.
     """
-    nothing = Habits(base_digest(file.base.identity))
+    nothing, left_out = Habits(base_digest(file.base.identity)), ""
 
     def changed(data: bytes | None) -> bytes:
-        before = nothing
-        if data is not None:
-            try:
-                before = read_habits(data, what=str(file.path))
-            except ExpertError:
-                before = nothing  # whoever began with them has told
-        return write_habits(change(before if before.base == nothing.base else nothing))
+        nonlocal left_out
+        try:
+            known = _known(data, file, routed)
+        except ExpertError as error:
+            known, left_out = None, error.message
+        return write_habits(change(nothing if known is None else known[0]))
 
     file.change(changed)
+    return left_out
+
+
+def _known_in(file: HabitsFile, routed: ExpertsConfig) -> tuple[Habits, Guide] | None:
+    return _known(file.read(), file, routed)
+
+
+def _known(
+    data: bytes | None, file: HabitsFile, routed: ExpertsConfig
+) -> tuple[Habits, Guide] | None:
+    """Return habits and what they say of a base; None where there are none of it."""
+    found = None if data is None else read_habits(data, what=str(file.path))
+    if found is None or found.base != base_digest(file.base.identity):
+        return None
+    return found, found.guide(routed, what=f"the habits of {file.base.name}")
 
 
 class Watchable(Protocol):
-    """What is learnt from: `ExpertCache`."""
+    """What is learnt from: `ExpertCache`, or `WholeExperts`."""
 
     @property
     def counters(self) -> Counters:
@@ -80,26 +96,47 @@ class Watchable(Protocol):
 
     @property
     def slots(self) -> tuple[LayerSlots, ...]:
-        """Who has a slot in each of them."""
+        """Who has a slot in each of them; empty where nobody needs one."""
+
+    @property
+    def scores(self) -> Sequence[Scores]:
+        """What experts are worth to exchanges, by layer."""
+
+    @property
+    def exchange_rate(self) -> float:
+        """The share of residents that an update may exchange by them; 0: none."""
+
+    def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
+        """Exchange by other scores from the next update on."""
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A base that is in memory: what is counted of it, and what of that is kept."""
+    """A base that is in memory: what is counted of it, and what of that is kept and scored."""
 
     file: HabitsFile
     cache: Watchable
     routed: ExpertsConfig
     kept: ActivityDocument = NOTHING
+    scored: ActivityDocument = NOTHING
     at: float = 0.0
 
     @property
     def seen(self) -> ActivityDocument:
-        return activity_document(self.cache.counters.observed(), used=self.routed.used)
+        return activity_document(self.cache.counters.in_all(), used=self.routed.used)
 
     @property
     def slots(self) -> Mapping[int, LayerSlots]:
-        return dict(zip(self.routed.layers, self.cache.slots, strict=True))
+        slots = self.cache.slots
+        return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
+
+    def score(self, seen: ActivityDocument) -> None:
+        """Have residents exchanged by what was counted since, too."""
+        cache, more = self.cache, since(seen, self.scored)
+        self.scored = seen
+        if cache.exchange_rate > 0:
+            scores = grown(cache.scores, more, self.routed.layers)
+            cache.guide(scores, rate=cache.exchange_rate)
 
 
 class HabitKeeper:
@@ -111,6 +148,10 @@ class HabitKeeper:
         self._starts: dict[str, tuple[StoredBase, Start]] = {}
         self._watched: _Watched | None = None
         self._notes: list[str] = []
+        self._told = set[str]()
+        """Of which bases it is noted already that their habits are left out, by a start."""
+        self._fails = False
+        """Whether nothing could be kept the last time, which is noted already."""
 
     def start(self, base: StoredBase, routed: ExpertsConfig) -> Start:
         """Return how a base begins; the same each time.
@@ -127,31 +168,39 @@ class HabitKeeper:
     def watch(self, base: StoredBase, routed: ExpertsConfig, cache: Watchable) -> None:
         """Learn from what is counted of a base from now on; what another one did is kept."""
         self.keep()
-        if self._wishes.learns:
-            self._watched = _Watched(HabitsFile(self._bases, base), cache, routed)
+        self._watched = _Watched(HabitsFile(self._bases, base), cache, routed)
 
     def keep(self, *, every: float = 0.0) -> None:
-        """Add to the habits what was counted since, if that is so many seconds ago.
+        """Learn from what was counted since, if that is so many seconds ago; between two passes.
 
-        What hinders that is noted.
+        What hinders that is noted, and tried again the next time.
         """
-        watched = self._watched
-        if watched is None or time.monotonic() - watched.at < every:
+        watched, now = self._watched, time.monotonic()
+        if watched is None or now - watched.at < every:
             return
-        seen = watched.seen
-        more = since(seen, watched.kept)
-        if not more.is_usable:
-            return
-        watched.at = time.monotonic()
+        watched.at, seen = now, watched.seen
+        watched.score(seen)
+        if self._wishes.learns and since(seen, watched.kept).is_usable:
+            self._keep(watched, seen)
+
+    def _keep(self, watched: _Watched, seen: ActivityDocument) -> None:
+        """Add to the habits what was not kept yet."""
+        path, more = watched.file.path, since(seen, watched.kept)
         try:
-            learn(
+            left_out = learn(
                 watched.file,
+                watched.routed,
                 lambda habits: habits.grown(more, watched.slots, timestamp=time.time()),
             )
         except ExpertError as error:
-            path = watched.file.path
-            self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
-        watched.kept = seen
+            if not self._fails:
+                self._notes.append(f"{path}: what was learnt is not kept: {error.message}")
+            self._fails = True
+            return
+        watched.kept, self._fails = seen, False
+        if left_out and watched.file.base.name not in self._told:
+            self._notes.append(f"{path}: {_LEFT_OUT}: {left_out}")
+        self._told.discard(watched.file.base.name)
 
     def forget(self) -> None:
         """Keep what was counted, and watch no base any more."""
@@ -171,15 +220,14 @@ class HabitKeeper:
             return self._nowhere()
         file = HabitsFile(self._bases, base)
         try:
-            habits = habits_in(file)
-            if habits is None or not habits.activity.is_usable:
-                return self._nowhere()
-            guide = guide_of(habits.activity, routed, what=f"the habits of {base.name}")
-            if habits.state is not None:
-                check_state(habits.state, routed.layers, experts=routed.count)
+            known = _known_in(file, routed)
         except ExpertError as error:
-            self._notes.append(f"{file.path}: what was learnt before is left out: {error.message}")
+            self._told.add(base.name)
+            self._notes.append(f"{file.path}: {_LEFT_OUT}: {error.message}")
             return Start(wishes)
+        if known is None or not known[0].activity.is_usable:
+            return self._nowhere()
+        habits, guide = known
         return Start(wishes, guide, habits.state)
 
     def _nowhere(self) -> Start:

@@ -19,11 +19,19 @@ from expertctl.engine.moe.activity_document import (
     write_activity,
 )
 from expertctl.engine.moe.activity_sum import NOTHING, added
+from expertctl.engine.moe.guide import Guide, guide_of
 from expertctl.engine.moe.large_document import shaped
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.saved_state import SavedState, read_state, state_of, write_state
+from expertctl.engine.moe.saved_state import (
+    SavedState,
+    check_state,
+    read_state,
+    state_of,
+    write_state,
+)
 from expertctl.errors import DigestError, InvalidPackageError
 from expertctl.package.base_model import BaseIdentity
+from expertctl.package.experts_config import ExpertsConfig
 from expertctl.schema.strict_json import load_object
 
 VERSION = 1
@@ -54,6 +62,16 @@ class Habits:
         """
         state = state_of(slots, timestamp=timestamp) if slots else self.state
         return Habits(self.base, added(self.activity, more), state)
+
+    def guide(self, routed: ExpertsConfig, *, what: str) -> Guide:
+        """Return what they say of a base with such experts.
+
+        Raises:
+            IncompatibleError: when their numbers do not fit it.
+        """
+        if self.state is not None:
+            check_state(self.state, routed.layers, experts=routed.count)
+        return guide_of(self.activity, routed, what=what)
 
 
 def base_digest(identity: BaseIdentity) -> Digest:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from expertctl.engine.moe.activity_document import MOST
 from expertctl.engine.moe.large_document import read_document
 from expertctl.engine.moe.layer_slots import EMPTY, LayerSlots
 from expertctl.errors import IncompatibleError, InvalidPackageError
@@ -67,9 +68,16 @@ def check_state(state: SavedState, layers: Iterable[int], *, experts: int) -> No
     """Demand that a state can be restored in layers that have so many experts.
 
     Raises:
-        IncompatibleError: when an expert was saved that a layer does not have.
+        IncompatibleError: when a layer was saved that is none of them, or an expert that a layer
+            does not have.
     """
-    for number in layers:
+    known = set(layers)
+    if unknown := sorted(state.layers.keys() - known):
+        raise IncompatibleError(
+            f"the saved state has layer {unknown[0]}, which has no routed experts",
+            hint="delete it; it is of another base",
+        )
+    for number in known:
         _check_layer(state, number, experts=experts)
 
 
@@ -135,12 +143,13 @@ def _check_layer(state: SavedState, number: int, *, experts: int) -> None:
 
 
 def _saved(layer: LayerSlots) -> LayerState:
+    """Return what a layer is; what no reader of JSON would understand is cut off."""
     known = [expert for expert in range(layer.experts) if layer.counts[expert]]
     return LayerState(
         cached_ids=tuple(int(expert) for expert in layer.ids),
         frequency={expert: float(layer.counts[expert]) for expert in known},
-        last_active={expert: int(layer.last_used[expert]) for expert in known},
-        step=layer.step,
+        last_active={expert: min(int(layer.last_used[expert]), MOST) for expert in known},
+        step=min(layer.step, MOST),
     )
 
 

@@ -130,8 +130,9 @@ def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
         case "none":
             pass
     guide, rate = start.guide, start.wishes.exchange
-    if guide is not None and rate > 0:
-        cache.guide([guide.counts(number) for number in sorted(slots)], rate=rate)
+    if rate > 0:  # where nothing is known yet, it may be learnt
+        counts = [{} if guide is None else guide.counts(number) for number in sorted(slots)]
+        cache.guide(counts, rate=rate)
 
 
 def parse_rate(rate: float) -> float:

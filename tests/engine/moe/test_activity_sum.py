@@ -1,5 +1,7 @@
 """What is learnt adds up, is told apart again, and fades; nothing of it is ever below nothing."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from expertctl.engine.moe.activity_document import (
     read_activity,
     write_activity,
 )
-from expertctl.engine.moe.activity_sum import FADED_AT, NOTHING, added, since, tokens_of
+from expertctl.engine.moe.activity_sum import FADED_AT, NOTHING, added, grown, since, tokens_of
 from expertctl.errors import IncompatibleError
 
 EXPERTS, USED = 16, 2
@@ -65,11 +67,19 @@ def test_nothing_is_added_to_nothing() -> None:
     assert tokens_of(NOTHING) == 0
 
 
-def test_where_counting_began_again_all_that_is_there_is_new() -> None:
-    now = one({1: 4}, calls=2)
-    assert since(now, one({1: 9}, calls=2)) == now
-    assert since(now, one({1: 1}, calls=3)) == now
-    assert hits(since(now, one({1: 1}, calls=1))) == {3: {1: 3}}
+def test_where_counters_went_over_all_that_is_there_is_new() -> None:
+    before, now = one({1: 1}, calls=1), one({1: 4}, calls=2)
+    assert hits(since(now, before)) == {3: {1: 3}}
+    again = replace(now, overflow_resets=1)
+    assert since(again, before) == again
+    assert hits(since(again, again)) == {}
+
+
+def test_scores_grow_by_what_was_counted_and_fade() -> None:
+    assert grown([{1: 2.5}, {}], one({1: 4, 2: 1}), (3, 7)) == [{1: 6.5, 2: 1}, {}]
+    (faded,) = grown([{1: FADED_AT}], one({2: FADED_AT + 2}), (3,))
+    assert faded == {1: FADED_AT / 2, 2: FADED_AT / 2 + 1}
+    assert grown([{}], NOTHING, (3,)) == [{}]
 
 
 def test_means_are_weighted_by_calls() -> None:
@@ -102,3 +112,26 @@ def test_counts_of_other_experts_do_not_add_up() -> None:
     other = ActivityDocument("update", experts=EXPERTS + 1)
     with pytest.raises(IncompatibleError, match="of 16 and of 17 routed experts"):
         added(one({1: 1}), other)
+
+
+def test_prompts_are_added_to_prompts_and_tokens_to_both() -> None:
+    """24 prompts asked for more than two experts each: they are 24 all the same."""
+    raw = {expert: 20 for expert in range(8)}
+    prompts = ActivityDocument(
+        "update", (LayerActivity(3, raw=raw),), experts=EXPERTS, prompts=24, preset="mixed"
+    )
+    assert tokens_of(prompts) == 24
+    tokens = one({1: 6, 2: 4})
+    assert tokens_of(tokens) == 6
+    both = added(prompts, tokens)
+    assert (tokens_of(both), both.preset) == (30, "mixed")
+    assert tokens_of(added(tokens, prompts)) == 30
+    assert tokens_of(added(both, both)) == 60
+    assert added(tokens, tokens).prompts == 0
+
+
+def test_prompts_fade_with_what_they_asked_for() -> None:
+    half = FADED_AT // 2
+    prompts = ActivityDocument("update", (LayerActivity(3, raw={1: half}),), prompts=half)
+    total = added(added(prompts, prompts), prompts)
+    assert (total.prompts, total.layers[0].raw) == (3 * half // 2, {1: 3 * half // 2})

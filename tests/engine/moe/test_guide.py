@@ -2,6 +2,7 @@
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,20 @@ def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:
     assert (guide.counts(3), guide.counts(1)) == ({2: 4, 5: 20}, {})
     assert guide.activity == activity_of(guide.usage)
     assert guide.activity.layers[0].raw == {2: 4, 5: 20}
+
+
+def test_a_profile_is_of_as_many_prompts_as_before_after_it_was_counts() -> None:
+    usage = UsageProfile("acme/moe", 24, 8, {3: {2: 4, 5: 20}}, preset="mixed 70/30")
+    assert usage_of(activity_of(usage), experts=8, model="acme/moe") == usage
+    tokens = usage_of(COUNTED, experts=8)
+    assert usage_of(activity_of(tokens), experts=8) == tokens
+
+
+def test_tokens_that_ask_for_another_number_of_experts_are_of_another_base(tmp_path: Path) -> None:
+    path = tmp_path / "activity.json"
+    path.write_bytes(write_activity(replace(COUNTED, used=3)))
+    with pytest.raises(IncompatibleError, match="ask for 3 experts, of this base for 2"):
+        read_guide(path, ROUTED)
 
 
 def test_an_activity_document_is_read(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """What several engines learn of one base adds up; what one knows of it stays while it lives."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity
 from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.exchanges import Scores
 from expertctl.engine.moe.habit_keeper import HabitKeeper, habits_in, learn
 from expertctl.engine.moe.habits import Habits
 from expertctl.engine.moe.layer_slots import LayerSlots
@@ -33,6 +36,18 @@ class Used:
 
     counters: Counters
     slots: tuple[LayerSlots, ...]
+    guided: list[tuple[Sequence[Scores], float]] = field(default_factory=list)
+
+    @property
+    def scores(self) -> Sequence[Scores]:
+        return self.guided[-1][0]
+
+    @property
+    def exchange_rate(self) -> float:
+        return self.guided[-1][1] if self.guided else 0.0
+
+    def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
+        self.guided.append((scores, rate))
 
     def ask(self, *experts: int) -> None:
         requests = np.zeros((2, EXPERTS), np.int64)
@@ -123,12 +138,118 @@ def test_a_state_of_other_experts_is_left_out_with_a_note(file: HabitsFile) -> N
     cache.ask(2, 5)
     owner.keep()
     state = SavedState(0.0, "", {1: LayerState((EXPERTS,), {}, {}, 0)})
-    learn(file, lambda habits: replace(habits, state=state))
+    learn(file, ROUTED, lambda habits: replace(habits, state=state))
     again = keeper(file)
     assert again.start(file.base, ROUTED).guide is None
     (note,) = again.take_notes()
     assert "what was learnt before is left out" in note
     assert str(file.path) in note
+
+
+def counted(*layers: int, experts: int = EXPERTS, used: int = 2) -> ActivityDocument:
+    told = tuple(LayerActivity(layer, calls=1, hot={1: 1}) for layer in layers)
+    return ActivityDocument("update", told, experts=experts, used=used)
+
+
+def saved(layer: int, expert: int) -> SavedState:
+    return SavedState(0.0, "", {layer: LayerState((expert,), {}, {}, 0)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda h: replace(h, activity=counted(1, experts=9)), id="more experts"),
+        pytest.param(lambda h: replace(h, activity=counted(1, used=3)), id="more of them used"),
+        pytest.param(lambda h: replace(h, activity=counted(1, 2)), id="another layer"),
+        pytest.param(lambda h: replace(h, state=saved(1, EXPERTS)), id="a slot of nobody"),
+        pytest.param(lambda h: replace(h, state=saved(2, 0)), id="slots of another layer"),
+    ],
+)
+def test_habits_that_do_not_fit_the_base_are_replaced_and_that_is_told_once(
+    change: Callable[[Habits], Habits], file: HabitsFile
+) -> None:
+    learn(file, ROUTED, change)
+    cache, owner = used(), keeper(file)
+    assert owner.start(file.base, ROUTED).guide is None
+    owner.watch(file.base, ROUTED, cache)
+    for _ in range(2):
+        cache.ask(2, 5)
+        owner.keep()
+    assert hits(file) == [{2: 2, 5: 2}] * 2
+    (note,) = owner.take_notes()
+    assert "what was learnt before is left out" in note
+    again = keeper(file)
+    assert again.start(file.base, ROUTED).state is not None
+    assert again.take_notes() == ()
+
+
+def test_whoever_learns_without_a_start_tells_what_is_left_out(file: HabitsFile) -> None:
+    file.change(lambda _: b"of an older version")
+    cache, owner = used(), keeper(file)
+    owner.watch(file.base, ROUTED, cache)
+    cache.ask(2, 5)
+    owner.keep()
+    assert hits(file) == [{2: 1, 5: 1}] * 2
+    (note,) = owner.take_notes()
+    assert "these are not 3 lines" in note
+
+
+def test_what_is_observed_is_nothing_to_what_is_learnt(file: HabitsFile) -> None:
+    """A reset after which more was asked for than before it, and a time without observation."""
+    cache, owner = used(), keeper(file)
+    owner.watch(file.base, ROUTED, cache)
+    cache.ask(2, 5)
+    owner.keep()
+    cache.counters.change(reset=True)
+    cache.ask(2, 5)
+    cache.ask(2, 5)
+    owner.keep()
+    assert hits(file) == [{2: 3, 5: 3}] * 2
+    cache.counters.change(mode="off")
+    cache.ask(2, 5)
+    cache.counters.change(mode="update")
+    owner.keep()
+    assert hits(file) == [{2: 4, 5: 4}] * 2
+    assert cache.counters.observed().summary.calls == 0
+
+
+def test_what_could_not_be_kept_is_kept_the_next_time(file: HabitsFile) -> None:
+    cache, owner = used(), keeper(file)
+    owner.watch(file.base, ROUTED, cache)
+    cache.ask(2, 5)
+    file.path.mkdir()
+    for _ in range(2):
+        owner.keep()
+    notes = owner.take_notes()
+    assert [note for note in notes if "is not kept" not in note] == []
+    assert len(notes) == 1, notes
+    file.path.rmdir()
+    cache.ask(7, 0)
+    owner.keep()
+    assert hits(file) == [{0: 1, 2: 1, 5: 1, 7: 1}] * 2
+
+
+def test_scores_grow_with_what_is_learnt_and_only_where_they_count(file: HabitsFile) -> None:
+    cache, owner = used(), keeper(file, learns=False)
+    owner.watch(file.base, ROUTED, cache)
+    cache.ask(2, 5)
+    owner.keep()
+    assert cache.guided == [], "nobody exchanges by scores"
+    cache.guide([{2: 7}, {}], rate=0.5)
+    cache.ask(2, 6)
+    owner.keep()
+    assert cache.guided[1:] == [([{2: 8, 6: 1}, {2: 1, 6: 1}], 0.5)]
+    assert hits(file) == [], "scores are no habits"
+
+
+def test_a_base_whose_experts_are_all_there_is_learnt_from_without_slots(file: HabitsFile) -> None:
+    cache, owner = Used(Counters(ROUTED.layers, experts=EXPERTS), ()), keeper(file)
+    learn(file, ROUTED, lambda habits: replace(habits, state=saved(1, 4)))
+    owner.watch(file.base, ROUTED, cache)
+    cache.ask(2, 5)
+    owner.keep()
+    assert hits(file) == [{2: 1, 5: 1}] * 2
+    assert keeper(file).start(file.base, ROUTED).state == saved(1, 4), "who had a slot last"
 
 
 def test_of_several_processes_all_counts_are_kept(fast: Path, shop: Shop) -> None:
@@ -161,7 +282,7 @@ def test_killed_while_it_is_kept_the_counts_before_or_after_are_there(file: Habi
     for at in range(1, steps + 1):
         assert run(answer, at=at, fault="kill").killed
         assert hits(file) in ([{2: 2, 5: 2}] * 2, [{2: 3, 5: 3}] * 2)
-        learn(file, lambda habits: Habits(habits.base))
+        learn(file, ROUTED, lambda habits: Habits(habits.base))
         answer()
         answer()
 

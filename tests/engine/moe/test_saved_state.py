@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.saved_state import (
+    LayerState,
     SavedState,
+    check_state,
     read_state,
     restore,
     state_of,
@@ -79,6 +81,26 @@ def test_a_state_of_another_base_is_refused_and_changes_nothing() -> None:
     with pytest.raises(IncompatibleError, match="expert 9 in layer 1, where there are 8"):
         restore(state, layers)
     assert not layers[0].counts.any()
+
+
+def test_a_state_of_a_layer_that_the_base_does_not_have_is_refused() -> None:
+    state = saved({1: warm(5, 9)})
+    check_state(state, [1, 3], experts=10)
+    with pytest.raises(IncompatibleError, match="layer 1, which has no routed experts"):
+        check_state(state, [3], experts=10)
+    with pytest.raises(IncompatibleError, match="expert 9 in layer 1"):
+        check_state(state, [1, 3], experts=9)
+
+
+def test_a_cache_that_counts_beyond_what_json_has_is_saved_all_the_same() -> None:
+    last = 2**53 - 1
+    state = SavedState(0.0, "", {0: LayerState((5,), {5: 1e308}, {5: last}, last)})
+    slots = LayerSlots(experts=16, capacity=1)
+    bring(slots, restore(read_state(write_state(state), what="hostile"), {0: slots})[0])
+    slots.note(np.array([[5, 9]] * 3))
+    found = saved({0: slots}).layers[0]
+    assert (found.step, found.last_active[5]) == (last, last)
+    assert found.frequency[5] == pytest.approx(1e308, rel=0.2)
 
 
 def test_a_written_state_has_the_published_keys() -> None:
