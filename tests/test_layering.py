@@ -3,6 +3,8 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,15 +34,30 @@ SERVER = sorted((ROOT / "registry_server").rglob("*.py"))
 MODULES = sorted((ROOT / "expertctl").rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
     """Every module that a file imports anywhere, functions included."""
+    return named(ast.walk(tree(path)))
+
+
+def named(nodes: Iterable[ast.AST]) -> frozenset[str]:
+    """The modules that these statements import, and what they take from them."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
+    return frozenset(names)
+
+
+def libraries(names: frozenset[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
 
 
 def stage(module: str) -> str | None:
@@ -53,52 +70,71 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_a_module_imports_only_earlier_stages(path: Path) -> None:
-    own = stage(module_name(path))
-    if own is None:
-        assert path.name == "__init__.py"
-        return
-    later = {name for name in imported(path) if (s := stage(name)) and LEVEL[s] > LEVEL[own]}
-    assert later == set()
+def offenders(paths: list[Path], refused: Callable[[Path], set[str]]) -> dict[str, set[str]]:
+    """What each module imports that it may not."""
+    assert paths
+    return {module_name(path): names for path in paths if (names := refused(path))}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_only_the_engine_imports_torch(path: Path) -> None:
-    heavy = {n.split(".")[0] for n in imported(path)} & {"torch", "transformers", "peft"}
-    assert heavy <= ({"torch", *COMPAT} if stage(module_name(path)) == "engine" else set())
+def test_only_the_package_itself_belongs_to_no_stage() -> None:
+    outside = [path for path in MODULES if stage(module_name(path)) is None]
+    assert {path.name for path in outside} <= {"__init__.py"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_only_the_compat_engine_imports_what_replaces_our_own_and_only_when_it_runs(
-    path: Path,
-) -> None:
-    module = module_name(path)
-    heavy = {n.split(".")[0] for n in imported(path)} & COMPAT
-    assert heavy <= (COMPAT if module.startswith("expertctl.engine.compat") else set())
-    top = ast.parse(path.read_text(encoding="utf-8")).body
-    names = {a.name for n in top if isinstance(n, ast.Import) for a in n.names}
-    names |= {str(n.module) for n in top if isinstance(n, ast.ImportFrom)}
-    assert not {name.split(".")[0] for name in names} & COMPAT
+def test_a_module_imports_only_earlier_stages() -> None:
+    def later(path: Path) -> set[str]:
+        own = stage(module_name(path))
+        names = imported(path) if own is not None else frozenset()
+        return {name for name in names if (s := stage(name)) and LEVEL[s] > LEVEL[str(own)]}
+
+    assert offenders(MODULES, later) == {}
 
 
-@pytest.mark.parametrize("path", SERVER, ids=module_name)
-def test_the_registry_server_needs_neither_the_engine_nor_the_command_line(path: Path) -> None:
-    used = {stage(name) for name in imported(path)} - {None}
-    assert used <= {"errors", "digest", "reference", "durable", "settings", "regular_file",
-                    "schema", "http", "trust", "package", "registry"}  # fmt: skip
-    assert not {n.split(".")[0] for n in imported(path)} & {"torch", "numpy", *COMPAT}
+def test_only_the_engine_imports_torch() -> None:
+    def heavy(path: Path) -> set[str]:
+        allowed = {"torch", *COMPAT} if stage(module_name(path)) == "engine" else set()
+        return libraries(imported(path)) & {"torch", "transformers", "peft"} - allowed
+
+    assert offenders(MODULES, heavy) == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_only_the_command_line_imports_the_registry_server(path: Path) -> None:
-    server = {name for name in imported(path) if name.split(".")[0] == "registry_server"}
-    assert not server or stage(module_name(path)) == "cli"
+def test_only_the_compat_engine_imports_what_replaces_our_own() -> None:
+    def heavy(path: Path) -> set[str]:
+        compat = module_name(path).startswith("expertctl.engine.compat")
+        return set() if compat else libraries(imported(path)) & COMPAT
+
+    assert offenders(MODULES, heavy) == {}
+
+
+def test_the_compat_engine_imports_what_replaces_our_own_only_when_it_runs() -> None:
+    def at_once(path: Path) -> set[str]:
+        return libraries(named(tree(path).body)) & COMPAT
+
+    assert offenders(MODULES, at_once) == {}
+
+
+def test_the_registry_server_needs_neither_the_engine_nor_the_command_line() -> None:
+    allowed = {"errors", "digest", "reference", "durable", "settings", "regular_file",
+               "schema", "http", "trust", "package", "registry"}  # fmt: skip
+
+    def used(path: Path) -> set[str]:
+        stages = {found for name in imported(path) if (found := stage(name))}
+        return stages - allowed | libraries(imported(path)) & {"torch", "numpy", *COMPAT}
+
+    assert offenders(SERVER, used) == {}
+
+
+def test_only_the_command_line_imports_the_registry_server() -> None:
+    def server(path: Path) -> set[str]:
+        names = imported(path) if stage(module_name(path)) != "cli" else frozenset()
+        return {name for name in names if name.split(".")[0] == "registry_server"}
+
+    assert offenders(MODULES, server) == {}
 
 
 def test_there_is_no_import_cycle() -> None:
     names = {module_name(path) for path in [*MODULES, *SERVER]}
-    graph = {module_name(p): {n for n in imported(p) if n in names} for p in [*MODULES, *SERVER]}
+    graph = {module_name(p): set(imported(p)) & names for p in [*MODULES, *SERVER]}
     while leaves := [name for name, targets in graph.items() if not targets]:
         for leaf in leaves:
             del graph[leaf]
