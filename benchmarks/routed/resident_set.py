@@ -10,7 +10,10 @@ _STATUS, _IO = Path("/proc/self/status"), Path("/proc/self/io")
 
 
 class Watch:
-    """Looks every other millisecond at the anonymous memory of this process, inside ``with``."""
+    """Looks every other millisecond at the anonymous memory of this process, inside ``with``.
+
+    It looks when it is entered and when it is left too, however late its thread comes to it.
+    """
 
     def __init__(self) -> None:
         """Know how much there is now; what comes on top of it is looked for."""
@@ -20,8 +23,9 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         """Look from now on; it may be left and entered again."""
+        self._look()
         self._ended.clear()
-        self._looks = threading.Thread(target=self._look, daemon=True)
+        self._looks = threading.Thread(target=self._look_again, daemon=True)
         self._looks.start()
         return self
 
@@ -31,21 +35,23 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Look no more."""
+        """Look once more, and then no more."""
         assert self._looks is not None
         self._ended.set()
         self._looks.join()
+        self._look()
 
     @property
     def grown(self) -> int:
-        """The most bytes that were seen, less those at the beginning."""
+        """The most bytes that were seen until now, less those at the beginning."""
         return self._most - self._begin
 
+    def _look_again(self) -> None:
+        while not self._ended.wait(_APART):
+            self._look()
+
     def _look(self) -> None:
-        while True:
-            self._most = max(self._most, status_bytes("RssAnon"))
-            if self._ended.wait(_APART):
-                return
+        self._most = max(self._most, status_bytes("RssAnon"))
 
 
 def limit_memory(more: int) -> None:
