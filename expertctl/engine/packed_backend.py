@@ -30,8 +30,9 @@ from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
 from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.start import Start, StartOf, begin
+from expertctl.engine.moe.whole_experts import WholeExperts, whole_experts
 from expertctl.engine.pace import Pace
 from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
@@ -182,7 +183,7 @@ class PackedBackend:
             progress=progress,
         )
         if self.cache is None:
-            return PackedModel(base, threads=around.threads)
+            return self._whole(base, around)
         reader = self._reader(self.cache, around)
         try:
             experts = self._experts(self.cache, reader)
@@ -192,6 +193,13 @@ class PackedBackend:
         assert self.config.experts is not None
         around.watch(self.config.experts, experts)
         return PackedModel(base, threads=around.threads, experts=experts, reader=reader)
+
+    def _whole(self, base: PackedBase, around: Surroundings) -> "PackedModel":
+        """Return what runs a base that is all in memory."""
+        experts, routed = whole_experts(base), self.config.experts
+        if experts is not None and routed is not None:
+            around.watch(routed, experts)
+        return PackedModel(base, threads=around.threads, whole=experts)
 
     def _reader(self, plan: CachePlan, around: Surroundings) -> StoredExperts | CopiedExperts:
         """Return who reads experts from the copy of the base, where there is one."""
@@ -240,15 +248,16 @@ class PackedModel:
         threads: int,
         experts: ExpertCache | None = None,
         reader: StoredExperts | CopiedExperts | None = None,
+        whole: WholeExperts | None = None,
     ) -> None:
         """Use at most so many threads; no more begin before the first pass.
 
         ``experts`` owns those that are routed, where the base does not have them; ``reader`` is
-        what they are read by, and closed with this.
+        what they are read by, and closed with this. ``whole`` knows those that the base has.
         """
         self.base, self.experts, self._crew = base, experts, Crew(threads)
-        self._reader = reader
-        self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads), experts=experts)
+        self._reader, self._whole = reader, whole
+        self.decoder = PackedDecoder(base, self._crew, pace=Pace(threads), experts=experts or whole)
 
     @property
     def nbytes(self) -> int:
@@ -259,15 +268,16 @@ class PackedModel:
     def routed(self) -> RoutedReport | None:
         """What became of routed experts so far; None where there are none."""
         if self.experts is None:
-            return whole_report(self.base.config)
+            return None if self._whole is None else self._whole.report()
         report, reader = self.experts.report(), self._reader
         cold = "read" if reader is None else reader.cold
         return replace(report, residence=replace(report.residence, cold=cold))
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of routed experts; None where all of them are in memory."""
-        return None if self.experts is None else self.experts.counters
+        """What is counted of routed experts; None where there are none."""
+        experts = self.experts or self._whole
+        return None if experts is None else experts.counters
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -29,9 +29,10 @@ from expertctl.engine.kernels.program import Program
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routed_experts import RoutedExperts, WholeExperts
+from expertctl.engine.moe.routed_experts import RoutedExperts
+from expertctl.engine.moe.whole_experts import whole_experts
 from expertctl.engine.pace import Pace
-from expertctl.engine.packed_base import PackedBase, expert_shape
+from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_delta import PackedDeltas
 
 Numbers = np.ndarray[Any, Any]
@@ -67,7 +68,7 @@ class PackedDecoder:
         self.device = torch.device("cpu")
         self.modules = frozenset(base.config.linear_shapes())
         self._base, self._crew, self._chunk, self._pace = base, crew, chunk, pace
-        self._experts = experts or _whole(base)
+        self._experts = experts or whole_experts(base)
         self._lock = threading.Lock()
         self._programs = DecoderPrograms(base, self._experts, chunk=chunk)
         self._times: LayerTimes | None = None
@@ -328,13 +329,6 @@ class _Part:
         tokens[:first] = 0
         tokens[first:count] = self.tokens[max(self.start - virtual, 0) : max(self.end - virtual, 0)]
         return self.before[self.start : self.start + first]
-
-
-def _whole(base: PackedBase) -> WholeExperts | None:
-    """Return the experts of a base that holds all of them, if it has any."""
-    if base.config.experts is None:
-        return None
-    return WholeExperts(expert_shape(base.config, base.scheme), base.experts)
 
 
 def _ms_since(started: float) -> float:

@@ -279,7 +279,7 @@ class _Course:
     def __init__(self, model: Model, wanted: RoutedWanted) -> None:
         """Begin before the first text."""
         self._model, self._wanted = model, wanted
-        self._moments = [] if model.counters is None else [Moment(0, model.counters.observed())]
+        self._moments: list[Moment] = []
         self._written, self._stretch = 0, _stretch(wanted)
         self._steps: list[tuple[float, ...]] = []
         self._now: list[float] = []
@@ -287,13 +287,14 @@ class _Course:
         self._before = self._report()
         self._counted: Observed | None = None
         self._counted_from = 0
+        self._look()
 
     def begin(self) -> None:
         """Let only what comes from now on count."""
         self._counted_from = self._written
         self._steps, self._now, self._prompts = [], [], []
         self._before = self._report()
-        self._counted = None if self._model.counters is None else self._model.counters.observed()
+        self._counted = self._observed()
 
     def follow(self, reading: Reading, text: _Text) -> None:
         """Read a text, and write what comes after it."""
@@ -333,19 +334,23 @@ class _Course:
             self._look()
 
     def _look(self) -> None:
-        if self._model.counters is not None:
-            self._moments.append(Moment(self._written, self._model.counters.observed()))
+        if (seen := self._observed()) is not None:
+            self._moments.append(Moment(self._written, seen))
 
     def _report(self) -> RoutedReport:
         report = self._model.routed
         assert report is not None, "a base of routed experts"
         return report
 
+    def _observed(self) -> Observed | None:
+        """Return what was counted; None where all experts are there, and nothing can be missed."""
+        counters = self._model.counters
+        return None if counters is None or self._model.experts is None else counters.observed()
+
     def _layers(self) -> dict[int, LayerCounts]:
-        counters, before = self._model.counters, self._counted
-        if counters is None or before is None:
+        now, before = self._observed(), self._counted
+        if now is None or before is None:
             return {}
-        now = counters.observed()
         return {number: found.since(before.layers[number]) for number, found in now.layers.items()}
 
 

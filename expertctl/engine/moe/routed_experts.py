@@ -1,6 +1,5 @@
 """The routed experts of a base, as a decoder sees them: where they are, and who brings them."""
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,38 +54,3 @@ class RoutedExperts(Protocol):
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Learn what was chosen in all layers of a pass that is over."""
-
-
-class WholeExperts:
-    """All experts are in memory and stay there."""
-
-    is_whole, skips = True, False
-
-    def __init__(self, shape: ExpertShape, blocks: Mapping[tuple[int, int], Numbers]) -> None:
-        """Know the block of each expert, by layer and number, as long as this lives."""
-        self.shape = shape
-        by_layer: dict[int, list[int]] = {}
-        for (layer, _), block in sorted(blocks.items(), key=lambda item: item[0]):
-            by_layer.setdefault(layer, []).append(block.ctypes.data)
-        self._kept, self._places = blocks, np.array(list(by_layer.values()), np.int64)
-        self._hits = np.ones(self._places.shape, np.float32)
-
-    def places(self, layer: int) -> Numbers:
-        """Return the addresses of a layer's experts, int64 [experts]."""
-        row: Numbers = self._places[layer]
-        return row
-
-    def hits(self, layer: int) -> Numbers:
-        """Return ones, float32 [experts]."""
-        row: Numbers = self._hits[layer]
-        return row
-
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
-        """Return False: all are there."""
-        return False
-
-    def wait(self) -> None:
-        """Do nothing: all are there."""
-
-    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
-        """Do nothing: nothing will change by it."""

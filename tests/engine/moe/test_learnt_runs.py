@@ -181,12 +181,26 @@ def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) ->
         answer(StartWishes(profile=path))
 
 
-def test_a_base_that_is_whole_in_memory_has_no_habits(base: Path, house: House) -> None:
-    house.bases.add(base)
+def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
+    base: Path, house: House, answer: Answer
+) -> None:
+    """The same text asks for the same experts, wherever they are; so the next run hits more."""
     engine = Engine(planner(house), budget=LARGE, torch_below=0)
-    run(engine, asked())
+    whole = run(engine, asked())
     engine.close()
-    assert file_of(house).read() is None
+    assert whole.moe is not None
+    assert (whole.moe.residence.slots, whole.moe.fallback_rate) == (32, 0)
+    habits = habits_in(file_of(house))
+    assert habits is not None
+    assert habits.state is None, "nobody needs a slot"
+    tokens = whole.prompt_tokens + len(whole.generated.tokens) - 1
+    assert [sum(layer.hits.values()) for layer in habits.activity.layers] == [4 * tokens] * 4
+    assert not any(layer.missed_requests for layer in habits.activity.layers)
+    fewer = answer()
+    assert fewer.generated.tokens == whole.generated.tokens
+    assert fewer.moe is not None
+    assert fewer.moe.activity.requests == whole.moe.activity.requests
+    assert hit_rate(fewer) > 0.86
 
 
 def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(

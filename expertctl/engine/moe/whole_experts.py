@@ -1,0 +1,121 @@
+"""The routed experts of a base that is whole in memory: where they are, and who is asked for.
+
+Nobody is ever missing. What passes ask for is counted all the same: a run in less memory begins
+with it. It is kept until it is worth counting, as in `pass_log`. How long a layer took nobody
+knows, for all of them are one program.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.moe.choices import Choices
+from expertctl.engine.moe.counters import Counters, requested_by_layer
+from expertctl.engine.moe.exchanges import Scores
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.pass_log import AT_ONCE, TOKENS_AT_ONCE
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.report import Activity, Residence, RoutedReport
+from expertctl.engine.packed_base import PackedBase, expert_shape
+
+Numbers = np.ndarray[Any, Any]
+
+
+class WholeExperts:
+    """All experts are in memory and stay there. One thread asks; any thread reads the counts."""
+
+    is_whole, skips = True, False
+    slots: tuple[LayerSlots, ...] = ()
+    scores: Sequence[Scores] = ()
+    exchange_rate = 0.0
+
+    def __init__(
+        self,
+        shape: ExpertShape,
+        blocks: Mapping[tuple[int, int], Numbers],
+        numbers: Sequence[int],
+    ) -> None:
+        """Know the block of each expert, by layer and number, as long as this lives.
+
+        ``numbers`` are those of routed layers in the base.
+        """
+        self.shape = shape
+        by_layer: dict[int, list[int]] = {}
+        for (layer, _), block in sorted(blocks.items(), key=lambda item: item[0]):
+            by_layer.setdefault(layer, []).append(block.ctypes.data)
+        self._kept, self._places = blocks, np.array(list(by_layer.values()), np.int64)
+        self._hits = np.ones(self._places.shape, np.float32)
+        self._counters = Counters(numbers, experts=self._places.shape[1])
+        self._over: list[Numbers] = []
+        """What passes asked for that is not counted yet, [layers, tokens, used] each."""
+        self._tokens = 0
+        self._lock = threading.Lock()
+
+    @property
+    def counters(self) -> Counters:
+        """What its layers were asked for until now, up to date."""
+        self._flush()
+        return self._counters
+
+    def report(self) -> RoutedReport:
+        """Return what was asked for until now."""
+        layers, experts = self._places.shape
+        residence = Residence(
+            layers=layers, experts=experts, slots=experts, blocks=layers * experts
+        )
+        activity = Activity(requests=self.counters.in_all().summary.requests)
+        return RoutedReport(residence, activity)
+
+    def places(self, layer: int) -> Numbers:
+        """Return the addresses of a layer's experts, int64 [experts]."""
+        row: Numbers = self._places[layer]
+        return row
+
+    def hits(self, layer: int) -> Numbers:
+        """Return ones, float32 [experts]."""
+        row: Numbers = self._hits[layer]
+        return row
+
+    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+        """Return False: all are there."""
+        return False
+
+    def wait(self) -> None:
+        """Do nothing: all are there."""
+
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
+        """Note what was chosen in all layers of a pass that is over."""
+        with self._lock:
+            self._over.append(room.selected[:, :tokens].copy())
+            self._tokens += tokens
+        if len(self._over) >= AT_ONCE or self._tokens >= TOKENS_AT_ONCE:
+            self._flush()
+
+    def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
+        """Do nothing: nobody has to go for another."""
+
+    def _flush(self) -> None:
+        with self._lock:
+            over, self._over, self._tokens = self._over, [], 0
+            for _, alike in groupby(over, key=lambda asked: asked.shape):
+                self._count(np.stack(list(alike)))
+
+    def _count(self, asked: Numbers) -> None:
+        """Count passes that read the same number of tokens, [passes, layers, tokens, used]."""
+        passes, layers = asked.shape[:2]
+        experts = self._places.shape[1]
+        requests = requested_by_layer(asked.reshape(passes * layers, -1), experts)
+        requests = requests.reshape(passes, layers, experts)
+        self._counters.count_passes(requests, np.zeros_like(requests))
+
+
+def whole_experts(base: PackedBase) -> WholeExperts | None:
+    """Return the experts of a base that holds all of them, if it has any."""
+    routed = base.config.experts
+    if routed is None:
+        return None
+    return WholeExperts(expert_shape(base.config, base.scheme), base.experts, routed.layers)

@@ -1,0 +1,63 @@
+"""What passes ask for is counted where all experts are there, too, and nothing else is done."""
+
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.moe.choices import Choices
+from expertctl.engine.moe.counters import Counters, requested_by_layer
+from expertctl.engine.moe.pass_log import AT_ONCE, TOKENS_AT_ONCE
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.whole_experts import WholeExperts
+
+NUMBERS, EXPERTS, USED = (1, 4, 5), 8, 2
+
+
+@pytest.fixture
+def whole() -> WholeExperts:
+    blocks = {(n, e): np.zeros(4, np.float32) for n in NUMBERS for e in range(EXPERTS)}
+    return WholeExperts(cast("ExpertShape", None), blocks, NUMBERS)
+
+
+def room(tokens: int, drawn: np.random.Generator) -> Choices:
+    """Choices of so many tokens, with more behind them that no pass of theirs has."""
+    selected = drawn.integers(0, EXPERTS, (len(NUMBERS), tokens + 3, USED))
+    return cast("Choices", SimpleNamespace(selected=selected))
+
+
+def test_counts_are_those_of_each_pass_by_itself_and_all_are_hits(whole: WholeExperts) -> None:
+    drawn, expected = np.random.default_rng(0), Counters(NUMBERS, experts=EXPERTS)
+    for tokens in [1] * (AT_ONCE + 5) + [3, 1, 300, 300, 2, 1]:
+        choices = room(tokens, drawn)
+        whole.passed(choices, tokens, phase=Phase.DECODE)
+        requests = requested_by_layer(choices.selected[:, :tokens], EXPERTS)
+        expected.count_pass(requests, np.zeros_like(requests))
+        choices.selected[...] = 0  # the next pass writes over it
+    seen, wanted = whole.counters.observed(), expected.observed()
+    assert (seen.passes, seen.layers) == (wanted.passes, wanted.layers)
+    np.testing.assert_equal(seen.chosen, wanted.chosen)
+    assert seen.summary.misses == 0
+    report = whole.report()
+    assert report.activity.requests == seen.summary.requests
+    assert (report.fallback_rate, report.skipped_mass) == (0, 0)
+    assert (report.residence.slots, report.residence.blocks) == (EXPERTS, 3 * EXPERTS)
+
+
+def test_no_more_is_kept_than_is_said(whole: WholeExperts) -> None:
+    drawn = np.random.default_rng(0)
+    for tokens, passes in ((1, AT_ONCE), (TOKENS_AT_ONCE // 2, 2), (TOKENS_AT_ONCE, 1)):
+        for done in range(1, passes + 1):
+            whole.passed(room(tokens, drawn), tokens, phase=Phase.PROMPT)
+            assert len(whole._over) == done % passes
+
+
+def test_what_a_report_counts_no_reset_takes_away(whole: WholeExperts) -> None:
+    choices = room(1, np.random.default_rng(0))
+    whole.passed(choices, 1, phase=Phase.DECODE)
+    before = whole.report().activity.requests
+    whole.counters.change(reset=True, mode="off")
+    whole.passed(choices, 1, phase=Phase.DECODE)
+    assert whole.report().activity.requests == 2 * before > 0
