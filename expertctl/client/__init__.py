@@ -25,8 +25,8 @@ that is not installed, `UnreachableError` when no server answers.
 
 from expertctl.client.async_client import AsyncExpertClient
 from expertctl.client.client import ExpertClient
-from expertctl.client.options import InferOptions, RouteOptions
-from expertctl.client.result import Expert, InferResult, Job, Model, RouteResult
+from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.result import Expert, InferResult, Job, Model, MoeActivity, RouteResult
 from expertctl.client.retries import Retries
 from expertctl.client.stream import Chunk
 
@@ -39,6 +39,8 @@ __all__ = [
     "InferResult",
     "Job",
     "Model",
+    "MoeActivity",
+    "MoeOptions",
     "Retries",
     "RouteOptions",
     "RouteResult",

@@ -11,10 +11,18 @@ from expertctl.client.async_jobs import AsyncJobs
 from expertctl.client.async_stream import AsyncInferStream
 from expertctl.client.async_transport import AsyncTransport
 from expertctl.client.client import TIMEOUT
-from expertctl.client.options import InferOptions, RouteOptions
-from expertctl.client.result import Expert, Experts, InferResult, Model, Models, RouteResult
+from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.result import (
+    Expert,
+    Experts,
+    InferResult,
+    Model,
+    Models,
+    MoeActivity,
+    RouteResult,
+)
 from expertctl.client.retries import Retries
-from expertctl.client.server import Call, body_of, find_server
+from expertctl.client.server import Call, body_of, changes_of, find_server
 
 
 class AsyncExpertClient:
@@ -94,6 +102,25 @@ class AsyncExpertClient:
             ExpertError: when no answer comes.
         """
         return (await self._transport.ask(Call("GET", "/v1/models"), Models)).data
+
+    async def moe(self) -> MoeActivity:
+        """Tell what was counted of the routed experts of the base; nothing changes by it.
+
+        Raises:
+            ExpertError: when no answer comes.
+        """
+        return await self._transport.ask(Call("GET", "/moe"), MoeActivity)
+
+    async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
+        """Count routed experts otherwise, or let a profile say who stays; tell what holds then.
+
+        Raises:
+            UsageError: when that would change nothing, or cannot be.
+            IncompatibleError: when the base has none that could be missing, or does not fit.
+            NotFoundError: when nothing was learnt of the base.
+            ExpertError: when no answer comes.
+        """
+        return await self._transport.ask(Call("POST", "/moe", changes_of(options)), MoeActivity)
 
     async def close(self) -> None:
         """Close every connection."""

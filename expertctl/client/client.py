@@ -8,10 +8,18 @@ from typing import Self, Unpack
 import httpx2
 
 from expertctl.client.jobs import Jobs
-from expertctl.client.options import InferOptions, RouteOptions
-from expertctl.client.result import Expert, Experts, InferResult, Model, Models, RouteResult
+from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.result import (
+    Expert,
+    Experts,
+    InferResult,
+    Model,
+    Models,
+    MoeActivity,
+    RouteResult,
+)
 from expertctl.client.retries import Retries
-from expertctl.client.server import Call, body_of, find_server
+from expertctl.client.server import Call, body_of, changes_of, find_server
 from expertctl.client.stream import InferStream
 from expertctl.client.transport import Transport
 
@@ -92,6 +100,25 @@ class ExpertClient:
             ExpertError: when no answer comes.
         """
         return self._transport.ask(Call("GET", "/v1/models"), Models).data
+
+    def moe(self) -> MoeActivity:
+        """Tell what was counted of the routed experts of the base; nothing changes by it.
+
+        Raises:
+            ExpertError: when no answer comes.
+        """
+        return self._transport.ask(Call("GET", "/moe"), MoeActivity)
+
+    def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
+        """Count routed experts otherwise, or let a profile say who stays; tell what holds then.
+
+        Raises:
+            UsageError: when that would change nothing, or cannot be.
+            IncompatibleError: when the base has none that could be missing, or does not fit.
+            NotFoundError: when nothing was learnt of the base.
+            ExpertError: when no answer comes.
+        """
+        return self._transport.ask(Call("POST", "/moe", changes_of(options)), MoeActivity)
 
     def close(self) -> None:
         """Close every connection."""

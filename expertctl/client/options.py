@@ -1,7 +1,9 @@
 """What can be asked of a server besides the prompt; what is left out is the server's to choose."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
+
+from expertctl.client.result import MoeActivity
 
 
 class RouteOptions(TypedDict, total=False):
@@ -40,3 +42,18 @@ class InferOptions(RouteOptions, total=False):
     """0 to 9; 9 is served first."""
     timeout_ms: int
     """After so long the answer is what is there by then."""
+
+
+class MoeOptions(TypedDict, total=False):
+    """What a server is to count of its routed experts, and which profile says who stays."""
+
+    mode: Literal["full", "update", "off"]
+    """Another one begins to count again."""
+    reset: bool
+    """Whether to begin again in any case."""
+    profile: str | Mapping[str, Any] | MoeActivity
+    """A profile, or the name of the base, for what was learnt of it."""
+    pin: int | str
+    """So many experts of each layer stay, or, as ``"50%"``, those that half of all tokens want."""
+    exchange: float
+    """The share of residents that an update may exchange for others of the profile."""

@@ -8,6 +8,7 @@ from expertctl.client.refusal import error_of_code
 from expertctl.errors import CancelledError, NoAnswerError
 
 FinishReason = Literal["stop", "length", "timeout", "cancelled"]
+MoeMode = Literal["full", "update", "off"]
 MoeMiss = Literal["exact", "skip"]
 MoeCold = Literal["read", "map", "direct"]
 JobStatus = Literal["queued", "processing", "finished", "failed", "cancelled"]
@@ -100,6 +101,70 @@ class MoeUse(Struct, frozen=True, kw_only=True):
     waited_ms: float
     swaps: int
     lent: int
+
+
+class MoeResidence(Struct, frozen=True, kw_only=True):
+    """How many routed experts a base has, and how many of them are in memory at most."""
+
+    miss: MoeMiss
+    layers: int
+    experts: int
+    """Of each layer."""
+    slots: int
+    """Of each layer: how many are kept."""
+    in_memory: int
+    """Of all layers, at most."""
+    cold: MoeCold
+
+
+class MoeGuide(Struct, frozen=True, kw_only=True):
+    """What a profile says of who stays."""
+
+    exchange: float
+    """The share of all residents that an update may exchange for others of it."""
+    pinned: dict[str, tuple[int, ...]]
+    """The experts that keep their slots, by the number of the layer."""
+
+
+class MoeLayer(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one layer was asked for; hot is what had a slot. Times are microseconds of a call."""
+
+    layer: int
+    calls: int = 0
+    hot_slots_total: int = 0
+    cold_slots_total: int = 0
+    hot_slot_ratio: float = 0.0
+    requests: int = 0
+    """Experts that calls asked for, each once for a call."""
+    missed_requests: int = 0
+    fallback_rate: float = 0.0
+    """Missed requests by requests."""
+    swaps: int = 0
+    parallel_hot_lane_wall_time_per_call_us: float = 0.0
+    """Computing."""
+    parallel_cold_lane_wall_time_per_call_us: float = 0.0
+    """Waiting for experts that were not there."""
+    experts: tuple[tuple[int, int], ...] = ()
+    """How often each was asked for."""
+    hot_experts: tuple[tuple[int, int], ...] = ()
+    cold_experts: tuple[tuple[int, int], ...] = ()
+
+
+class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a server counted of its routed experts; a profile, too."""
+
+    schema: str
+    mode: MoeMode
+    layers: tuple[MoeLayer, ...]
+    """None where nobody counts."""
+    n_expert: int = 0
+    n_expert_used: int = 0
+    updates: int = 0
+    overflow_resets: int = 0
+    base: str | None = None
+    residence: MoeResidence | None = None
+    guide: MoeGuide | None = None
+    """None where nobody could be missing."""
 
 
 class Dropped(Struct, frozen=True, kw_only=True):
@@ -262,4 +327,4 @@ class Piece(Struct, frozen=True, kw_only=True):
     text: str
 
 
-Document = InferResult | RouteResult | Job | Experts | Models | Started | Piece
+Document = InferResult | RouteResult | Job | Experts | Models | MoeActivity | Started | Piece

@@ -22,6 +22,7 @@ from expertctl.client.result import (
     InferResult,
     Job,
     Models,
+    MoeActivity,
     Piece,
     RouteResult,
     Started,
@@ -32,13 +33,15 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_SECONDS = 10.0
 MAX_ANSWER = 64 << 20
 """Bytes of an answer, or of one event of a stream."""
-_KINDS = (InferResult, RouteResult, Job, Experts, Models, Started, Piece)
+_KINDS = (InferResult, RouteResult, Job, Experts, Models, MoeActivity, Started, Piece)
 _READERS: Mapping[type[Document], msgspec.json.Decoder[Document]] = {
     kind: msgspec.json.Decoder(kind) for kind in _KINDS
 }
 """Made as this is imported, by one thread: msgspec prepares a class when it is first used."""
 _NEVER_SENT = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)
-_Kind = TypeVar("_Kind", InferResult, RouteResult, Job, Experts, Models, Started, Piece)
+_Kind = TypeVar(
+    "_Kind", InferResult, RouteResult, Job, Experts, Models, MoeActivity, Started, Piece
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +139,12 @@ def _address(text: str) -> str:
 
 def body_of(prompt: str, options: Mapping[str, Any], **more: object) -> dict[str, Any]:
     """Return the body of a request; an option that is None is left out."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return {"prompt": prompt, **given, **more}
+    return {"prompt": prompt, **changes_of(options), **more}
+
+
+def changes_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a change; an option that is None is left out."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def job_path(job_id: str) -> str:

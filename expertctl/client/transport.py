@@ -6,7 +6,15 @@ from typing import TypeVar
 
 import httpx2
 
-from expertctl.client.result import Experts, InferResult, Job, Models, RouteResult, Started
+from expertctl.client.result import (
+    Experts,
+    InferResult,
+    Job,
+    Models,
+    MoeActivity,
+    RouteResult,
+    Started,
+)
 from expertctl.client.retries import Retries
 from expertctl.client.server import (
     Body,
@@ -20,7 +28,7 @@ from expertctl.client.server import (
 )
 from expertctl.errors import RateLimitError, UnreachableError
 
-_Kind = TypeVar("_Kind", InferResult, RouteResult, Job, Experts, Models, Started)
+_Kind = TypeVar("_Kind", InferResult, RouteResult, Job, Experts, Models, MoeActivity, Started)
 _Result = TypeVar("_Result")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from expertctl.client import AsyncExpertClient
-from expertctl.errors import NoAnswerError, NotFoundError, TimedOutError
+from expertctl.errors import IncompatibleError, NoAnswerError, NotFoundError, TimedOutError
 from tests.client.wires import async_client_of, client_of
 from tests.server.served import BASE, EXPERTS, Served
 
@@ -43,6 +43,15 @@ def test_a_stream_gives_chunks_and_then_the_result(served: Served) -> None:
             text = "".join([chunk.text async for chunk in stream])
         assert stream.started is not None
         assert stream.result.text == text
+
+    run(served, work)
+
+
+def test_what_was_counted_is_asked_for_and_changed(served: Served) -> None:
+    async def work(client: AsyncExpertClient) -> None:
+        assert await client.moe() == client_of(served).moe()
+        with pytest.raises(IncompatibleError, match="no routed experts"):
+            await client.change_moe(mode="off")
 
     run(served, work)
 

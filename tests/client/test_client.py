@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from expertctl.client import ExpertClient, InferResult, Job
+from expertctl.engine.moe.start import StartWishes
 from expertctl.errors import (
     CancelledError,
+    IncompatibleError,
     NoAnswerError,
     NotFoundError,
     TimedOutError,
@@ -72,6 +74,38 @@ def test_an_answer_tells_what_became_of_routed_experts(tmp_path: Path) -> None:
         assert (moe.miss, moe.cold, moe.layers, moe.experts) == ("exact", "read", LAYERS, ROUTED)
         assert 0 < moe.slots < ROUTED
         assert moe.fallback_rate == pytest.approx(moe.misses / moe.requests, abs=1e-6)
+
+
+def test_routed_experts_are_watched_and_told_who_stays(tmp_path: Path) -> None:
+    with serving_routed(tmp_path / "home", moe=StartWishes(learns=False)) as routed:
+        client = client_of(routed)
+        client.infer(PROMPT, temperature=0.0, max_tokens=4)
+        seen = client.moe()
+        assert (seen.mode, seen.base, seen.n_expert) == ("full", BASE, ROUTED)
+        assert seen.residence is not None
+        assert (seen.residence.miss, seen.residence.cold) == ("exact", "read")
+        assert [layer.layer for layer in seen.layers] == [1, 2, 3]
+        assert all(0 < layer.missed_requests <= layer.requests for layer in seen.layers)
+        first = min(seen.layers[0].experts, key=lambda each: (-each[1], each[0]))[0]
+        told = client.change_moe(profile=seen, pin=1, exchange=0.5)
+        assert told.guide is not None
+        assert told.guide.exchange == 0.5
+        assert told.guide.pinned["1"] == (first,)
+        assert client.change_moe(mode="update").updates == 0
+        assert client.change_moe(mode="off").layers == ()
+        with pytest.raises(NotFoundError, match="nothing was learnt"):
+            client.change_moe(profile=BASE, pin="50%")
+        other = {"num_prompts": 1, "num_experts": 8, "layers": {}}
+        with pytest.raises(IncompatibleError, match="of 8 routed experts"):
+            client.change_moe(profile=other, pin=1)
+
+
+def test_a_dense_base_has_nobody_who_could_be_missing(client: ExpertClient) -> None:
+    assert client.moe().layers == ()
+    with pytest.raises(IncompatibleError, match="no routed experts"):
+        client.change_moe(reset=True)
+    with pytest.raises(UsageError, match="no change"):
+        client.change_moe()
 
 
 def test_every_option_reaches_the_server(client: ExpertClient) -> None:

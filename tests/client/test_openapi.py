@@ -6,8 +6,18 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from expertctl.client.options import InferOptions, RouteOptions
-from expertctl.client.result import Experts, InferResult, Job, MoeUse, RouteResult
+from expertctl.client.options import InferOptions, MoeOptions, RouteOptions
+from expertctl.client.result import (
+    Experts,
+    InferResult,
+    Job,
+    MoeActivity,
+    MoeGuide,
+    MoeLayer,
+    MoeResidence,
+    MoeUse,
+    RouteResult,
+)
 from expertctl.schema.validation import schema_path
 from tests.server.served import Served
 
@@ -42,7 +52,12 @@ def answer(document: dict[str, Any], method: str, path: str, status: str) -> dic
 
 @pytest.mark.parametrize(
     ("path", "options"),
-    [("/v1/infer", InferOptions), ("/v1/jobs", InferOptions), ("/v1/route", RouteOptions)],
+    [
+        ("/v1/infer", InferOptions),
+        ("/v1/jobs", InferOptions),
+        ("/v1/route", RouteOptions),
+        ("/moe", MoeOptions),
+    ],
 )
 def test_an_option_is_a_field_and_a_field_an_option(
     document: dict[str, Any], path: str, options: type
@@ -80,3 +95,12 @@ def test_what_the_client_reads_of_routed_experts_is_all_that_there_is() -> None:
     moe = schema["properties"]["moe"]
     assert set(MoeUse.__struct_fields__) == set(moe["properties"]) == set(moe["required"])
     assert "moe" not in schema["required"], "of other bases it is not there"
+
+
+def test_what_the_client_reads_of_what_was_counted_is_in_the_schema() -> None:
+    schema = json.loads(schema_path("moe-activity").read_text(encoding="utf-8"))
+    fields = schema["properties"]
+    assert set(MoeActivity.__struct_fields__) <= set(fields)
+    assert set(MoeLayer.__struct_fields__) <= set(schema["$defs"]["layer"]["properties"])
+    for kind, name in ((MoeResidence, "residence"), (MoeGuide, "guide")):
+        assert set(kind.__struct_fields__) == set(fields[name]["properties"])

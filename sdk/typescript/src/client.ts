@@ -1,6 +1,7 @@
 /** `ExpertClient`: the native API of a generation server. */
 
 import { Jobs } from "./jobs.js";
+import type { MoeActivity, MoeChange } from "./moe.js";
 import { fromWire } from "./names.js";
 import type { InferRequest, RouteRequest } from "./request.js";
 import type { Expert, InferResult, Model, RouteResult } from "./result.js";
@@ -44,6 +45,16 @@ export class ExpertClient {
   async models(options: CallOptions = {}): Promise<readonly Model[]> {
     const answer = await this.#get("/v1/models", options);
     return fromWire<{ data: readonly Model[] }>(answer).data;
+  }
+
+  /** Tell what was counted of the routed experts of the base; nothing changes by it. */
+  async moe(options: CallOptions = {}): Promise<MoeActivity> {
+    return fromWire<MoeActivity>(await this.#get("/moe", options));
+  }
+
+  /** Count routed experts otherwise, or let a profile say who stays; tell what holds then. */
+  async changeMoe(change: MoeChange, options: CallOptions = {}): Promise<MoeActivity> {
+    return fromWire<MoeActivity>(await this.#post("/moe", change, options));
   }
 
   #get(path: string, options: CallOptions): Promise<object> {

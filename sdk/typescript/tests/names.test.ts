@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { describe, it } from "node:test";
 
 import { camelName, fromWire, snakeName, toWire, type Wire } from "../src/names.js";
+import type { MoeActivity, MoeChange } from "../src/moe.js";
 import type { InferRequest } from "../src/request.js";
 
 const WORDS: [string, string][] = [
@@ -50,6 +51,22 @@ describe("the mapping of names", () => {
       response_format: { type: "json_schema", json_schema: { name: "aUser", schema } },
     });
     assert.deepEqual(fromWire<InferRequest>(toWire(request)), request);
+  });
+
+  it("gives a profile back as the server wrote it", () => {
+    const layer = {
+      layer: 1,
+      hot1_slots_total: 3,
+      parallel_hot_lane_wall_time_per_call_us: 120.5,
+      parallel_fallback_reasons: { hot_not_cuda: 1 },
+      experts: [[0, 2], [3, 2]],
+    };
+    const document = { schema: "llama.cpp.moe_layer_opt_perf.v1", n_expert_used: 2, layers: [layer], guide: { pinned: { "1": [3] } } };
+    const seen = fromWire<MoeActivity>(document);
+    assert.equal(seen.layers[0]?.parallelHotLaneWallTimePerCallUs, 120.5);
+    assert.deepEqual(toWire<MoeChange>({ profile: seen, pin: 8 }), { profile: document, pin: 8 });
+    const ofAFile = { num_prompts: 1, layers: { "1": { activation_counts: { "3": 1 } } } };
+    assert.deepEqual(toWire<MoeChange>({ profile: ofAFile }), { profile: ofAFile });
   });
 
   it("keeps a key that would be the prototype of an object an ordinary one", () => {

@@ -4,6 +4,7 @@ import { describe, it } from "node:test";
 import {
   demandResult,
   ExpertClient,
+  IncompatibleError,
   type InferRequest,
   NoAnswerError,
   NotFoundError,
@@ -219,6 +220,14 @@ describe("what is there", () => {
     const { plan, candidates } = await client.route({ prompt: QUESTION.prompt, forceExperts: [FIRST] });
     assert.equal(plan.experts[0]?.ref, `${FIRST}@1.0.0`);
     assert.ok(candidates.every(({ features }) => typeof features.vramMb === "number"));
+  });
+});
+
+describe("routed experts", () => {
+  it("are none of a dense base, where nothing is counted and nothing can be changed", async () => {
+    assert.deepEqual((await client.moe()).layers, []);
+    await assert.rejects(client.changeMoe({ reset: true }), IncompatibleError);
+    await assert.rejects(client.changeMoe({}), UsageError);
   });
 });
 

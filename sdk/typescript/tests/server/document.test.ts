@@ -12,6 +12,11 @@ import {
   type Job,
   type MemoryUse,
   type Model,
+  type MoeActivity,
+  type MoeChange,
+  type MoeGuide,
+  type MoeLayer,
+  type MoeResidence,
   type MoeUse,
   type NamedSchema,
   type Plan,
@@ -86,6 +91,8 @@ const EXPERT: Fields<Expert> = {
   inMemory: true,
 };
 
+const MOE_CHANGE: Fields<MoeChange> = { mode: false, reset: false, profile: false, pin: false, exchange: false };
+
 interface Schema {
   readonly properties: Record<string, unknown>;
   readonly required?: readonly string[];
@@ -99,6 +106,7 @@ const SCHEMAS: [string, Record<string, boolean>, readonly string[]][] = [
   ["JobDocument", JOB, []],
   ["JobError", JOB_ERROR, []],
   ["ExpertDocument", EXPERT, []],
+  ["ObserveRequest", MOE_CHANGE, []],
 ];
 
 async function schemas(): Promise<Record<string, Schema>> {
@@ -196,6 +204,44 @@ const MOE: Fields<MoeUse> = {
   swaps: true,
   lent: true,
 };
+const RESIDENCE: Fields<MoeResidence> = {
+  miss: true,
+  layers: true,
+  experts: true,
+  slots: true,
+  inMemory: true,
+  cold: true,
+};
+const GUIDE: Fields<MoeGuide> = { exchange: true, pinned: true };
+const LAYER: Fields<MoeLayer> = {
+  layer: true,
+  calls: true,
+  hotSlotsTotal: true,
+  coldSlotsTotal: true,
+  hotSlotRatio: true,
+  requests: true,
+  missedRequests: true,
+  fallbackRate: true,
+  swaps: true,
+  parallelHotLaneWallTimePerCallUs: true,
+  parallelColdLaneWallTimePerCallUs: true,
+  experts: true,
+  hotExperts: true,
+  coldExperts: true,
+};
+const ACTIVITY: Fields<MoeActivity> = {
+  enabled: true,
+  mode: true,
+  schema: true,
+  layers: true,
+  nExpert: false,
+  nExpertUsed: false,
+  updates: false,
+  overflowResets: false,
+  base: false,
+  residence: false,
+  guide: false,
+};
 const NUMERICS: Fields<InferResult["numerics"]> = { backend: true, dtype: true, adapterDtype: true, deterministic: true };
 const STARTED: Fields<Started> = { jobId: true, submittedAt: true, plan: true, tokens: true };
 const ROUTE: Fields<RouteResult> = {
@@ -252,6 +298,22 @@ describe("the schema of an answer", () => {
   });
 });
 
+/** The wire has a field of each of these names, and perhaps others. */
+function demandNamed(schema: Schema | undefined, fields: Record<string, boolean>): void {
+  const there = Object.keys(schema?.properties ?? {});
+  assert.deepEqual(Object.keys(fields).map(snakeName).filter((name) => !there.includes(name)), []);
+}
+
+describe("the schema of what was counted", () => {
+  it("has the fields of the types", async () => {
+    const { MoeActivity: activity, MoeLayer: layer } = await schemas();
+    demandNamed(activity, ACTIVITY);
+    demandNamed(layer, LAYER);
+    demandNamed(activity?.properties["residence"] as Schema | undefined, RESIDENCE);
+    demandNamed(activity?.properties["guide"] as Schema | undefined, GUIDE);
+  });
+});
+
 describe("the answers", () => {
   const client = new ExpertClient({ baseUrl: URL_OF_SERVER, apiKey: KEY });
   const asked = { prompt: "sort these numbers", maxTokens: 3, forceExperts: [EXPERTS[0] ?? ""] };
@@ -295,5 +357,6 @@ describe("the answers", () => {
     demand(job.result ?? undefined, RESULT);
     demand((await client.experts())[0], EXPERT);
     demand((await client.models())[0], MODEL);
+    demand(await client.moe(), ACTIVITY);
   });
 });
