@@ -7,10 +7,9 @@ import pytest
 
 from expertctl.engine import tensor_packing
 from tests.cli.commands import Commands, expertctl
-from tests.engine.kept_code import keeps_code, kept_folder
 from tests.factories import write_base
 
-__all__ = ["expertctl", "keeps_code", "kept_folder"]
+__all__ = ["expertctl"]
 
 ASKED = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "4", "--json")
 

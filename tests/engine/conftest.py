@@ -15,9 +15,9 @@ from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kv_cache import KVCache
 from expertctl.package.model_config import read_config
 from tests.engine import routed_models
-from tests.engine.kept_code import keeps_code, kept_folder
+from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
 
-__all__ = ["keeps_code", "kept_folder"]
+__all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 
 CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),

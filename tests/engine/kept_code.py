@@ -4,6 +4,7 @@ While coverage is measured they are kept for this run alone, for what is loaded 
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,15 +38,24 @@ def kept_folder(
         compiled._KEEPING = before
 
 
+@pytest.fixture(autouse=True, scope="module")
+def keeps_all_code(pytestconfig: pytest.Config, kept_folder: Path | None) -> Iterator[None]:
+    """Whatever home a test has, code is kept there, and by processes that say `keep_where_told`.
+
+    It holds before the fixtures of a whole module are made, which may be servers that compute.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "_KEEPING", compiled._Keeping(folder=kept_folder))
+        patch.setattr(compiled, "_folder", lambda home: kept_folder)
+        if kept_folder is not None and not measures_coverage(pytestconfig):
+            patch.setenv(VARIABLE, str(kept_folder))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def keeps_code(
-    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config, kept_folder: Path | None
-) -> None:
-    """Whatever home a test has, code is kept there, and by processes that say `keep_where_told`."""
+def keeps_code(monkeypatch: pytest.MonkeyPatch, kept_folder: Path | None) -> None:
+    """Nobody is told of it whom a test before this one named."""
     monkeypatch.setattr(compiled, "_KEEPING", compiled._Keeping(folder=kept_folder))
-    monkeypatch.setattr(compiled, "_folder", lambda home: kept_folder)
-    if kept_folder is not None and not measures_coverage(pytestconfig):
-        monkeypatch.setenv(VARIABLE, str(kept_folder))
 
 
 def keep_where_told() -> None:

@@ -1,4 +1,7 @@
-"""Servers in process: one for each file of tests, and others with settings of their own."""
+"""Servers in process: one for each file of tests, and others with settings of their own.
+
+They compute with the same kernels as the engine's tests, compiled once.
+"""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -9,7 +12,10 @@ import pytest
 
 from expertctl.http.connections import allow_files
 from expertctl.server.settings import ServeSettings
+from tests.engine.kept_code import keeps_all_code, keeps_code, kept_folder
 from tests.server.served import Served, Stock, make_stock, serving
+
+__all__ = ["keeps_all_code", "keeps_code", "kept_folder"]
 
 MakeServed = Callable[..., Served]
 

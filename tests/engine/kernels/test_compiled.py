@@ -31,6 +31,11 @@ def compile_triple(cache: bool) -> Any:
     return numba.cfunc(types.int64(types.int64), cache=cache)(triple)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def keeps_all_code() -> None:
+    """Where code is kept is what is tested here."""
+
+
 @pytest.fixture(autouse=True)
 def keeps_code() -> None:
     """Where code is kept is what is tested here."""
