@@ -128,6 +128,12 @@ def test_layers_that_ask_for_more_get_more_slots() -> None:
     assert found.blocks <= plan.blocks
 
 
+def test_an_exchange_that_is_wished_waits_for_what_is_learnt(config: ModelConfig) -> None:
+    with closing(new_cache(Marked(), slots=2, policy=EXACT)) as cache:
+        begin(cache, Start(StartWishes(exchange=0.5)), by_number(cache))
+        assert (list(cache.scores), cache.exchange_rate) == ([{}] * LAYERS, 0.5)
+
+
 def test_a_profile_exchanges_residents_for_those_who_are_asked_for_more(
     config: ModelConfig,
 ) -> None:
