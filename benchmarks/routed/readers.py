@@ -9,12 +9,13 @@ import numpy as np
 
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
-from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_files import IsWanted, StoredExperts
 from expertctl.engine.packed_base import EXPERTS
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.base_tensors import StoredTensor, base_tensors
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.store.bases import BaseStore
+from expertctl.store.copy_file import always
 from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
@@ -32,7 +33,7 @@ class LentExperts:
         self._blocks = blocks
         self._addresses = {expert: block.ctypes.data for expert, block in blocks.items()}
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return its bytes."""
         np.copyto(block, self._blocks[layer, expert])
         return block.nbytes
@@ -56,9 +57,9 @@ class UncachedExperts:
         for path in {tensor.path for tensor in stored.values()}:
             _forget(path, 0, 0)
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
-        read = self._reader.read(layer, expert, block)
+        read = self._reader.read(layer, expert, block, is_wanted=is_wanted)
         for part in _PARTS:
             tensor = self._stored[f"model.layers.{layer}.{EXPERTS}{expert}.{part}.weight"]
             _forget(tensor.path, tensor.offset, tensor.size)

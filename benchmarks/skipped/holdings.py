@@ -16,12 +16,14 @@ from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import read_config
+from expertctl.store.copy_file import always
 
 Numbers = np.ndarray[Any, Any]
 SCHEME = Scheme.FLOAT32
@@ -54,7 +56,7 @@ class PackedExperts:
         """Copy from these, by layer and number."""
         self._blocks = blocks
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return its bytes."""
         np.copyto(block, self._blocks[layer, expert])
         return block.nbytes

@@ -18,7 +18,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,22 @@ _SIZES = struct.Struct("<QQQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _END_BYTES = _SIZES.size + _DIGEST_BYTES
 _THREADS = 4
+_AT_ONCE = 2 << 20
+"""Bytes that are read before somebody is asked whether they are still wanted."""
+
+
+class Dropped(Exception):  # noqa: N818 - nothing went wrong
+    """Nobody wants any more what was being read; so many bytes were."""
+
+    def __init__(self, read_bytes: int) -> None:
+        """Know how many."""
+        super().__init__(read_bytes)
+        self.read_bytes = read_bytes
+
+
+def always() -> bool:
+    """Return True: it is wanted."""
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,22 +185,33 @@ class CopyFile:
             raise OSError("it is another file now")
         self._past_cache = handle
 
-    def fill(self, piece: int, memory: memoryview) -> bool:
+    def fill(
+        self, piece: int, memory: memoryview, *, is_wanted: Callable[[], bool] = always
+    ) -> bool:
         """Read a piece into memory; False where its bytes are not those that were written.
 
         A piece that was found sound once is not hashed again.
 
         Raises:
             OSError: when the file cannot be read to the end of the piece.
+            Dropped: when it is wanted no more, which is asked now and then.
         """
-        begin, done = self.shape.in_file(piece), 0
-        if self._past_cache is not None:
-            done = _read_aligned(memory, self._past_cache, begin)
-        _read_into(memory[done:], self.handle, begin + done)
+        begin = self.shape.in_file(piece)
+        step = len(memory) if is_wanted is always else _AT_ONCE
+        for done in range(0, len(memory), step):
+            if not is_wanted():
+                raise Dropped(done)
+            self._read(memory[done : done + step], begin + done)
         if piece not in self._checked and not self.is_sound(piece, memory):
             return False
         self._checked.add(piece)
         return True
+
+    def _read(self, memory: memoryview, begin: int) -> None:
+        done = 0
+        if self._past_cache is not None:
+            done = _read_aligned(memory, self._past_cache, begin)
+        _read_into(memory[done:], self.handle, begin + done)
 
     def is_sound(self, piece: int, memory: memoryview) -> bool:
         """Tell whether bytes are those of a piece, by its digest."""

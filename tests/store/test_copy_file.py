@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.durable import staged_file
-from expertctl.store.copy_file import ALIGNED, CopyFile, CopyShape, Piece, pieces_in, write_copy
+from expertctl.store.copy_file import (
+    ALIGNED,
+    CopyFile,
+    CopyShape,
+    Dropped,
+    Piece,
+    pieces_in,
+    write_copy,
+)
 
 OF = "a copy of something"
 PIECE = 4 << 20
@@ -68,6 +76,22 @@ def test_any_piece_is_read_alone(tmp_path: Path) -> None:
             assert copy.fill(piece, memory)
             assert memory == data_of(BLOCKS)[place]
         assert copy.is_whole()
+
+
+def test_what_is_wanted_no_more_is_not_read_to_its_end(tmp_path: Path) -> None:
+    written(tmp_path / "copy", BLOCKS)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    answers = iter([True, False])
+    with closing(copy):
+        memory = memoryview(bytearray(PIECE))
+        with pytest.raises(Dropped) as raised:
+            copy.fill(0, memory, is_wanted=lambda: next(answers))
+        half = PIECE // 2
+        assert raised.value.read_bytes == half
+        assert memory == data_of(BLOCKS)[:half] + bytes(half)
+        assert copy.fill(0, memory, is_wanted=lambda: True)
+        assert memory == data_of(BLOCKS)[:PIECE]
 
 
 @settings(max_examples=100, deadline=None)

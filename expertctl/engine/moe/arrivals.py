@@ -1,16 +1,19 @@
 """Routed experts on their way into memory: who reads them, and what became of it.
 
-What a pass waits for is read by several threads. What is only foreseen is read by one, so that a
-wrong guess delays nobody by more than one expert; who is needed after all does not wait in its row.
+What a pass waits for is read by several threads. What is only foreseen is read by one; who is
+needed after all does not wait in its row, and a guess that was wrong is *dropped* in the middle of
+the reading, so that it delays nobody.
 """
 
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from threading import Event
 
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.store.copy_file import Dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,13 @@ class _Coming:
     block: int
     reading: Future[int]
     is_foreseen: bool
+    dropped: Event | None = None
+    """Set when nobody wants it any more; only guesses have one."""
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether it will not come, or may not."""
+        return self.dropped is not None and self.dropped.is_set()
 
 
 class Arrivals:
@@ -45,8 +55,9 @@ class Arrivals:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
+        self.end_guesses(spared)
         self._give_up_others(spared)
-        came: list[Expert] = []
+        came = self._after_dropped(missing)
         for expert in missing:
             if not self._hurry(expert):
                 came += self._begin(expert, spared)
@@ -63,15 +74,20 @@ class Arrivals:
             came += self._await_one(spared)
         return came
 
-    def foresee(self, wanted: Iterable[Expert], spared: Container[Expert]) -> None:
-        """Begin to read what will be asked for, as far as there are blocks for it."""
+    def foresee(
+        self, wanted: Iterable[Expert], spared: Container[Expert], *, is_guess: bool = False
+    ) -> None:
+        """Begin to read what will be asked for, as far as there are blocks for it.
+
+        A guess is dropped as soon as a layer asks for others.
+        """
         for expert in wanted:
             if expert in self._memory or expert in self._coming:
                 continue
             number = self._memory.take(spared)
             if number is None:
                 return
-            self._read(expert, number, is_foreseen=True)
+            self._read(expert, number, is_foreseen=True, dropped=Event() if is_guess else None)
 
     def land(self, wanted: Container[Expert] = ()) -> list[Expert]:
         """Take in what has come, and return who that is; they are in the pool.
@@ -92,12 +108,25 @@ class Arrivals:
                 self.ahead += coming.is_foreseen
                 self.read_bytes += coming.reading.result()
                 came.append(expert)
-            else:
-                self._memory.give_back(coming.block)
-                failed += [error] if expert in wanted else []
+                continue
+            self._memory.give_back(coming.block)
+            if isinstance(error, Dropped):
+                self.read_bytes += error.read_bytes
+            elif expert in wanted:
+                failed.append(error)
         for error in failed:
             raise error
         return came
+
+    def end_guesses(self, right: Container[Expert]) -> None:
+        """Drop those guesses that are not right; the others are none any more."""
+        for expert, coming in list(self._coming.items()):
+            if coming.dropped is None:
+                continue
+            if expert not in right:
+                coming.dropped.set()
+            elif not coming.is_dropped:
+                self._coming[expert] = replace(coming, dropped=None)
 
     def close(self) -> None:
         """End what is being read."""
@@ -120,6 +149,15 @@ class Arrivals:
                 del self._coming[expert]
                 self._memory.give_back(coming.block)
 
+    def _after_dropped(self, missing: Iterable[Expert]) -> list[Expert]:
+        """Wait for those who were dropped before, and are wanted now; return who came."""
+        there = (self._coming[expert] for expert in missing if expert in self._coming)
+        dropped = [coming.reading for coming in there if coming.is_dropped]
+        if not dropped:
+            return []
+        wait(dropped)
+        return self.land()
+
     def _begin(self, expert: Expert, spared: Container[Expert]) -> list[Expert]:
         """Have an expert read; while all blocks are taken, wait for one that comes."""
         came: list[Expert] = []
@@ -129,12 +167,21 @@ class Arrivals:
         self._read(expert, number)
         return came
 
-    def _read(self, expert: Expert, number: int, *, is_foreseen: bool = False) -> None:
+    def _read(
+        self,
+        expert: Expert,
+        number: int,
+        *,
+        is_foreseen: bool = False,
+        dropped: Event | None = None,
+    ) -> None:
         layer, name = expert
         read = partial(self._reader.read, self._numbers[layer], name)
+        if dropped is not None:
+            read = partial(read, is_wanted=lambda: not dropped.is_set())
         readers = self._foreseen if is_foreseen else self._wanted
         reading = readers.submit(self._memory.fill, number, read)
-        self._coming[expert] = _Coming(number, reading, is_foreseen)
+        self._coming[expert] = _Coming(number, reading, is_foreseen, dropped)
 
     def _await_one(self, wanted: Container[Expert]) -> list[Expert]:
         wait([coming.reading for coming in self._coming.values()], return_when=FIRST_COMPLETED)

@@ -139,6 +139,7 @@ class ExpertCache:
         if self._policy.reads_ahead and layer + 1 < len(self._numbers):
             self._likely = layer + 1, room.likely[layer + 1, :tokens]
         if not self._missing:
+            self._arrivals.end_guesses(self._spared)
             self._all_came()
             return False
         with self._waiting():
@@ -341,7 +342,8 @@ class ExpertCache:
         if absent.any():
             wanted = dict.fromkeys((layer, expert) for expert in likely.T[absent.T].tolist())
             missing = self._not_lent(wanted)
-            self._arrivals.foresee(missing, frozenset(spared).union(_experts(layer, likely)))
+            spared = frozenset(spared).union(_experts(layer, likely))
+            self._arrivals.foresee(missing, spared, is_guess=True)
 
     def _not_lent(self, wanted: Iterable[Expert]) -> list[Expert]:
         """Return who is not there and has to be read; all others who lie elsewhere are lent."""

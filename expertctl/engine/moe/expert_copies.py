@@ -10,11 +10,11 @@ import numpy as np
 
 from expertctl.engine.mapped_file import MappedFile
 from expertctl.engine.memory import unused
-from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_files import IsWanted, StoredExperts
 from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeColdWish
-from expertctl.store.copy_file import CopyFile, CopyShape
+from expertctl.store.copy_file import CopyFile, CopyShape, always
 from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
@@ -102,12 +102,12 @@ class CopiedExperts:
         """How experts come from the disk."""
         return "read" if self._cold == "map" and self._mapped is None else self._cold
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         piece = self._pieces[layer, expert]
-        if piece not in self._damaged and self._filled(piece, block):
+        if piece not in self._damaged and self._filled(piece, block, is_wanted):
             return block.nbytes
-        return self._stored.read(layer, expert, block)
+        return self._stored.read(layer, expert, block, is_wanted=is_wanted)
 
     def lend(self, layer: int, expert: int) -> int | None:
         """Return the address of an expert in the mapped copy, if the system holds all of it."""
@@ -126,9 +126,9 @@ class CopiedExperts:
             self._mapped = None
         self._copy.close()
 
-    def _filled(self, piece: int, block: Numbers) -> bool:
+    def _filled(self, piece: int, block: Numbers, is_wanted: IsWanted) -> bool:
         try:
-            if self._copy.fill(piece, block.data):
+            if self._copy.fill(piece, block.data, is_wanted=is_wanted):
                 return True
             self._refuse(piece, "it is damaged")
         except OSError as error:

@@ -1,6 +1,6 @@
 """Routed experts in the files of a base: each is read alone, without touching the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +11,22 @@ from expertctl.engine.tensor_packing import pack_tensor
 from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold
+from expertctl.store.copy_file import Dropped, always
 
 Numbers = np.ndarray[Any, Any]
+IsWanted = Callable[[], bool]
+"""Asked now and then whether somebody still waits for what is being read."""
 
 
 class ExpertReader(Protocol):
     """Reads experts; several threads may ask at a time."""
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
         Raises:
             InvalidPackageError: when a file cannot be read to its end.
+            Dropped: when it is wanted no more; then anything may be in the block.
         """
 
     def lend(self, layer: int, expert: int) -> int | None:
@@ -51,10 +55,12 @@ class StoredExperts:
         """How experts come from the disk."""
         return "read"
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
         for name, place in expert_places(at, self._shape, block).items():
+            if not is_wanted():
+                raise Dropped(read)
             tensor = self._stored[name]
             pack_tensor(tensor, place)
             read += tensor.size

@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterator
 from contextlib import closing
+from threading import Event
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.phase import Phase
@@ -19,6 +21,7 @@ from expertctl.engine.moe.routed_room import RoutedRoom
 from expertctl.engine.moe.skipping import skipped_share
 from expertctl.errors import InvalidPackageError
 from expertctl.package.model_config import ModelConfig, parse_config
+from expertctl.store.copy_file import Dropped, always
 
 LAYERS, EXPERTS, USED, TOKENS = 3, 8, 2, 4
 NUMBERS = (1, 2, 4)
@@ -32,15 +35,36 @@ class Marked:
         self.fails = False
         self.read_names: list[tuple[int, int]] = []
 
-    def read(self, layer: int, expert: int, block: Numbers) -> int:
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         if self.fails:
             raise InvalidPackageError("model.safetensors", ["it is cut short"])
+        if not is_wanted():
+            raise Dropped(0)
         self.read_names.append((layer, expert))
         block[...] = 16 * layer + expert
         return block.nbytes
 
     def lend(self, layer: int, expert: int) -> int | None:
         return None
+
+
+class Slow(Marked):
+    """Reads half of one expert, and waits then until it is told to go on, or that it may not."""
+
+    def __init__(self, expert: tuple[int, int]) -> None:
+        super().__init__()
+        self._expert, self.has_begun, self.goes_on = expert, Event(), Event()
+
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+        if (layer, expert) == self._expert and not self.goes_on.is_set():
+            block[: len(block) // 2] = 16 * layer + expert
+            self.has_begun.set()
+            while is_wanted():
+                if self.goes_on.wait(0.001):
+                    break
+            else:
+                raise Dropped(len(block) // 2)
+        return super().read(layer, expert, block, is_wanted=is_wanted)
 
 
 class Lending(Marked):
@@ -168,6 +192,44 @@ def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> Non
             while len(cache._arrivals):
                 cache._land()
         assert all(set(slots.residents) == {3, 5} for slots in cache.slots)
+
+
+def test_a_wrong_guess_is_dropped_in_the_middle_and_read_again_when_it_is_wanted(
+    config: ModelConfig,
+) -> None:
+    reader, room = Slow((NUMBERS[1], 7)), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
+        room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
+        cache.bring(0, room, 1)
+        assert reader.has_begun.wait(10)
+        room.selected[1, 0], room.likely[2, 0] = (3, 4), (0, 1)
+        cache.bring(1, room, 1)  # does not wait for 7, and has it end
+        for chosen in ((7, 3), (6, 5)):  # 7 is read again, to its end, at once
+            room.selected[1, 0] = chosen
+            reader.goes_on.set()
+            cache.bring(1, room, 1)
+            assert dict(marks(cache, 1)).items() >= {e: 16 * NUMBERS[1] + e for e in chosen}.items()
+        told = cache.activity()
+        half = cache.shape.nbytes // 2
+        assert told.read_bytes == told.loads * cache.shape.nbytes + half
+        assert reader.read_names.count((NUMBERS[1], 7)) == 1
+        cache.check_integrity()
+
+
+def test_a_right_guess_goes_on_when_it_may_be_left_out(config: ModelConfig) -> None:
+    """It comes too late for this token, and is there for the next."""
+    reader, room = Slow((NUMBERS[1], 7)), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=1, policy=MissPolicy(skips=True))) as cache:
+        room.selected[0, 0], room.likely[1, 0] = (1, 2), (7, 6)
+        cache.bring(0, room, 1)
+        assert reader.has_begun.wait(10)
+        for layer, chosen in ((1, (7, 6)), (2, (0, 1))):
+            room.selected[layer, 0] = chosen
+            cache.bring(layer, room, 1)
+        reader.goes_on.set()
+        while len(cache._arrivals):
+            cache._land()
+        assert (7, 16 * NUMBERS[1] + 7) in marks(cache, 1)
 
 
 def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: ModelConfig) -> None:
