@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.engine.moe.adoption import ProfileWishes
 from expertctl.engine.moe.habit_keeper import habits_in
 from expertctl.engine.moe.start import StartWishes
 from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.errors import IncompatibleError
 from expertctl.store.base_habits import HabitsFile
+from tests.engine.moe.test_cached_runs import LARGE
 from tests.engine.moe.test_learnt_runs import base
 from tests.engine.test_runtime import planner
 from tests.store.shop import House, fast, house
@@ -37,3 +40,30 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
         assert habits.activity.is_usable
         assert habits.state is not None
     assert not any("learnt" in line for line in told)
+
+
+def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_from(
+    base: Path, house: House
+) -> None:
+    """Whoever begins to observe anew, or nothing, takes nothing from what is learnt."""
+    stored = house.bases.add(base)
+    settings = BatchSettings(budget=LARGE, warm=("Sort these numbers: 41, 17, 23",))
+    engine = BatchEngine(planner(house), settings, torch_below=0)
+    engine.start()
+    seen = engine.observation()
+    assert seen.document.is_usable
+    asked = [sum(layer.hits.values()) for layer in seen.document.layers]
+    assert [layer.missed_requests for layer in seen.document.layers] == [0] * 4
+    assert seen.residence is not None
+    assert (seen.residence.slots, seen.guidance) == (32, None)
+    snapshot = engine.snapshot()
+    assert snapshot.routed is not None
+    assert snapshot.routed.activity.requests == sum(each.requests for each in seen.document.layers)
+    assert engine.observe(reset=True).document.layers[0].hits == {}
+    assert engine.observe(mode="off").document.mode == "off"
+    with pytest.raises(IncompatibleError, match="all of them are in memory"):
+        engine.adopt(None, ProfileWishes(exchange=0.1))
+    engine.close()
+    habits = habits_in(HabitsFile(house.bases, stored))
+    assert habits is not None
+    assert [sum(layer.hits.values()) for layer in habits.activity.layers] == asked
