@@ -181,6 +181,15 @@ class Counters:
         """Count several calls of each layer, [passes, layers, experts]; times are their sums."""
         self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
 
+    def count_hits(self, chosen: Counts, *, calls: int, requests: Counts) -> None:
+        """Count several calls of each layer in which nobody was missing.
+
+        ``chosen``: how often each expert was in all of them, [layers, experts]; ``requests``: how
+        many different ones they asked for, [layers].
+        """
+        values = {"calls": calls, "hits": chosen.sum(-1), "requests": requests}
+        self._add(slice(None), values, (chosen, 0), passes=calls)
+
     def count_call(
         self, layer: int, requests: Counts, lanes: Counts, *, hot_ns: int = 0, cold_ns: int = 0
     ) -> None:
@@ -262,8 +271,9 @@ class Counters:
         cold_ns: Counts | int,
     ) -> None:
         cold = np.where(lanes < 0, requests, 0)
-        chosen = np.stack((requests - cold, cold), -2).sum(0)
-        hits, misses = chosen.sum(-1).T
+        missed = cold.sum(0)
+        chosen = requests.sum(0) - missed, missed
+        hits, misses = (each.sum(-1) for each in chosen)
         values = {
             "calls": len(requests),
             "hits": hits,
@@ -279,7 +289,7 @@ class Counters:
         self,
         rows: slice,
         values: Mapping[str, Counts | int],
-        chosen: Counts | None = None,
+        chosen: tuple[Counts, Counts | int] | None = None,
         *,
         passes: int = 0,
     ) -> None:
@@ -297,7 +307,8 @@ class Counters:
                 return
             totals += amounts
             if chosen is not None:  # none of them is above the hits or misses of its layer
-                self._all.experts[rows] += chosen.astype(np.uint64)
+                for lane, counts in enumerate(chosen):
+                    self._all.experts[rows, lane] += np.asarray(counts).astype(np.uint64)
             self._all.passes = min(self._all.passes + passes, MOST)
 
     def _now(self) -> _Tally:

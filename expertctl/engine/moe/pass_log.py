@@ -18,9 +18,9 @@ from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.skipping import SkipTotals, skip_totals
 
 Numbers = np.ndarray[Any, Any]
-AT_ONCE = 16
+_AT_ONCE = 16
 """Passes that are counted together."""
-TOKENS_AT_ONCE = 512
+_TOKENS_AT_ONCE = 512
 """Or as soon as they read so many tokens: what is kept must not grow."""
 
 
@@ -103,7 +103,7 @@ class PassLog:
         with self._lock:
             self._over.append(now)
             kept = sum(each.tokens for each in self._over)
-        if len(self._over) >= AT_ONCE or kept >= TOKENS_AT_ONCE:
+        if len(self._over) >= _AT_ONCE or kept >= _TOKENS_AT_ONCE:
             self.flush()
         return now.asked
 
@@ -145,6 +145,6 @@ class PassLog:
 
 def _parts(passes: list[_Pass]) -> Iterator[list[_Pass]]:
     """Cut passes into some that are counted together in little memory."""
-    some = max(1, TOKENS_AT_ONCE // passes[0].tokens)
+    some = max(1, _TOKENS_AT_ONCE // passes[0].tokens)
     for first in range(0, len(passes), some):
         yield passes[first : first + some]

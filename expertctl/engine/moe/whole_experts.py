@@ -17,12 +17,15 @@ from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.exchanges import Scores
 from expertctl.engine.moe.layer_slots import LayerSlots
-from expertctl.engine.moe.pass_log import AT_ONCE, TOKENS_AT_ONCE
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.packed_base import PackedBase, expert_shape
 
 Numbers = np.ndarray[Any, Any]
+AT_ONCE = 64
+"""Passes that are counted together: nothing but who was asked for is kept of them."""
+TOKENS_AT_ONCE = 512
+"""Or as soon as they read so many tokens: what is kept must not grow."""
 
 
 class WholeExperts:
@@ -106,11 +109,17 @@ class WholeExperts:
 
     def _count(self, asked: Numbers) -> None:
         """Count passes that read the same number of tokens, [passes, layers, tokens, used]."""
-        passes, layers = asked.shape[:2]
+        passes, layers, tokens, used = asked.shape
         experts = self._places.shape[1]
-        requests = requested_by_layer(asked.reshape(passes * layers, -1), experts)
-        requests = requests.reshape(passes, layers, experts)
-        self._counters.count_passes(requests, np.zeros_like(requests))
+        if tokens == 1:  # which asks for each expert once
+            ids = asked.transpose(1, 0, 2, 3).reshape(layers, passes * used)
+            chosen = requested_by_layer(ids, experts)
+            different = chosen.sum(-1)
+        else:
+            each = requested_by_layer(asked.reshape(passes * layers, tokens * used), experts)
+            by_pass = each.reshape(passes, layers, experts)
+            chosen, different = by_pass.sum(0), np.count_nonzero(by_pass, axis=-1).sum(0)
+        self._counters.count_hits(chosen, calls=passes, requests=different)
 
 
 def whole_experts(base: PackedBase) -> WholeExperts | None:

@@ -9,9 +9,8 @@ import pytest
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.counters import Counters, requested_by_layer
-from expertctl.engine.moe.pass_log import AT_ONCE, TOKENS_AT_ONCE
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.whole_experts import WholeExperts
+from expertctl.engine.moe.whole_experts import AT_ONCE, TOKENS_AT_ONCE, WholeExperts
 
 NUMBERS, EXPERTS, USED = (1, 4, 5), 8, 2
 
@@ -24,7 +23,8 @@ def whole() -> WholeExperts:
 
 def room(tokens: int, drawn: np.random.Generator) -> Choices:
     """Choices of so many tokens, with more behind them that no pass of theirs has."""
-    selected = drawn.integers(0, EXPERTS, (len(NUMBERS), tokens + 3, USED))
+    shape = (len(NUMBERS), tokens + 3, EXPERTS)
+    selected = drawn.permuted(np.broadcast_to(np.arange(EXPERTS), shape), axis=-1)[..., :USED]
     return cast("Choices", SimpleNamespace(selected=selected))
 
 
