@@ -16,6 +16,9 @@ from expertctl.routing.vector_journal import Entries, Records, replay
 from expertctl.routing.vector_table import Vectors, VectorTable
 from tests.routing.rows import DIMENSIONS, TEXTS, clusters, expert
 from tests.store.faults import Fault, run
+from tests.store.lean import Lean, lean
+
+__all__ = ["lean"]
 
 TABLE = clusters(5)
 
@@ -257,10 +260,14 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("fault", ["kill", "torn", "full", "error"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_goes_wrong_at_any_step_there_is_a_table_before_or_after(
-    tmp_path: Path, name: str, fault: Fault
+    tmp_path: Path, name: str, fault: Fault, lean: Lean
 ) -> None:
+    lean(changed_at_any_step, tmp_path, name, fault)
+
+
+def changed_at_any_step(folder: Path, name: str, fault: Fault) -> None:
     def prepared(number: int) -> VectorFiles:
-        files = opened(tmp_path / str(number))
+        files = opened(folder / str(number))
         files.folder.mkdir()
         files.replace(TABLE)
         return files

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from expertctl.install.install import install_set
 from expertctl.store.store import Store
 from tests.package.forge import archive, files_of, framed, set_entries, tar_of
 from tests.store.faults import Fault, Run, Step, run
+from tests.store.lean import Lean
 from tests.store.shop import House, Shop
 
 Action = Callable[[House], object]
@@ -92,24 +94,49 @@ def template(fast: Path, shop: Shop) -> House:
     return house
 
 
+@dataclass(frozen=True)
+class Scene:
+    """A house, packages that are there for it, and a folder for its copies."""
+
+    template: House
+    new: Path
+    chain: tuple[Path, Path]
+    together: Path
+    signed: Path
+    folder: Path
+
+    def sweep(self, name: str) -> Sweep:
+        """Do one of the actions once; it can go wrong at any step then."""
+        actions: dict[str, Action] = {
+            "install": lambda h: h.install(self.new, catalogue=h.catalogue, index=h.index),
+            "install two": lambda h: h.install(*self.chain),
+            "import two": self._import,
+            "re-sign": lambda h: h.install(self.signed),
+            "remove": remove_old,
+        }
+        return Sweep(self.template, actions[name], self.folder)
+
+    def _import(self, house: House) -> object:
+        owners = {"store": house.store, "bases": house.bases, "trust": house.trust}
+        return install_set(self.together, **owners)
+
+
 @pytest.fixture
-def actions(shop: Shop, fast: Path) -> dict[str, Action]:
-    fresh = [shop.package("acme/new", seed=1)]
-    chain = [
+def scene(template: House, shop: Shop, fast: Path) -> Scene:
+    chain = (
         shop.package("acme/leaf", seed=2, composition={"requires": ["acme/root"]}),
         shop.package("acme/root", seed=3),
-    ]
-    signed = shop.package("acme/signed-anew", key="other")
+    )
     names = ["acme/leaf:1.0.0", "acme/root:1.0.0"]
     files = {name: files_of(tar_of(path)) for name, path in zip(names, chain, strict=True)}
-    together = framed(archive(set_entries(files)), fast / "two.experts")
-    return {
-        "install": lambda h: h.install(*fresh, catalogue=h.catalogue, index=h.index),
-        "install two": lambda house: house.install(*chain),
-        "import two": lambda h: install_set(together, store=h.store, bases=h.bases, trust=h.trust),
-        "re-sign": lambda house: house.install(signed),
-        "remove": remove_old,
-    }
+    return Scene(
+        template=template,
+        new=shop.package("acme/new", seed=1),
+        chain=chain,
+        together=framed(archive(set_entries(files)), fast / "two.experts"),
+        signed=shop.package("acme/signed-anew", key="other"),
+        folder=fast / "copy",
+    )
 
 
 def remove_old(house: House) -> None:
@@ -130,9 +157,13 @@ NAMES = ["install", "install two", "import two", "re-sign", "remove"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_killed_at_any_step_nothing_is_lost_and_the_next_command_completes_it(
-    name: str, template: House, actions: dict[str, Action], fast: Path
+    name: str, scene: Scene, lean: Lean
 ) -> None:
-    sweep = Sweep(template, actions[name], fast / "copy")
+    lean(killed_at_any_step, name, scene)
+
+
+def killed_at_any_step(name: str, scene: Scene) -> None:
+    sweep = scene.sweep(name)
     assert len(sweep.steps()) >= 8
     for step, _ in sweep.steps():
         house, ended = sweep.at(step, "kill")
@@ -142,95 +173,102 @@ def test_killed_at_any_step_nothing_is_lost_and_the_next_command_completes_it(
 
 @pytest.mark.parametrize("name", ["install", "re-sign"])
 def test_killed_in_the_middle_of_any_write_nothing_is_lost(
-    name: str, template: House, actions: dict[str, Action], fast: Path
+    name: str, scene: Scene, lean: Lean
 ) -> None:
-    sweep = Sweep(template, actions[name], fast / "copy")
+    lean(killed_in_any_write, name, scene)
+
+
+def killed_in_any_write(name: str, scene: Scene) -> None:
+    sweep = scene.sweep(name)
     writes = [n for n, step in sweep.steps() if step.kind == "write"]
     assert len(writes) >= 3
     for step in writes:
         house, ended = sweep.at(step, "torn")
-        assert ended.killed
+        assert ended.killed, step
         assert_whole(house, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
 def test_a_disk_that_fills_up_at_any_step_changes_nothing(
-    name: str, template: House, actions: dict[str, Action], fast: Path
+    name: str, scene: Scene, lean: Lean
 ) -> None:
-    sweep = Sweep(template, actions[name], fast / "copy")
-    for step, _ in sweep.steps():
-        house, ended = sweep.at(step, "full")
-        assert ended.is_whole_or(DiskFullError), ended.trace
-        assert_whole(house, sweep, states_of(sweep))
+    lean(refused_at_any_step, name, scene, "full", DiskFullError)
 
 
 @pytest.mark.parametrize("name", ["install", "re-sign", "remove"])
 def test_an_input_output_error_at_any_step_changes_nothing(
-    name: str, template: House, actions: dict[str, Action], fast: Path
+    name: str, scene: Scene, lean: Lean
 ) -> None:
-    sweep = Sweep(template, actions[name], fast / "copy")
+    lean(refused_at_any_step, name, scene, "error", StoreError)
+
+
+def refused_at_any_step(name: str, scene: Scene, fault: Fault, error: type[Exception]) -> None:
+    sweep = scene.sweep(name)
     for step, _ in sweep.steps():
-        house, ended = sweep.at(step, "error")
-        assert ended.is_whole_or(StoreError), ended.trace
+        house, ended = sweep.at(step, fault)
+        assert ended.is_whole_or(error), ended.trace
         assert_whole(house, sweep, states_of(sweep))
 
 
 @pytest.mark.parametrize("name", ["install two", "import two"])
 @pytest.mark.parametrize("fault", ["full", "error"])
 def test_of_experts_that_are_given_together_all_are_installed_or_none(
-    fault: Fault, name: str, template: House, actions: dict[str, Action], fast: Path
+    fault: Fault, name: str, scene: Scene, lean: Lean
 ) -> None:
-    sweep = Sweep(template, actions[name], fast / "copy")
+    lean(all_or_none_at_any_step, name, scene, fault)
+
+
+def all_or_none_at_any_step(name: str, scene: Scene, fault: Fault) -> None:
+    sweep = scene.sweep(name)
     for step, _ in sweep.steps():
         house, ended = sweep.at(step, fault)
         assert ended.is_whole_or(DiskFullError, StoreError), ended.trace
         assert_whole(house, sweep, [sweep.before, sweep.after])
 
 
-def test_the_steps_that_are_counted_are_all_there_are(
-    template: House, actions: dict[str, Action], fast: Path
-) -> None:
-    sweep = Sweep(template, actions["install two"], fast / "copy")
+def test_the_steps_that_are_counted_are_all_there_are(scene: Scene) -> None:
+    sweep = scene.sweep("install two")
     written: dict[str, int] = {}
     for _, step in sweep.steps():
         if step.kind == "write":
             written[Path(step.what).name] = written.get(Path(step.what).name, 0) + step.size
-    blobs = House(fast / "copy").store.paths.blobs
-    old = {path.name for path in template.store.paths.blobs.iterdir()}
+    blobs = House(scene.folder).store.paths.blobs
+    old = {path.name for path in scene.template.store.paths.blobs.iterdir()}
     new = {path.name: path.stat().st_size for path in blobs.iterdir() if path.name not in old}
     assert new
     assert {name: written[name] for name in new} == new
 
 
-def test_a_ref_is_published_only_after_its_blobs_are_flushed(
-    template: House, actions: dict[str, Action], fast: Path
-) -> None:
-    sweep = Sweep(template, actions["install"], fast / "copy")
+def test_a_ref_is_published_only_after_its_blobs_are_flushed(scene: Scene) -> None:
+    sweep = scene.sweep("install")
     steps = [(s.kind, s.what) for _, s in sweep.steps()]
-    blobs = str(House(fast / "copy").store.paths.blobs)
+    blobs = str(House(scene.folder).store.paths.blobs)
     ref = next(i for i, (kind, what) in enumerate(steps) if kind == "os.rename" and "ref" in what)
     flushed = [i for i, step in enumerate(steps) if step == ("fsync", blobs)]
     renamed = [i for i, (kind, _) in enumerate(steps[:ref]) if kind == "os.rename"]
     assert max(renamed) < max(i for i in flushed if i < ref)
     for i in renamed:
         assert ("fsync", steps[i][1]) in steps[:i], "a blob was renamed before it was flushed"
-    parent = str(Store(fast / "copy" / "store").paths.refs / "local" / "acme" / "new")
+    parent = str(Store(scene.folder / "store").paths.refs / "local" / "acme" / "new")
     assert ("fsync", parent) in steps[ref:]
 
 
 @pytest.mark.parametrize("fault", ["kill", "full", "error"])
 @pytest.mark.parametrize("copied", [False, True], ids=["where it is", "copied"])
 def test_adding_a_base_succeeds_wholly_or_not_at_all(
-    copied: bool, fault: Fault, shop: Shop, fast: Path
+    copied: bool, fault: Fault, shop: Shop, fast: Path, lean: Lean
 ) -> None:
-    house = House(fast / "home")
+    lean(added_at_any_step, copied, fault, shop, House(fast / "home"))
+
+
+def added_at_any_step(copied: bool, fault: Fault, shop: Shop, house: House) -> None:
     add = house.bases.add_copy if copied else house.bases.add
     whole = run(lambda: add(shop.base_dir, name="one"))
     assert not whole.errors, whole.trace
     for step in range(1, len(whole.steps) + 1):
         shutil.rmtree(house.root, ignore_errors=True)
         ended = run(lambda: add(shop.base_dir, name="one"), at=step, fault=fault)
-        assert ended.is_whole_or(StoreError, DiskFullError)
+        assert ended.is_whole_or(StoreError, DiskFullError), ended.trace
         house.bases.check_integrity()
         assert [base.name for base in house.bases.bases()] in ([], ["one"])
         assert add(shop.base_dir, name="one").identity.arch == shop.base.identity.arch

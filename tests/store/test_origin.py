@@ -14,10 +14,10 @@ from expertctl.registry.address import RegistryAddress
 from expertctl.store.paths import StorePaths
 from expertctl.store.ref import LOCAL, StoredExpert
 from expertctl.store.signers import read_signers
-from expertctl.store.store import Store
 from expertctl.store.transaction import Added
 from expertctl.trust.grant import KnownRegistry
 from tests.store.faults import run
+from tests.store.lean import Lean
 from tests.store.shop import House, Shop, a_key
 from tests.store.test_crashes import Sweep, content, exact, settle
 
@@ -162,23 +162,24 @@ def test_installing_again_leaves_one_of_two_records(house: House, shop: Shop) ->
 
 @pytest.mark.parametrize("key", ["acme", "other"], ids=["as it is", "re-signed"])
 def test_killed_while_a_registry_takes_over_nothing_is_lost(
-    key: str, shop: Shop, fast: Path
+    key: str, shop: Shop, fast: Path, lean: Lean
 ) -> None:
     template = House(fast / "template").trusting("acme", "other")
     template.install(shop.package(), shop.package("acme/kept", seed=5))
-    store = Store(template.home.store)
-    registries = {e.ref: e.registry for e in store.experts()}
-    file = shop.package(key=key)
+    lean(killed_while_taking_over, template, shop.package(key=key), fast / "copy")
 
+
+def killed_while_taking_over(template: House, file: Path, folder: Path) -> None:
     def take_over(house: House) -> None:
         put(house, file, ONE)
 
-    house = Sweep.copied(template, fast / "copy")
+    registries = {e.ref: e.registry for e in template.store.experts()}
+    house = Sweep.copied(template, folder)
     whole = run(lambda: take_over(house))
     assert not whole.errors, whole.trace
     after = content(house)
     for step in range(1, len(whole.steps) + 1):
-        Sweep.copied(template, fast / "copy")
+        Sweep.copied(template, folder)
         assert run(lambda: take_over(house), at=step, fault="kill").killed
         found = {e.ref: e.registry for e in house.store.experts()}
         assert found in (registries, {**registries, "acme/sql@1.0.0": ONE})
