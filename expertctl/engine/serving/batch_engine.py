@@ -180,6 +180,7 @@ class BatchEngine:
                 waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.line)),
                 routed=model.routed,
                 observed=observed,
+                residents=self._residents(),
             )
 
     def observation(self) -> Observation:
@@ -235,6 +236,13 @@ class BatchEngine:
             report=model.routed,
             cache=model.experts,
         )
+
+    def _residents(self) -> dict[int, int]:
+        cache, routed = self._house.model.experts, self._house.base.config.experts
+        if cache is None or routed is None:
+            return {}
+        counts = (int(slots.hit_mask.sum()) for slots in cache.slots)
+        return dict(zip(routed.layers, counts, strict=True))
 
     def _whole(self, fact: str) -> IncompatibleError:
         return IncompatibleError(

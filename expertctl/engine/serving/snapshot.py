@@ -69,3 +69,5 @@ class Snapshot:
     """What became of routed experts; None where the base has none."""
     observed: Observed | None = None
     """What was counted of them, layer by layer; None where nobody counts."""
+    residents: Mapping[int, int] = field(default_factory=dict)
+    """How many of them have a slot, by the number of the layer; empty where nobody needs one."""

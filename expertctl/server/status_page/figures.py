@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.schema.strict_json import JsonObject, JsonValue
+from expertctl.server.status_page.routed import routed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,7 @@ def figures(now: Snapshot, first_tokens: FirstTokens) -> JsonObject:
         },
         "tiers": {tier: dict(asdict(traffic)) for tier, traffic in now.traffic.items()},
         "experts": _experts(now),
+        "routed": routed(now),
     }
 
 

@@ -32,6 +32,7 @@ FILES: Mapping[str, str] = {
     "elements.js": "text/javascript",
     "figures.js": "text/javascript",
     "numbers.js": "text/javascript",
+    "routed.js": "text/javascript",
     "sample.js": "text/javascript",
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",

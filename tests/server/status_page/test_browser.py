@@ -12,8 +12,10 @@ import httpx2 as httpx
 import pytest
 
 from tests.sdk.serving import Process, new_key, serving_process
+from tests.server.routed import write_routed
 from tests.server.served import BASE, EXPERTS, Stock
 from tests.server.status_page.browser import PNG, Tab, browser
+from tests.store.shop import House
 
 pytestmark = pytest.mark.all
 LIVE = "document.querySelector('#state').innerText === 'Live'"
@@ -215,3 +217,46 @@ def test_names_are_text_whatever_they_say(server: Process, tab: Tab) -> None:
     assert shown == 0
     refused = tab.value("try { document.body.innerHTML = '<b>x</b>'; 'set' } catch { 'refused' }")
     assert refused == "refused"
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server whose base has more routed experts than its memory."""
+    folder = tmp_path_factory.mktemp("routed")
+    house = House(folder / "home")
+    house.bases.add(write_routed(folder / "base"), name=BASE)
+    with serving_process(house.root, "--moe-miss", "skip") as server:
+        yield server
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_routed_experts_are_shown_layer_by_layer(
+    width: int, dark: bool, routed: Process, tab: Tab, tmp_path: Path
+) -> None:
+    tab.open(f"{routed.url}/status", width=width, dark=dark)
+    tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
+    tab.asked.clear()  # of what another page asked when it was left
+    body = {"prompt": "sort 3, 1, 2", "max_tokens": 40}
+    httpx.post(f"{routed.url}/v1/infer", json=body, timeout=60).raise_for_status()
+    tab.wait("document.querySelectorAll('#routed-layers tbody tr').length === 3")
+    tab.wait(
+        "[...document.querySelectorAll('figure')].at(-1).querySelector('.line[d*=M]') !== null"
+    )
+    assert "Hits of routed experts" in tab.text("#charts")
+    assert "may be left out" in tab.text("#routed-policy")
+    assert re.search(r"in memory\s+\d+ of 72", tab.text("#routed-sums"))
+    rows = tab.value(
+        "[...document.querySelectorAll('#routed-layers tbody tr')].map(r => r.innerText)"
+    )
+    assert all(re.match(r"[123]\s+\d+ %\s+\d+ of 24\s+[\d,]+\s+\d+", row) for row in rows), rows
+    assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.screenshot(tmp_path / "routed.png").startswith(PNG)
+    demand_clean(tab, routed.url)
+
+
+def test_of_a_dense_base_nothing_is_shown_of_routed_experts(server: Process, tab: Tab) -> None:
+    tab.open(f"{server.url}/status")
+    tab.wait(LIVE)
+    assert tab.value("document.querySelector('#routed').offsetHeight") == 0
+    assert "Hits of routed experts" not in tab.text("main")

@@ -24,6 +24,28 @@ export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** Fill a table, changing only what is not there already. */
+export function fill(table, rows) {
+  const [body] = table.tBodies;
+  while (body.rows.length > rows.length) body.deleteRow(-1);
+  while (body.rows.length < rows.length) body.append(emptyRow(rows[0].length));
+  rows.forEach((cells, place) => {
+    cells.forEach((text, column) => say(body.rows[place].cells[column], text));
+  });
+}
+
+/** Fill a list of names and values; there are always as many. */
+export function pairs(list, values) {
+  if (list.children.length === 0)
+    list.append(...values.map(([name]) => element("div", {}, element("dt", {}, name), element("dd"))));
+  values.forEach(([, value], place) => say(list.children[place].lastChild, value));
+}
+
+function emptyRow(columns) {
+  const cells = Array.from({ length: columns - 1 }, () => element("td"));
+  return element("tr", {}, element("th", { scope: "row" }), ...cells);
+}
+
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, String(value));
   node.append(...children);

@@ -1,8 +1,9 @@
 /** The figures of the page: tiles, charts and tables, filled from samples. */
 
 import { Chart } from "./chart.js";
-import { byId, element, say } from "./elements.js";
+import { byId, element, fill, pairs, say } from "./elements.js";
 import { bytes, count, mean, percent, shortSpeed, speed, time } from "./numbers.js";
+import { Routed } from "./routed.js";
 import { held, isUnused, OWNERS } from "./sample.js";
 
 const JOBS = ["finished", "failed", "cancelled", "refused"];
@@ -83,6 +84,7 @@ const CHARTS = [
 /** Everything below the head of the page. */
 export class Figures {
   #charts = CHARTS.map((options) => new Chart(options));
+  #routed = new Routed();
   #tiles = TILES.map(([name, number, below]) => tile(name, number, below));
 
   constructor() {
@@ -101,6 +103,7 @@ export class Figures {
     showExperts(sample.data.experts, residents);
     showTiers(sample.data.tiers);
     showJobs(sample.data.jobs);
+    this.#routed.show(samples);
   }
 }
 
@@ -145,25 +148,7 @@ function showTiers(tiers) {
 }
 
 function showJobs(jobs) {
-  const list = byId("jobs");
-  if (list.children.length === 0)
-    list.append(...JOBS.map((name) => element("div", {}, element("dt", {}, name), element("dd"))));
-  JOBS.forEach((name, place) => say(list.children[place].lastChild, count(jobs[name])));
-}
-
-/** Fill a table, changing only what is not there already. */
-function fill(table, rows) {
-  const [body] = table.tBodies;
-  while (body.rows.length > rows.length) body.deleteRow(-1);
-  while (body.rows.length < rows.length) body.append(emptyRow(rows[0].length));
-  rows.forEach((cells, place) => {
-    cells.forEach((text, column) => say(body.rows[place].cells[column], text));
-  });
-}
-
-function emptyRow(columns) {
-  const cells = Array.from({ length: columns - 1 }, () => element("td"));
-  return element("tr", {}, element("th", { scope: "row" }), ...cells);
+  pairs(byId("jobs"), JOBS.map((name) => [name, count(jobs[name])]));
 }
 
 function example(origin) {

@@ -50,6 +50,11 @@ export function percent(part, whole) {
   return whole > 0 ? `${Math.round((100 * part) / whole)} %` : "0 %";
 }
 
+/** A part of a whole that may be small. */
+export function smallPercent(part, whole) {
+  return whole > 0 ? `${brief((100 * part) / whole)} %` : "0 %";
+}
+
 /** How long something goes on. */
 export function duration(seconds) {
   const whole = Math.floor(seconds);

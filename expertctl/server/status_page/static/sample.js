@@ -24,6 +24,7 @@ export function sampleOf(data, before, at) {
     answerSpeed: rate((one) => one.tokens.answer),
     perStep: known ? share(data, before, (one) => one.steps.rows, (one) => one.steps.count) : null,
     ttft: known ? share(data, before, (one) => one.ttft.seconds, (one) => one.ttft.count) : null,
+    hits: known ? share(data, before, hitsOf, askedOf) : null,
   };
 }
 
@@ -31,6 +32,14 @@ export function sampleOf(data, before, at) {
 function share(data, before, of, by) {
   const several = by(data) - by(before);
   return several > 0 ? (of(data) - of(before)) / several : null;
+}
+
+/** Routed slots whose expert was there, and all of them; what is not counted is none. */
+const hitsOf = ({ routed }) => sum(routed, ({ hits }) => hits);
+const askedOf = ({ routed }) => sum(routed, ({ hits, misses }) => hits + misses);
+
+function sum(routed, of) {
+  return (routed?.layers ?? []).reduce((total, layer) => total + of(layer), 0);
 }
 
 /** Whether a server was never asked anything. */

@@ -1,0 +1,42 @@
+"""What the status page shows of routed experts: how many are in memory, and who was there."""
+
+from expertctl.engine.serving.snapshot import Snapshot
+from expertctl.schema.strict_json import JsonObject, JsonValue
+
+
+def routed(now: Snapshot) -> JsonObject | None:
+    """Return the ``routed`` object; None where the base has no routed experts.
+
+    Layers are told of as far as they are counted, which `/moe` may end.
+    """
+    if now.routed is None:
+        return None
+    residence, did = now.routed.residence, now.routed.activity
+    return {
+        "miss": residence.miss,
+        "cold": residence.cold,
+        "experts": residence.layers * residence.experts,
+        "in_memory": residence.blocks,
+        "loads": did.loads,
+        "read_bytes": did.read_bytes,
+        "waited": did.waited_ms / 1e3,
+        "mass": did.mass,
+        "skipped": did.skipped,
+        "layers": _layers(now, experts=residence.experts),
+    }
+
+
+def _layers(now: Snapshot, *, experts: int) -> list[JsonValue]:
+    if now.observed is None or now.observed.mode == "off":
+        return []
+    return [
+        {
+            "layer": number,
+            "hits": layer.hits,
+            "misses": layer.misses,
+            "swaps": layer.swaps,
+            "resident": now.residents.get(number, experts),
+            "experts": experts,
+        }
+        for number, layer in now.observed.layers.items()
+    ]

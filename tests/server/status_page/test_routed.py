@@ -1,0 +1,53 @@
+"""What is shown of routed experts is what results and `/moe` tell of them; of others, nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from expertctl.engine.moe.start import StartWishes
+from expertctl.server.status_page.figures import figures
+from tests.server.routed import EXPERTS, LAYERS, serving_routed
+from tests.server.served import Served
+from tests.server.status_page.test_figures import NONE, snapshot
+
+ASKED = {"prompt": "Sort: 3, 1, 2", "max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    root = tmp_path_factory.mktemp("routed") / "home"
+    with serving_routed(root, moe=StartWishes(warmup="none", learns=False)) as one:
+        yield one.client()
+
+
+def test_layers_are_those_that_were_counted(client: TestClient) -> None:
+    client.post("/moe", json={"mode": "full", "reset": True})
+    told = client.post("/v1/infer", json=ASKED).json()["moe"]
+    shown, counted = client.get("/status/data").json()["routed"], client.get("/moe").json()
+    assert (shown["miss"], shown["cold"]) == (told["miss"], told["cold"])
+    assert (shown["experts"], shown["in_memory"]) == (LAYERS * EXPERTS, told["in_memory"])
+    assert shown["loads"] >= told["loads"] > 0
+    assert shown["mass"] > 0
+    assert shown["skipped"] == 0
+    assert [
+        (one["layer"], one["hits"], one["misses"], one["swaps"]) for one in shown["layers"]
+    ] == [
+        (layer["layer"], layer["hot_slots_total"], layer["cold_slots_total"], layer["swaps"])
+        for layer in counted["layers"]
+    ]
+    for layer in shown["layers"]:
+        assert 0 < layer["resident"] <= told["slots"]
+        assert layer["experts"] == EXPERTS
+
+
+def test_what_is_not_counted_has_no_layers(client: TestClient) -> None:
+    client.post("/moe", json={"mode": "off"})
+    shown = client.get("/status/data").json()["routed"]
+    assert shown["layers"] == []
+    assert shown["in_memory"] > 0
+
+
+def test_a_dense_base_has_none(served: Served) -> None:
+    assert served.client().get("/status/data").json()["routed"] is None
+    assert figures(snapshot(), NONE)["routed"] is None
