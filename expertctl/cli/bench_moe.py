@@ -15,10 +15,17 @@ from expertctl.cli.run_options import (
     SKIP_CAP,
     Dtype,
     MemoryBudget,
+    MoeCold,
+    MoeExchange,
+    MoePin,
+    MoeProfile,
     MoeSkipCap,
+    MoeWarmup,
     budget_of,
     check_processor,
+    cold_of,
     numerics_of,
+    start_of,
 )
 from expertctl.errors import ExpertError, NotFoundError, UsageError
 from expertctl.settings import Settings, load_settings
@@ -81,6 +88,11 @@ def bench_moe(
     seed: Seed = 0,
     dtype: Dtype = None,
     threads: Threads = None,
+    moe_cold: MoeCold = None,
+    moe_profile: MoeProfile = None,
+    moe_pin: MoePin = None,
+    moe_warmup: MoeWarmup = None,
+    moe_exchange: MoeExchange = 0.0,
     plot: Plot = None,
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
@@ -108,6 +120,15 @@ def bench_moe(
         seed=seed,
         dtype=held.dtype,
         threads=_usable(threads),
+        cold=cold_of(moe_cold, settings),
+        start=start_of(
+            settings,
+            profile=moe_profile,
+            pin=moe_pin,
+            warmup=moe_warmup,
+            exchange=moe_exchange,
+            learn=False,
+        ),
     )
     found = _measured(wanted, settings, base=base, budget=budget, as_json=as_json)
     warn(found.warnings)

@@ -27,8 +27,20 @@ def _head(found: "RoutedMeasured") -> list[str]:
         f"{found.layers} layers of {found.experts} routed experts, of which a token uses "
         f"{found.used}",
         found.texts,
+        *_start(found),
         printable(f"on {found.cpu}, threads: {found.threads}"),
     ]
+
+
+def _start(found: "RoutedMeasured") -> list[str]:
+    """Say how each way began, where that is not without anything known."""
+    wishes = found.start
+    told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
+    told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
+    told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
+    told += ["all slots filled first"] if wishes.warmup == "full" else []
+    told += [] if found.cold == "auto" else [f"cold experts: {found.cold}"]
+    return [printable("; ".join(told))] if told else []
 
 
 def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:

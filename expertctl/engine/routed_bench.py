@@ -22,12 +22,10 @@ from expertctl.engine.kernels.cpu import sold_as
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.loaded_base import OpenBase, Wish, open_base
 from expertctl.engine.memory import usual_budget
-from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.counters import LayerCounts, Observed
 from expertctl.engine.moe.report import RoutedReport
-from expertctl.engine.moe.start import UNKNOWN
+from expertctl.engine.moe.start import UNKNOWN, Start, StartWishes
 from expertctl.engine.packed_backend import PackedBackend
-from expertctl.engine.packed_base import expert_shape, packed_bytes
 from expertctl.engine.residents import Residents
 from expertctl.engine.routed_bench_result import (
     Holding,
@@ -36,12 +34,13 @@ from expertctl.engine.routed_bench_result import (
     RoutedRow,
     Timeline,
 )
+from expertctl.engine.routed_holding import held, start_by
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.routing.numerics import dtype_of
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype, MoeMiss
+from expertctl.routing.request import Dtype, MoeColdWish, MoeMiss
 from expertctl.telling import Tell, tell_nobody
 
 STRETCHES = 60
@@ -68,6 +67,10 @@ class RoutedWanted:
     seed: int = 0
     dtype: Dtype | None = None
     threads: int | None = None
+    cold: MoeColdWish = "auto"
+    """How experts that have no slot come from the disk."""
+    start: StartWishes = UNKNOWN
+    """How each way begins; what was learnt of the base has no part in it."""
 
     @property
     def holdings(self) -> tuple[Holding, ...]:
@@ -112,9 +115,11 @@ def measure_routed(
         BudgetError: when nothing of it fits.
     """
     opened, backend = _opened(planner, base, wanted.dtype)
+    assert opened.config.experts is not None
+    start = start_by(wanted.start, opened.config.experts)
     texts = _texts(opened, wanted)
     threads = wanted.threads or choose_threads(opened.weight_bytes)
-    laboratory = _Laboratory(planner, opened, wanted, texts, threads, budget, progress, tell)
+    laboratory = _Laboratory(planner, opened, wanted, start, texts, threads, budget, progress, tell)
     rows, left_out = laboratory.rows()
     config = opened.config.experts
     assert config is not None
@@ -124,6 +129,8 @@ def measure_routed(
         dtype=backend.dtype,
         threads=threads,
         texts=_told(wanted),
+        start=wanted.start,
+        cold=wanted.cold,
         experts=config.count,
         used=config.used,
         layers=len(config.layers),
@@ -178,6 +185,7 @@ class _Laboratory:
     planner: Planner
     base: OpenBase
     wanted: RoutedWanted
+    start: Start
     texts: list[_Text]
     threads: int
     budget: int | None
@@ -189,20 +197,26 @@ class _Laboratory:
 
         Raises:
             BudgetError: when nothing does.
+            UsageError: when more experts are pinned than some way has slots.
         """
         rows: list[RoutedRow] = []
         refused: dict[Holding, BudgetError] = {}
-        for holding in self.wanted.holdings:
+        ways = [(each, self._held(each)) for each in self.wanted.holdings]
+        for holding, base in ways:
             try:
-                rows.append(self._row(holding))
+                rows.append(self._row(holding, base))
             except BudgetError as error:
                 refused[holding] = error
         if not rows:
             raise next(iter(refused.values()))
         return tuple(rows), [f"left out: {h.case}: {e.message}" for h, e in refused.items()]
 
-    def _row(self, holding: Holding) -> RoutedRow:
-        base = replace(self.base, backend=_held(self.base, holding, self.wanted.cap))
+    def _held(self, holding: Holding) -> OpenBase:
+        wanted = self.wanted
+        backend = held(self.base, holding, self.start, cap=wanted.cap, cold=wanted.cold)
+        return replace(self.base, backend=backend)
+
+    def _row(self, holding: Holding, base: OpenBase) -> RoutedRow:
         with _opened_by(self, base) as (model, read):
             course = _Course(model, self.wanted)
             for number in range(self.wanted.rounds):
@@ -214,26 +228,6 @@ class _Laboratory:
                     self.progress(1)
                 course.end_round()
             return course.row(holding, memory=base.weight_bytes)
-
-
-def _held(base: OpenBase, holding: Holding, cap: float) -> PackedBackend:
-    """Return what holds so many experts of each layer, at least what a token uses of one."""
-    backend, config = base.backend, base.config
-    assert isinstance(backend, PackedBackend)
-    assert config.experts is not None
-    if holding.is_whole:
-        return backend
-    count = config.experts.count
-    plan = CachePlan(
-        layers=len(config.experts.layers),
-        experts=count,
-        slots=min(max(round(holding.share * count), 1), count),
-        miss=holding.miss,
-        cap=cap,
-    )
-    rest = packed_bytes(config, backend.scheme, experts=False)
-    blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
-    return replace(backend, cache=plan, weight_bytes=rest + blocks)
 
 
 _Read = Callable[[_Text], AbstractContextManager[Reading]]

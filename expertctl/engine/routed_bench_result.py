@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from expertctl.engine.bench_result import Series, Spread
 from expertctl.engine.moe.counters import LayerCounts, Observed
 from expertctl.engine.moe.report import RoutedReport
-from expertctl.routing.request import MoeMiss
+from expertctl.engine.moe.start import UNKNOWN, StartWishes
+from expertctl.routing.request import MoeColdWish, MoeMiss
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 ALL = "all resident"
@@ -160,6 +161,10 @@ class RoutedMeasured:
     used: int
     layers: int
     rows: tuple[RoutedRow, ...]
+    start: StartWishes = UNKNOWN
+    """How each way began."""
+    cold: MoeColdWish = "auto"
+    """How experts without a slot were to come from the disk; rows say how they did."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -179,10 +184,21 @@ class RoutedMeasured:
                 "layers": self.layers,
                 "experts": self.experts,
                 "used": self.used,
+                "start": _start(self.start, self.cold),
             },
             "rows": [row.to_json(self.whole) for row in self.rows],
             "warnings": list[JsonValue](self.warnings),
         }
+
+
+def _start(wishes: StartWishes, cold: MoeColdWish) -> JsonObject:
+    return {
+        "profile": None if wishes.profile is None else str(wishes.profile),
+        "pin": None if wishes.pins is None else str(wishes.pins),
+        "warmup": wishes.warmup,
+        "exchange": wishes.exchange,
+        "cold": cold,
+    }
 
 
 def _slots(counted: LayerCounts) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """``bench moe`` from the outside; what it measures is in tests/engine."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -70,6 +71,21 @@ def test_hit_rates_are_drawn(added: Path, expertctl: Commands) -> None:
     assert "tokens written; the figures are of what lies right of the line" in drawn
 
 
+def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) -> None:
+    counts = {"activation_counts": {"6": 9, "7": 8}}
+    profile = {"num_prompts": 9, "num_experts": 8, "layers": {"0": counts, "2": counts}}
+    (added / "profile.json").write_text(json.dumps(profile))
+    words = ("--resident", "0.5", "--moe-profile", "profile.json", "--moe-pin", "50%")
+    more = ("--moe-warmup", "full", "--moe-cold", "read", "--moe-exchange", "0.2")
+    lines = expertctl("bench", "moe", *words, *more, *QUICK).out.splitlines()
+    told = "begins with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
+    assert told + "cold experts: read" in lines
+    document = expertctl("bench", "moe", *words, "--json", *QUICK).document
+    start = document["measured"]["start"]
+    assert (start["profile"], start["pin"], start["warmup"]) == ("profile.json", "50%", "hybrid")
+    assert all(row["cold"] in {"read", "map", "direct"} for row in document["rows"])
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -81,6 +97,12 @@ def test_hit_rates_are_drawn(added: Path, expertctl: Commands) -> None:
         (["--moe-miss", "guess"], 2, "--moe-miss 'guess'"),
         (["--moe-skip-cap", "2"], 2, "--moe-skip-cap 2.0 is not a share"),
         (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),
+        (["--moe-pin", "2"], 2, "--moe-pin: by no profile"),
+        (["--moe-exchange", "0.5"], 2, "--moe-exchange: by no profile"),
+        (["--moe-pin", "some"], 2, "'some' says of no experts that they are pinned"),
+        (["--moe-exchange", "2"], 2, "--moe-exchange 2.0 is not a share"),
+        (["--moe-cold", "warm"], 2, "--moe-cold"),
+        (["--moe-profile", "nothing.json"], 3, "nothing.json"),
         (["--base", "dense"], 4, "dense has no routed experts"),
         (["--base", "nobody"], 3, "no base is called 'nobody'"),
         (["--memory-budget", "100KB"], 7, "the budget of 100 kB"),

@@ -1,10 +1,15 @@
 """Every way to hold experts reads and writes the same texts, and tells who was missing."""
 
+import json
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from expertctl.engine.moe.pins import TopPins
+from expertctl.engine.moe.start import StartWishes
 from expertctl.engine.routed_bench import RoutedWanted, measure_routed
 from expertctl.engine.routed_bench_result import Holding, RoutedMeasured
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
@@ -140,3 +145,56 @@ def test_nothing_is_learnt_of_what_is_measured(stocked: Planner) -> None:
     measured(stocked, WANTED)
     for stored in stocked.bases.bases():
         assert HabitsFile(stocked.bases, stored).read() is None
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    """Counts by which the last two experts of each layer come first."""
+    file, counts = tmp_path / "profile.json", {"6": 9, "7": 8}
+    layers = {str(layer): {"activation_counts": counts} for layer in range(LAYERS)}
+    file.write_text(json.dumps({"num_prompts": 9, "num_experts": EXPERTS, "layers": layers}))
+    return file
+
+
+def test_a_way_begins_as_it_is_wished_and_tells_how(stocked: Planner, profile: Path) -> None:
+    start = StartWishes(profile=profile, pins=TopPins(2), warmup="full", exchange=0.5, learns=False)
+    wanted = replace(WANTED, shares=(0.5,), misses=("exact",), start=start, cold="read")
+    found = measured(stocked, wanted)
+    (row,) = found.rows
+    told = found.to_json()["measured"]
+    assert isinstance(told, dict)
+    assert told["start"] == {
+        "profile": str(profile),
+        "pin": "2",
+        "warmup": "full",
+        "exchange": 0.5,
+        "cold": "read",
+    }
+    assert row.report.residence.cold == "read"
+    assert row.timeline.rates.shape == (LAYERS, 4), "the picture has all that was written"
+
+
+@pytest.mark.parametrize("wishes", [{"pins": TopPins(1)}, {"exchange": 0.1}])
+def test_nobody_is_pinned_or_exchanged_by_no_profile(
+    stocked: Planner, wishes: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="by no profile") as caught:
+        measured(stocked, replace(WANTED, start=StartWishes(learns=False, **wishes)))
+    assert "--moe-profile" in caught.value.hint
+
+
+def test_more_pins_than_slots_are_refused_before_anything_is_measured(
+    stocked: Planner, profile: Path
+) -> None:
+    start = StartWishes(profile=profile, pins=TopPins(5), learns=False)
+    done: list[int] = []
+    with pytest.raises(UsageError, match="50 % resident, exact a layer has 4 slots") as caught:
+        measure_routed(
+            stocked,
+            replace(WANTED, start=start),
+            base="routed",
+            budget=BUDGET,
+            progress=done.append,
+        )
+    assert "--resident" in caught.value.hint
+    assert done == []

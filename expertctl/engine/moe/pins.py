@@ -17,6 +17,10 @@ class TopPins:
 
     count: int
 
+    def __str__(self) -> str:
+        """Return it as a person writes it."""
+        return str(self.count)
+
 
 @dataclass(frozen=True, slots=True)
 class SharePins:
@@ -24,6 +28,10 @@ class SharePins:
 
     share: float
     """From 0 to 1."""
+
+    def __str__(self) -> str:
+        """Return it as a person writes it."""
+        return f"{self.share:.0%}"
 
 
 Pins = TopPins | SharePins
