@@ -227,7 +227,10 @@ def _is_number(value: object) -> bool:
 
 
 def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
-    """Yield what a schema cannot say: layers twice or too high, experts there are none of."""
+    """Yield what a schema cannot say: layers twice or too high, experts there are none of.
+
+    Nor may more requests have missed than there were.
+    """
     seen = set[int]()
     for layer in layers:
         if layer.layer in seen:
@@ -237,6 +240,8 @@ def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[st
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
             yield f"layer {layer.layer}: expert {highest} is none of {experts}"
+        if layer.missed_requests > layer.requests:
+            yield f"layer {layer.layer}: {layer.missed_requests} of {layer.requests} requests missed"
 
 
 def _layer(document: Mapping[str, object], what: str) -> LayerActivity:

@@ -306,6 +306,11 @@ def test_no_number_of_a_hostile_document_grows_beyond_what_is_written() -> None:
         read({"layer": 0, "calls": 2, "parallel_join_wait_time_per_call_us": 1.1e18})
 
 
+def test_more_misses_than_requests_are_refused() -> None:
+    with pytest.raises(InvalidPackageError, match="layer 0: 5 of 3 requests missed"):
+        read({"layer": 0, "requests": 3, "missed_requests": 5})
+
+
 def test_the_number_of_prompts_is_written_where_there_are_prompts() -> None:
     told = ActivityDocument("update", (LayerActivity(0, raw={1: 3}),), prompts=7, preset="mine")
     assert written(told)["num_prompts"] == 7
