@@ -32,6 +32,7 @@ from benchmarks.harness import (
     machine,
     take_turns,
 )
+from benchmarks.routed.budgeted import ANSWER, ANSWERS, Budgeted, Told, answering
 from benchmarks.routed.engines import THREADS, WARM_UP, Setting, ours, transformers
 from benchmarks.routed.hit_rows import SHARE, draw, hit_rows
 from benchmarks.routed.readers import keep_copy
@@ -42,6 +43,8 @@ from expertctl.cli.plot import check_picture
 from expertctl.engine.accelerator import has_cuda
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import unused
+from expertctl.engine.packed_base import packed_bytes
+from expertctl.routing.request import Dtype
 
 NAME = "moe"
 TOKENS, DRIFT = 4000, 1000
@@ -52,6 +55,12 @@ LIMIT = 0.75
 """What a process that reads from the disk may have, of the size of the base."""
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 """How transformers multiplies with experts; the better one counts."""
+DTYPES: dict[Scheme, Dtype] = {
+    Scheme.BFLOAT16: "bf16",
+    Scheme.INT8: "int8",
+    Scheme.INT4: "int4",
+}
+_LOOKED = "anonymous memory, looked at every 2 ms"
 Process = EngineProcess[RoutedTask]
 
 
@@ -80,7 +89,8 @@ def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int)
         for scheme in (Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4):
             rows += from_disk(subject, rounds, scheme=scheme)
         rows.append(cuda())
-        rows += prompts(subject, Scheme.BFLOAT16, rounds)
+        for scheme in (Scheme.BFLOAT16, Scheme.INT8):
+            rows += prompts(subject, scheme, rounds)
     with _subject(trace, folder, min(layers, FEW_LAYERS)) as small:
         rows += prompts(small, Scheme.FLOAT32, rounds)
     return rows
@@ -152,7 +162,8 @@ def from_disk(
     return [
         replace(naive, note=f"{subject.simulates}; {_read_note(told)}"),
         replace(whole, note=f"the process may have {LIMIT:.0%} of the size of the base"),
-        _budget(subject, told["ours"], scheme),
+        _parts(told["ours"], scheme),
+        _budget(subject, scheme, limit),
     ]
 
 
@@ -172,21 +183,46 @@ def _read_note(told: Mapping[str, Mapping[Figure, float]]) -> str:
     return "; ".join(parts)
 
 
-def _budget(subject: Subject, told: Mapping[Figure, float], scheme: Scheme) -> Row:
-    grown, held = told[Figure.GROWN] / 1e6, told[Figure.HELD] / 1e6
-    row = Row(
-        case=f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
-        ours=round(grown, 1),
+def _parts(told: Mapping[Figure, float], scheme: Scheme) -> Row:
+    """Compare what that process took with what its parts say; Python and kernels are no part."""
+    return _megabytes(
+        f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
+        told[Figure.GROWN],
+        told[Figure.HELD],
         rival="trunk, blocks, buffers, keys and values",
-        theirs=round(held, 1),
-        unit="MB",
-        better="lower",
-        ratio=round(grown / held, 3),
-        spread=None,
-        note=f"{subject.simulates}; anonymous memory, looked at every 2 ms while the base is read "
-        f"and 2 times {WARM_UP} tokens are decoded",
+        note=f"{_LOOKED} while the base is read and 2 times {WARM_UP} tokens are decoded",
+    )
+
+
+def _budget(subject: Subject, scheme: Scheme, share: float | None) -> Row:
+    """Compare what `run` takes with the budget that it has, a share of the size of the base."""
+    size = packed_bytes(subject.shape.config(), scheme)
+    budget, dtype = int((share or LIMIT) * size), DTYPES[scheme]
+    setting = Budgeted(subject.directory, subject.home, dtype, budget)
+    with EngineProcess(answering(setting)) as process:
+        grown = process.run(Told.GROWN, THREADS)
+    row = _megabytes(
+        f"memory at most, {scheme.value}, a run in {budget / size:.0%} of the size of the base",
+        grown,
+        budget,
+        rival="--memory-budget",
+        note=f"{_LOOKED} while the base is read and {ANSWERS} answers of {ANSWER} tokens written",
     )
     return judged(row, "<= 1.0")
+
+
+def _megabytes(case: str, ours: float, theirs: float, *, rival: str, note: str) -> Row:
+    return Row(
+        case=case,
+        ours=round(ours / 1e6, 1),
+        rival=rival,
+        theirs=round(theirs / 1e6, 1),
+        unit="MB",
+        better="lower",
+        ratio=round(ours / theirs, 3),
+        spread=None,
+        note=note,
+    )
 
 
 def cuda() -> Row:
@@ -197,13 +233,16 @@ def cuda() -> Row:
 
 
 def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
-    """Read a prompt with all experts in memory, against the better of two implementations."""
+    """Read a prompt with all experts in memory, against the better of two implementations.
+
+    Against what is quantised transformers reads bfloat16.
+    """
     case = f"prompt of {PROMPT} tokens, all resident, {scheme.value}"
     if not dense_engines.has_transformers():
         install = dense_engines.TRANSFORMERS_INSTALL
         return [absent(case, rival="transformers", install=install, target=">= 2")]
     setting = replace(subject.setting(Keeping.WHOLE), scheme=scheme)
-    dtype = "bfloat16" if scheme is Scheme.BFLOAT16 else "float32"
+    dtype = "float32" if scheme is Scheme.FLOAT32 else "bfloat16"
     openers = {"ours": ours(setting)}
     for name in IMPLEMENTATIONS:
         openers[name] = transformers(subject.directory, dtype, name)
@@ -215,7 +254,7 @@ def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
     best = min(IMPLEMENTATIONS, key=lambda name: sorted(seconds[name])[rounds // 2])
     row = compare_rates(
         case, seconds["ours"], seconds[best], work=(PROMPT, PROMPT),
-        rival="transformers", unit="tok/s", target=">= 2",
+        rival=f"transformers, {dtype}", unit="tok/s", target=">= 2",
     )  # fmt: skip
     return [replace(row, note=f"{subject.simulates}; {about[best]}")]
 

@@ -11,7 +11,7 @@ from benchmarks.routed.traces import drawn
 from expertctl.engine.kernels.scheme import Scheme
 
 SHAPE = RoutedShape(
-    layers=2, hidden=256, heads=2, experts=64, used=8, intermediate=256, vocabulary=1024
+    layers=2, hidden=256, heads=2, experts=64, used=8, intermediate=512, vocabulary=1024
 )
 
 
@@ -41,13 +41,16 @@ def test_rows_from_memory_compare_with_all_resident(subject: Subject) -> None:
 
 @pytest.mark.all
 def test_rows_from_the_disk_say_what_was_read_of_it(subject: Subject) -> None:
-    naive, whole, budget = from_disk(subject, rounds=1, limit=None)
+    naive, whole, parts, budget = from_disk(subject, rounds=1, limit=None)
     assert (naive.rival, naive.target) == ("load on miss, LRU", ">= 3")
     assert "from the disk" in str(naive.note)
     assert whole.target is None
-    assert budget.unit == "MB"
-    assert budget.ours is not None
-    assert budget.ours > 0
+    assert parts.target is None
+    assert budget.target == "<= 1.0"
+    for row in (parts, budget):
+        assert row.unit == "MB"
+        assert row.ours
+        assert row.theirs
 
 
 @pytest.mark.all
