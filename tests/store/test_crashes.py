@@ -117,8 +117,7 @@ class Scene:
         return Sweep(self.template, actions[name], self.folder)
 
     def _import(self, house: House) -> object:
-        owners = {"store": house.store, "bases": house.bases, "trust": house.trust}
-        return install_set(self.together, **owners)
+        return install_set(self.together, store=house.store, bases=house.bases, trust=house.trust)
 
 
 @pytest.fixture
