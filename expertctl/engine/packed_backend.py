@@ -29,6 +29,7 @@ from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
 from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.start import Start, StartOf, begin
@@ -93,9 +94,11 @@ class PackedBackend:
         if config.experts is None or room is None or fits_whole(whole, room):
             return cls(config, dtype, adapter_dtype, whole)
         rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
+        layers, experts = len(config.experts.layers), config.experts.count
+        rest += followers_bytes(layers=layers, experts=experts)
         plan = cache_plan(
-            layers=len(config.experts.layers),
-            experts=config.experts.count,
+            layers=layers,
+            experts=experts,
             block=block.nbytes,
             rest=rest,
             limit=room,

@@ -2,8 +2,9 @@
 
 A pass asks for experts layer by layer. What is missing is read by threads into the pool of
 `expert_memory` while the pass waits, or is left out where that was asked for. Only between two
-passes is it decided who has a slot, so nothing that a program reads changes under it. What the next
-layer is likely to ask for is read ahead.
+passes is it decided who has a slot, so nothing that a program reads changes under it. Who has none
+stays in the pool as long as he is worth more than others: by what was asked for, and by who follows
+whom. What the next layer is likely to ask for is read ahead.
 """
 
 import time
@@ -23,6 +24,7 @@ from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.exchanges import Scores, affordable, exchanges
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.engine.moe.followers import Followers
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
@@ -75,6 +77,7 @@ class ExpertCache:
         self._memory, self._reader, self._numbers = memory, reader, tuple(numbers)
         self.slots, self._policy = tuple(slots), policy
         self._requests, self._pace = RequestBuffer(), UpdatePolicy()
+        self._followers = Followers(layers=len(self.slots), experts=memory.experts)
         self._log = PassLog(self._numbers, experts=memory.experts, skips=policy.skips)
         self._arrivals = Arrivals(memory, reader, self._numbers, threads=threads)
         self._expected = deque[Expert]()
@@ -83,6 +86,7 @@ class ExpertCache:
         self._rate = 0.0
         self._pins_come = False
         """Whether somebody is pinned who may have no slot yet."""
+        self._some_go = any(layer.capacity < layer.experts for layer in slots)
         self._swaps = self._lent = 0
         self._waited = 0.0
         self._missing: list[Expert] = []
@@ -104,8 +108,8 @@ class ExpertCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self._memory.nbytes
+        """Bytes of all blocks, and of what is known of who follows whom."""
+        return self._memory.nbytes + self._followers.nbytes
 
     def places(self, layer: int) -> Numbers:
         """Return the addresses of a layer's experts, int64 [experts]; 0 for what is missing."""
@@ -130,6 +134,9 @@ class ExpertCache:
         """
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
         self._log.ask(layer, selected, slots.hit_mask)
+        if self._some_go:
+            slots.chances = self._followers.chances(layer, selected)
+            self._memory.worths[layer] = slots.worths()
         self._land()  # first: nobody goes any more of whom it is decided now that he is there
         without = slots.hit_mask[selected] == 0
         asked = _experts(layer, selected[without]) if without.any() else []
@@ -175,6 +182,8 @@ class ExpertCache:
         if asked is None:
             return  # it failed
         self._requests.append(asked)
+        if self._some_go:
+            self._followers.passed(asked)
         begins = cache_phase(phase, tokens) is Phase.PROMPT
         if begins:
             self._pace = UpdatePolicy()
@@ -216,7 +225,8 @@ class ExpertCache:
     def _update(self) -> None:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
         for swap in update.swaps:
-            self._exchange(swap)
+            if self._is_worth_bringing((swap.layer, swap.add)):
+                self._exchange(swap)
         if self._rate:
             self._exchange_by_gain(update)
         self._pace.updated(update)
@@ -282,6 +292,12 @@ class ExpertCache:
                 first.append(expert)
         self._arrivals.foresee(first, frozenset())
         self._expected.extendleft(reversed(first))
+
+    def _is_worth_bringing(self, expert: Expert) -> bool:
+        """Tell whether who was asked for may have a slot: not if he was brought, and had to go."""
+        if self.skips or expert in self._memory:
+            return True
+        return self._reader.lend(self._numbers[expert[0]], expert[1]) is not None
 
     def _exchange_by_gain(self, update: Update) -> None:
         """Exchange those by whom a profile gains most, as far as an update may exchange more."""

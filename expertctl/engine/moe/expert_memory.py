@@ -1,7 +1,8 @@
 """Blocks of memory for routed experts, fewer than there are experts.
 
 A block is free, on its way, or holds an expert. Experts that have a slot stay; all others share
-the rest of the blocks, the *pool*, and whoever was used longest ago gives its block to the next.
+the rest of the blocks, the *pool*, and who is worth least gives his block to the next; of equals
+it is who was used longest ago.
 All blocks are alike: an expert that gets a slot, or loses it, is not moved. An expert may also be
 *lent* for one pass: it is computed where it lies outside these blocks.
 """
@@ -78,6 +79,8 @@ class ExpertMemory:
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
+        self.worths = np.zeros((layers, experts))
+        """What each is worth to keep; the owner of the slots says so."""
         if isinstance(blocks, int):
             blocks = HostBlocks(shape.nbytes, count=blocks)
         self._blocks = blocks
@@ -117,10 +120,9 @@ class ExpertMemory:
         """
         if self._free:
             return self._free.pop()
-        for expert in self._pool:
-            if expert not in spared:
-                return self._evict(expert)
-        return None
+        able = (expert for expert in self._pool if expert not in spared)
+        least = min(able, key=self.worths.item, default=None)
+        return None if least is None else self._evict(least)
 
     def put(self, expert: Expert, number: int) -> None:
         """Say that an expert is in a block that was taken; it is in the pool, as used last."""

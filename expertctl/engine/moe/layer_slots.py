@@ -10,6 +10,10 @@ one for each token that asked, not for each window in which somebody did: a wind
 may hide twenty activations. Of an activation ``0.25 ** (tokens since / 48)`` is left, so that
 favourites of an old topic give way. Counts outlive residence: who was evicted and is asked
 for again need not begin at one, and who is asked for once need not drive out a favourite.
+
+Where it is known how likely the next token asks for each (`followers`), that counts besides:
+``worth = priority + 3 * 35.1 * chance``. Of whoever every token asks for with some chance the count
+comes to 35.1 times that chance: what is likely next counts three times as much as what was.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,6 +26,8 @@ from expertctl.errors import UsageError
 
 FADING = 48
 """After so many tokens an activation counts a quarter."""
+AHEAD = 3.0 / (1 - DECAY ** (1 / FADING))
+"""So many activations count as much as being asked for next for certain."""
 _PART = 1024
 """So many tokens are counted at once, or what is left of the first would be lost in rounding."""
 EMPTY = -1
@@ -49,6 +55,8 @@ class LayerSlots:
         self.counts: NDArray[np.float64] = np.zeros(experts)
         """Activations of each expert, resident or not, less what had faded by its last."""
         self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
+        self.chances: Worths = np.zeros(experts)
+        """How likely the next token asks for each, as far as that is known."""
         self.step = 0
         """Tokens that were noted."""
 
@@ -97,18 +105,23 @@ class LayerSlots:
         """Return what each expert is worth now, resident or not."""
         return priority(self.counts, self.step - self.last_used)
 
+    def worths(self) -> Worths:
+        """Return what each is worth to keep, by what was asked for and by what is likely next."""
+        worth: Worths = self.priorities() + AHEAD * self.chances
+        return worth
+
     def evictable(
         self, requested: Collection[int] = (), *, worths: Worths | None = None
     ) -> list[int]:
         """Return the slots whose experts may go, who is worth least first, then the lower slot.
 
         Neither is among them who is pinned, nor who is ``requested`` now. ``worths`` are the
-        `priorities`, where they are at hand.
+        `worths`, where they are at hand.
         """
         stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
         stays[[*self.pinned, *requested, EMPTY]] = True
         slots = (~stays[self.ids]).nonzero()[0]
-        worth = (self.priorities() if worths is None else worths)[self.ids[slots]]
+        worth = (self.worths() if worths is None else worths)[self.ids[slots]]
         order: list[int] = slots[worth.argsort(kind="stable")].tolist()
         return order
 

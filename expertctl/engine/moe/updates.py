@@ -121,7 +121,7 @@ def _plan(number: int, layer: LayerSlots, asked: Ids, in_flight: Ids, *, limit: 
     missing = [expert for expert in requested if not layer.hit_mask[expert]]
     if not missing or limit <= 0:
         return _Planned(len(requested), len(missing))
-    worth = layer.priorities()
+    worth = layer.worths()
     wanted = sorted(missing, key=lambda expert: (-worth[expert], expert))[:limit]
     slots = layer.free[: len(wanted)]
     leasts = [_EMPTY] * len(slots)

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from expertctl.engine.moe.layer_slots import LayerSlots, priority
+from expertctl.engine.moe.layer_slots import AHEAD, LayerSlots, priority
 from expertctl.errors import UsageError
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "moe_cache.json").read_text())
@@ -198,6 +198,16 @@ def test_more_pins_than_slots_are_refused() -> None:
 def test_numbers_that_cannot_be_are_refused(capacity: int, pinned: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"slots for 8 experts|none of 0 to 7"):
         LayerSlots(experts=8, capacity=capacity, pinned=pinned)
+
+
+def test_who_is_likely_next_counts_three_times_what_that_comes_to_in_time() -> None:
+    slots = filled(4, [0, 1])
+    slots.note(asked(*[[0]] * 2000))
+    assert 3 * slots.counts[0] == pytest.approx(AHEAD)
+    assert (slots.worths() == slots.priorities()).all(), "nothing is known of the next token"
+    slots.chances[1] = 0.4
+    assert slots.worths()[1] == pytest.approx(slots.priorities()[1] + 0.4 * AHEAD)
+    assert slots.evictable() == [0, 1]
 
 
 class Slots(RuleBasedStateMachine):

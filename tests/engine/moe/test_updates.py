@@ -105,6 +105,14 @@ def test_nobody_comes_who_is_worth_no_more_than_who_would_go() -> None:
     assert slots[0].counts[9] == 1, "it is counted all the same, and comes when it is asked again"
 
 
+def test_who_is_likely_next_stays_and_comes_before_others() -> None:
+    slots = [layer(3, 5)]
+    slots[0].note(np.array([[3, 5]] * 4))
+    slots[0].chances[[3, 9]] = 0.2
+    found = update(slots, passes([[8, 9]], [[0]]))
+    assert found.swaps == (Swap(0, slot=1, evict=5, add=9),)
+
+
 def test_pinned_experts_stay_whatever_they_are_worth() -> None:
     slots = [layer(3, 5, pinned=(3,))]
     found = update(slots, passes(*[[[8, 9]]] * 4, [[0]]))

@@ -1,0 +1,51 @@
+"""Whose block is given to the next expert."""
+
+import pytest
+
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+
+
+@pytest.fixture
+def memory() -> ExpertMemory:
+    """Three blocks, which hold three experts of two layers without a slot."""
+    memory = ExpertMemory(ExpertShape(Scheme.FLOAT32, 16, 16), layers=2, experts=4, blocks=3)
+    for expert in ((0, 1), (1, 1), (0, 2)):
+        put(memory, expert)
+    return memory
+
+
+def put(memory: ExpertMemory, expert: Expert) -> None:
+    number = memory.take(())
+    assert number is not None
+    memory.put(expert, number)
+
+
+def held(memory: ExpertMemory) -> set[Expert]:
+    memory.check_integrity()
+    return {(n, e) for n in range(2) for e in range(4) if (n, e) in memory}
+
+
+def test_of_equals_who_was_used_longest_ago_gives_his_block(memory: ExpertMemory) -> None:
+    memory.use([(0, 1)])
+    put(memory, (1, 3))
+    assert held(memory) == {(0, 1), (0, 2), (1, 3)}
+
+
+def test_who_is_worth_least_in_any_layer_gives_his_block(memory: ExpertMemory) -> None:
+    memory.worths[:] = 2
+    memory.worths[0, 2] = 1
+    put(memory, (1, 3))
+    assert held(memory) == {(0, 1), (1, 1), (1, 3)}
+
+
+def test_neither_who_is_spared_nor_who_has_a_slot_gives_his_block(memory: ExpertMemory) -> None:
+    memory.worths[:] = 2
+    memory.worths[0, 1:3] = 1, 0
+    memory.keep((0, 2))
+    number = memory.take({(0, 1)})
+    assert number is not None
+    memory.give_back(number)
+    assert memory.take({(0, 1)}) == number
+    assert memory.take({(0, 1)}) is None

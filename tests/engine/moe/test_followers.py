@@ -1,0 +1,109 @@
+"""Who follows whom: the formula in plain words, and what it comes to."""
+
+from collections import defaultdict
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.moe.followers import MOST_PAIRS, MOST_TEXTS, RATE, Followers
+
+LAYERS, EXPERTS, USED = 2, 6, 2
+token = st.permutations(range(EXPERTS)).map(lambda order: order[:USED])
+one_pass = st.lists(st.tuples(token, token), min_size=1, max_size=9)
+
+
+def asked(*tokens: tuple[list[int], ...]) -> list[np.ndarray]:
+    """What a pass asked for: of each token the experts of each layer."""
+    return list(np.array(tokens).swapaxes(0, 1))
+
+
+class Plain:
+    """The same, one chance after the other."""
+
+    def __init__(self) -> None:
+        self.chances: dict[tuple[int, int, int], float] = defaultdict(float)
+        self.before: list[tuple[list[int], ...]] = []
+
+    def learn(self, before: tuple[list[int], ...], after: tuple[list[int], ...]) -> None:
+        for layer in range(LAYERS):
+            for expert in before[layer]:
+                for other in range(EXPERTS):
+                    now = self.chances[layer, expert, other]
+                    came = float(other in after[layer])
+                    self.chances[layer, expert, other] = now + RATE * (came - now)
+
+    def passed(self, tokens: list[tuple[list[int], ...]]) -> None:
+        if len(tokens) > MOST_TEXTS:
+            for before, after in pairwise(tokens):
+                self.learn(before, after)
+            self.before = tokens[-1:]
+            return
+        if len(self.before) == len(tokens):
+            for before, after in zip(self.before, tokens, strict=True):
+                self.learn(before, after)
+        self.before = tokens
+
+    def chance(self, layer: int, tokens: list[tuple[list[int], ...]], other: int) -> float:
+        last = tokens if len(tokens) <= MOST_TEXTS else tokens[-1:]
+        rows = [self.chances[layer, expert, other] for each in last for expert in each[layer]]
+        return sum(rows) / USED
+
+
+@settings(deadline=None)
+@given(st.lists(one_pass, min_size=1, max_size=8))
+def test_chances_are_what_the_formula_says(passes: list[list[tuple[list[int], ...]]]) -> None:
+    followers, plain = Followers(layers=LAYERS, experts=EXPERTS), Plain()
+    for tokens in passes:
+        followers.passed(asked(*tokens))
+        plain.passed(tokens)
+        for layer, selected in enumerate(asked(*tokens)):
+            wanted = [plain.chance(layer, tokens, other) for other in range(EXPERTS)]
+            assert followers.chances(layer, selected) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_at_first_nobody_is_likely() -> None:
+    followers = Followers(layers=1, experts=EXPERTS)
+    assert followers.chances(0, np.array([[1, 2]])).tolist() == [0] * EXPERTS
+    assert followers.nbytes == EXPERTS * EXPERTS * 4
+
+
+def test_who_always_follows_is_certain_in_the_end() -> None:
+    followers = Followers(layers=1, experts=4)
+    for _ in range(300):
+        for pair in ([0, 1], [2, 3]):
+            followers.passed([np.array([pair])])
+    assert followers.chances(0, np.array([[0, 1]])) == pytest.approx([0, 0, 1, 1], abs=0.01)
+    assert followers.chances(0, np.array([[0, 3]])) == pytest.approx([0.5] * 4, abs=0.01)
+
+
+def test_where_tokens_do_not_depend_on_each_other_it_is_how_often_each_is_asked_for() -> None:
+    drawn, often = np.random.default_rng(0), np.array([0.6, 0.3, 0.1])
+    followers = Followers(layers=1, experts=3)
+    found = []
+    for number in range(6000):
+        token = drawn.choice(3, 1, p=often)
+        followers.passed([token[None]])
+        if number > 1000:
+            found.append(followers.chances(0, token[None]))
+    assert np.mean(found, axis=0) == pytest.approx(often, abs=0.03)
+
+
+def test_of_a_prompt_the_last_tokens_are_learnt_from() -> None:
+    prompt = [([0], [0])] * 50 + [([1], [1])] * (MOST_PAIRS + 1)
+    followers = Followers(layers=2, experts=3)
+    followers.passed(asked(*prompt))
+    assert not followers.chances(0, np.array([[0]])).any()
+    kept = 1 - (1 - RATE) ** MOST_PAIRS
+    assert followers.chances(1, np.array([[1]])) == pytest.approx([0, kept, 0])
+    followers.passed(asked(([2], [2])))
+    assert followers.chances(0, np.array([[1]]))[2] == pytest.approx(RATE), "its first follower"
+
+
+def test_texts_that_begin_or_end_are_not_taken_for_each_other() -> None:
+    followers = Followers(layers=1, experts=4)
+    followers.passed([np.array([[0], [1]])])
+    followers.passed([np.array([[2]])])
+    assert not followers.chances(0, np.array([[0], [1]])).any()
