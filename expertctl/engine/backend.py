@@ -167,6 +167,10 @@ class Backend(Protocol):
     def loading_bytes(self) -> int:
         """What reading them takes besides, at most."""
 
+    @property
+    def host_bytes(self) -> int:
+        """What they hold of the machine's memory where they are in another one."""
+
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
 

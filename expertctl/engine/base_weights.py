@@ -46,9 +46,10 @@ def load_base(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    experts: bool = True,
     progress: Progress = no_progress,
 ) -> BaseWeights:
-    """Read a base; ``progress`` counts the bytes of tensors.
+    """Read a base, with its routed experts or without; ``progress`` counts the bytes of tensors.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -56,17 +57,23 @@ def load_base(
         IncompatibleError: for a dtype that is not a float, or a tied head that is another matrix.
     """
     stored = base_tensors(directory, config)
-    wanted = config.tensor_shapes()
+    wanted = [name for name in config.tensor_shapes() if experts or not is_routed_expert(name)]
+    beside = [HEAD] if config.tied and HEAD in stored else []
     with torch.inference_mode():
-        found = dict(_read(stored))
+        found = dict(_read({name: stored[name] for name in (*wanted, *beside)}))
         if config.tied:
             _drop_tied_head(directory, found)
         for name in wanted:
             found[name] = _converted(found[name], dtype, torch.device(device))
             progress(found[name].nbytes)
     tensors = {name: found[name] for name in wanted}
-    warnings = rounding_warnings([stored[name] for name in wanted], _name_of(dtype))
+    warnings = rounding_warnings([stored[n] for n in config.tensor_shapes()], _name_of(dtype))
     return BaseWeights(tensors, dtype, torch.device(device), warnings)
+
+
+def is_routed_expert(name: str) -> bool:
+    """Tell whether a tensor or a module is one of a routed expert."""
+    return ".mlp.experts." in name
 
 
 def rounding_warnings(stored: Iterable[StoredTensor], wanted: str) -> tuple[str, ...]:

@@ -1,30 +1,43 @@
 """A base that torch holds and runs on a CUDA device, with captured steps.
 
-Weights are float32 or bfloat16, keys and values the same, activations and experts float32. Nothing
-else is here, so on a processor the same classes run in tests.
+Weights are float32 or bfloat16, keys and values the same, activations and experts float32. Routed
+experts are in a stack, all of them or as many as fit. Nothing else is here, so on a processor the
+same classes run in tests.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine import accelerator
 from expertctl.engine.backend import BackendName, Surroundings
-from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.base_weights import BaseWeights, is_routed_expert, load_base
 from expertctl.engine.compose import CompiledPlan, Form
 from expertctl.engine.generate import NativeReading, Reading, step_each
 from expertctl.engine.kept_kv import CacheKind, KVSlots
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
+from expertctl.engine.moe.counters import Counters
+from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_stack import StackShape, buffers_bytes, stack_bytes
+from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
+from expertctl.engine.moe.start import Start, StartOf, begin
 from expertctl.engine.static_decoder import StaticDecoder, buffer_bytes
 from expertctl.engine.static_kv import ArenaRow, KVArena, arena_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.engine.torch_backend import TorchBackend, torch_dtype
+from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import MoeMiss
+
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +46,47 @@ class CudaBackend:
 
     config: ModelConfig
     dtype: str
+    cache: CachePlan | None = None
+    """How its routed experts are held where not all of them are on the device."""
+    start: Start = field(default=Start(), compare=False)
+    """Whom of them it begins with."""
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        dtype: str,
+        *,
+        room: int | None = None,
+        miss: MoeMiss = "exact",
+        cap: float = 1.0,
+    ) -> "CudaBackend":
+        """Return what runs a base in so many bytes of the device, if that is limited."""
+        whole = cls(config, dtype)
+        if config.experts is None or room is None or fits_whole(whole.weight_bytes, room):
+            return whole
+        plan = cache_plan(
+            layers=len(config.experts.layers),
+            experts=config.experts.count,
+            block=whole.stack_shape.nbytes,
+            rest=whole.rest_bytes,
+            limit=room,
+            miss=miss,
+            cap=cap,
+        )
+        return replace(whole, cache=plan)
+
+    def begun(self, start: StartOf) -> "CudaBackend":
+        """Return the same with slots and pins as is known, where not all experts fit.
+
+        Raises:
+            ExpertError: when what is known by a file is of another base, or cannot be.
+        """
+        routed = self.config.experts
+        if self.cache is None or routed is None:
+            return self
+        begins = start(routed)
+        return replace(self, cache=begins.planned(self.cache, routed.layers), start=begins)
 
     @property
     def name(self) -> BackendName:
@@ -41,12 +95,33 @@ class CudaBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory."""
-        return self._plain.weight_bytes
+        """What its weights take in memory; of routed experts all there is room for."""
+        routed = self.config.experts
+        if routed is None:
+            return self._plain.weight_bytes
+        blocks = len(routed.layers) * routed.count if self.cache is None else self.cache.blocks
+        return self.rest_bytes + blocks * self.stack_shape.nbytes
 
     @property
-    def cache(self) -> None:
-        """It runs no routed experts."""
+    def rest_bytes(self) -> int:
+        """What all that is no routed expert takes; the dummy and the lookup are among it."""
+        routed, itemsize = self.config.experts, torch_dtype(self.dtype).itemsize
+        assert routed is not None, "a base with routed experts"
+        total = lookup_bytes(routed) + stack_bytes(self.stack_shape, blocks=0)
+        for name, shape in self.config.tensor_shapes().items():
+            if not is_routed_expert(name):
+                total += torch.Size(shape).numel() * (itemsize if len(shape) == 2 else _FLOAT_BYTES)
+        return total
+
+    @property
+    def stack_shape(self) -> StackShape:
+        """What a routed expert looks like."""
+        return StackShape.of(self.config, torch_dtype(self.dtype))
+
+    @property
+    def host_bytes(self) -> int:
+        """What routed experts come through in the memory of the machine."""
+        return 0 if self.config.experts is None else buffers_bytes(self.stack_shape)
 
     @property
     def loading_bytes(self) -> int:
@@ -67,7 +142,13 @@ class CudaBackend:
 
         Texts of a batch are read one after the other.
         """
-        return buffer_bytes(self.config, capacity=tokens, width=width)
+        return buffer_bytes(
+            self.config,
+            capacity=tokens,
+            width=width,
+            experts=None if self.config.experts is None else self.stack_shape,
+            staged=self.cache is not None,
+        )
 
     @property
     def kv_kind(self) -> str:
@@ -85,8 +166,42 @@ class CudaBackend:
         Raises:
             InvalidPackageError: when its tensors are not those of its configuration.
         """
-        plain = self._plain.load(around, progress=progress)
-        return CudaModel(StaticDecoder(self.config, plain.weights), plain.weights, plain.read_bytes)
+        weights = load_base(
+            around.directory,
+            self.config,
+            dtype=torch_dtype(self.dtype),
+            device=accelerator.CUDA,
+            experts=False,
+            progress=progress,
+        )
+        if self.config.experts is None:
+            return CudaModel(StaticDecoder(self.config, weights), weights, weights.nbytes)
+        experts = open_experts(
+            self.config,
+            base_tensors(around.directory, self.config),
+            self.stack_shape,
+            plan=self.cache,
+            device=accelerator.CUDA,
+        )
+        try:
+            read = self._bring(experts, around, progress)
+        except BaseException:
+            experts.close()
+            raise
+        decoder = StaticDecoder(self.config, weights, experts=experts)
+        return CudaModel(decoder, weights, weights.nbytes + read, experts)
+
+    def _bring(self, experts: StackedExperts, around: Surroundings, progress: Progress) -> int:
+        """Bring all experts, or begin with those that are known; return how much was read.
+
+        What a cache reads it counts itself.
+        """
+        cache, routed = experts.cache, experts.config
+        if cache is None:
+            return experts.fill_all(progress)
+        begin(cache, self.start, dict(zip(routed.layers, cache.slots, strict=True)))
+        around.watch(routed, cache)
+        return 0
 
     @property
     def _plain(self) -> TorchBackend:
@@ -111,11 +226,13 @@ class CudaModel:
     weights: BaseWeights
     read_bytes: int
     """How much of files was read for them."""
+    stacked: StackedExperts | None = None
+    """Its routed experts, if it has any."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights."""
-        return self.weights.nbytes
+        return self.weights.nbytes + (0 if self.stacked is None else self.stacked.nbytes)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -123,16 +240,20 @@ class CudaModel:
         return self.weights.warnings
 
     @property
-    def routed(self) -> None:
-        """It runs no routed experts."""
+    def routed(self) -> RoutedReport | None:
+        """What became of routed experts so far; None where there are none."""
+        experts = self.experts
+        return whole_report(self.decoder.config) if experts is None else experts.report()
 
     @property
-    def counters(self) -> None:
-        """It runs no routed experts."""
+    def counters(self) -> Counters | None:
+        """What is counted of routed experts; None where all of them are there."""
+        return None if self.experts is None else self.experts.counters
 
     @property
-    def experts(self) -> None:
-        """It runs no routed experts."""
+    def experts(self) -> ExpertCache | None:
+        """Who has slots of them, and takes profiles over; None where all are there."""
+        return None if self.stacked is None else self.stacked.cache
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Take the memory of steps and put the plan into its slot; graphs come with the steps."""
@@ -168,4 +289,6 @@ class CudaModel:
         return self.decoder.is_at_rest
 
     def close(self) -> None:
-        """Do nothing: nothing runs in the background."""
+        """End what is being read."""
+        if self.stacked is not None:
+            self.stacked.close()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -16,15 +17,19 @@ from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.attention import View, attend, view_of
-from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.base_weights import BaseWeights, is_routed_expert
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.layers import Layer, head_of, layers_of
 from expertctl.engine.linear import NO_DELTAS, Deltas
+from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_mlp import routed_numbers
 from expertctl.engine.rope import rotate, rotation_table, table_positions
 from expertctl.package.model_config import EMBEDDING, ModelConfig
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.stacked_mlp import StackedLayers
 
 PREFILL_CHUNK = 512
 _FLOAT_BYTES = 4
@@ -60,16 +65,19 @@ class _Step:
 class Decoder:
     """A base model that can be run; its weights are shared by all who generate with it."""
 
-    def __init__(self, config: ModelConfig, weights: BaseWeights) -> None:
-        """Sort the weights into layers."""
+    def __init__(
+        self, config: ModelConfig, weights: BaseWeights, *, stacked: "StackedLayers | None" = None
+    ) -> None:
+        """Sort the weights into layers; ``stacked`` are those whose experts are in a stack."""
         self.config = config
         self.device = weights.device
         self.modules = frozenset(config.linear_shapes())
         self._weights = weights
+        self._experts = None if stacked is None else stacked.experts
         self._embedding = weights.tensors[EMBEDDING]
         self._norm = weights.tensors["model.norm.weight"]
         self._head = head_of(weights)
-        self._layers = layers_of(config, weights)
+        self._layers = layers_of(config, weights, None if stacked is None else stacked.mlps)
         self._rotations = torch.empty(2, 0, config.head_dim, device=weights.device)
         self._times: LayerTimes | None = None
 
@@ -112,7 +120,7 @@ class Decoder:
         try:
             for start in range(0, read, chunk):
                 part = self._embedded(before, tokens, start, start + chunk)
-                hidden = self._forward(part, cache, deltas)
+                hidden = self._forward(part, cache, deltas, Phase.PROMPT)
                 progress(len(part))
         except BaseException:
             cache.rewind(begin)
@@ -130,7 +138,7 @@ class Decoder:
         position, started = cache.length, time.perf_counter()
         tokens = self._checked([token], deltas)
         cache.require(1)
-        hidden = self._forward(self._embedding[tokens].float(), cache, deltas)
+        hidden = self._forward(self._embedding[tokens].float(), cache, deltas, Phase.DECODE)
         logits = self._logits(hidden, deltas)
         return DecodeResult(logits, position, self._ms_since(started))
 
@@ -147,6 +155,8 @@ class Decoder:
         """Return the weights [out, in] of a linear layer, by its module name."""
         if module == self._head.module:
             return self._head.weight
+        if self._experts is not None and is_routed_expert(module):
+            return self._experts.matrix(module)
         return self._weights.tensors[f"{module}.weight"]
 
     def buffer_bytes(self, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:
@@ -171,7 +181,7 @@ class Decoder:
         part = self._embedding[tokens[max(start - virtual, 0) : max(end - virtual, 0)]].float()
         return part if start >= virtual else torch.cat((before[start:end], part))
 
-    def _forward(self, x: Tensor, cache: KVCache, deltas: Deltas) -> Tensor:
+    def _forward(self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase) -> Tensor:
         """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden]."""
         tokens = len(x)
         step = self._step(cache.length, tokens)
@@ -180,6 +190,8 @@ class Decoder:
                 x = x + self._attention(x, layer, number, step, cache, deltas)
             with self._spent(f"layers.{number}.mlp"):
                 x = x + layer.mlp(self._normed(x, layer.mlp_norm), deltas)
+        if self._experts is not None:
+            self._experts.passed(tokens, phase=phase)
         cache.advance(tokens)
         return x
 

@@ -1,6 +1,8 @@
 """The weights of a base sorted into layers, with the names by which plans change them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from expertctl.engine.feed_forward import FeedForward, feed_forward_of
 from expertctl.engine.linear import Linear, linear_of
 from expertctl.engine.moe.routed_mlp import RoutedMlp, routed_mlp_of
 from expertctl.package.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.stacked_mlp import StackedMlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,13 +31,19 @@ class Layer:
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
-    mlp: FeedForward | RoutedMlp
+    mlp: "FeedForward | RoutedMlp | StackedMlp"
     window: int | None
 
 
-def layers_of(config: ModelConfig, weights: BaseWeights) -> list[Layer]:
-    """Return all layers, the first one first."""
-    return [_layer(config, weights, number) for number in range(config.layers)]
+def layers_of(
+    config: ModelConfig, weights: BaseWeights, stacked: "Mapping[int, StackedMlp] | None" = None
+) -> list[Layer]:
+    """Return all layers, the first one first; those with experts in a stack are given."""
+    given = stacked or {}
+    return [
+        _layer(config, weights, number, given.get(number) or _mlp(config, weights, number))
+        for number in range(config.layers)
+    ]
 
 
 def head_of(weights: BaseWeights) -> Linear:
@@ -40,7 +51,12 @@ def head_of(weights: BaseWeights) -> Linear:
     return Linear("lm_head", weights.head(), None)
 
 
-def _layer(config: ModelConfig, weights: BaseWeights, number: int) -> Layer:
+def _layer(
+    config: ModelConfig,
+    weights: BaseWeights,
+    number: int,
+    mlp: "FeedForward | RoutedMlp | StackedMlp",
+) -> Layer:
     tensors, prefix = weights.tensors, f"model.layers.{number}"
 
     return Layer(
@@ -52,7 +68,7 @@ def _layer(config: ModelConfig, weights: BaseWeights, number: int) -> Layer:
         query_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
         key_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
         mlp_norm=tensors[f"{prefix}.post_attention_layernorm.weight"],
-        mlp=_mlp(config, weights, number),
+        mlp=mlp,
         window=config.windows[number],
     )
 

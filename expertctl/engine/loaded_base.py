@@ -129,13 +129,12 @@ def backend_of(
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return what runs a base, and what a person should know of that.
 
-    On a CUDA device there is one way, and none for routed experts. On a processor torch runs small
-    bases that are whole in memory, kernels all others, and whatever torch cannot do. Where they do
-    not support the sizes of a large base, torch runs it, and a warning says so.
+    On a CUDA device there is one way. On a processor torch runs small bases that are whole in
+    memory, kernels all others, and whatever torch cannot do. Where they do not support the sizes of
+    a large base, torch runs it, and a warning says so.
 
     Raises:
-        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished;
-            for routed experts on a device.
+        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
     """
     if wish.device == "cuda":
         return _on_cuda(config, wish), ()
@@ -160,13 +159,9 @@ def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
     """Return captured steps; a request that wishes what they cannot do was refused before."""
     from expertctl.engine.cuda_backend import CudaBackend
 
-    if config.experts is not None:
-        raise IncompatibleError(
-            f"routed experts ({config.architecture}) are not run on a CUDA device",
-            hint="leave out --device cuda",
-        )
     assert not wish.needs_kernels, "a CUDA device holds float32 and bf16, experts as published"
-    return CudaBackend(config, wish.dtype)
+    room, miss, cap = wish.room, wish.moe_miss, wish.moe_skip_cap
+    return CudaBackend.of(config, wish.dtype, room=room, miss=miss, cap=cap).begun(wish.start)
 
 
 def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
@@ -206,6 +201,11 @@ class BaseSlot:
         self.drop()
         what = f"the base {base.stored.name}"
         self._tiers.reserve(Tier.DEVICE, "base", base.weight_bytes, what=what)
+        try:
+            self._tiers.reserve(Tier.RAM, "base", base.backend.host_bytes, what=what)
+        except BaseException:
+            self._tiers.release(Tier.DEVICE, "base", base.weight_bytes)
+            raise
         self._base = base
 
     @property
@@ -238,8 +238,9 @@ class BaseSlot:
             model.close()
         del model
         if self._base is not None:
-            size, self._base = self._base.weight_bytes, None
-            self._tiers.release(Tier.DEVICE, "base", size)
+            base, self._base = self._base, None
+            self._tiers.release(Tier.DEVICE, "base", base.weight_bytes)
+            self._tiers.release(Tier.RAM, "base", base.backend.host_bytes)
 
     def check_integrity(self) -> None:
         """Assert that between runs a loaded base takes exactly what was reserved for it."""

@@ -138,6 +138,11 @@ class PackedBackend:
         return packing_scratch(self.config)
 
     @property
+    def host_bytes(self) -> int:
+        """They are in no other memory."""
+        return 0
+
+    @property
     def form(self) -> Form:
         """What plans are compiled for."""
         config, packing = self.config, Packing(self.scheme, self.adapter_dtype)

@@ -4,11 +4,14 @@ Prompts are read by the same `Decoder` as on a processor, in chunks, into a row 
 step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
 looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
 first; on a processor the same function is called.
+
+Where routed experts may be missing a step is done in stages. A text whose plan changes routed
+experts is read by the decoder of prompts, token after token: its plan has no slots.
 """
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
-from expertctl.engine.base_weights import BaseWeights
+from expertctl.engine.base_weights import BaseWeights, is_routed_expert
 from expertctl.engine.decoder import (
     PREFILL_CHUNK,
     Decoder,
@@ -28,6 +31,9 @@ from expertctl.engine.decoder import (
 from expertctl.engine.decoder_inputs import check_modules, checked_tokens
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import NO_DELTAS, Deltas
+from expertctl.engine.moe.expert_stack import StackShape
+from expertctl.engine.moe.stacked_experts import StackedExperts
+from expertctl.engine.moe.stacked_mlp import stacked_layers, stacked_numbers, step_bytes
 from expertctl.engine.static_graphs import Graphs
 from expertctl.engine.static_kv import ArenaRow, KVArena
 from expertctl.engine.static_plans import (
@@ -38,6 +44,7 @@ from expertctl.engine.static_plans import (
     shape_of,
     slots_bytes,
 )
+from expertctl.engine.static_stages import Bucket, StagedStep
 from expertctl.engine.static_step import StaticStep, StepRoom, passing_bytes, room_bytes
 from expertctl.package.model_config import ModelConfig
 
@@ -63,14 +70,24 @@ class StaticDecoder:
         config: ModelConfig,
         weights: BaseWeights,
         *,
+        experts: StackedExperts | None = None,
         captures: bool = True,
         shortest: int = SHORTEST,
     ) -> None:
-        """Run a base where its weights are; without ``captures`` steps are called as they are."""
+        """Run a base where its weights are; without ``captures`` steps are called as they are.
+
+        ``experts`` has those that are routed, which the weights do not have.
+        """
         self.config, self.device = config, weights.device
         self.graphs = Graphs(weights.device, captures=captures)
         self.modules = frozenset(config.linear_shapes())
-        self._prompts, self._one_more = Decoder(config, weights), StaticStep(config, weights)
+        stacked = None if experts is None else stacked_layers(config, weights.tensors, experts)
+        self._prompts = Decoder(config, weights, stacked=stacked)
+        self._one_more = StaticStep(config, weights, stacked=stacked)
+        self._staged: StagedStep | None = None
+        if stacked is not None and not stacked.experts.is_whole:
+            self._staged = StagedStep(self._one_more, stacked)
+        self._of_experts = frozenset(filter(is_routed_expert, self.modules))
         self._shortest = shortest
         self._lock = threading.Lock()
         self._room: StepRoom | None = None
@@ -126,7 +143,14 @@ class StaticDecoder:
             row.cache.require(1)
         logits = torch.empty(shape) if out is None else out
         with self._lock:
-            self._step(rows, tokens, arena, logits)
+            beside = []
+            for row, token, scores in zip(rows, tokens, logits, strict=True):
+                if self._changes_experts(row.deltas):
+                    scores.copy_(self._prompts.decode(token, row.cache, row.deltas).logits)
+                else:
+                    beside.append((row, token, scores))
+            if beside:
+                self._step(beside, arena)
         return logits
 
     @contextmanager
@@ -143,7 +167,8 @@ class StaticDecoder:
         """Make beforehand what the steps of one text need."""
         with self._lock:
             self._prepared_room(cache.arena, rows=1)
-            self._slots_of([deltas])
+            if not self._changes_experts(deltas):
+                self._slots_of([deltas])
 
     def matrix(self, module: str) -> Tensor:
         """Return the weights [out, in] of a linear layer, by its module name."""
@@ -167,30 +192,40 @@ class StaticDecoder:
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
+    def _changes_experts(self, deltas: Deltas) -> bool:
+        return not self._of_experts.isdisjoint(deltas)
+
     @torch.inference_mode()
-    def _step(
-        self, rows: Sequence[StaticRow], tokens: Sequence[int], arena: KVArena, out: Tensor
-    ) -> None:
+    def _step(self, texts: Sequence[tuple[StaticRow, int, Tensor]], arena: KVArena) -> None:
+        """Read a token of each text in one step, and write its scores."""
+        rows = [row for row, _, _ in texts]
         count = bucket(1 + max(row.cache.number for row in rows), most=arena.rows)
         longest = 1 + max(row.cache.length for row in rows)
         length = bucket(longest, least=self._shortest, most=arena.capacity)
         room = self._prepared_room(arena, rows=count)
         slots = self._slots_of([row.deltas for row in rows])
         room.begin()
-        for row, token, slot in zip(rows, tokens, slots, strict=True):
+        for (row, token, _), slot in zip(texts, slots, strict=True):
             room.set(row.cache.number, token=token, position=row.cache.length, slot=slot)
         room.send()
         plans = self._plans if any(slots) else None
-        read = partial(self._one_more, room, rows=count, length=length, plans=plans)
-        if self._one_more.times is None:
-            self.graphs.run((count, length, plans is not None), read)
-        else:
-            read()
+        self._read(Bucket(room, count, length, plans), [row.cache.number for row in rows])
         scores = room.receive(count)
-        for place, row in enumerate(rows):
-            out[place].copy_(scores[row.cache.number])
+        for row, _, out in texts:
+            out.copy_(scores[row.cache.number])
         for row in rows:
             row.cache.advance(1)
+
+    def _read(self, step: Bucket, texts: Sequence[int]) -> None:
+        """Do a step, in one piece or in stages, captured unless somebody wants its times."""
+        run = self.graphs.run if self._one_more.times is None else _call
+        if self._staged is not None:
+            self._staged(step, texts, run=run)
+            return
+        read = partial(
+            self._one_more, step.room, rows=step.rows, length=step.length, plans=step.plans
+        )
+        run(step.key, read)
 
     def _prepared_room(self, arena: KVArena, *, rows: int) -> StepRoom:
         """Return a room over an arena that is large enough; another one takes its graphs along."""
@@ -198,7 +233,8 @@ class StaticDecoder:
         if room is None or room.arena is not arena or room.rows < rows:
             self.graphs.clear()
             self._room = None
-            self._room = room = StepRoom(self.config, arena, rows=rows)
+            staged = self._staged is not None
+            self._room = room = StepRoom(self.config, arena, rows=rows, staged=staged)
         return room
 
     @torch.inference_mode()
@@ -225,17 +261,23 @@ def buffer_bytes(
     plans: int = 1,
     width: int = 0,
     chunk: int = PREFILL_CHUNK,
+    experts: StackShape | None = None,
+    staged: bool = False,
 ) -> int:
     """Return what a decoder takes on the device beside weights and arena, at most about.
 
     Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
     plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
+    ``experts`` is what routed experts are stacked as, ``staged`` where some may be missing.
     """
     count, slots = bucket(rows), bucket(plans) if width else 0
-    held = room_bytes(config, capacity=capacity, rows=count)
+    held = room_bytes(config, capacity=capacity, rows=count, staged=staged)
     held += slots_bytes(config, slots=slots, rank=width) if slots else 0
     columns = slots * rank_bucket(width) if slots else 0
-    step = passing_bytes(config, capacity=capacity, rows=count, columns=columns)
+    made = 0
+    if experts is not None and config.experts is not None:
+        made = step_bytes(config.experts, experts)
+    step = passing_bytes(config, capacity=capacity, rows=count, columns=columns, experts=made)
     return held + step + prompt_bytes(config, capacity, chunk=chunk)
 
 
@@ -244,7 +286,14 @@ def prompt_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHU
     tokens, shares = min(chunk, capacity), config.heads // config.kv_heads
     masks = shares * tokens * capacity * (1 + _FLOAT_BYTES)
     narrowed = tokens * (config.hidden_size + 2 * config.intermediate_size)  # for products in bf16
-    return pass_bytes(config, capacity, chunk=chunk) + masks + _FLOAT_BYTES * narrowed
+    routed = 0
+    if config.experts is not None:
+        routed = tokens * stacked_numbers(config.experts, hidden=config.hidden_size)
+    return pass_bytes(config, capacity, chunk=chunk) + masks + _FLOAT_BYTES * (narrowed + routed)
+
+
+def _call(_: Hashable, function: Callable[[], None]) -> None:
+    function()
 
 
 def bucket(count: int, *, least: int = 1, most: int | None = None) -> int:

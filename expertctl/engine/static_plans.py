@@ -16,6 +16,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from expertctl.engine.base_weights import is_routed_expert
 from expertctl.engine.linear import Deltas, Linear, LinearDelta, linear
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig
@@ -217,11 +218,15 @@ def kind_of(module: str) -> str:
 
 
 def slots_bytes(config: ModelConfig, *, slots: int, rank: int) -> int:
-    """Return what slots take at most, for plans of up to a rank that change every layer."""
+    """Return what slots take at most, for plans of up to a rank that change every layer.
+
+    Plans that change routed experts get none.
+    """
     rows, total = slots * rank_bucket(rank), 0
-    for out, width in config.linear_shapes().values():
+    shapes = {n: shape for n, shape in config.linear_shapes().items() if not is_routed_expert(n)}
+    for out, width in shapes.values():
         total += rows * (out + width) + (slots + 1) * (width + 2 * out)
-    kinds = len({kind_of(module) for module in config.linear_shapes()})
+    kinds = len({kind_of(module) for module in shapes})
     return _FLOAT_BYTES * (total + 2 * kinds * rows)
 
 

@@ -7,7 +7,7 @@ positions and plan slots, is written into `StepRoom.inputs` before, and the scor
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,6 +20,9 @@ from expertctl.engine.feed_forward import FeedForward
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.layers import Layer, head_of, layers_of
 from expertctl.engine.linear import Linear
+from expertctl.engine.moe.routed_mlp import SharedExpert
+from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp, merge
+from expertctl.engine.moe.stacked_room import StackedRoom, stacked_room_bytes
 from expertctl.engine.rope import rotate, rotation_table
 from expertctl.engine.static_kv import SPARE, KVArena
 from expertctl.engine.static_plans import PlanSlots, apply_stack
@@ -32,8 +35,10 @@ _INT_BYTES, _FLOAT_BYTES = 8, 4
 class StepRoom:
     """What steps over one arena read and write, for up to ``rows`` texts."""
 
-    def __init__(self, config: ModelConfig, arena: KVArena, *, rows: int) -> None:
-        """Take the memory, once."""
+    def __init__(
+        self, config: ModelConfig, arena: KVArena, *, rows: int, staged: bool = False
+    ) -> None:
+        """Take the memory, once; ``staged`` with what stages leave each other."""
         device, positions = arena.keys.device, arena.capacity + SPARE
         pinned = device.type == "cuda"
         self.arena, self.rows = arena, rows
@@ -43,11 +48,13 @@ class StepRoom:
         self.rotations = rotation_table(config.rope, positions, device=device)
         self.logits = torch.empty(rows, config.vocab_size, device=device)
         self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
+        self.stacked = StackedRoom(config, rows=rows, device=device) if staged else None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(x.nbytes for x in (self.inputs, self.places, self.rotations, self.logits))
+        parts = (self.inputs, self.places, self.rotations, self.logits, self.stacked)
+        return sum(part.nbytes for part in parts if part is not None)
 
     def begin(self) -> None:
         """Let every row be one that no text stands in: it writes where nobody reads."""
@@ -71,51 +78,98 @@ class StepRoom:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shared:
-    """What all layers share in one step."""
+class SharedPlans:
+    """What all linear layers share in one step: which plan each row has."""
 
-    length: int
-    cos: Tensor  # [rows, 1, head_dim]
-    sin: Tensor
-    writes: Tensor  # where each row's keys and values go, int64 [rows, kv_heads, 1, head_dim]
-    visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
     plans: PlanSlots | None
     slots: Tensor  # int64 [rows]
     foreign: Mapping[int, Tensor]  # see `PlanSlots`
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared(SharedPlans):
+    """What all layers share in one step."""
+
+    arena: KVArena
+    length: int
+    cos: Tensor  # [rows, 1, head_dim]
+    sin: Tensor
+    writes: Tensor  # where each row's keys and values go, int64 [rows, kv_heads, 1, head_dim]
+    visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
+
+
 class StaticStep:
     """The step of one base."""
 
-    def __init__(self, config: ModelConfig, weights: BaseWeights) -> None:
-        """Sort the weights into layers."""
+    def __init__(
+        self, config: ModelConfig, weights: BaseWeights, *, stacked: StackedLayers | None = None
+    ) -> None:
+        """Sort the weights into layers; ``stacked`` are those whose experts are in a stack."""
         self.times: LayerTimes | None = None
         """Where the time of each part goes, while somebody wants it; nothing is captured then."""
         self._config, self._device = config, weights.device
         self._embedding = weights.tensors[EMBEDDING]
         self._norm = weights.tensors["model.norm.weight"]
         self._head = head_of(weights)
-        self._layers = layers_of(config, weights)
+        self._layers = layers_of(config, weights, None if stacked is None else stacked.mlps)
 
     @torch.inference_mode()
     def __call__(self, room: StepRoom, *, rows: int, length: int, plans: PlanSlots | None) -> None:
         """Read a token in each of the first rows, which see the first ``length`` positions."""
-        shared = self._shared(room, rows, length, plans)
-        x = self._embedding.index_select(0, room.inputs[0, :rows]).float()  # [rows, hidden]
-        for number, layer in enumerate(self._layers):
-            with self._spent(f"layers.{number}.attention"):
-                x = x + self._attention(x, layer, number, room.arena, shared)
-            with self._spent(f"layers.{number}.mlp"):
-                x = x + self._mlp(x, layer, shared)
-        with self._spent("head"):
-            room.logits[:rows].copy_(_linear(self._normed(x, self._norm), self._head, shared))
+        shared = self.share(room, rows=rows, length=length, plans=plans)
+        x = self.pass_layers(self.embed(room, rows), range(self.layers), shared)
+        self.score(x, room, shared)
 
-    def _shared(self, room: StepRoom, rows: int, length: int, plans: PlanSlots | None) -> _Shared:
+    @property
+    def layers(self) -> int:
+        """How many there are."""
+        return len(self._layers)
+
+    def embed(self, room: StepRoom, rows: int) -> Tensor:
+        """Return what the first layer reads, [rows, hidden]."""
+        return self._embedding.index_select(0, room.inputs[0, :rows]).float()
+
+    def pass_layers(self, x: Tensor, numbers: Iterable[int], shared: Shared) -> Tensor:
+        """Read some layers whole: [rows, hidden] -> [rows, hidden]."""
+        for number in numbers:
+            x = self.attend(x, number, shared)
+            with self.spent(f"layers.{number}.mlp"):
+                x = self._pass_mlp(x, number, shared)
+        return x
+
+    def attend(self, x: Tensor, number: int, shared: Shared) -> Tensor:
+        """Read a layer up to what follows attention."""
+        with self.spent(f"layers.{number}.attention"):
+            return x + self._attention(x, self._layers[number], number, shared.arena, shared)
+
+    def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
+        """Return what reads what follows attention in a layer."""
+        return self._normed(x, self._layers[number].mlp_norm)
+
+    def apply_shared(self, x: Tensor, expert: SharedExpert, shared: SharedPlans) -> Tensor:
+        """Apply what reads every token, with the plan of each row."""
+        out = _gated(x, expert.mlp, shared)
+        return out if expert.gate is None else out * _linear(x, expert.gate, shared).sigmoid()
+
+    def score(self, x: Tensor, room: StepRoom, shared: Shared) -> None:
+        """Write the scores of what the last layer left."""
+        with self.spent("head"):
+            logits = _linear(self._normed(x, self._norm), self._head, shared)
+            room.logits[: len(x)].copy_(logits)
+
+    def share_plans(self, room: StepRoom, *, rows: int, plans: PlanSlots | None) -> SharedPlans:
+        """Return which plan each of the first rows has."""
+        slots = room.inputs[2, :rows]
+        return SharedPlans(plans, slots, {} if plans is None else plans.foreign(slots))
+
+    def share(self, room: StepRoom, *, rows: int, length: int, plans: PlanSlots | None) -> Shared:
+        """Return what all layers share, by what was set in a room."""
         _, positions, slots = room.inputs[:, :rows]
         cos, sin = room.rotations.index_select(1, positions)[:, :, None]
         shape = (rows, self._config.kv_heads, 1, self._config.head_dim)
         keys = room.places[:length]
-        return _Shared(
+        return Shared(
+            arena=room.arena,
             length=length,
             cos=cos,
             sin=sin,
@@ -127,7 +181,7 @@ class StaticStep:
         )
 
     def _attention(
-        self, x: Tensor, layer: Layer, number: int, arena: KVArena, shared: _Shared
+        self, x: Tensor, layer: Layer, number: int, arena: KVArena, shared: Shared
     ) -> Tensor:
         x = self._normed(x, layer.input_norm)
         queries = self._heads(_linear(x, layer.query, shared), layer.query_norm)
@@ -146,23 +200,29 @@ class StaticStep:
         )
         return _linear(out.flatten(1).float(), layer.output, shared)
 
-    def _mlp(self, x: Tensor, layer: Layer, shared: _Shared) -> Tensor:
-        x = self._normed(x, layer.mlp_norm)
-        mlp = layer.mlp
-        assert isinstance(mlp, FeedForward), "a base of routed experts was refused before"
-        gated = F.silu(_linear(x, mlp.gate, shared)) * _linear(x, mlp.up, shared)
-        return _linear(gated, mlp.down, shared)
+    def _pass_mlp(self, x: Tensor, number: int, shared: Shared) -> Tensor:
+        normed, mlp = self.norm_for_mlp(x, number), self._layers[number].mlp
+        if isinstance(mlp, FeedForward):
+            return x + _gated(normed, mlp, shared)
+        assert isinstance(mlp, StackedMlp), "experts that are routed are in a stack"
+        routed = mlp.route(normed)
+        rows = mlp.experts.find(mlp.place, routed.selected)
+        made = mlp.experts.stack.apply(normed, rows)
+        beside = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
+        return beside + merge(made, mlp.experts.weights(routed, rows))
 
     def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:
-        """[rows, heads * dim] -> [rows, heads, dim]."""
-        split = x.view(len(x), -1, self._config.head_dim)
-        return split if norm is None else self._normed(split, norm)
+        """[rows, heads * dim] -> [rows, heads, dim], normed head by head or all together."""
+        if norm is not None:
+            x = self._normed(x.view(len(x), -1, len(norm)), norm)
+        return x.view(len(x), -1, self._config.head_dim)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
 
     @contextmanager
-    def _spent(self, place: str) -> Iterator[None]:
+    def spent(self, place: str) -> Iterator[None]:
+        """Have the time of a part added, while somebody wants it."""
         if self.times is None:
             yield
             return
@@ -176,25 +236,36 @@ class StaticStep:
         return time.perf_counter()
 
 
-def room_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
+def room_bytes(config: ModelConfig, *, capacity: int, rows: int, staged: bool = False) -> int:
     """Return what a `StepRoom` takes on the device."""
     positions = capacity + SPARE
     numbers = 2 * positions * config.head_dim + rows * config.vocab_size
-    return _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
+    stacked = stacked_room_bytes(config, rows=rows) if staged else 0
+    return stacked + _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
 
 
-def passing_bytes(config: ModelConfig, *, capacity: int, rows: int, columns: int = 0) -> int:
+def passing_bytes(
+    config: ModelConfig, *, capacity: int, rows: int, columns: int = 0, experts: int = 0
+) -> int:
     """Return what one step makes and forgets, at most about, captured or not.
 
-    ``columns`` is how many stand between A and B of all slots.
+    ``columns`` is how many stand between A and B of all slots, ``experts`` what a row makes in a
+    layer of routed experts.
     """
     heads = (config.heads + 2 * config.kv_heads) * config.head_dim
     each = 8 * config.hidden_size + 5 * config.intermediate_size + 5 * heads + 3 * columns
     scores = (config.heads + len(set(config.windows))) * capacity
-    return _FLOAT_BYTES * rows * (each + 2 * scores + 2 * config.vocab_size)
+    numbers = each + 2 * scores + 2 * config.vocab_size
+    return rows * (_FLOAT_BYTES * numbers + experts)
 
 
-def _linear(x: Tensor, layer: Linear, shared: _Shared) -> Tensor:
+def _gated(x: Tensor, mlp: FeedForward, shared: SharedPlans) -> Tensor:
+    """Apply a gated network with the plan of each row: [rows, hidden] -> [rows, hidden]."""
+    gated = F.silu(_linear(x, mlp.gate, shared)) * _linear(x, mlp.up, shared)
+    return _linear(gated, mlp.down, shared)
+
+
+def _linear(x: Tensor, layer: Linear, shared: SharedPlans) -> Tensor:
     """Apply a linear layer with the plan of each row: [rows, in] -> [rows, out]."""
     stack = None if shared.plans is None else shared.plans.stacks.get(layer.module)
     return apply_stack(x, layer, stack, shared.slots, shared.foreign)

@@ -128,6 +128,20 @@ def portions(tensor: StoredTensor, first: int = 0, rows: int | None = None) -> I
         raise unreadable(tensor.path, error) from error
 
 
+def read_numbers(tensor: StoredTensor, numbers: Numbers) -> None:
+    """Read all of a stored tensor as it is into an array of as many bytes.
+
+    Raises:
+        InvalidPackageError: when the file cannot be read to its end.
+    """
+    try:
+        with tensor.path.open("rb", buffering=0) as stream:
+            stream.seek(tensor.offset)
+            _read_into(numbers, stream)
+    except OSError as error:
+        raise unreadable(tensor.path, error) from error
+
+
 def _pack_stretch(stretch: Stretch) -> None:
     place, done = stretch.place, 0
     for numbers in portions(stretch.tensor, stretch.first, stretch.rows):

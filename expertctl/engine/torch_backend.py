@@ -59,6 +59,11 @@ class TorchBackend:
         return 0
 
     @property
+    def host_bytes(self) -> int:
+        """They are in no other memory."""
+        return 0
+
+    @property
     def form(self) -> Form:
         """What plans are compiled for."""
         config = self.config

@@ -105,6 +105,8 @@ def check_request(request: RouteRequest) -> None:
 def _check_engine(request: RouteRequest) -> None:
     """Refuse what only the kernels of our own engine can do of another one."""
     refused = _of_kernels(request)
+    if request.moe_miss == "skip":
+        refused |= {"--moe-miss skip": "--moe-miss exact"}
     if refused and request.engine == "transformers":
         raise UsageError(
             f"--engine transformers does not know {', '.join(refused)}",
@@ -113,8 +115,10 @@ def _check_engine(request: RouteRequest) -> None:
 
 
 def _check_device(request: RouteRequest) -> None:
-    """Refuse what only a processor can do of a CUDA device."""
+    """Refuse what only a processor can do of a CUDA device; from there no copy is computed with."""
     refused = _of_kernels(request)
+    if request.moe_cold in {"map", "direct"}:
+        refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
     if request.engine != "native":
         refused |= {f"--engine {request.engine}": "--engine native"}
     if refused and request.device == "cuda":
@@ -148,7 +152,6 @@ def _of_kernels(request: RouteRequest) -> dict[str, str]:
         (dtype, "--dtype float32", request.dtype in QUANTISED),
         (adapters, "--adapter-dtype published", request.adapter_dtype != "published"),
         ("--deterministic", "--no-deterministic", request.deterministic),
-        ("--moe-miss skip", "--moe-miss exact", request.moe_miss == "skip"),
     )
     return {option: other for option, other, given in asked if given}
 

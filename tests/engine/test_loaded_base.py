@@ -92,11 +92,15 @@ def test_a_base_of_routed_experts_takes_what_was_announced_in_torch(
     place.check_integrity()
 
 
-def test_routed_experts_on_a_cuda_device_are_refused_by_name(tmp_path: Path) -> None:
+def test_what_of_routed_experts_fits_is_held_by_a_cuda_device(tmp_path: Path) -> None:
     config = read_config(write_base(tmp_path / "b", arch="olmoe"))
-    with pytest.raises(IncompatibleError, match=r"routed experts \(olmoe\)") as error:
-        backend_of(config, Wish(device="cuda"))
-    assert error.value.hint
+    whole, warnings = backend_of(config, Wish(device="cuda"))
+    assert (whole.name, whole.cache, warnings) == ("cuda", None, ())
+    wish = Wish(device="cuda", room=whole.weight_bytes, moe_miss="skip", moe_skip_cap=0.5)
+    partly, _ = backend_of(config, wish)
+    assert partly.cache is not None
+    assert (partly.cache.miss, partly.cache.cap) == ("skip", 0.5)
+    assert partly.weight_bytes < whole.weight_bytes
 
 
 @pytest.mark.parametrize(

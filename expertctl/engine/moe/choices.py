@@ -21,3 +21,15 @@ class Choices(Protocol):
     """How much of the weights of a token was left out, float32 [layers, tokens]."""
     likely: Numbers
     """What a layer will be asked for, as the one before it foresaw; of the first nothing."""
+
+
+class HostChoices:
+    """Choices that were made on a device, in the memory of the machine."""
+
+    def __init__(self, *, layers: int, tokens: int, used: int) -> None:
+        """Make room for so many tokens."""
+        self.selected = np.zeros((layers, tokens, used), np.int64)
+        self.weights = np.zeros((layers, tokens, used), np.float32)
+        self.skipped = np.zeros((layers, tokens), np.float32)
+        self.likely = np.zeros((layers, tokens, used), np.int64)
+        self.tokens = tokens

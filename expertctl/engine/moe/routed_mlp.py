@@ -19,15 +19,41 @@ from expertctl.package.model_config import CHOICE_BIAS, ROUTER, SHARED, SHARED_G
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """What chooses the experts of a layer."""
+
+    weight: Tensor  # [experts, hidden]
+    choice_bias: Tensor | None  # [experts]
+    rule: RoutingRule
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Choose the experts of tokens; logits are float32, however the router is held."""
+        logits = F.linear(x, self.weight.float())  # [tokens, experts]
+        return route(logits, self.rule, self.choice_bias)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedExpert:
+    """What reads every token, as far as its gate opens."""
+
+    mlp: FeedForward
+    gate: Linear | None
+
+    def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
+        """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
+        out = self.mlp(x, deltas)
+        if self.gate is None:
+            return out
+        return out * self.gate(x, deltas).sigmoid()  # [tokens, hidden] * [tokens, 1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RoutedMlp:
     """The router of a layer, its experts, and what reads every token."""
 
-    router: Tensor  # [experts, hidden]
-    choice_bias: Tensor | None  # [experts]
-    rule: RoutingRule
+    route: Router
     experts: tuple[FeedForward, ...]
-    shared: FeedForward | None
-    shared_gate: Linear | None
+    shared: SharedExpert | None
 
     def __call__(self, x: Tensor, deltas: Deltas) -> Tensor:
         """Apply it, with what a plan changes: [tokens, hidden] -> [tokens, hidden]."""
@@ -37,33 +63,36 @@ class RoutedMlp:
             tokens, places = (routed.selected == number).nonzero(as_tuple=True)
             rows = self.experts[number](x[tokens], deltas)  # [its tokens, hidden]
             out.index_add_(0, tokens, rows * routed.weights[tokens, places, None])
-        return out if self.shared is None else out + self._shared(x, self.shared, deltas)
-
-    def route(self, x: Tensor) -> Routed:
-        """Choose the experts of tokens; logits are float32, however the router is held."""
-        logits = F.linear(x, self.router.float())  # [tokens, experts]
-        return route(logits, self.rule, self.choice_bias)
-
-    def _shared(self, x: Tensor, shared: FeedForward, deltas: Deltas) -> Tensor:
-        out = shared(x, deltas)
-        if self.shared_gate is None:
-            return out
-        return out * self.shared_gate(x, deltas).sigmoid()  # [tokens, hidden] * [tokens, 1]
+        return out if self.shared is None else out + self.shared(x, deltas)
 
 
 def routed_mlp_of(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> RoutedMlp:
     """Return the routed experts of a layer, by the prefix of its tensors' names."""
-    return RoutedMlp(
-        router=tensors[f"{layer}.{ROUTER}.weight"],
-        choice_bias=tensors.get(f"{layer}.{ROUTER}.{CHOICE_BIAS}"),
-        rule=rule_of(config),
-        experts=tuple(
-            feed_forward_of(tensors, f"{layer}.mlp.experts.{number}")
-            for number in range(config.count)
-        ),
-        shared=feed_forward_of(tensors, f"{layer}.{SHARED}") if config.shared_size else None,
-        shared_gate=linear_of(tensors, f"{layer}.{SHARED_GATE}") if config.shared_gate else None,
+    experts = (
+        feed_forward_of(tensors, f"{layer}.mlp.experts.{number}") for number in range(config.count)
     )
+    return RoutedMlp(
+        route=router_of(tensors, config, layer=layer),
+        experts=tuple(experts),
+        shared=shared_of(tensors, config, layer=layer),
+    )
+
+
+def router_of(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str) -> Router:
+    """Return the router of a layer."""
+    weight = tensors[f"{layer}.{ROUTER}.weight"]
+    choice_bias = tensors.get(f"{layer}.{ROUTER}.{CHOICE_BIAS}")
+    return Router(weight, choice_bias, rule_of(config))
+
+
+def shared_of(
+    tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str
+) -> SharedExpert | None:
+    """Return what reads every token in a layer, if anything does."""
+    if not config.shared_size:
+        return None
+    gate = linear_of(tensors, f"{layer}.{SHARED_GATE}") if config.shared_gate else None
+    return SharedExpert(feed_forward_of(tensors, f"{layer}.{SHARED}"), gate)
 
 
 def rule_of(config: ExpertsConfig) -> RoutingRule:

@@ -1,0 +1,173 @@
+"""`ExpertStack`: routed experts stacked in tensors on a device, and how they come there.
+
+There is one tensor for what reads a token, gate above up, and one for down; an expert is a row of
+both. Row 0 is the *dummy*, all zero: whoever is missing is looked up there, so a product over all
+that was chosen needs no condition, and never does another expert stand in. The rows behind it are
+the blocks of `expert_memory`, for experts of all layers.
+
+An expert is read into a buffer of the machine's memory and copied from there, by whoever reads it.
+A copy begins when all is done that the device was asked for before, and its reader waits for its
+end; so a block is known to hold an expert only after it does.
+"""
+
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+
+from expertctl.engine.feed_forward import FeedForward
+from expertctl.engine.linear import Linear
+from expertctl.engine.moe.expert_memory import Read
+from expertctl.package.model_config import ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+DUMMY = 0
+"""The row of the expert that is all zero."""
+BUFFERS = 4
+"""So many experts are read at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """What every routed expert of a base looks like in a stack."""
+
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: torch.dtype) -> "StackShape":
+        """Return the shape of a base's experts."""
+        assert config.experts is not None, "a base with routed experts"
+        inner = config.experts.intermediate_size
+        return cls(hidden=config.hidden_size, intermediate=inner, dtype=dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert."""
+        return 3 * self.intermediate * self.hidden * self.dtype.itemsize
+
+    def parts(self, octets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gate above up [2 * intermediate, hidden] and down [hidden, intermediate]."""
+        gate_up, down = octets.view(self.dtype).tensor_split([2 * self.intermediate * self.hidden])
+        return gate_up.view(-1, self.hidden), down.view(-1, self.intermediate)
+
+
+class ExpertStack:
+    """The one owner of both tensors; its blocks are filled by any thread."""
+
+    def __init__(self, shape: StackShape, *, blocks: int, device: torch.device) -> None:
+        """Take the memory of so many blocks and of the dummy, and of the buffers."""
+        self.shape, self._blocks = shape, blocks
+        high, wide = 2 * shape.intermediate, shape.hidden
+        count, dtype = 1 + blocks, shape.dtype
+        with torch.inference_mode(False):  # threads write there, whatever mode they are in
+            self.gate_up = torch.empty(count, high, wide, dtype=dtype, device=device)
+            self.down = torch.empty(count, wide, shape.intermediate, dtype=dtype, device=device)
+            buffers = [_Buffer(shape, device) for _ in range(BUFFERS)]
+        self.gate_up[DUMMY].zero_()
+        self.down[DUMMY].zero_()
+        self._buffers = SimpleQueue[_Buffer]()
+        for buffer in buffers:
+            self._buffers.put(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, the dummy among them."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.gate_up.device
+
+    def __len__(self) -> int:
+        """How many blocks there are."""
+        return self._blocks
+
+    def place(self, number: int) -> int:
+        """Return the row of a block."""
+        return number + 1
+
+    def fill(self, number: int, read: Read) -> int:
+        """Have a block filled, in any thread; return what ``read`` returns.
+
+        It waits for a buffer, and then until the copy is over.
+        """
+        buffer, row = self._buffers.get(), self.place(number)
+        try:
+            size = read(buffer.numbers)
+            buffer.send(self.gate_up[row], self.down[row])
+        finally:
+            self._buffers.put(buffer)
+        return size
+
+    def expert(self, row: int, module: str) -> FeedForward:
+        """Return the expert that is in a row, as the module that it is now."""
+        gate, up = self.gate_up[row].tensor_split(2)
+        return FeedForward(
+            Linear(f"{module}.gate_proj", gate, None),
+            Linear(f"{module}.up_proj", up, None),
+            Linear(f"{module}.down_proj", self.down[row], None),
+        )
+
+    def apply(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Apply to each token its experts: [tokens, hidden], [tokens, used] -> [.., hidden].
+
+        All is token-major and asks the device for no number, so it can be captured.
+        """
+        tokens, used = rows.shape
+        both = self._gate_up(x, rows).view(tokens, used, 2, -1)
+        gated = F.silu(both[:, :, 0]) * both[:, :, 1]  # [tokens, used, intermediate]
+        down = self.down.index_select(0, rows.flatten())
+        middle = gated.flatten(0, 1).to(down.dtype)[:, :, None]
+        return torch.bmm(down, middle).view(tokens, used, -1).to(x.dtype)
+
+    def _gate_up(self, x: Tensor, rows: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, used * 2 * intermediate], one product for each token."""
+        gate_up = self.gate_up.index_select(0, rows.flatten())
+        each = gate_up.view(len(rows), -1, self.shape.hidden)
+        return torch.bmm(each, x.to(each.dtype)[:, :, None])[:, :, 0].to(x.dtype)
+
+
+class _Buffer:
+    """Room for one expert on its way, and the stream that it is copied on."""
+
+    def __init__(self, shape: StackShape, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        octets = torch.empty(shape.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self.numbers: Numbers = octets.numpy()
+        self._parts = shape.parts(octets)
+        self._stream = _new_stream(device) if on_cuda else None
+
+    def send(self, gate_up: Tensor, down: Tensor) -> None:
+        """Copy what was read, and wait until it is there."""
+        if self._stream is None:
+            self._copy(gate_up, down)
+            return
+        self._stream.wait_stream(torch.cuda.default_stream(gate_up.device))
+        with torch.cuda.stream(self._stream):
+            self._copy(gate_up, down)
+        self._stream.synchronize()
+
+    def _copy(self, gate_up: Tensor, down: Tensor) -> None:
+        for there, here in zip((gate_up, down), self._parts, strict=True):
+            there.copy_(here, non_blocking=True)
+
+
+def stack_bytes(shape: StackShape, *, blocks: int) -> int:
+    """Return what a stack takes on the device: its blocks, and the dummy."""
+    return (1 + blocks) * shape.nbytes
+
+
+def buffers_bytes(shape: StackShape) -> int:
+    """Return what its buffers take in the memory of the machine."""
+    return BUFFERS * shape.nbytes
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,0 +1,246 @@
+"""The routed experts of a base on a device: which row of the stack each is in, for whom to know.
+
+`lookup` is on the device and leads from an expert to its row, and from one that is missing to the
+dummy. It is the only thing that steps ask, and it changes only between two of their stages: what
+is on its way is in no row before. Who comes and who goes is decided by `ExpertCache`, as on a
+processor; where all experts are there, nobody decides, and nothing has to be asked.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from expertctl.digest import Progress, no_progress
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.choices import HostChoices
+from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.expert_rows import ExpertRows
+from expertctl.engine.moe.expert_stack import BUFFERS, DUMMY, ExpertStack, StackShape
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routing import Routed
+from expertctl.engine.moe.skipping import skipped_share
+from expertctl.package.base_tensors import StoredTensor
+from expertctl.package.experts_config import ExpertsConfig
+from expertctl.package.model_config import ModelConfig
+
+Numbers = np.ndarray[Any, Any]
+_LONG_BYTES = 8
+_SCHEMES = {torch.float32: Scheme.FLOAT32, torch.bfloat16: Scheme.BFLOAT16}
+
+
+class StackedExperts:
+    """The owner of a stack and of the lookup; one pass at a time asks it.
+
+    Routed layers are counted from 0, whatever their numbers in the base.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        stack: ExpertStack,
+        reader: ExpertRows,
+        *,
+        cache: ExpertCache | None = None,
+    ) -> None:
+        """Have a cache decide about the blocks of the stack; without one each expert has its own.
+
+        Then `fill_all` brings them.
+        """
+        self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
+        shape = len(config.layers), config.count
+        self._sent = np.full(shape, DUMMY, np.int64)
+        if cache is None:
+            rows = [stack.place(number) for number in range(len(stack))]
+            self._sent = np.array(rows, np.int64).reshape(shape)
+        with torch.inference_mode(False):
+            self.lookup = torch.from_numpy(self._sent).to(stack.device, copy=True)
+        self.choices = HostChoices(layers=shape[0], tokens=1, used=config.used)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return self.stack.nbytes + self.lookup.nbytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no expert is ever missing."""
+        return self.cache is None
+
+    @property
+    def skips(self) -> bool:
+        """Whether what is missing may be left out."""
+        return self.cache is not None and self.cache.skips
+
+    def fill_all(self, progress: Progress = no_progress) -> int:
+        """Bring each expert into the row that is its own; return how many bytes were read.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        assert self.is_whole, "who is brought is up to the cache"
+        read, names = 0, product(self.config.layers, range(self.config.count))
+        pool = ThreadPoolExecutor(BUFFERS)
+        try:
+            reads = (partial(self._reader.read, *name) for name in names)
+            for size in pool.map(self.stack.fill, range(len(self.stack)), reads):
+                read += size
+                progress(self.stack.shape.nbytes)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        return read
+
+    def rows(self, place: int) -> Numbers:
+        """Return the row of each expert of a layer, int64 [experts]; the dummy's where missing."""
+        found: Numbers = self._sent[place]
+        return found
+
+    def find(self, place: int, selected: Tensor) -> Tensor:
+        """Return in which rows experts of a layer are, on the device; both int64 [tokens, used]."""
+        return self.lookup[place].index_select(0, selected.flatten()).view_as(selected)
+
+    def ask(
+        self, place: int, selected: Numbers, weights: Numbers, likely: Numbers | None = None
+    ) -> bool:
+        """Ask for what tokens chose in a layer, [tokens, used]; tell whether to `wait`.
+
+        Until then those who are there may be computed. ``likely`` is what the next layer will be
+        asked for.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        if self.cache is None:
+            return False
+        tokens, choices = len(selected), self._room_for(len(selected))
+        choices.selected[place, :tokens] = selected
+        choices.weights[place, :tokens] = weights
+        if likely is not None:
+            choices.likely[place + 1, :tokens] = likely
+        waits = self.cache.ask(place, choices, tokens)
+        self._send(place)
+        if not waits:
+            self._note_skipped(place, tokens)
+        return waits
+
+    def wait(self, place: int, tokens: int) -> None:
+        """Have those there whom so many tokens asked for in a layer and who may not be skipped.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        if self.cache is not None:
+            self.cache.wait()
+            self._send(place)
+            self._note_skipped(place, tokens)
+
+    def passed(self, tokens: int, *, phase: Phase) -> None:
+        """Learn that a pass over so many tokens is over; now others may come and go."""
+        if self.cache is not None:
+            self.cache.passed(self.choices, tokens, phase=phase)
+
+    def weights(self, routed: Routed, rows: Tensor) -> Tensor:
+        """Return what experts in these rows count; where they may be skipped, the dummy nothing."""
+        return kept_weights(routed.weights, rows != DUMMY) if self.skips else routed.weights
+
+    def matrix(self, module: str) -> Tensor:
+        """Return the weights [out, in] of a linear layer of an expert, read from its file.
+
+        Raises:
+            InvalidPackageError: when the file cannot be read to its end.
+        """
+        return self._reader.matrix(module)
+
+    def close(self) -> None:
+        """End what is being read."""
+        if self.cache is not None:
+            self.cache.close()
+
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+        assert np.array_equal(self.lookup.cpu().numpy(), self._sent)
+        assert not self.stack.gate_up[DUMMY].any()
+        assert not self.stack.down[DUMMY].any()
+        if self.cache is not None:
+            self.cache.check_integrity()
+
+    def _room_for(self, tokens: int) -> HostChoices:
+        if self.choices.tokens < tokens:
+            layers, used = len(self.config.layers), self.config.used
+            self.choices = HostChoices(layers=layers, tokens=tokens, used=used)
+        return self.choices
+
+    def _send(self, place: int) -> None:
+        """Let the device know where the experts of a layer are now, if that changed."""
+        assert self.cache is not None
+        now = self.cache.places(place)
+        if not np.array_equal(now, self._sent[place]):
+            self._sent[place] = now
+            self.lookup[place].copy_(torch.from_numpy(self._sent[place]), non_blocking=True)
+
+    def _note_skipped(self, place: int, tokens: int) -> None:
+        if not self.skips:
+            return
+        weights = self.choices.weights[place, :tokens]
+        hits = self._sent[place][self.choices.selected[place, :tokens]] != DUMMY
+        self.choices.skipped[place, :tokens] = skipped_share(weights, hits) * weights.sum(-1)
+
+
+def open_experts(
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    shape: StackShape,
+    *,
+    plan: CachePlan | None,
+    device: torch.device,
+) -> StackedExperts:
+    """Make room for the routed experts of a base, for all of them without a plan; none is there.
+
+    ``stored`` says where the tensors of the base lie.
+    """
+    routed, reader = config.experts, ExpertRows(stored, shape)
+    assert routed is not None, "a base with routed experts"
+    if plan is None:
+        stack = ExpertStack(shape, blocks=len(routed.layers) * routed.count, device=device)
+        return StackedExperts(routed, stack, reader)
+    stack = ExpertStack(shape, blocks=plan.blocks, device=device)
+    cache = ExpertCache(
+        ExpertMemory(
+            ExpertShape(_SCHEMES[shape.dtype], shape.hidden, shape.intermediate),
+            layers=plan.layers,
+            experts=plan.experts,
+            blocks=stack,
+        ),
+        reader,
+        numbers=routed.layers,
+        slots=[
+            LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
+            for capacity, pins in zip(plan.capacities, plan.pins, strict=True)
+        ],
+        policy=MissPolicy(skips=plan.miss == "skip", cap=plan.cap),
+        threads=BUFFERS - 1,
+    )
+    return StackedExperts(routed, stack, reader, cache=cache)
+
+
+def kept_weights(weights: Tensor, hits: Tensor) -> Tensor:
+    """Return `skipping.effective_weights` where tensors are: those who are there take all."""
+    given = weights.double()
+    kept = given * hits
+    mass, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
+    share = torch.where(left == 0, 0.0, mass / torch.where(left == 0, 1.0, left))
+    return (kept * share).to(weights.dtype)
+
+
+def lookup_bytes(config: ExpertsConfig) -> int:
+    """Return what the lookup takes on the device."""
+    return _LONG_BYTES * len(config.layers) * config.count

@@ -1,0 +1,178 @@
+"""Routed experts in a stack, as on a device: the processor stands in its place."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertctl.engine.moe.expert_rows import ExpertRows
+from expertctl.engine.moe.expert_stack import DUMMY
+from expertctl.engine.moe.skipping import effective_weights
+from expertctl.engine.moe.stacked_experts import StackedExperts, kept_weights, lookup_bytes
+from expertctl.errors import InvalidPackageError
+from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits, build_oracle
+from tests.engine.moe.stacked_bases import arena_of, scores, stacked
+from tests.engine.shapes import ROUTED
+
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    return build_oracle(tmp_path_factory.mktemp("olmoe") / "model", "olmoe", num_experts=8)
+
+
+def loads(experts: StackedExperts) -> int:
+    assert experts.cache is not None
+    return experts.cache.activity().loads
+
+
+@pytest.mark.parametrize(("arch", "config"), ROUTED)
+def test_scores_are_those_of_transformers_wherever_experts_are(
+    arch: str, config: dict[str, Any], oracle: MakeOracle
+) -> None:
+    model = oracle(arch, **config)
+    with stacked(model) as (decoder, experts):
+        whole = scores(decoder, IDS, prefill=9)
+        experts.check_integrity()
+    assert_same_logits(whole, model.logits(IDS)[8:])
+    for slots in (0, 2):
+        with stacked(model, slots=slots) as (decoder, experts):
+            for _ in range(2):
+                assert torch.equal(scores(decoder, IDS, prefill=9), whole)
+                experts.check_integrity()
+            assert loads(experts) > 0
+
+
+def test_slots_that_change_all_the_time_change_no_bit(olmoe: Oracle) -> None:
+    def answer(slots: int | None) -> tuple[list[int], torch.Tensor]:
+        with stacked(olmoe, slots=slots) as (decoder, experts):
+            row = arena_of(decoder).row(0)
+            found = [decoder.prefill(IDS[:7], row, chunk=3).logits]
+            while len(found) < 50:
+                found.append(decoder.decode(int(found[-1].argmax()), row).logits)
+                for layer in () if experts.cache is None else experts.cache.slots:
+                    layer.counts[:] = 0.0  # who came last is worth most
+            experts.check_integrity()
+            if experts.cache is not None:
+                assert experts.cache.activity().swaps > 5
+        return [int(each.argmax()) for each in found], torch.stack(found)
+
+    tokens, whole = answer(None)
+    again, swapped = answer(2)
+    assert again == tokens
+    assert torch.equal(swapped, whole)
+
+
+def test_in_bf16_they_are_the_same_bits_and_near_to_those_of_torch(olmoe: Oracle) -> None:
+    with stacked(olmoe, dtype=torch.bfloat16) as (decoder, _):
+        whole = scores(decoder, IDS, prefill=9)
+    with stacked(olmoe, slots=2, dtype=torch.bfloat16) as (decoder, experts):
+        assert torch.equal(scores(decoder, IDS, prefill=9), whole)
+        assert experts.stack.gate_up.dtype is torch.bfloat16
+    theirs = olmoe.logits(IDS)[8:]
+    assert float((whole - theirs).norm() / theirs.norm()) <= 0.03
+
+
+def test_what_is_on_its_way_is_in_no_row_until_somebody_waited(
+    olmoe: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_come, read = threading.Event(), ExpertRows.read
+
+    def late(self: ExpertRows, *arguments: Any, **options: Any) -> int:
+        assert may_come.wait(60)
+        return read(self, *arguments, **options)
+
+    monkeypatch.setattr(ExpertRows, "read", late)
+    with stacked(olmoe, slots=2) as (_, experts):
+        selected = np.array([[3, 5, 1]])
+        assert experts.ask(2, selected, np.ones((1, 3), np.float32))
+        found = experts.find(2, torch.from_numpy(selected))
+        assert found.tolist() == [[DUMMY] * 3]
+        may_come.set()
+        experts.wait(2, 1)
+        found = experts.find(2, torch.from_numpy(selected))
+        assert DUMMY not in found
+        assert len(set(found.flatten().tolist())) == 3
+        assert int((experts.lookup != DUMMY).sum()) == 3
+        experts.check_integrity()
+
+
+def test_nothing_moves_while_experts_come_and_go(olmoe: Oracle) -> None:
+    with stacked(olmoe, slots=2) as (decoder, experts):
+        stack = experts.stack
+        before = [tensor.data_ptr() for tensor in (stack.gate_up, stack.down, experts.lookup)]
+        scores(decoder, IDS, prefill=3)
+        after = [tensor.data_ptr() for tensor in (stack.gate_up, stack.down, experts.lookup)]
+        assert after == before
+
+
+def test_bytes_are_those_of_blocks_the_dummy_and_the_lookup(olmoe: Oracle) -> None:
+    one = 3 * 32 * 48 * 4  # hidden 32, intermediate 48, float32
+    with stacked(olmoe) as (_, experts):
+        assert experts.nbytes == (3 * 8 + 1) * one + lookup_bytes(experts.config)
+    with stacked(olmoe, slots=3) as (_, experts):
+        assert experts.nbytes == (3 * 3 + 8 - 3 + 1) * one + 3 * 8 * 8
+
+
+def test_a_file_that_is_cut_short_is_told_and_the_next_text_is_refused_too(
+    oracle: MakeOracle,
+) -> None:
+    model = oracle("olmoe")
+    with stacked(model, slots=1) as (decoder, experts):
+        file = model.directory / "model.safetensors"
+        whole = file.rename(file.with_suffix(".whole"))  # what is mapped of it stays
+        file.write_bytes(whole.read_bytes()[:5000])
+        for _ in range(2):
+            with pytest.raises(InvalidPackageError, match="cut short"):
+                scores(decoder, IDS, prefill=3)
+        whole.replace(file)
+        assert_same_logits(scores(decoder, IDS, prefill=3), model.logits(IDS)[2:])
+        experts.check_integrity()
+
+
+def test_a_file_that_is_cut_short_is_told_where_all_are_brought(oracle: MakeOracle) -> None:
+    model = oracle("olmoe")
+    file = model.directory / "model.safetensors"
+    with stacked(model) as (_, experts):
+        whole = file.rename(file.with_suffix(".whole"))  # what is mapped of it stays
+        file.write_bytes(whole.read_bytes()[:5000])
+        with pytest.raises(InvalidPackageError, match="cut short"):
+            experts.fill_all()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 8))
+def test_weights_that_are_kept_are_those_of_the_plain_formula(
+    seed: int, tokens: int, used: int
+) -> None:
+    drawn = np.random.default_rng(seed)
+    weights = drawn.random((tokens, used), np.float32)
+    hits = drawn.random((tokens, used)) < drawn.random()
+    found = kept_weights(torch.from_numpy(weights), torch.from_numpy(hits)).numpy()
+    np.testing.assert_array_equal(found, effective_weights(weights, hits))
+    assert not found[~hits].any()
+    assert (found[hits.all(-1)] == weights[hits.all(-1)]).all()
+
+
+def test_weights_that_are_kept_in_numbers() -> None:
+    """Of 0.5, 0.3 and 0.2 the second is missed: the others share its 0.3 as 5 to 2."""
+    weights = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]])
+    hits = torch.tensor([[True, False, True], [False, False, False]])
+    found = kept_weights(weights, hits)
+    assert found[0].tolist() == pytest.approx([5 / 7, 0.0, 2 / 7])
+    assert found[1].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_expert_of_a_layer_is_read_from_stacks_and_from_matrices_apart(
+    olmoe: Oracle, tmp_path: Path
+) -> None:
+    together = Oracle(tmp_path / "stacked", olmoe.model)
+    olmoe.model.save_pretrained(together.directory, save_original_format=False)
+    with stacked(olmoe) as (_, apart), stacked(together) as (_, joined):
+        assert torch.equal(apart.stack.gate_up, joined.stack.gate_up)
+        assert torch.equal(apart.stack.down, joined.stack.down)

@@ -1,0 +1,223 @@
+"""Whole runs on bases of routed experts as on a CUDA device, with the processor in its place."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from expertctl.engine import accelerator
+from expertctl.engine.backend import Surroundings
+from expertctl.engine.cuda_backend import CudaBackend
+from expertctl.engine.loaded_base import Wish, backend_of
+from expertctl.engine.moe.expert_stack import BUFFERS
+from expertctl.engine.moe.start import StartWishes, Warmup
+from expertctl.engine.request import RunRequest
+from expertctl.engine.run_result import RunResult
+from expertctl.engine.runtime import Engine
+from expertctl.engine.tiers import Tier
+from expertctl.errors import BudgetError
+from expertctl.package.base_model import read_base
+from expertctl.package.model_config import read_config
+from expertctl.reference import Reference
+from expertctl.routing.presets import SamplingWishes
+from expertctl.routing.request import Dtype, Forced
+from expertctl.settings import Home
+from tests.engine.market import Market
+from tests.engine.test_runtime import planner, request, run
+from tests.factories import write_base
+from tests.store.shop import House, fast, house
+
+__all__ = ["fast", "house"]
+
+FREE = 64 << 20
+SQL = Forced(Reference.parse("acme/sql"))
+PARTS = ("gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "o_proj")
+ROUTED = ("q_proj", *(f"experts.{number}.{part}" for number in range(0, 12, 3) for part in PARTS))
+ONE = 3 * 64 * 320 * 4
+"""Bytes of an expert in float32."""
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is the processor, with memory of its own."""
+    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda: FREE + accelerator.RESERVE)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nearly all of it is routed experts: 3 layers of 12."""
+    return write_base(
+        tmp_path_factory.mktemp("routed") / "base",
+        arch="qwen3_moe",
+        tie=False,
+        seed=2,
+        layers=3,
+        hidden=64,
+        head_dim=16,
+        num_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=320,
+    )
+
+
+@pytest.fixture
+def size(base: Path) -> int:
+    """What all of it takes."""
+    return CudaBackend(read_config(base), "float32").weight_bytes
+
+
+def asked(*experts: Forced, **route: object) -> RunRequest:
+    wishes = SamplingWishes(temperature=0.0, max_tokens=24)
+    wanted = request(*experts, route={"base_alone": not experts, "device": "cuda", **route})
+    return replace(wanted, route=replace(wanted.route, wishes=wishes))
+
+
+def answer(
+    house: House, budget: int, *experts: Forced, moe: StartWishes | None = None, **route: object
+) -> tuple[RunResult, Engine]:
+    engine = Engine(planner(house), budget=budget, device="cuda", moe=moe or StartWishes())
+    return run(engine, asked(*experts, **route)), engine
+
+
+@pytest.mark.parametrize("dtype", get_args(Dtype)[:2])
+def test_a_base_answers_the_same_in_less_memory_than_it_wants(
+    dtype: Dtype, base: Path, house: House, size: int
+) -> None:
+    house.bases.add(base)
+    whole, engine = answer(house, FREE, dtype=dtype)
+    held = engine.budget.held("base")
+    engine.close()
+    assert held == size if dtype == "float32" else held < size
+    assert whole.numerics.backend == "cuda"
+    assert whole.moe is not None
+    assert whole.moe.residence.blocks == 3 * 12
+    budget = held * {"float32": 85, "bf16": 115}[dtype] // 100  # buffers are not half as large
+    partly, engine = answer(house, budget, dtype=dtype)
+    assert partly.generated.tokens == whole.generated.tokens
+    assert partly.moe is not None
+    residence, activity = partly.moe.residence, partly.moe.activity
+    assert 0 < residence.slots < 12
+    assert residence.blocks == 3 * residence.slots + 12 - residence.slots
+    assert activity.loads > 0
+    assert activity.skipped == 0
+    assert engine.budget.peak <= budget
+    engine.check_integrity()
+    again = run(engine, asked(dtype=dtype))
+    assert again.generated.tokens == whole.generated.tokens
+    assert again.moe is not None
+    assert again.moe.activity.loads < activity.loads, "what was read is still there"
+    engine.close()
+    assert engine.budget.used == 0
+
+
+def test_it_answers_as_on_a_processor(base: Path, house: House) -> None:
+    house.bases.add(base)
+    there, engine = answer(house, FREE)
+    engine.close()
+    here = Engine(planner(house), budget=FREE, torch_below=FREE)
+    assert run(here, asked(device="cpu")).generated.tokens == there.generated.tokens
+    here.close()
+
+
+@pytest.mark.parametrize("targets", [ATTENTION, ROUTED], ids=["attention", "routed experts"])
+def test_an_expert_changes_attention_and_routed_experts_that_come_and_go(
+    targets: tuple[str, ...], base: Path, house: House, tmp_path: Path, size: int
+) -> None:
+    house.bases.add(base)
+    adapter = ("lora", {"targets": targets, "scale": 0.4, "seed": 7})
+    house.install(Market(tmp_path / "market", base, read_base(base)).package(adapters=[adapter]))
+    oracle = Engine(planner(house), budget=FREE, torch_below=FREE)
+    theirs = run(oracle, asked(SQL, device="cpu"))
+    alone = run(oracle, asked(device="cpu"))
+    oracle.close()
+    assert theirs.generated.tokens != alone.generated.tokens
+    for budget in (FREE, size * 95 // 100):
+        ours, engine = answer(house, budget, SQL)
+        assert ours.generated.tokens == theirs.generated.tokens
+        assert engine.budget.peak <= budget
+        engine.check_integrity()
+        engine.close()
+    assert ours.moe is not None
+    assert ours.moe.residence.slots < 12
+    assert ours.moe.activity.misses > 0
+
+
+def test_what_is_missing_is_left_out_where_that_was_asked_for(
+    base: Path, house: House, size: int
+) -> None:
+    house.bases.add(base)
+    wishes = StartWishes(warmup="none", learns=False)
+    budget = size * 85 // 100
+    whole, engine = answer(house, FREE, moe=wishes)
+    engine.close()
+    skipping, engine = answer(house, budget, moe=wishes, moe_miss="skip", moe_skip_cap=1.0)
+    engine.close()
+    assert skipping.moe is not None
+    assert skipping.moe.to_json()["miss"] == "skip"
+    assert 0 < skipping.moe.activity.skipped < skipping.moe.activity.mass, "at first none is there"
+    assert skipping.planned.result.plan.identity != whole.planned.result.plan.identity
+    capped, engine = answer(house, budget, moe=wishes, moe_miss="skip", moe_skip_cap=0.0)
+    engine.close()
+    assert capped.moe is not None
+    assert capped.moe.activity.skipped == 0
+    assert capped.generated.tokens == whole.generated.tokens
+
+
+def test_what_is_held_is_what_was_announced_in_both_memories(
+    base: Path, house: House, size: int
+) -> None:
+    house.bases.add(base)
+    budget = size * 85 // 100
+    _, engine = answer(house, budget)
+    held = engine.budget.held("base")
+    backend, _ = backend_of(read_config(base), Wish(device="cuda", room=budget))
+    assert backend.cache is not None
+    rest = size - 3 * 12 * ONE
+    assert held == backend.weight_bytes == rest + backend.cache.blocks * ONE
+    assert rest > ONE, "the dummy is among it"
+    assert engine.tiers._budgets[Tier.RAM].held("base") == BUFFERS * ONE
+    engine.close()
+    assert engine.tiers._budgets[Tier.RAM].held("base") == 0
+
+
+def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House, size: int) -> None:
+    house.bases.add(base)
+    budget, loads = size * 85 // 100, []
+    full: Warmup = "full"
+    for _ in range(2):
+        result, engine = answer(house, budget, moe=StartWishes(warmup=full))
+        assert engine.take_notes() == ()
+        engine.close()
+        assert result.moe is not None
+        loads.append(result.moe.activity)
+    assert loads[1].misses < loads[0].misses
+
+
+def test_memory_for_less_than_one_layer_is_refused_with_a_way_out(base: Path, house: House) -> None:
+    house.bases.add(base)
+    with pytest.raises(BudgetError) as caught:
+        answer(house, 6 * ONE)
+    assert "--memory-budget" in caught.value.hint
+
+
+@pytest.mark.parametrize("room", [None, 20 * ONE])
+@pytest.mark.parametrize("dtype", get_args(Dtype)[:2])
+def test_weights_take_what_was_announced(
+    dtype: Dtype, room: int | None, base: Path, tmp_path: Path
+) -> None:
+    backend, _ = backend_of(read_config(base), Wish(dtype, device="cuda", room=room))
+    read: list[int] = []
+    around = Surroundings(directory=base, home=Home(tmp_path))
+    model = backend.load(around, progress=read.append)
+    assert model.nbytes == backend.weight_bytes
+    assert (backend.cache is None) == (room is None)
+    assert (model.experts is None) == (model.counters is None) == (backend.cache is None)
+    assert sum(read) <= model.nbytes
+    gate = "model.layers.1.mlp.experts.5.gate_proj"
+    assert tuple(model.matrix(gate).shape) == (320, 64)
+    model.close()
