@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from expertctl.cli.output import table
+from expertctl.cli.routed_view import routed_text
 
 if TYPE_CHECKING:
     from expertctl.engine.evaluation_result import Answer, Evaluated, Gain, Score
-    from expertctl.engine.moe.report import RoutedReport
     from expertctl.package.proportion import Interval
 
 _SHOWN_CHARACTERS = 300
@@ -48,24 +48,13 @@ def text(found: "Evaluated", *, show: int) -> str:
     rows = [[s.name, str(s.right), f"{s.share:.3f}", _span(s.interval)] for s in found.scores]
     lines = [
         head,
-        *_routed_text(found.moe),
+        *routed_text(found.moe),
         "",
         table(["", "right", "share", "95 % interval"], rows),
         "",
     ]
     lines += map(_gain_text, found.gains)
     return "\n".join([*lines, *_wrong_texts(found.scores[-1], show)])
-
-
-def _routed_text(moe: "RoutedReport | None") -> Iterator[str]:
-    """Say what was missing of routed experts, where any could be."""
-    if moe is None or moe.residence.slots >= moe.residence.experts:
-        return
-    yield (
-        f"routed experts: {moe.residence.slots} of {moe.residence.experts} of a layer kept, "
-        f"{100 * moe.fallback_rate:.1f} % of requests missed, "
-        f"{100 * moe.skipped_mass:.1f} % of weights left out"
-    )
 
 
 def oddities(found: "Evaluated") -> Iterator[str]:

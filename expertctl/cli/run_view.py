@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from expertctl.cli.output import human_limit, human_size, table
+from expertctl.cli.routed_view import loss_text, routed_text
 from expertctl.routing.score import two_decimals
 
 if TYPE_CHECKING:
@@ -72,7 +73,8 @@ def _why(candidate: "Candidate", room: int) -> str:
 
 def footer(result: "RunResult") -> str:
     """Return a run in a few lines: who answered and why, how much, how fast."""
-    return "\n".join(["", *_plan_lines(result.planned.result), _figures(result)])
+    lost = _indented("\n".join(loss_text(result.moe)))
+    return "\n".join(["", *_plan_lines(result.planned.result), _figures(result), *lost])
 
 
 def statistics(result: "RunResult") -> str:
@@ -88,6 +90,7 @@ def statistics(result: "RunResult") -> str:
         f"{_INDENT}job {result.job_id}, plan {plan.identity}",
         f"{_INDENT}base {plan.base}, seed {plan.seed}, threads {result.threads}",
         f"{_INDENT}held in {held}{', deterministic' if numerics.deterministic else ''}",
+        *_indented("\n".join(routed_text(result.moe))),
         "",
         *_indented(_steps(result)),
         "",

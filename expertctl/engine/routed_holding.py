@@ -69,6 +69,7 @@ def _demand_slots(start: Start, plan: CachePlan, holding: Holding) -> None:
     pins = start.wishes.pins
     if isinstance(pins, TopPins) and pins.count > plan.slots:
         raise UsageError(
-            f"--moe-pin {pins.count}: with {holding.case} a layer has {plan.slots} slots",
+            f"--moe-pin {pins.count}: with {holding.share:.0%} resident a layer has "
+            f"{plan.slots} slots",
             hint="pin fewer experts, or leave that share out of --resident",
         )

@@ -188,7 +188,7 @@ def test_more_pins_than_slots_are_refused_before_anything_is_measured(
 ) -> None:
     start = StartWishes(profile=profile, pins=TopPins(5), learns=False)
     done: list[int] = []
-    with pytest.raises(UsageError, match="50 % resident, exact a layer has 4 slots") as caught:
+    with pytest.raises(UsageError, match="with 50% resident a layer has 4 slots") as caught:
         measure_routed(
             stocked,
             replace(WANTED, start=start),

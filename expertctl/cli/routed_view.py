@@ -1,0 +1,24 @@
+"""What is told to a person of routed experts: how many are kept, missed and left out."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertctl.engine.moe.report import RoutedReport
+
+
+def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
+    """Say what was missing of routed experts, where any could be."""
+    if moe is None or moe.residence.slots >= moe.residence.experts:
+        return
+    yield (
+        f"routed experts: {moe.residence.slots} of {moe.residence.experts} of a layer kept, "
+        f"{100 * moe.fallback_rate:.1f} % of requests missed, "
+        f"{100 * moe.skipped_mass:.1f} % of weights left out"
+    )
+
+
+def loss_text(moe: "RoutedReport | None") -> Iterator[str]:
+    """Say how much was left out, where anything was: the answer is another one by it."""
+    if moe is not None and moe.skipped_mass:
+        yield f"{100 * moe.skipped_mass:.2g} % of the weights of routed experts were left out"
