@@ -20,7 +20,7 @@ from tests.engine.measured import fewest_allocations
 
 MEBIBYTE = 1 << 20
 SMALL = 12 << 10
-"""Numbers and tuples of a call; a row of the model below has 16 KiB."""
+"""Numbers and tuples of a call; the rows of the model below have 16 KiB, its scores too."""
 
 
 def test_nothing_is_found_where_nothing_is_done() -> None:
@@ -86,7 +86,7 @@ def test_a_run_allocates_nothing(workers: int) -> None:
 
 @pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.INT8])
 def test_a_decode_step_allocates_no_row_of_the_model(scheme: Scheme, oracle: MakeOracle) -> None:
-    model = oracle("qwen3", vocab_size=9000, head_dim=16, hidden_size=4096)
+    model = oracle("qwen3", vocab_size=4096, head_dim=16, hidden_size=4096)
     config = read_config(model.directory)
     crew, cache = Crew(2), KVPages(config, 500)
     decoder = PackedDecoder(pack_base(config, load_base(model.directory, config), scheme), crew)

@@ -372,14 +372,24 @@ print((kilobytes("VmHWM") - before) * 1024, packed_bytes(config, scheme), packin
 """
 
 
+@pytest.fixture(scope="module")
+def small_and_large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two bases, of which the second takes a second to make; they are only read."""
+    folder = tmp_path_factory.mktemp("peak")
+    sizes = {"hidden": 1024, "intermediate": 2048, "vocab": 40_000, "layers": 4}
+    return (
+        made(folder / "small", dtype="bfloat16"),
+        made(folder / "large", dtype="bfloat16", **sizes),
+    )
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
 @pytest.mark.parametrize("scheme", [Scheme.BFLOAT16, Scheme.INT4])
-def test_loading_takes_the_memory_that_was_told_before(scheme: Scheme, tmp_path: Path) -> None:
+def test_loading_takes_the_memory_that_was_told_before(
+    scheme: Scheme, small_and_large: tuple[Path, Path]
+) -> None:
     """A process of its own: the most that was ever resident, mapped files included."""
-    small = made(tmp_path / "small", dtype="bfloat16")
-    large = made(
-        tmp_path / "large", dtype="bfloat16", hidden=1024, intermediate=2048, vocab=40_000, layers=4
-    )
+    small, large = small_and_large
     command = [sys.executable, "-c", PEAK, scheme.value, str(small), str(large)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     peak, packed, scratch = map(int, told.stdout.split())
