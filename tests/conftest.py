@@ -4,6 +4,7 @@ Properties are tried on the same examples in every run and on every machine, how
 for new ones: ``pytest -m hypothesis --hypothesis-profile=search``.
 """
 
+import gc
 import itertools
 import logging
 import os
@@ -29,6 +30,12 @@ settings.register_profile(
     "same", settings.get_profile("search"), derandomize=True, database=None, print_blob=True
 )
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: nobody looks for garbage there, nor do processes forked of this."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
