@@ -118,8 +118,10 @@ class _Watched:
     cache: Watchable
     routed: ExpertsConfig
     kept: ActivityDocument = NOTHING
-    scored: ActivityDocument = NOTHING
-    at: float = 0.0
+    kept_at: float = 0.0
+    scored: ActivityDocument | None = NOTHING
+    """None while nobody exchanges by scores: what was counted before that is no part of them."""
+    scored_at: float = 0.0
 
     @property
     def seen(self) -> ActivityDocument:
@@ -130,12 +132,12 @@ class _Watched:
         slots = self.cache.slots
         return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
 
-    def score(self, seen: ActivityDocument) -> None:
+    def score(self) -> None:
         """Have residents exchanged by what was counted since, too."""
-        cache, more = self.cache, since(seen, self.scored)
-        self.scored = seen
-        if cache.exchange_rate > 0:
-            scores = grown(cache.scores, more, self.routed.layers)
+        cache, before = self.cache, self.scored
+        self.scored = self.seen if cache.exchange_rate > 0 else None
+        if before is not None and self.scored is not None:
+            scores = grown(cache.scores, since(self.scored, before), self.routed.layers)
             cache.guide(scores, rate=cache.exchange_rate)
 
 
@@ -173,19 +175,25 @@ class HabitKeeper:
     def keep(self, *, every: float = 0.0) -> None:
         """Learn from what was counted since, if that is so many seconds ago; between two passes.
 
-        What hinders that is noted, and tried again the next time.
+        What hinders that is noted, and tried again the next time. Scores are in memory alone, so
+        they grow each `SECONDS` at least.
         """
         watched, now = self._watched, time.monotonic()
-        if watched is None or now - watched.at < every:
+        if watched is None:
             return
-        watched.at, seen = now, watched.seen
-        watched.score(seen)
-        if self._wishes.learns and since(seen, watched.kept).is_usable:
-            self._keep(watched, seen)
+        if now - watched.scored_at >= min(every, SECONDS):
+            watched.scored_at = now
+            watched.score()
+        if self._wishes.learns and now - watched.kept_at >= every:
+            watched.kept_at = now
+            self._keep(watched)
 
-    def _keep(self, watched: _Watched, seen: ActivityDocument) -> None:
+    def _keep(self, watched: _Watched) -> None:
         """Add to the habits what was not kept yet."""
-        path, more = watched.file.path, since(seen, watched.kept)
+        path, seen = watched.file.path, watched.seen
+        more = since(seen, watched.kept)
+        if not more.is_usable:
+            return
         try:
             left_out = learn(
                 watched.file,

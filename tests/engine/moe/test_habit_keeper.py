@@ -236,10 +236,27 @@ def test_scores_grow_with_what_is_learnt_and_only_where_they_count(file: HabitsF
     owner.keep()
     assert cache.guided == [], "nobody exchanges by scores"
     cache.guide([{2: 7}, {}], rate=0.5)
+    owner.keep()
+    assert cache.scores == [{2: 7}, {}], "what was asked for before is no part of a profile"
     cache.ask(2, 6)
     owner.keep()
     assert cache.guided[1:] == [([{2: 8, 6: 1}, {2: 1, 6: 1}], 0.5)]
     assert hits(file) == [], "scores are no habits"
+
+
+def test_scores_grow_more_often_than_habits_are_kept(
+    file: HabitsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 10_000.0
+    monkeypatch.setattr("expertctl.engine.moe.habit_keeper.time.monotonic", lambda: now)
+    cache, owner = used(), keeper(file)
+    cache.guide([{}, {}], rate=0.5)
+    owner.watch(file.base, ROUTED, cache)
+    for seconds, kept, scored in ((0, 1, 1), (29, 1, 1), (1, 1, 3), (30, 1, 4), (540, 5, 5)):
+        now += seconds
+        cache.ask(2)
+        owner.keep(every=600)
+        assert (hits(file)[0], cache.scores[0]) == ({2: kept}, {2: scored})
 
 
 def test_a_base_whose_experts_are_all_there_is_learnt_from_without_slots(file: HabitsFile) -> None:
