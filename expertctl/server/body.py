@@ -5,6 +5,8 @@ How many bytes come, and how fast, is looked at before: see `expertctl.server.gu
 
 import asyncio
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,7 @@ JSON = "application/json"
 LARGE = 64 << 10
 """A longer body is read in a thread, one after the other: it takes longer than others can wait."""
 _Kind = TypeVar("_Kind")
+_Result = TypeVar("_Result")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
 _FLOAT = "got `float`"
 _PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
@@ -43,7 +46,12 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
         raise UsageError("the body of the request did not come whole") from error
     if len(data) <= LARGE:
         return parse_body(data, kind)
-    return await to_thread.run_sync(parse_body, data, kind, limiter=_large())
+    return await in_turn(partial(parse_body, data, kind))
+
+
+async def in_turn(work: Callable[[], _Result]) -> _Result:
+    """Do what takes longer than others can wait in a thread, one after the other."""
+    return await to_thread.run_sync(work, limiter=_large())
 
 
 def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:

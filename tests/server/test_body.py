@@ -1,12 +1,14 @@
 """Bodies of requests: strict JSON of the right shape, or an error that names the field."""
 
+import asyncio
+import threading
 from typing import Annotated
 
 import pytest
 from msgspec import Meta, Struct
 
 from expertctl.errors import UsageError
-from expertctl.server.body import parse_body
+from expertctl.server.body import in_turn, parse_body
 from expertctl.server.field_error import FieldError
 
 
@@ -77,3 +79,20 @@ def test_what_has_another_shape_is_refused_by_the_path_of_its_field(
 def test_what_is_no_strict_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(UsageError, match="the body"):
         parse_body(body, Wish)
+
+
+def test_what_takes_long_is_done_one_after_the_other() -> None:
+    at_once, most = 0, 0
+
+    def work() -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        threading.Event().wait(0.01)
+        at_once -= 1
+
+    async def ask() -> None:
+        await asyncio.gather(*(in_turn(work) for _ in range(5)))
+
+    asyncio.run(ask())
+    assert (at_once, most) == (0, 1)

@@ -12,7 +12,7 @@ from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
 from expertctl.routing.planner import Planned
-from expertctl.server.body import read_body
+from expertctl.server.body import in_turn, read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.generation import finished
@@ -142,7 +142,7 @@ class _Wire:
         """Count them otherwise, begin again, or let a profile say who stays."""
         body = await read_body(request, ObserveRequest)
         body.check(base=self._service.engine.base_name)
-        return json_reply((await to_thread.run_sync(self._changed, body)).to_json())
+        return json_reply((await in_turn(partial(self._changed, body))).to_json())
 
     def _changed(self, body: ObserveRequest) -> Observation:
         """Do what a body asks for; the profile first, which may be refused."""

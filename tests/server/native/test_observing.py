@@ -373,6 +373,31 @@ def test_a_body_that_is_too_large_is_not_read(routed: Served, client: TestClient
     assert answer.status_code == 413
 
 
+LARGE: dict[str, Any] = {
+    "layers without end": {
+        "num_prompts": 1,
+        "num_experts": EXPERTS,
+        "layers": {str(number): {"activation_counts": {"1": 1}} for number in range(60_000)},
+    },
+    "pairs without end": {
+        "schema": "llama.cpp.moe_layer_opt_perf.v1",
+        "layers": [{"layer": 1, "experts": [[1, 1]] * 200_000}],
+    },
+    "a name without end": pinning({"1": 1}) | {"model": "x" * 1_000_000},
+}
+
+
+@pytest.mark.parametrize("profile", LARGE.values(), ids=LARGE)
+def test_a_large_profile_is_refused_in_few_words(
+    client: TestClient, profile: dict[str, Any]
+) -> None:
+    before = client.get("/moe").content
+    answer = client.post("/moe", json={"profile": profile, "pin": 1})
+    assert answer.status_code == 422
+    assert len(answer.content) < 2000
+    assert client.get("/moe").content == before
+
+
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS"])
 def test_other_methods_are_told_which_there_are(client: TestClient, method: str) -> None:
     before = client.get("/moe").content
