@@ -26,6 +26,7 @@ from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_stack import StackShape, buffers_bytes, stack_bytes
+from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.report import RoutedReport, whole_report
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
 from expertctl.engine.moe.start import Start, StartOf, begin
@@ -120,8 +121,12 @@ class CudaBackend:
 
     @property
     def host_bytes(self) -> int:
-        """What routed experts come through in the memory of the machine."""
-        return 0 if self.config.experts is None else buffers_bytes(self.stack_shape)
+        """What routed experts come through, and what is known of who follows whom."""
+        if self.config.experts is None:
+            return 0
+        plan = self.cache
+        known = 0 if plan is None else followers_bytes(layers=plan.layers, experts=plan.experts)
+        return known + buffers_bytes(self.stack_shape)
 
     @property
     def loading_bytes(self) -> int:

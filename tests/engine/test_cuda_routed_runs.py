@@ -12,6 +12,7 @@ from expertctl.engine.backend import Surroundings
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import Wish, backend_of
 from expertctl.engine.moe.expert_stack import BUFFERS
+from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.start import StartWishes, Warmup
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
@@ -180,7 +181,8 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     rest = size - 3 * 12 * ONE
     assert held == backend.weight_bytes == rest + backend.cache.blocks * ONE
     assert rest > ONE, "the dummy is among it"
-    assert engine.tiers._budgets[Tier.RAM].held("base") == BUFFERS * ONE
+    followers = followers_bytes(layers=3, experts=12)
+    assert engine.tiers._budgets[Tier.RAM].held("base") == BUFFERS * ONE + followers
     engine.close()
     assert engine.tiers._budgets[Tier.RAM].held("base") == 0
 

@@ -1,0 +1,179 @@
+"""What only a CUDA device can show of routed experts: capture, copies beside work, whole runs."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.base_weights import is_routed_expert
+from expertctl.engine.compose import Form, compose
+from expertctl.engine.linear import Deltas
+from expertctl.engine.moe.expert_stack import DUMMY
+from expertctl.engine.static_decoder import StaticDecoder, StaticRow, buffer_bytes
+from expertctl.package.model_config import read_config
+from tests.cli.commands import Commands, expertctl
+from tests.engine.conftest import MakeOracle, Oracle, build_oracle
+from tests.engine.moe.stacked_bases import arena_of, scores, stacked
+from tests.engine.plans import random_expert
+from tests.engine.shapes import ROUTED
+from tests.factories import write_base
+
+__all__ = ["expertctl"]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA = torch.device("cuda")
+LIMIT = 1e-4
+"""How far scores may be from those of a processor; products of CUDA are summed in other orders."""
+IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
+SIZES: dict[str, Any] = {"head_dim": 16, "max_position_embeddings": 2048}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    directory = tmp_path_factory.mktemp("qwen2") / "model"
+    return build_oracle(directory, "qwen2_moe", mlp_only_layers=[1], **SIZES)
+
+
+@pytest.mark.parametrize(("arch", "config"), ROUTED)
+def test_scores_are_those_of_transformers(
+    arch: str, config: dict[str, Any], oracle: MakeOracle
+) -> None:
+    model = oracle(arch, **config)
+    for slots in (None, 2):
+        with stacked(model, slots=slots, device=CUDA) as (decoder, experts):
+            found = scores(decoder, IDS, prefill=9)
+            experts.check_integrity()
+        assert float((found - model.logits(IDS)[8:]).abs().max()) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slots", [0, 1, 3])
+def test_captured_stages_with_experts_that_come_and_go_give_the_bits_of_all_being_there(
+    slots: int, dtype: torch.dtype, model: Oracle
+) -> None:
+    with stacked(model, slots=None, dtype=dtype, device=CUDA) as (decoder, _):
+        whole = scores(decoder, IDS * 2, prefill=9)
+        assert decoder.graphs.captured > 0
+    for captures in (True, False):
+        options: dict[str, Any] = {"dtype": dtype, "device": CUDA, "captures": captures}
+        with stacked(model, slots=slots, **options) as (decoder, experts):
+            for _ in range(3):
+                assert torch.equal(scores(decoder, IDS * 2, prefill=9), whole)
+                experts.check_integrity()
+            assert (decoder.graphs.captured > 0) == captures
+            assert experts.cache is not None
+            assert experts.cache.activity().loads > 0
+
+
+def test_a_stage_is_captured_once_for_each_bucket(model: Oracle) -> None:
+    with stacked(model, slots=1, device=CUDA) as (decoder, _):
+        row, seen = arena_of(decoder).row(0), []
+        for token in range(50):
+            decoder.decode(token, row)
+            seen.append(decoder.graphs.captured)
+    buckets, layers = 5, 2  # of 4, 8, 16, 32 and 60 positions
+    assert seen[-1] <= buckets * (3 * layers + 1)
+    assert seen[-1] == seen[-10]
+
+
+def test_a_copy_is_over_before_an_expert_is_in_a_row(model: Oracle) -> None:
+    with stacked(model, slots=2, device=CUDA) as (_, experts), stacked(model) as (_, whole):
+        for number in range(experts.config.count):
+            selected = np.array([[number]])
+            if experts.ask(1, selected, np.ones((1, 1), np.float32)):
+                experts.wait(1, 1)
+            row = int(experts.find(1, torch.from_numpy(selected).to(CUDA)))
+            assert row != DUMMY
+            there, here = experts.stack.gate_up[row], whole.stack.gate_up[whole.rows(1)[number]]
+            assert torch.equal(there.cpu(), here)
+
+
+def test_a_step_allocates_nothing_on_the_device(model: Oracle) -> None:
+    with stacked(model, slots=1, device=CUDA) as (decoder, _):
+        row, out = arena_of(decoder, capacity=100).row(0), torch.empty(1, 61)
+
+        def step(turn: int) -> None:
+            decoder.step([StaticRow(turn % 61, row)], out=out)
+
+        for turn in range(85):
+            step(turn)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for turn in range(12):
+            step(turn)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def plan_on(decoder: StaticDecoder, kind: str, *, routed: bool) -> Deltas:
+    config = decoder.config
+    form = Form(config.linear_shapes(), config.hidden_size, torch.float32, decoder.device)
+    plan = compose([random_expert(config, kind, seed=3)], form).compile().deltas
+    return {name: delta for name, delta in plan.items() if routed or not is_routed_expert(name)}
+
+
+@pytest.mark.parametrize("routed", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
+def test_plans_are_those_of_a_processor(kind: str, routed: bool, model: Oracle) -> None:
+    found = []
+    for device in (CUDA, torch.device("cpu")):
+        with stacked(model, slots=1, device=device) as (decoder, _):
+            plan = plan_on(decoder, kind, routed=routed)
+            found.append(scores(decoder, IDS, prefill=5, deltas=plan))
+    assert float((found[0] - found[1]).abs().max()) <= LIMIT
+
+
+@pytest.mark.parametrize("slots", [None, 1])
+@pytest.mark.parametrize("capacity", [64, 1500])
+def test_no_more_is_taken_than_was_announced(
+    capacity: int, slots: int | None, model: Oracle
+) -> None:
+    with stacked(model, slots=slots, device=CUDA) as (decoder, experts):
+        row = arena_of(decoder, capacity=capacity).row(0)
+        plan = plan_on(decoder, "lora", routed=False)
+        decoder.decode(1, arena_of(decoder).row(0), plan)  # libraries have their workspaces
+        decoder.rest()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        decoder.prefill([n % 61 for n in range(capacity - 20)], row, plan)
+        for token in range(20):
+            decoder.decode(token, row, plan)
+        announced = buffer_bytes(
+            read_config(model.directory),
+            capacity=capacity,
+            width=max(len(delta.a) for delta in plan.values() if delta.a is not None),
+            experts=experts.stack.shape,
+            staged=slots is not None,
+        )
+        rounding = 2 << 20  # a block of the allocator
+        assert torch.cuda.max_memory_allocated() - before <= announced + rounding
+
+
+def test_run_answers_on_the_device_in_less_memory_than_a_base_wants(
+    expertctl: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    base = write_base(
+        tmp_path / "base",
+        arch="qwen3_moe",
+        tie=False,
+        layers=3,
+        hidden=64,
+        head_dim=16,
+        num_experts=12,
+        num_experts_per_tok=3,
+        moe_intermediate_size=320,
+    )
+    expertctl("base", "add", base)
+    words = ("run", "Sort these numbers: 41, 17", "--no-experts", "--greedy", "--json")
+    options = ("--max-tokens", "24", "--device", "cuda")
+    whole = expertctl(*words, *options).document
+    partly = expertctl(*words, *options, "--memory-budget", "8MB").document
+    assert whole["numerics"]["backend"] == partly["numerics"]["backend"] == "cuda"
+    assert partly["text"] == whole["text"]
+    assert whole["moe"]["slots"] == 12 > partly["moe"]["slots"]
+    assert partly["moe"]["loads"] > 0
