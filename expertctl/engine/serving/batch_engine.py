@@ -192,11 +192,15 @@ class BatchEngine:
         """Count routed experts in another mode, or begin again; return what is there then.
 
         Raises:
-            IncompatibleError: when the base has none, or none that could be missing.
+            IncompatibleError: when the base has none, or nobody counts them.
         """
         counters = self._house.model.counters
         if counters is None:
-            raise self._whole("nothing is counted")
+            raise IncompatibleError(
+                f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
+                "it",
+                hint="serve a base of routed experts of 64 MiB or more, or one in --dtype int8",
+            )
         return self._observation(counters.change(mode=mode, reset=reset))
 
     def adopt(self, profile: JsonObject | None, wishes: ProfileWishes) -> Observation:
@@ -213,7 +217,11 @@ class BatchEngine:
         """
         cache, routed = self._house.model.experts, self._house.base.config.experts
         if cache is None or routed is None:
-            raise self._whole("no profile says who stays")
+            raise IncompatibleError(
+                f"no profile says who stays of {self.base_name}: it has no routed experts, or all "
+                "of them are in memory",
+                hint="serve a base of routed experts within a --memory-budget that is smaller",
+            )
         guide = self._house.learnt(routed) if profile is None else _guide(profile, routed)
         adoption = wishes.adoption(guide, cache, routed, started=self.settings.moe)
         self._await(self._board.have_done(partial(adoption.apply, cache)))
@@ -243,12 +251,6 @@ class BatchEngine:
             return {}
         counts = (int(slots.hit_mask.sum()) for slots in cache.slots)
         return dict(zip(routed.layers, counts, strict=True))
-
-    def _whole(self, fact: str) -> IncompatibleError:
-        return IncompatibleError(
-            f"{fact} of {self.base_name}: it has no routed experts, or all of them are in memory",
-            hint="serve a base of routed experts within a --memory-budget that is smaller",
-        )
 
     def _await(self, errand: Future[None]) -> None:
         """Wait for what is done between two passes; once the engine ended, nothing is."""
