@@ -4,8 +4,9 @@ A trace says which experts each token asks of each layer: int [tokens, layers, u
 has ``capacity`` slots, which begin empty for *LRU* and *Belady*, hold the best for the whole trace
 for *best static*, and the lowest ids for *ours*. *LRU* takes in whatever is asked for, at once;
 *Belady*, which sees the future, takes in only what is asked for again sooner than what would go, so
-that no rule has more hits. *Ours* are the slots and the updates that runs use, at the pace that
-they choose, one token behind: what the last token asked for is in flight.
+that no rule has more hits. *LRU by token* finds all who are there of those whom a token asks for,
+before one of the others takes their place. *Ours* are slots alone and the updates that runs use, at
+the pace that they choose, one token behind: what the last token asked for is in flight.
 """
 
 from collections import OrderedDict
@@ -64,6 +65,11 @@ def lru(trace: Trace, capacity: int) -> int:
     return sum(_lru(layer, capacity) for layer in _by_layer(trace))
 
 
+def lru_by_token(trace: Trace, capacity: int) -> int:
+    """Let go of what was asked for longest ago, by no token but those before."""
+    return sum(_lru_by_token(layer, capacity) for layer in _by_layer(trace))
+
+
 def belady(trace: Trace, capacity: int) -> int:
     """Let go of what will be asked for last, which nobody can know."""
     return sum(_belady(layer, capacity) for layer in _by_layer(trace))
@@ -108,6 +114,20 @@ def _lru(tokens: Tokens, capacity: int) -> int:
             there.move_to_end(expert)
             if len(there) > capacity:
                 there.popitem(last=False)
+    return hits
+
+
+def _lru_by_token(tokens: Tokens, capacity: int) -> int:
+    there: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for asked in tokens:
+        found = [expert for expert in asked if expert in there]
+        hits += len(found)
+        for expert in dict.fromkeys([*found, *asked]):
+            there[expert] = None
+            there.move_to_end(expert)
+        while len(there) > capacity:
+            there.popitem(last=False)
     return hits
 
 

@@ -1,14 +1,20 @@
-"""How many requests find their expert resident, ours beside other rules, on one trace."""
+"""How many requests find their expert in memory, ours beside other rules, on one trace.
+
+All have the same memory: others keep the same number of experts in each layer, ours has slots and a
+pool for all layers, as in a run (`replay`). Nobody reads ahead.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.cache_oracles import Outcome, Trace, belady, best_static, lru, ours
+from benchmarks.cache_oracles import Trace, belady, best_static, lru, lru_by_token
 from benchmarks.harness import Row, judged
+from benchmarks.routed.replay import Replayed, replay
 from benchmarks.routed.shape import RoutedShape
 from expertctl.cli.plot import write_figure
 
@@ -16,31 +22,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHARE = 0.4
+_LRU_BY_TOKEN = "an LRU that takes in what a token asks for at once"
 _WINDOW = 50
 """Tokens over which a point of the picture is the mean."""
 
 
-def hit_rows(name: str, trace: Trace, shape: RoutedShape) -> tuple[list[Row], Outcome]:
-    """Compare hits of our slots with those of the best static set, an LRU and Belady's rule."""
+def hit_rows(name: str, trace: Trace, shape: RoutedShape) -> tuple[list[Row], Replayed]:
+    """Compare our hits with those of the best static set, of an LRU and of Belady's rule."""
     slots = int(SHARE * shape.experts)
-    found = ours(trace, slots, experts=shape.experts)
+    found = replay(trace, shape, share=SHARE)
     case = f"hits, {slots} of {shape.experts} experts resident, {name}"
-    mine = found.hits.sum() / trace.size
+    mine = float(found.hits.sum() / trace.size)
     rivals = (
         ("the best that never change", best_static(trace, slots), ">= 0.95"),
         ("an LRU", lru(trace, slots), ">= 1.1"),
+        (
+            _LRU_BY_TOKEN,
+            lru_by_token(trace, slots),
+            None,
+        ),
         ("Belady's rule", belady(trace, slots), None),
     )
-    return [_row(case, mine, rival, n / trace.size, target) for rival, n, target in rivals], found
+    rows = [_row(case, mine, rival, n / trace.size, target) for rival, n, target in rivals]
+    return [replace(rows[0], note=_note(found, trace)), *rows[1:]], found
 
 
-def draw(found: Sequence[tuple[str, Outcome]], path: Path, *, used: int) -> None:
+def draw(found: Sequence[tuple[str, Replayed]], path: Path, *, used: int) -> None:
     """Draw how hits of each layer went, one picture beside the other for each trace."""
     write_figure(lambda: _figure(found, used), path)
 
 
 def hit_rates(
-    outcome: Outcome, *, used: int
+    outcome: Replayed, *, used: int
 ) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
     """Return the share of requests that hit, as moving means, [tokens, layers]."""
     hits = np.cumsum(np.pad(outcome.hits, ((1, 0), (0, 0))), axis=0)
@@ -55,7 +68,16 @@ def _row(case: str, mine: float, rival: str, theirs: float, target: str | None) 
     return judged(row, target) if target else row
 
 
-def _figure(found: Sequence[tuple[str, Outcome]], used: int) -> "Figure":
+def _note(found: Replayed, trace: Trace) -> str:
+    tokens, layers, _ = trace.shape
+    share, reads, split = found.with_slot.sum() / trace.size, found.reads / tokens, found.split
+    return (
+        f"{layers} layers, {tokens} tokens; {split.slots} slots a layer, which serve {share:.1%} "
+        f"of requests, and a pool of {split.pool}; {reads:.1f} experts are read a token"
+    )
+
+
+def _figure(found: Sequence[tuple[str, Replayed]], used: int) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(found), 3.5), layout="constrained")

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cache_oracles import Trace, belady, best_static, drifting, lru, ours
+from benchmarks.cache_oracles import (
+    Trace,
+    belady,
+    best_static,
+    drifting,
+    lru,
+    lru_by_token,
+    ours,
+)
 from benchmarks.popularity import lru as lru_share
 
 
@@ -22,12 +30,13 @@ TRACE = one_layer([1, 2], [3, 1], [2, 1], [4, 1])
 def test_rules_of_keeping_have_the_hits_that_they_would_by_hand() -> None:
     assert best_static(TRACE, 2) == 6, "1 four times, 2 twice"
     assert lru(TRACE, 2) == 2, "1 at the sixth and at the last request"
+    assert lru_by_token(TRACE, 2) == 3, "1 whenever it is asked for again"
     assert belady(TRACE, 2) == 4, "1 three times and 2 once; neither 3 nor 4 is taken in"
 
 
 def test_layers_are_apart() -> None:
     both = np.concatenate([TRACE, TRACE], axis=1)
-    for rule in (best_static, lru, belady):
+    for rule in (best_static, lru, lru_by_token, belady):
         assert rule(both, 2) == 2 * rule(TRACE, 2)
 
 

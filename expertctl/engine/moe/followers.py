@@ -2,10 +2,10 @@
 
 For each expert of a layer it is kept who was asked for there one token later:
 
-    chance[s, e] += 1/50 * ((1 if e was asked for else 0) - chance[s, e])
+    chance[s, e] += 0.02 * ((1 if e was asked for else 0) - chance[s, e])
 
 whenever a token asked for ``s`` and ``e`` is any expert of the layer. So a chance is the share of
-such tokens of late: what 35 of them said first counts half then. What a token's experts say of the
+such tokens of late: what was so 34 of them before counts half. What a token's experts say of the
 next is the mean of their rows. That is the predictor of D. Joseph and
 D. Grunwald, "Prefetching using Markov predictors" (ISCA 1997), with chances instead of the last few
 followers. At first nobody is likely. Where tokens do not depend on each other, all that is learnt

@@ -5,36 +5,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.cache_oracles import Outcome
 from benchmarks.routed.hit_rows import draw, hit_rates, hit_rows
+from benchmarks.routed.replay import Replayed, share_out
 from benchmarks.routed.shape import RoutedShape
 from benchmarks.routed.traces import drawn
 
 SHAPE = RoutedShape(layers=2)
 
 
+def told(hits: np.ndarray) -> Replayed:
+    return Replayed(hits, hits, 0, share_out(SHAPE, 100))
+
+
 def test_hits_are_beside_those_of_others_and_belady_asks_for_nothing() -> None:
     rows, outcome = hit_rows("drawn", drawn(SHAPE, 400), SHAPE)
-    assert [row.target for row in rows] == [">= 0.95", ">= 1.1", None]
+    assert [row.target for row in rows] == [">= 0.95", ">= 1.1", None, None]
     assert {row.case for row in rows} == {"hits, 25 of 64 experts resident, drawn"}
     assert len({row.ours for row in rows}) == 1
     assert rows[0].ours == pytest.approx(100 * outcome.hits.sum() / (400 * 2 * 8), abs=0.05)
-    assert rows[2].ratio is not None
-    assert rows[2].ratio < 1
+    assert rows[3].ratio is not None
+    assert rows[3].ratio < 1
 
 
 def test_rates_are_means_of_a_window_of_tokens() -> None:
     hits = np.zeros((120, 1), np.int64)
     hits[60:] = 4
-    rates = hit_rates(Outcome(hits, swaps=0, updates=0), used=8)
+    rates = hit_rates(told(hits), used=8)
     assert rates.shape == (71, 1)
     assert (rates[0, 0], rates[35, 0], rates[-1, 0]) == (0, 0.25, 0.5)
-    few = hit_rates(Outcome(hits[58:62], swaps=0, updates=0), used=8)
+    few = hit_rates(told(hits[58:62]), used=8)
     assert few.tolist() == [[0.25]]
 
 
 def test_a_picture_has_a_line_for_each_layer(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    outcome = Outcome(np.ones((80, 3), np.int64), swaps=0, updates=0)
+    outcome = told(np.ones((80, 3), np.int64))
     draw([("one", outcome), ("other", outcome)], tmp_path / "hits.svg", used=8)
     assert (tmp_path / "hits.svg").read_bytes().count(b'id="line2d') > 6

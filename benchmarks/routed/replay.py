@@ -1,0 +1,102 @@
+"""The cache of runs on a trace: whether those who are asked for are in memory then.
+
+Slots and pool are shared out as in runs. Experts are small and hold nothing. Whoever is missing is
+read when he is asked for, as where misses are exact; nothing is read ahead, so nobody is there whom
+no token asked for before, but those who were read at the beginning.
+"""
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.cache_oracles import Trace
+from benchmarks.routed.homes import Split
+from benchmarks.routed.shape import Numbers, RoutedShape
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.cache_plan import CachePlan
+from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_files import IsWanted
+from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import MissPolicy
+from expertctl.engine.moe.phase import Phase
+from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.store.copy_file import always
+
+_HIDDEN = _INTERMEDIATE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a trace found, [tokens, layers], and what was read."""
+
+    hits: NDArray[np.int64]
+    with_slot: NDArray[np.int64]
+    """Those of the hits that had a slot; others were in the pool."""
+    reads: int
+    split: Split
+
+
+def replay(trace: Trace, shape: RoutedShape, *, share: float) -> Replayed:
+    """Decode the tokens of a trace with blocks for a share of all experts."""
+    tokens, layers, used = trace.shape
+    shape = replace(
+        shape, layers=layers, used=used, hidden=_HIDDEN, heads=1, intermediate=_INTERMEDIATE
+    )
+    split = share_out(shape, int(share * shape.experts) * layers)
+    room = RoutedRoom(shape.config(), Scheme.FLOAT32, tokens=1)
+    hits, with_slot = np.zeros((2, tokens, layers), np.int64)
+    with closing(_cache(shape, split)) as cache:
+        cache.fill([[]] * layers)
+        before = cache.activity().loads
+        for number, asked in enumerate(trace):
+            room.selected[:, 0] = asked
+            for layer, slots in enumerate(cache.slots):
+                hits[number, layer] = cache.hits(layer)[asked[layer]].sum()
+                with_slot[number, layer] = slots.hit_mask[asked[layer]].sum()
+                cache.bring(layer, room, 1)
+            cache.passed(room, 1, phase=Phase.DECODE)
+        reads = cache.activity().loads - before
+    return Replayed(hits, with_slot, reads, split)
+
+
+def share_out(shape: RoutedShape, blocks: int) -> Split:
+    """Return slots and pool as runs have them in so many blocks.
+
+    There are as many slots as leave a pool for the experts of a layer that have none; where even
+    that is too much, all is pool.
+    """
+    able = range(shape.experts, 0, -1)
+    plans = (CachePlan(layers=shape.layers, experts=shape.experts, slots=each) for each in able)
+    slots = next((plan.slots for plan in plans if plan.blocks <= blocks), 0)
+    return Split(slots, blocks - shape.layers * slots)
+
+
+class _Empty:
+    """Reads experts in no time."""
+
+    def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
+        """Leave the block as it is."""
+        return block.nbytes
+
+    def lend(self, layer: int, expert: int) -> int | None:
+        """Lend nobody."""
+        return None
+
+
+def _cache(shape: RoutedShape, split: Split) -> ExpertCache:
+    layers, experts = shape.layers, shape.experts
+    memory = ExpertMemory(
+        ExpertShape(Scheme.FLOAT32, _HIDDEN, _INTERMEDIATE),
+        layers=layers,
+        experts=experts,
+        blocks=layers * split.slots + split.pool,
+    )
+    slots = [LayerSlots(experts=experts, capacity=split.slots) for _ in range(layers)]
+    policy = MissPolicy(reads_ahead=False)
+    return ExpertCache(
+        memory, _Empty(), numbers=range(layers), slots=slots, policy=policy, threads=1
+    )
