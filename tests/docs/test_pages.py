@@ -3,11 +3,13 @@
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.docs.transcripts import Step, matches, run, steps_of
+from tests.docs.zygote import zygote
 from tests.factories import write_base, write_lora, write_soft_prompt
 
 ROOT = Path(__file__).parent.parent.parent
@@ -20,6 +22,17 @@ RUNNABLE = [
     for page in PAGES
     if steps_of(page)
 ]
+
+
+WHOLE = {"README.md"}
+"""Every command of these is a process of its own; the others are copies of one, see `zygote`."""
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a command that need not import anything."""
+    with zygote(tmp_path_factory.mktemp("warm")) as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -35,9 +48,12 @@ def workplace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: str(p.relative_to(ROOT)))
-def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path) -> None:
+def test_every_command_of_a_page_works_as_shown(page: Path, workplace: Path, warm: Path) -> None:
+    folders = (
+        [Path(sys.executable).parent] if page.name in WHOLE else [warm, Path(sys.executable).parent]
+    )
     environment = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": ":".join(map(str, [*folders, os.environ["PATH"]])),
         "HOME": str(workplace.parent),
         "OMP_NUM_THREADS": "1",
     }
