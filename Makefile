@@ -11,6 +11,9 @@ PROMPT ?= Sort these numbers: 41, 17, 23, 15
 run: $(VENV)/.run
 	@$(BIN)/expertctl run "$(PROMPT)"
 
+# What pytest makes of the test files is kept, whatever the shell says: it takes 15 s a process.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.dev
 	@$(PYTEST) -m "not all and not gpu" $(ARGS)
 
