@@ -15,9 +15,9 @@ from examples.moe.text import LENGTH, Document, held_out_documents
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
+from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.routed_experts import WholeExperts
-from expertctl.engine.moe.routed_room import RoutedRoom
+from expertctl.engine.moe.whole_experts import WholeExperts
 from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.packed_load import load_packed_base
@@ -32,7 +32,7 @@ class NotedExperts(WholeExperts):
     noted: list[Trace]
     """[tokens, layers, used] of each pass."""
 
-    def passed(self, room: RoutedRoom, tokens: int, *, phase: Phase) -> None:
+    def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Note what was chosen in all layers of a pass."""
         self.noted.append(room.selected[:, :tokens].swapaxes(0, 1).astype(np.int16))
 
@@ -40,8 +40,9 @@ class NotedExperts(WholeExperts):
 def trace(directory: Path, documents: Sequence[Document], *, threads: int = 1) -> Trace:
     """Return whom the tokens of documents ask for in a base, [tokens, layers, used]."""
     config = read_config(directory)
+    assert config.experts is not None, "a base with routed experts"
     base = load_packed_base(directory, config, Scheme.FLOAT32)
-    experts = NotedExperts(expert_shape(config, base.scheme), base.experts)
+    experts = NotedExperts(expert_shape(config, base.scheme), base.experts, config.experts.layers)
     experts.noted = []
     crew = Crew(threads)
     decoder = PackedDecoder(base, crew, experts=experts)
