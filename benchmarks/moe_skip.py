@@ -19,7 +19,7 @@ from benchmarks.skipped.picture import Results, draw
 from benchmarks.skipped.readings import Found, Material, found, found_whole, material
 from expertctl.cli.plot import check_picture
 from expertctl.engine.kernels.compiled import compiled_cache
-from expertctl.engine.moe.expert_cache import EXACT, MissPolicy
+from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.settings import Home
 
 NAME = "moe_skip"

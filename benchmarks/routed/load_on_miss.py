@@ -70,8 +70,9 @@ class LoadOnMiss:
             self._bring_one(layer, expert)
         return False
 
-    def wait(self) -> None:
-        """Do nothing: all are there."""
+    def wait_for_some(self) -> bool:
+        """Return False: all are there."""
+        return False
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Do nothing: slots change when experts are read."""

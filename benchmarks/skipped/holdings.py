@@ -15,10 +15,11 @@ import numpy as np
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.experts_config import ExpertsConfig

@@ -55,9 +55,8 @@ from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
 
-
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
-_ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 16 << 10
+_ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +120,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """The experts of a layer: all at once, or those that are there before the rest has come."""
+    """The experts of a layer: all at once, or those that are there before others have come.
+
+    Of those that come, ``more`` are computed as often as some have, and the ``rest`` at the end.
+    """
 
     whole: Program
     there: Program
+    more: Program
     rest: Program
 
 
@@ -303,12 +306,9 @@ class _Decoder:
 
     @property
     def _parts(self) -> bool:
-        """Whether a token's experts that are there are computed while others are read.
-
-        A prompt asks for nearly all of them, so its reading is bound by the disk anyway.
-        """
+        """Whether experts that are there are computed while others are read."""
         assert self._routed is not None
-        return self._routed.may_part and not self._variant.together
+        return self._routed.may_part
 
     def _border(self, number: int, place: int) -> None:
         """End a stage where the experts of a layer are chosen."""
@@ -318,12 +318,9 @@ class _Decoder:
             self._stages.append(Stage(before, place))
             self._builder.begin(name)
             return
-        ways = []
-        for compute in (
-            self._routed.compute,
-            self._routed.compute_those_there,
-            self._routed.compute_the_rest,
-        ):
+        ways, routed = [], self._routed
+        those = (routed.compute, routed.compute_those_there)
+        for compute in (*those, routed.compute_more, routed.compute_the_rest):
             self._builder.begin(name)
             compute(place)
             ways.append(self._built())

@@ -102,7 +102,7 @@ class DecoderPrograms:
             schemes=len(wanted.adapters),
             scales=wanted.scales,
             routed=len(wanted.routed),
-            lanes=cached and not wanted.together,
+            lanes=cached,
         )
 
 

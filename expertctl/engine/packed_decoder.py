@@ -286,10 +286,13 @@ class PackedDecoder:
         assert self._experts is not None
         if lanes is not None:
             self._run(lanes.there if waits else lanes.whole, workers)
-        if waits:
-            self._experts.wait()
+        if not waits:
+            return
+        while self._experts.wait_for_some():
             if lanes is not None:
-                self._run(lanes.rest, workers)
+                self._run(lanes.more, workers)
+        if lanes is not None:
+            self._run(lanes.rest, workers)
 
     def _run(self, program: Program, workers: int | None) -> None:
         if self._times is None:

@@ -1,8 +1,8 @@
 """What tokens asked for, in the order of experts: the rows of an expert lie behind each other.
 
 A token's j-th choice has the number ``src = token * used + j``. Sorted it has a position; what
-asks for nobody has none. Those who are there may be sorted first and the *rest* behind them, once
-they have come: both write the same positions, so what is merged at the end does not tell.
+asks for nobody has none. Those who are there may be sorted first and others behind them, once they
+have come: all write positions of one list, so what is merged at the end does not tell.
 """
 
 from dataclasses import dataclass
@@ -57,13 +57,6 @@ def room_for_order(experts: int, positions: int) -> RoutedOrder:
     return RoutedOrder(*(aligned(size, np.int64) for size in sizes))
 
 
-def room_for_rest(order: RoutedOrder) -> RoutedOrder:
-    """Return where those are sorted who were not there, behind those who were."""
-    experts = order.experts
-    own = (aligned(size, np.int64) for size in (experts, experts + 1, experts, 1))
-    return RoutedOrder(*own, order.sources, order.inverse)
-
-
 @cache
 def sort_kernel() -> Kernel:
     """Return the kernel that writes the order; there is one item.
@@ -79,12 +72,13 @@ def sort_arguments(
     tokens: Numbers,
     order: RoutedOrder,
     places: Numbers | None = None,
-    behind: RoutedOrder | None = None,
+    behind: bool = False,
 ) -> Numbers:
     """Return its arguments; ``selected`` is int64 [tokens, used].
 
     ``tokens``, int64 [1], is read at each run. With ``places``, int64 [experts], only those are
-    sorted whose place is not 0; with an order, what it left out is sorted ``behind`` it.
+    sorted whose place is not 0. What was left out of an order is sorted ``behind`` it; then it
+    tells of that alone, and positions stay what they were.
     """
     assert selected.flags.c_contiguous
     assert selected.size <= min(len(order.sources), len(order.inverse))
@@ -96,7 +90,7 @@ def sort_arguments(
         order.experts,
         *(address(each, np.int64) for each in lists),
         0 if places is None else address(places, np.int64),
-        0 if behind is None else address(behind.begins, np.int64) + behind.experts * 8,
+        address(order.begins, np.int64) + order.experts * 8 if behind else 0,
     )
 
 

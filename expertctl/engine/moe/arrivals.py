@@ -15,6 +15,9 @@ from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.store.copy_file import Dropped
 
+_WAVES, _LEAST_WAVE = 3, 8
+"""In how many parts those who come are computed at most, and how many make one."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
@@ -63,14 +66,27 @@ class Arrivals:
                 came += self._begin(expert, spared)
         return came
 
-    def end(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
-        """Wait until experts are there who were begun; return who came.
+    def await_some(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
+        """Wait until so many are there of those who were begun that they are worth a pass.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        least = max(_LEAST_WAVE, -(-len(missing) // _WAVES))
+        return self.end(missing, spared, least=least)
+
+    def end(
+        self, missing: Sequence[Expert], spared: Container[Expert], *, least: int | None = None
+    ) -> list[Expert]:
+        """Wait until experts are there who were begun, or so many more; return who came.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
         came: list[Expert] = []
-        while any(expert in self._coming for expert in missing):
+        left = sum(expert in self._coming for expert in missing)
+        enough = 0 if least is None else max(left - least, 0)
+        while sum(expert in self._coming for expert in missing) > enough:
             came += self._await_one(spared)
         return came
 

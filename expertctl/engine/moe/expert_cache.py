@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -26,6 +25,7 @@ from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.followers import Followers
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
 from expertctl.engine.moe.pinning import pin_swaps
@@ -37,22 +37,6 @@ from expertctl.engine.moe.updates import RequestBuffer, Swap, Update, updates_be
 Numbers = np.ndarray[Any, Any]
 _BESIDE = 4
 """So many of those who are expected are read while a pass is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class MissPolicy:
-    """What happens where an expert is missing: it is brought, or left out within a cap.
-
-    ``cap`` is how much of a token's weights may be left out at most, of 1. What the next layer will
-    ask for is read ahead; then what is left out depends on how fast that is.
-    """
-
-    skips: bool = False
-    cap: float = 1.0
-    reads_ahead: bool = True
-
-
-EXACT = MissPolicy()
 
 
 class ExpertCache:
@@ -154,23 +138,28 @@ class ExpertCache:
         self._log.began()
         return True
 
-    def wait(self) -> None:
-        """Have those in memory who were asked for and may not be skipped.
+    def wait_for_some(self) -> bool:
+        """Wait for some of those who were asked for; tell whether others are still to come.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
         self._log.waits()
         with self._waiting():
-            self._seat(self._arrivals.end(self._missing, self._spared))
-        self._all_came()
+            self._seat(self._arrivals.await_some(self._missing, self._spared))
+        if all(expert in self._memory for expert in self._missing):
+            self._all_came()
+            return False
+        self._log.began()
+        return True
+
+    def wait(self) -> None:
+        """Wait for all of them, as `wait_for_some` does."""
+        while self.wait_for_some():
+            pass
 
     def bring(self, layer: int, room: Choices, tokens: int) -> None:
-        """Do both.
-
-        Raises:
-            InvalidPackageError: when a file of the base cannot be read.
-        """
+        """Ask, and wait for all of them, as `wait_for_some` does."""
         if self.ask(layer, room, tokens):
             self.wait()
 

@@ -45,8 +45,8 @@ class RoutedExperts(Protocol):
             InvalidPackageError: when a file of the base cannot be read.
         """
 
-    def wait(self) -> None:
-        """Have those in memory who were asked for and may not be skipped.
+    def wait_for_some(self) -> bool:
+        """Wait for some of those who were asked for; tell whether others are still to come.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.

@@ -45,7 +45,6 @@ from expertctl.engine.kernels.rows import (
 )
 from expertctl.engine.kernels.scheme import FLOATING, Scheme
 from expertctl.engine.kernels.sorting import (
-    RoutedOrder,
     gather_arguments,
     gather_kernel,
     sort_arguments,
@@ -168,30 +167,32 @@ class RoutedOperations:
             add(skip_kernel(), arguments, self._tokens)
         arguments = sort_arguments(selected=selected, tokens=self._tokens, order=room.order)
         add(sort_kernel(), arguments, 1)
-        self._products(place, room.order)
+        self._products(place)
         self._merge(place)
 
     def compute_those_there(self, place: int) -> None:
         """Compute the experts that are in memory now, of those that were chosen."""
-        room = self.room
-        arguments = sort_arguments(
-            selected=room.selected[place],
-            tokens=self._tokens,
-            order=room.order,
-            places=self._experts.places(place),
-        )
-        self._builder.add(sort_kernel(), arguments, 1)
-        self._products(place, room.order)
+        self._compute_some(place, behind=False)
+
+    def compute_more(self, place: int) -> None:
+        """Compute those that have come since."""
+        self._compute_some(place, behind=True)
 
     def compute_the_rest(self, place: int) -> None:
-        """Compute the others, and add what all of them made."""
-        room = self.room
+        """Compute the last of them, and add what all of them made."""
+        self._compute_some(place, behind=True)
+        self._merge(place)
+
+    def _compute_some(self, place: int, *, behind: bool) -> None:
         arguments = sort_arguments(
-            selected=room.selected[place], tokens=self._tokens, order=room.rest, behind=room.order
+            selected=self.room.selected[place],
+            tokens=self._tokens,
+            order=self.room.order,
+            places=self._experts.places(place),
+            behind=behind,
         )
         self._builder.add(sort_kernel(), arguments, 1)
-        self._products(place, room.rest)
-        self._merge(place)
+        self._products(place)
 
     def _merge(self, place: int) -> None:
         room = self.room
@@ -204,23 +205,23 @@ class RoutedOperations:
         )
         self._builder.add(merge_kernel(), arguments, self._tokens)
 
-    def _products(self, place: int, order: RoutedOrder) -> None:
+    def _products(self, place: int) -> None:
         """``down (silu(gate x) * up x)`` of each position of an order.
 
         What stands between is computed anew for those before them, who are done; that harms none.
         """
         room, wide = self.room, self._experts.shape.intermediate
         arguments = gather_arguments(
-            order=order, used=self._config.used, rows=self._normed(), gathered=room.rows
+            order=room.order, used=self._config.used, rows=self._normed(), gathered=room.rows
         )
         self._builder.add(gather_kernel(), arguments, self._positions)
-        self._routed(place, order, room.rows, room.gates, self._inputs, down=False)
+        self._routed(place, room.rows, room.gates, self._inputs, down=False)
         self._change(place, self._decoder.normed[:, : self._hidden], room.gates, down=False)
         gate, up = room.gates[:, :wide], room.gates[:, wide : 2 * wide]
         arguments = gate_arguments(gate=gate, up=up, out=gate, width=wide)
         self._builder.add(gate_kernel(), arguments, self._positions)
         middle = self._middle(self._scaled(place, gate, up) if self._scales else gate)
-        self._routed(place, order, middle, room.down, self._outputs, down=True)
+        self._routed(place, middle, room.down, self._outputs, down=True)
         self._change(place, gate, room.down, down=True)
 
     def _middle(self, rows: Numbers) -> PreparedRows:
@@ -268,7 +269,6 @@ class RoutedOperations:
     def _routed(
         self,
         place: int,
-        order: RoutedOrder,
         rows: PreparedRows,
         out: Numbers,
         items: Numbers,
@@ -279,7 +279,7 @@ class RoutedOperations:
         arguments = routed_arguments(
             part=shape.down_part if down else shape.gate_up_part,
             places=self._experts.places(place),
-            order=order,
+            order=self.room.order,
             rows=rows,
             out=out,
             items=items,

@@ -12,7 +12,7 @@ from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import aligned
 from expertctl.engine.kernels.rows import PreparedRows, room_for_rows, rows_as_they_are
 from expertctl.engine.kernels.scheme import FLOATING, Scheme
-from expertctl.engine.kernels.sorting import room_for_order, room_for_rest
+from expertctl.engine.kernels.sorting import room_for_order
 from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
@@ -38,8 +38,6 @@ class RoutedRoom:
         self.absent = aligned(1, np.int64)
         """1 + the id of an expert that was asked for and not there; that is an error of ours."""
         self.order = room_for_order(routed.count, positions)
-        self.rest = room_for_rest(self.order)
-        """Of those who were not there at first."""
         self.rows = _rows(scheme, positions, config.hidden_size)
         self.gates = aligned((positions, _filled(2 * routed.intermediate_size)), np.float32)
         self.middle = _rows(scheme, positions, routed.intermediate_size, here=self.gates)
@@ -64,7 +62,7 @@ def routed_bytes(config: ModelConfig, scheme: Scheme, *, tokens: int) -> int:
     token = _FLOAT_BYTES * (_filled(routed.count) + _filled(hidden) + LANES)
     token += len(routed.layers) * (chosen + _LONG_BYTES * routed.used)
     token += routed.used * (position + _FLOAT_BYTES)
-    return tokens * token + _LONG_BYTES * 2 * (3 * routed.count + 2)
+    return tokens * token + _LONG_BYTES * (3 * routed.count + 3)
 
 
 def _rows(

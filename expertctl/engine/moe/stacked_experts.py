@@ -21,11 +21,12 @@ from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.choices import HostChoices
-from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_rows import ExpertRows
 from expertctl.engine.moe.expert_stack import BUFFERS, DUMMY, ExpertStack, StackShape
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routing import Routed
 from expertctl.engine.moe.skipping import skipped_share

@@ -87,8 +87,9 @@ class WholeExperts:
         """Return False: all are there."""
         return False
 
-    def wait(self) -> None:
-        """Do nothing: all are there."""
+    def wait_for_some(self) -> bool:
+        """Return False: all are there."""
+        return False
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Note what was chosen in all layers of a pass that is over."""

@@ -10,7 +10,7 @@ from benchmarks.skipped.holdings import HeldBases, Holding
 from benchmarks.skipped.readings import Material, found, found_whole, material
 from examples.moe.train import perplexity
 from examples.starter.vocab import END, SPECIALS
-from expertctl.engine.moe.expert_cache import MissPolicy
+from expertctl.engine.moe.miss_policy import MissPolicy
 
 SKIPS = MissPolicy(skips=True, cap=1.0, reads_ahead=False)
 

@@ -1,7 +1,7 @@
 """Routed experts in memory, what the kernels do with them one by one, and the plain formula."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from expertctl.engine.kernels.sorting import (
     gather_arguments,
     gather_kernel,
     room_for_order,
-    room_for_rest,
     sort_arguments,
     sort_kernel,
 )
@@ -77,18 +76,18 @@ def sort(selected: Array, experts: int, *, tokens: int | None = None) -> RoutedO
     return order
 
 
-def sort_in_two(selected: Array, experts: int, places: Array) -> tuple[RoutedOrder, RoutedOrder]:
-    """Those who have a place, then the rest behind them."""
+def sort_in_parts(
+    selected: Array, experts: int, parts: Sequence[Array | None]
+) -> Iterator[RoutedOrder]:
+    """Those who have a place now, then those behind them who have one; None: all who are left."""
     order = room_for_order(experts, selected.size)
-    rest = room_for_rest(order)
     count = np.array([len(selected)], np.int64)
-    parts = (
-        sort_arguments(selected=selected, tokens=count, order=order, places=places),
-        sort_arguments(selected=selected, tokens=count, order=rest, behind=order),
-    )
-    for arguments in parts:
+    for number, places in enumerate(parts):
+        arguments = sort_arguments(
+            selected=selected, tokens=count, order=order, places=places, behind=number > 0
+        )
         sort_kernel()(0, 1, arguments.ctypes.data)
-    return order, rest
+        yield order
 
 
 def room_for_gathered(scheme: Scheme, positions: int, columns: int) -> PreparedRows:

@@ -16,7 +16,7 @@ from tests.engine.kernels.routed_experts import (
     gather,
     random_choices,
     sort,
-    sort_in_two,
+    sort_in_parts,
 )
 
 Array = np.ndarray[Any, Any]
@@ -62,18 +62,21 @@ def test_each_choice_is_there_once_and_in_order(
     tokens=st.integers(0, 12),
     seed=st.integers(0, 9999),
 )
-def test_the_rest_is_sorted_behind_those_who_are_there(
+def test_whoever_comes_later_is_sorted_behind_those_who_were_there(
     experts: int, used: int, tokens: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     selected = random.integers(-2, experts + 2, (tokens, used), dtype=np.int64)
-    places = 64 * random.integers(0, 2, experts, dtype=np.int64)
-    order, rest = sort_in_two(selected, experts, places)
+    came = 64 * random.integers(0, 2, experts, dtype=np.int64)
+    more = came + 64 * random.integers(0, 2, experts, dtype=np.int64)
     ids = selected.reshape(-1)
-    asks = (ids >= 0) & (ids < experts)
-    there = asks & (places[np.where(asks, ids, 0)] != 0)
-    expected = []
-    for part, found in ((there, order), (asks & ~there, rest)):
+    left = (ids >= 0) & (ids < experts)
+    expected: list[int] = []
+    parts = (came, more, None)
+    for places, found in zip(parts, sort_in_parts(selected, experts, parts), strict=True):
+        order = found
+        part = left & (True if places is None else places[np.where(left, ids, 0)] != 0)
+        left &= ~part
         expected += np.flatnonzero(part)[np.argsort(ids[part], kind="stable")].tolist()
         counts = np.bincount(ids[part], minlength=experts)
         np.testing.assert_array_equal(found.counts, counts)

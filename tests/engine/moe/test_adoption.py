@@ -7,8 +7,8 @@ import pytest
 
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.adoption import ProfileWishes, guidance_of
-from expertctl.engine.moe.expert_cache import EXACT
 from expertctl.engine.moe.guide import Guide, activity_of
+from expertctl.engine.moe.miss_policy import EXACT
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.pins import SharePins, TopPins
 from expertctl.engine.moe.routed_room import RoutedRoom

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from expertctl.engine.moe.expert_cache import EXACT
 from expertctl.engine.moe.guide import Guide, activity_of
 from expertctl.engine.moe.habit_keeper import HabitKeeper
+from expertctl.engine.moe.miss_policy import EXACT
 from expertctl.engine.moe.start import Start, StartWishes, begin
 from expertctl.engine.moe.usage_profile import UsageProfile
 from expertctl.package.model_config import ModelConfig

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import ExpertMemory, Numbers
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.routed_room import RoutedRoom
 from expertctl.engine.moe.skipping import skipped_share
@@ -59,10 +60,9 @@ class Slow(Marked):
         if (layer, expert) == self._expert and not self.goes_on.is_set():
             block[: len(block) // 2] = 16 * layer + expert
             self.has_begun.set()
-            while is_wanted():
-                if self.goes_on.wait(0.001):
-                    break
-            else:
+            while is_wanted() and not self.goes_on.wait(0.001):
+                pass
+            if not is_wanted():
                 raise Dropped(len(block) // 2)
         return super().read(layer, expert, block, is_wanted=is_wanted)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.packed import pack, unpack
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
-from expertctl.engine.moe.expert_cache import EXACT, ExpertCache, MissPolicy
+from expertctl.engine.moe import arrivals
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.packed_base import expert_shape, pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_load import load_packed_base
@@ -109,27 +112,44 @@ def test_fewer_experts_in_memory_change_no_bit(
         assert cache.nbytes < decoder.config.experts.count * 3 * cache.shape.nbytes
 
 
+@pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.INT8])
+@pytest.mark.parametrize("prefill", [1, 20])
 def test_those_who_are_there_are_computed_while_others_are_read(
-    olmoe: Oracle, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    prefill: int, scheme: Scheme, olmoe: Oracle, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    expected = scores(whole(olmoe, crew), IDS, prefill=1)
+    expected = scores(whole(olmoe, crew, scheme), IDS, prefill=prefill)
     policy = MissPolicy(reads_ahead=False)
-    with cached(olmoe, crew, slots=3, policy=policy) as (decoder, cache):
-        scores(decoder, IDS, prefill=1)
-        ask, wait, run = cache.ask, cache.wait, crew.run
+    monkeypatch.setattr(arrivals, "_LEAST_WAVE", 1)
+    with cached(olmoe, crew, scheme, slots=3, policy=policy) as (decoder, cache):
+        scores(decoder, IDS, prefill=prefill)
+        ask, wait, run = cache.ask, cache.wait_for_some, crew.run
 
         def asked(*arguments: Any) -> bool:
             waits = ask(*arguments)
             events.append("waits" if waits else "has all")
             return waits
 
+        def came(more: bool) -> bool:
+            events.append("some came" if more else "came")
+            return more
+
+        def read_slowly(layer: int, expert: int, block: Any, **more: Any) -> int:
+            Event().wait(0.005)
+            return read(layer, expert, block, **more)
+
+        read = cache._reader.read
+        monkeypatch.setattr(cache._reader, "read", read_slowly)
         monkeypatch.setattr(cache, "ask", asked)
-        monkeypatch.setattr(cache, "wait", lambda: (events.append("came"), wait()))
+        monkeypatch.setattr(cache, "wait_for_some", lambda: came(wait()))
         monkeypatch.setattr(crew, "run", lambda *a, **k: (events.append("ran"), run(*a, **k)))
-        assert torch.equal(scores(decoder, IDS, prefill=1), expected)
-    told = "".join({"waits": "w", "has all": "h", "came": "c", "ran": "r"}[e] for e in events)
+        for _ in range(3):
+            assert torch.equal(scores(decoder, IDS, prefill=prefill), expected)
+            cache.check_integrity()
+    letters = {"waits": "w", "has all": "h", "some came": "s", "came": "c", "ran": "r"}
+    told = "".join(letters[event] for event in events)
     assert "wrcr" in told, "between asking and waiting somebody computes"
+    assert prefill == 1 or "wrsrcr" in told, "and while others are to come those who came"
     assert "hr" in told
 
 

@@ -10,9 +10,10 @@ import pytest
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.expert_cache import EXACT, ExpertCache
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.guide import Guide, activity_of
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import EXACT
 from expertctl.engine.moe.phase import Phase
 from expertctl.engine.moe.pins import SharePins, TopPins
 from expertctl.engine.moe.routed_room import RoutedRoom
