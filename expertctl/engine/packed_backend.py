@@ -25,12 +25,13 @@ from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
-from expertctl.engine.moe.expert_cache import ExpertCache, MissPolicy
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
 from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.start import Start, StartOf, begin
 from expertctl.engine.moe.whole_experts import WholeExperts, whole_experts
