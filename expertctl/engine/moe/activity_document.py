@@ -240,8 +240,9 @@ def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[st
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
             yield f"layer {layer.layer}: expert {highest} is none of {experts}"
-        if layer.missed_requests > layer.requests:
-            yield f"layer {layer.layer}: {layer.missed_requests} of {layer.requests} requests missed"
+        missed, asked = layer.missed_requests, layer.requests
+        if missed > asked:
+            yield f"layer {layer.layer}: {missed} of {asked} requests missed"
 
 
 def _layer(document: Mapping[str, object], what: str) -> LayerActivity:
