@@ -273,8 +273,7 @@ def _hits(path: Path | None, picture: Path | None, layers: int) -> list[Row]:
     rows, outcomes = [], []
     for name, trace in traces.items():
         found, outcome = hit_rows(name, trace, shape)
-        rows += [replace(found[0], note=f"{trace.shape[1]} layers, {len(trace)} tokens")]
-        rows += found[1:]
+        rows += found
         outcomes.append((name, outcome))
     if picture is not None:
         draw(outcomes, picture, used=shape.used)
