@@ -4,7 +4,7 @@ In a base whose tokens say whom they ask for, every layer's requests are known f
 trained ones the router of the next layer is wrong now and then when it judges early.
 """
 
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,19 +13,27 @@ from expertctl.engine.moe.expert_cache import ExpertCache
 
 RIGHT = 0.8
 """How often what is foreseen is left as it is."""
+_DRAWS = 4096
+"""So many are drawn beforehand and used again and again, for drawing would be timed."""
 
 
 class MisledCache(ExpertCache):
     """Experts of which some that are foreseen are others, drawn evenly."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Take what its base takes."""
+        super().__init__(*arguments, **named)
+        chance = np.random.default_rng(0)
+        wrong = chance.random(_DRAWS) >= RIGHT
+        others = chance.integers(len(self.places(0)), size=_DRAWS)
+        self._drawn = wrong, others
+        self._next = 0
+
     def ask(self, layer: int, room: Choices, tokens: int) -> bool:
         """Have read what was chosen, and ahead what is said to be likely."""
         if layer + 1 < len(self.slots):
             likely = room.likely[layer + 1, :tokens]
-            wrong = self._chance.random(likely.shape) >= RIGHT
-            likely[wrong] = self._chance.integers(len(self.places(layer)), size=int(wrong.sum()))
+            begin, self._next = self._next, (self._next + likely.size) % _DRAWS
+            wrong, others = (np.resize(each[begin:], likely.shape) for each in self._drawn)
+            np.copyto(likely, others, where=wrong)
         return super().ask(layer, room, tokens)
-
-    @cached_property
-    def _chance(self) -> np.random.Generator:
-        return np.random.default_rng(0)
