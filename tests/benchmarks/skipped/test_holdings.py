@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.skipped.holdings import HeldBases, Holding, plan_of
+from expertctl.engine.moe.followers import followers_bytes
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,7 @@ def test_a_plan_has_no_more_blocks_than_its_share_unless_one_layer_needs_them(
 
 def test_a_cache_begins_with_all_slots_filled(bases: HeldBases) -> None:
     with bases.cache(Holding(share=0.75)) as cache:
-        assert cache.nbytes == 24 * cache.shape.nbytes
+        followers = followers_bytes(layers=2, experts=16)
+        assert cache.nbytes == 24 * cache.shape.nbytes + followers
         assert [sorted(slots.residents) for slots in cache.slots] == [list(range(8))] * 2
         cache.check_integrity()
