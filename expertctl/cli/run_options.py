@@ -99,7 +99,7 @@ MoeProfile = Annotated[
     typer.Option(
         "--moe-profile",
         metavar="FILE",
-        help="Begin with the routed experts of this profile instead of those learnt here.",
+        help="Begin with the routed experts of this profile, whatever was learnt.",
     ),
 ]
 MoePin = Annotated[

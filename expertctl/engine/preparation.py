@@ -21,6 +21,7 @@ from expertctl.engine.kernels.scheme import GROUP
 from expertctl.engine.loaded_base import TORCH_BELOW, OpenBase, Wish, open_base
 from expertctl.engine.message import Message
 from expertctl.engine.moe.habit_keeper import HabitKeeper
+from expertctl.engine.moe.start import without_effect
 from expertctl.engine.outline import Foretold, foretell, stored_outline
 from expertctl.engine.request import FileExpert, NamedExpert, RunRequest
 from expertctl.engine.run_result import Numerics
@@ -255,7 +256,10 @@ def opened(
     wish = replace(wish, room=room)
     if habits is not None:
         wish = replace(wish, start=partial(habits.start, planned.base))
-    return open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
+    base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)
+    if habits is not None and base.config.experts is None:
+        habits.pass_over(planned.base)
+    return base
 
 
 def prepare_on(
@@ -273,16 +277,24 @@ def prepare_on(
     template = choose_template(planned, _reader(planner, files))
     prompt = _fitted(request, base, planned, template)
     wish = _wish(request, planned.base)
-    return Prepared(_with_rounding_told(planned, wish), base, template, prompt, wish)
+    told = (*planned.warnings, *_of_rounding(planned, wish), *_of_misses(base, wish))
+    planned = replace(planned, result=replace(planned.result, warnings=told))
+    return Prepared(planned, base, template, prompt, wish)
 
 
-def _with_rounding_told(planned: Planned, wish: Wish) -> Planned:
-    """Return a plan with a warning where its experts are held in less than was published."""
+def _of_rounding(planned: Planned, wish: Wish) -> tuple[str, ...]:
+    """Say where experts are held in less than was published."""
     if wish.adapter_dtype == "published" or not planned.experts:
-        return planned
+        return ()
     groups = f", in groups of {GROUP}" if wish.adapter_dtype == "int8" else ""
-    told = (*planned.warnings, f"experts are held as {wish.adapter_dtype}{groups}")
-    return replace(planned, result=replace(planned.result, warnings=told))
+    return (f"experts are held as {wish.adapter_dtype}{groups}",)
+
+
+def _of_misses(base: OpenBase | CompatBase, wish: Wish) -> tuple[str, ...]:
+    """Say where there is nothing to leave out; transformers refuses to be asked for that."""
+    if wish.moe_miss == "exact" or not isinstance(base, OpenBase) or base.config.experts:
+        return ()
+    return (without_effect(base.stored.name, "--moe-miss"),)
 
 
 def _outlines(planner: Planner, prepared: Prepared, files: Files) -> list[ExpertSource]:

@@ -155,6 +155,30 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
     assert "pins nobody" in said.err
 
 
+def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(
+    learnt: Any, expertctl: Commands
+) -> None:
+    said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "30", code=2)
+    assert "hint: pin fewer experts, or give more memory" in said.err
+    assert "--memory-budget" not in said.err
+
+
+def test_wishes_for_routed_experts_have_no_effect_on_a_base_without_any(
+    expertctl: Commands, house: House, shop: Shop, tmp_path: Path
+) -> None:
+    house.bases.add(shop.base_dir)
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
+    run = ("run", "hi", "--base", "tiny-base", "--no-experts", "--max-tokens", "1", "--json")
+    expertctl("config", "set", "moe_warmup", "full")
+    expertctl("config", "set", "moe_cold", "map")
+    assert "routed experts" not in str(expertctl(*run).document["warnings"])
+    given = {"--moe-profile": str(profile), "--moe-pin": "2", "--moe-miss": "skip"}
+    told = expertctl(*run, *(word for pair in given.items() for word in pair)).document["warnings"]
+    for option in given:
+        assert f"tiny-base has no routed experts: {option} has no effect" in told
+
+
 def test_what_cannot_be_is_refused_with_a_way_out(
     expertctl: Commands, house: House, base_dir: Path, shop: Shop, tmp_path: Path
 ) -> None:
@@ -167,7 +191,8 @@ def test_what_cannot_be_is_refused_with_a_way_out(
     other.write_text('{"num_prompts": 1, "num_experts": 64, "layers": {}}')
     assert "of 64 routed" in expertctl("base", "profile", "import", "moe", other, code=4).err
     other.write_text("{")
-    expertctl("base", "profile", "import", "moe", other, code=8)
+    said = expertctl("base", "profile", "import", "moe", other, code=8)
+    assert "hint: name a profile: `expertctl base profile export`" in said.err
     expertctl("base", "plan", "moe", "--moe-profile", tmp_path / "gone.json", code=3)
     run = ("run", "hi", "--base", "moe", "--no-experts")
     assert "50%" in expertctl(*run, "--moe-pin", "half", code=2).err

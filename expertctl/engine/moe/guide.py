@@ -15,13 +15,14 @@ from expertctl.engine.moe.activity_document import (
 from expertctl.engine.moe.activity_sum import tokens_of
 from expertctl.engine.moe.large_document import MAX_BYTES
 from expertctl.engine.moe.usage_profile import UsageProfile, read_profile
-from expertctl.errors import IncompatibleError
+from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.regular_file import open_regular
 from expertctl.schema.strict_json import load_object
 
 TOKENS = "tokens"
 """What the prompts of a profile are called that counts tokens."""
+_HINT = "name a profile: `expertctl base profile export` writes one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,11 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
         IncompatibleError: when it is of another base.
     """
     with open_regular(path) as stream:
-        return parse_guide(stream.read(MAX_BYTES + 1), routed, what=str(path))
+        data = stream.read(MAX_BYTES + 1)
+    try:
+        return parse_guide(data, routed, what=str(path))
+    except InvalidPackageError as error:
+        raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error
 
 
 def parse_guide(data: bytes, routed: ExpertsConfig, *, what: str) -> Guide:

@@ -20,7 +20,7 @@ from expertctl.engine.moe.guide import Guide, read_guide
 from expertctl.engine.moe.habits import Habits, base_digest, read_habits, write_habits
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.observation import activity_document
-from expertctl.engine.moe.start import USUAL, Start, StartWishes
+from expertctl.engine.moe.start import USUAL, Start, StartWishes, without_effect
 from expertctl.errors import ExpertError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.store.base_habits import HabitsFile
@@ -152,6 +152,8 @@ class HabitKeeper:
         self._notes: list[str] = []
         self._told = set[str]()
         """Of which bases it is noted already that their habits are left out, by a start."""
+        self._dense = set[str]()
+        """Of which bases it is noted already that they have no routed experts."""
         self._fails = False
         """Whether nothing could be kept the last time, which is noted already."""
 
@@ -166,6 +168,12 @@ class HabitKeeper:
             start = self._new_start(base, routed)
             self._starts[base.name] = base, start
         return start
+
+    def pass_over(self, base: StoredBase) -> None:
+        """Note once, of a base that has no routed experts, what was wished of them in vain."""
+        if base.name not in self._dense:
+            self._dense.add(base.name)
+            self._notes += [without_effect(base.name, each) for each in self._wishes.options]
 
     def watch(self, base: StoredBase, routed: ExpertsConfig, cache: Watchable) -> None:
         """Learn from what is counted of a base from now on; what another one did is kept."""

@@ -69,7 +69,7 @@ def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> fro
                 raise UsageError(
                     f"{count} routed experts of each layer are to be pinned, but layer {layer} "
                     f"has {capacity} slots",
-                    hint="pin fewer experts, or raise --memory-budget",
+                    hint="pin fewer experts, or give more memory",
                 )
             return frozenset(usage.top(layer, count))
         case SharePins(share):

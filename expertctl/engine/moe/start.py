@@ -38,6 +38,16 @@ class StartWishes:
     learns: bool = True
     """Whether habits are kept, and used."""
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The options that somebody gave; what a setting may say, too, is none of them."""
+        given = (
+            ("--moe-profile", self.profile is not None),
+            ("--moe-pin", self.pins is not None),
+            ("--moe-exchange", self.exchange > 0),
+        )
+        return tuple(option for option, is_given in given if is_given)
+
 
 USUAL = StartWishes()
 UNKNOWN = StartWishes(warmup="none", learns=False)
@@ -133,6 +143,11 @@ def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
     if rate > 0:  # where nothing is known yet, it may be learnt
         counts = [{} if guide is None else guide.counts(number) for number in sorted(slots)]
         cache.guide(counts, rate=rate)
+
+
+def without_effect(base: str, option: str) -> str:
+    """Return a warning for whoever gives an option of routed experts to a base that has none."""
+    return f"{base} has no routed experts: {option} has no effect"
 
 
 def parse_rate(rate: float) -> float:
