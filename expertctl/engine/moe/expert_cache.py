@@ -231,11 +231,15 @@ class ExpertCache:
             self._have([e for e in wanted if e not in self._memory], frozenset(wanted))
 
     def expect(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Have experts come into empty slots while passes go on; for each layer the first ones."""
+        """Have experts come into empty slots while passes go on; for each layer the first ones.
+
+        Who is pinned comes in any case, if somebody else was faster in the place of another.
+        """
         room = [len(slots.free) for slots in self.slots]
         firsts = [[(n, e) for e in order[: room[n]]] for n, order in enumerate(ranked)]
         in_turn = (expert for each in zip_longest(*firsts) for expert in each if expert)
         self._expected = deque(in_turn)
+        self._pins_come = any(slots.pinned for slots in self.slots)
         self._go_on_filling(len(self._expected))
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:

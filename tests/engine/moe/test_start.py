@@ -27,6 +27,7 @@ from tests.engine.moe.test_expert_cache import (
     LAYERS,
     NUMBERS,
     Marked,
+    Slow,
     config,
     new_cache,
 )
@@ -76,6 +77,22 @@ def test_who_is_known_comes_beside_the_work_as_long_as_slots_are_empty(
         begin(cache, Start(StartWishes(warmup="hybrid"), GUIDE), by_number(cache))
         use(cache, config, (0, 7), passes=200)
         assert residents(cache) == [{0, 7, 6, 5}] * LAYERS
+
+
+def test_who_is_pinned_comes_beside_the_work_though_others_took_all_slots(
+    config: ModelConfig,
+) -> None:
+    reader = Slow((NUMBERS[0], 7))  # all others wait behind
+    with closing(new_cache(reader, slots=2, policy=EXACT)) as cache:
+        for slots in cache.slots:
+            slots.pin([7])
+        begin(cache, Start(StartWishes(warmup="hybrid"), GUIDE), by_number(cache))
+        assert reader.has_begun.wait(10)
+        use(cache, config, (0, 1))
+        assert residents(cache) == [{0, 1}] * LAYERS
+        reader.goes_on.set()
+        use(cache, config, (0, 1), passes=200)
+        assert all(7 in there for there in residents(cache))
 
 
 def test_nobody_comes_who_is_not_asked_for_where_that_is_wished(config: ModelConfig) -> None:
