@@ -35,7 +35,8 @@ Gains = Mapping[str, tuple[Tensor, ...]]
 class Form:
     """What a plan is compiled for: the base's layers, a token's width, activations, device.
 
-    With ``packing`` it is packed for kernels, not made into tensors.
+    With ``packing`` it is packed for kernels, not made into tensors. Whoever looks at a matrix of a
+    routed expert that may not be in memory reads so many ``routed_bytes`` first: all of the expert.
     """
 
     shapes: Mapping[str, tuple[int, int]]
@@ -43,6 +44,7 @@ class Form:
     dtype: torch.dtype
     device: torch.device
     packing: Packing | None = None
+    routed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from expertctl.digest import Digest
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.compose import Form, Gains
 from expertctl.engine.dora import DoraTensors, gains, scratch_bytes
+from expertctl.engine.packed_delta import is_routed
 from expertctl.engine.tiers import Tier, Wanted
 from expertctl.routing.plan import NUMERIC_VERSION
 from expertctl.store.derived import Derived
@@ -94,7 +95,8 @@ def _while_computing(module: str, dora: DoraTensors, form: Form | None) -> int:
         return merging + _copied(module, form)
     out, inputs = form.shapes[module]
     at_once = min(max(_UNPACKED_AT_ONCE, _BLOCK * inputs), (out + _BLOCK) * inputs)
-    return _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
+    read = form.routed_bytes if is_routed(module) else 0
+    return read + _FLOAT_BYTES * out * inputs + max(merging, _UNPACKING * at_once)
 
 
 def _copied(module: str, form: Form | None) -> int:

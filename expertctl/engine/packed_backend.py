@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from expertctl.engine.kv_pages import KVPages, pages_bytes
 from expertctl.engine.kv_pool import KVPool
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.memory import allocate
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
@@ -36,7 +38,7 @@ from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.start import Start, StartOf, begin
 from expertctl.engine.moe.whole_experts import WholeExperts, whole_experts
 from expertctl.engine.pace import Pace
-from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
+from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes, routed_expert
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import Packing
 from expertctl.engine.packed_load import keeps_copy, load_packed_base, packing_scratch
@@ -148,7 +150,8 @@ class PackedBackend:
         """What plans are compiled for."""
         config, packing = self.config, Packing(self.scheme, self.adapter_dtype)
         shapes, cpu = config.linear_shapes(), torch.device("cpu")
-        return Form(shapes, config.hidden_size, torch.float32, cpu, packing)
+        read = 0 if self.cache is None else expert_shape(config, self.scheme).nbytes
+        return Form(shapes, config.hidden_size, torch.float32, cpu, packing, routed_bytes=read)
 
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take, by whole pages."""
@@ -319,8 +322,20 @@ class PackedModel:
         return self.decoder.timed(times)
 
     def matrix(self, module: str) -> Tensor:
-        """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
-        return self.base.matrix(module)
+        """Return the weights of a linear layer as they are used, as a new float32 [out, in].
+
+        A routed expert that comes and goes is read for it, wherever he is now.
+
+        Raises:
+            InvalidPackageError: when a file of the base cannot be read.
+        """
+        routed = routed_expert(module)
+        if self._reader is None or routed is None:
+            return self.base.matrix(module)
+        shape = expert_shape(self.base.config, self.base.scheme)
+        block = np.frombuffer(allocate(shape.nbytes), np.uint8)
+        self._reader.read(*routed, block)
+        return replace(self.base, experts={routed: block}).matrix(module)
 
     def rest(self) -> None:
         """Let go of what the passes of a plan share."""

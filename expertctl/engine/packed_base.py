@@ -97,12 +97,11 @@ class PackedBase:
         """Return the weights of a linear layer as they are used, as a new float32 [out, in]."""
         if module == HEAD.removesuffix(".weight"):
             return torch.from_numpy(unpack(self.head))
-        number, _, name = module.removeprefix(_LAYERS).partition(".")
-        if name.startswith(EXPERTS):
-            expert = name.removeprefix(EXPERTS).partition(".")[0]
-            places = self._expert_places(int(number), int(expert))
+        routed = routed_expert(module)
+        if routed is None:
+            places = self._layer_places(int(module.removeprefix(_LAYERS).partition(".")[0]))
         else:
-            places = self._layer_places(int(number))
+            places = self._expert_places(*routed)
         place = places[f"{module}.weight"]
         assert isinstance(place, PackedMatrix)
         return torch.from_numpy(unpack(place))
@@ -149,6 +148,14 @@ def expert_shape(config: ModelConfig, scheme: Scheme) -> ExpertShape:
     """Return what the block of a routed expert holds."""
     assert config.experts is not None, "a base with routed experts"
     return ExpertShape(scheme, config.hidden_size, config.experts.intermediate_size)
+
+
+def routed_expert(module: str) -> tuple[int, int] | None:
+    """Return the layer and the number of the routed expert that a linear layer is of, if it is."""
+    number, _, name = module.removeprefix(_LAYERS).partition(".")
+    if not name.startswith(EXPERTS):
+        return None
+    return int(number), int(name.removeprefix(EXPERTS).partition(".")[0])
 
 
 def expert_places(at: str, shape: ExpertShape, block: Numbers) -> dict[str, Place]:

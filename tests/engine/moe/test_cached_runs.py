@@ -1,10 +1,17 @@
 """Whole runs on bases of routed experts that are larger than the memory that they are given."""
 
+import shutil
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from expertctl.engine.backend import Surroundings
+from expertctl.engine.gains import gains_scratch
+from expertctl.engine.packed_backend import PackedBackend
+from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
@@ -13,11 +20,13 @@ from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_config
 from expertctl.reference import Reference
 from expertctl.routing.presets import SamplingWishes
-from expertctl.routing.request import Forced
+from expertctl.routing.request import Dtype, Forced
 from expertctl.schema.manifest import AdapterKind
+from expertctl.settings import Home
+from tests.engine.adapter_files import load
 from tests.engine.market import Market
 from tests.engine.test_runtime import planner, request, run
-from tests.factories import write_base
+from tests.factories import write_base, write_dora
 from tests.store.shop import House, fast, house
 
 __all__ = ["fast", "house"]
@@ -25,6 +34,7 @@ __all__ = ["fast", "house"]
 LARGE = 256 << 20
 SQL = Forced(Reference.parse("acme/sql"))
 PARTS = ("gate_proj", "up_proj", "down_proj")
+ENDS = (("model.layers.0", 0), ("model.layers.3", 31))
 CHANGED = ("q_proj", *(f"experts.{number}.{part}" for number in range(0, 32, 3) for part in PARTS))
 
 
@@ -104,6 +114,7 @@ def test_an_expert_changes_routed_experts_that_come_and_go(
     oracle.close()
     assert theirs.generated.tokens != alone.generated.tokens
     for budget in (LARGE, size * 8 // 10):
+        shutil.rmtree(house.store.paths.derived, ignore_errors=True)  # nobody knows its gains
         ours, engine = answer(house, budget, SQL, base_alone=False)
         assert ours.generated.tokens == theirs.generated.tokens
         assert engine.budget.peak <= budget
@@ -112,6 +123,23 @@ def test_an_expert_changes_routed_experts_that_come_and_go(
     assert ours.moe is not None
     assert ours.moe.residence.slots < 32
     assert ours.moe.activity.misses > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4"])
+def test_a_matrix_of_a_routed_expert_that_comes_and_goes_is_read_and_what_that_takes_is_counted(
+    dtype: Dtype, base: Path, tmp_path: Path
+) -> None:
+    config = read_config(base)
+    whole = PackedBackend.of(config, dtype)
+    partly = PackedBackend.of(config, dtype, room=whole.weight_bytes * 8 // 10)
+    around = Surroundings(directory=base, home=Home(tmp_path))
+    modules = [f"{at}.mlp.experts.{n}.{part}" for at, n in ENDS for part in PARTS]
+    with closing(whole.load(around)) as theirs, closing(partly.load(around)) as ours:
+        for module in (*modules, "model.layers.1.self_attn.q_proj", "lm_head"):
+            assert torch.equal(ours.matrix(module), theirs.matrix(module))
+    adapter = load(write_dora(tmp_path / "d", base, rank=2, targets=["experts.0.down_proj"]))
+    more = gains_scratch(adapter, partly.form) - gains_scratch(adapter, whole.form)
+    assert more == expert_shape(config, partly.scheme).nbytes
 
 
 def test_a_result_tells_of_it_in_its_document(base: Path, house: House) -> None:
