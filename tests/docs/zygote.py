@@ -20,6 +20,8 @@ from typing import Any
 
 from expertctl.cli.app import main
 
+_CLEAN = {"OMP_NUM_THREADS": "1"}
+"""No setting of who runs the tests: what is read of it while modules are imported stays."""
 LARGEST = 1 << 20
 """Bytes of a job, which is mostly the environment."""
 IMPORTED = (
@@ -57,7 +59,7 @@ def zygote(folder: Path) -> Iterator[Path]:
         with subprocess.Popen(
             [sys.executable, "-m", "tests.docs.zygote", str(listener.fileno())],
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=_CLEAN | {"PATH": os.environ["PATH"], "HOME": str(folder)},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
