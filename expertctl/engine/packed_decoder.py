@@ -279,6 +279,7 @@ class PackedDecoder:
                 waits = self._experts.ask(stage.chosen, room.routed, tokens)
                 self._run_lanes(stage.lanes, workers, waits=waits)
         if self._experts is not None and room.routed is not None:
+            assert not room.routed.absent[0], "nobody was computed who was not there"
             self._experts.passed(room.routed, tokens, phase=phase)
 
     def _run_lanes(self, lanes: Lanes | None, workers: int | None, *, waits: bool) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -71,8 +72,7 @@ class ExpertCache:
         self._pins_come = False
         """Whether somebody is pinned who may have no slot yet."""
         self._some_go = any(layer.capacity < layer.experts for layer in slots)
-        self._swaps = self._lent = 0
-        self._waited = 0.0
+        self._swaps, self._lent, self._waited = 0, 0, 0.0
         self._missing: list[Expert] = []
         """Who is waited for now."""
         self._spared = frozenset[Expert]()
@@ -116,6 +116,8 @@ class ExpertCache:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
+        if layer == 0:
+            self._memory.end_lending()  # of a pass that failed
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
         self._log.ask(layer, selected, slots.hit_mask)
         if self._some_go:
@@ -173,7 +175,7 @@ class ExpertCache:
         self._requests.append(asked)
         if self._some_go:
             self._followers.passed(asked)
-        begins = cache_phase(phase, tokens) is Phase.PROMPT
+        begins = phase is not Phase.DECODE and cache_phase(phase, tokens) is Phase.PROMPT
         if begins:
             self._pace = UpdatePolicy()
         self._pace.generated(tokens)
@@ -202,14 +204,10 @@ class ExpertCache:
 
     def report(self) -> RoutedReport:
         """Return that, with how many experts are in memory at most."""
-        residence = Residence(
-            miss="skip" if self.skips else "exact",
-            layers=len(self._numbers),
-            experts=self._memory.experts,
-            slots=max(slots.capacity for slots in self.slots),
-            blocks=self._memory.blocks,
-        )
-        return RoutedReport(residence, self.activity())
+        slots, memory = max(slots.capacity for slots in self.slots), self._memory
+        layers, experts, blocks = len(self._numbers), memory.experts, memory.blocks
+        held = Residence(layers=layers, experts=experts, slots=slots, blocks=blocks)
+        return RoutedReport(replace(held, miss="skip") if self.skips else held, self.activity())
 
     def _update(self) -> None:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)

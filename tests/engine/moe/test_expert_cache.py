@@ -244,6 +244,22 @@ def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: Mo
         cache.check_integrity()
 
 
+def test_what_was_lent_to_a_pass_that_failed_is_lent_no_more(config: ModelConfig) -> None:
+    reader, room = Lending(0), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    reader.lend = lambda layer, expert: (  # type: ignore[method-assign]
+        int(reader._marks[16 * layer + expert].ctypes.data) if expert == 1 else None
+    )
+    with closing(new_cache(reader, slots=1, policy=MissPolicy(reads_ahead=False))) as cache:
+        room.selected[0, 0], reader.fails = (1, 2), True
+        with pytest.raises(InvalidPackageError, match="cut short"):
+            cache.bring(0, room, 1)
+        reader.fails = False
+        room.selected[0, 0] = (3, 4)
+        cache.bring(0, room, 1)
+        assert dict(marks(cache, 0)) == {3: 19, 4: 20}
+        cache.check_integrity()
+
+
 def test_what_is_lent_takes_no_block_and_is_copied_once_it_gets_a_slot(
     config: ModelConfig,
 ) -> None:
