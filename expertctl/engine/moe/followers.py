@@ -23,7 +23,7 @@ from expertctl.engine.moe.layer_slots import Ids, Worths
 RATE = 0.02
 """How much of a chance the next token decides."""
 _CHANCE = np.dtype(np.float32)
-MOST_TEXTS = 4
+MOST_TEXTS = 16
 """A pass of no more tokens is of as many texts, or guesses; of more it is of one text."""
 MOST_PAIRS = 64
 """Of a prompt so many of its last tokens are learnt from."""
