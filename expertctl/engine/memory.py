@@ -63,16 +63,37 @@ def machine() -> int:
 
 def container() -> int | None:
     """Return the least limit of the control groups that this process is in; None without one."""
-    names = _read(_OWN_CGROUP).partition("0::")[2].partition("\n")[0].strip("/").split("/")
-    groups = [_CGROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
-    limits = [_limit(path) for path in (*(group / "memory.max" for group in groups), _OLD_LIMIT)]
+    files = (*(group / "memory.max" for group in _own_groups()), _OLD_LIMIT)
+    limits = [_limit(path) for path in files]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def unused() -> int | None:
-    """Return how many bytes the machine could give at once, where the system tells."""
+    """Return how many bytes this process could be given at once, where the system tells.
+
+    A container has what its least group of its limit has left; files that it could let go of do not
+    count as taken.
+    """
     found = _read(_MEMINFO).partition("MemAvailable:")[2].split()
-    return int(found[0]) * 1024 if found else None
+    if not found:
+        return None
+    left = (_left(group) for group in _own_groups())
+    return min([int(found[0]) * 1024, *(each for each in left if each is not None)])
+
+
+def _own_groups() -> list[Path]:
+    """Return the folders of the control groups that this process is in, the outermost first."""
+    names = _read(_OWN_CGROUP).partition("0::")[2].partition("\n")[0].strip("/").split("/")
+    return [_CGROUPS.joinpath(*names[:depth]) for depth in range(len(names) + 1)]
+
+
+def _left(group: Path) -> int | None:
+    """Return what a group may still take; None where nothing limits it."""
+    limit, used = _limit(group / "memory.max"), _limit(group / "memory.current")
+    if limit is None or used is None:
+        return None
+    files = _read(group / "memory.stat").partition("inactive_file ")[2].split()
+    return max(limit - used + (int(files[0]) if files else 0), 0)
 
 
 def _anonymous(size: int) -> mmap.mmap:

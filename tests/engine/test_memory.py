@@ -57,6 +57,22 @@ def test_of_nested_containers_the_least_limit_decides(group: Path) -> None:
     assert memory.container() == 2000000
 
 
+def test_what_a_container_has_left_is_all_that_can_be_given(
+    group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert memory.unused() == 4_096_000
+    (group.parent / "memory.max").write_text("3000000\n")
+    (group.parent / "memory.current").write_text("2500000\n")
+    (group.parent / "memory.stat").write_text("anon 1000000\ninactive_file 400000\nslab 5\n")
+    assert memory.unused() == 900_000, "files that it reads anew when it must"
+    (group.parent / "memory.current").write_text("3600000\n")
+    assert memory.unused() == 0
+    (group.parent / "memory.max").write_text("max\n")
+    assert memory.unused() == 4_096_000
+
+
 def test_the_older_kind_of_container_counts_unless_it_has_no_limit(group: Path) -> None:
     (group.parent.parent.parent / "limit_in_bytes").write_text("9223372036854771712\n")
     assert memory.container() is None
