@@ -285,14 +285,16 @@ def _read_into(memory: memoryview, handle: int, begin: int) -> None:
 
 
 def _read_aligned(memory: memoryview, handle: int, begin: int) -> int:
-    """Read all that is aligned, in memory and in the file; return how many bytes that was."""
+    """Read all that is aligned, in memory and in the file; return how many bytes that was.
+
+    What the system refuses, for the memory is not aligned or there is too little of it to do this,
+    is left to who reads through the cache: only then it is known whether the file is at fault.
+    """
     done, whole = 0, len(memory) // ALIGNED * ALIGNED
     while done < whole:
         try:
             count = os.preadv(handle, [memory[done:whole]], begin + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # what the system says of memory that is not
-                raise
+        except OSError:
             return done
         if not count:
             break

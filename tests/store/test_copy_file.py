@@ -1,5 +1,6 @@
 """Pieces are found where the layout says, and nothing is believed that was not sealed."""
 
+import errno
 import hashlib
 import os
 import struct
@@ -76,6 +77,32 @@ def test_any_piece_is_read_alone(tmp_path: Path) -> None:
             assert copy.fill(piece, memory)
             assert memory == data_of(BLOCKS)[place]
         assert copy.is_whole()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="every read goes through the cache")
+def test_what_cannot_be_read_past_the_cache_is_read_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is not at fault where the system has no memory for that."""
+    written(tmp_path / "copy", BLOCKS)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    preadv, refused = os.preadv, []
+
+    def short(handle: int, buffers: list[memoryview], offset: int) -> int:
+        if handle != copy.handle:
+            refused.append(offset)
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return preadv(handle, buffers, offset)
+
+    with closing(copy):
+        copy.bypass_cache(tmp_path / "copy")
+        monkeypatch.setattr(os, "preadv", short)
+        memory = memoryview(bytearray(PIECE))
+        assert copy.fill(0, memory)
+        assert memory == data_of(BLOCKS)[:PIECE]
+        assert refused == [0]
+        monkeypatch.undo()
 
 
 def test_what_is_wanted_no_more_is_not_read_to_its_end(tmp_path: Path) -> None:
