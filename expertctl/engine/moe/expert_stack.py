@@ -165,8 +165,11 @@ def stack_bytes(shape: StackShape, *, blocks: int) -> int:
 
 
 def buffers_bytes(shape: StackShape) -> int:
-    """Return what its buffers take in the memory of the machine."""
-    return BUFFERS * shape.nbytes
+    """Return what its buffers take in the memory of the machine at most.
+
+    Torch takes pinned memory by powers of two.
+    """
+    return BUFFERS * (1 << (shape.nbytes - 1).bit_length())
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:
