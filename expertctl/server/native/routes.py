@@ -1,6 +1,8 @@
 """The addresses of our own API: inference, jobs, routing, and what is installed or observed."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from anyio import to_thread
@@ -12,7 +14,7 @@ from expertctl.engine.moe.observation import Observation
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
 from expertctl.routing.planner import Planned
-from expertctl.server.body import in_turn, read_body
+from expertctl.server.body import read_body
 from expertctl.server.caller import caller_of
 from expertctl.server.field_error import FieldError
 from expertctl.server.generation import finished
@@ -61,6 +63,8 @@ class _Wire:
         self._jobs = JobStore()
         self._plans = 0
         """How many are waited for."""
+        self._adopts = False
+        """Whether a profile is being taken."""
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
@@ -142,7 +146,23 @@ class _Wire:
         """Count them otherwise, begin again, or let a profile say who stays."""
         body = await read_body(request, ObserveRequest)
         body.check(base=self._service.engine.base_name)
-        return json_reply((await in_turn(partial(self._changed, body))).to_json())
+        with self._one_profile(body):
+            seen = await to_thread.run_sync(partial(self._changed, body))
+        return json_reply(seen.to_json())
+
+    @contextmanager
+    def _one_profile(self, body: ObserveRequest) -> Iterator[None]:
+        """Take one profile at a time: it waits for a pass to end, and takes a thread meanwhile."""
+        if body.profile is None:
+            yield
+            return
+        if self._adopts:
+            raise RateLimitError("another profile is being taken")
+        self._adopts = True
+        try:
+            yield
+        finally:
+            self._adopts = False
 
     def _changed(self, body: ObserveRequest) -> Observation:
         """Do what a body asks for; the profile first, which may be refused."""

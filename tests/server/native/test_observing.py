@@ -408,6 +408,34 @@ def test_other_methods_are_told_which_there_are(client: TestClient, method: str)
     assert client.get("/moe").content == before
 
 
+def test_one_profile_is_taken_at_a_time_and_nobody_waits_for_it(
+    routed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, adopt = threading.Event(), threading.Event(), routed.engine.adopt
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        adopt(*arguments)
+
+    monkeypatch.setattr(routed.engine, "adopt", slowly)
+    body, found = {"profile": pinning({"1": 1}), "pin": 0, "exchange": 0}, []
+    asking = threading.Thread(
+        target=lambda: found.append(routed.client().post("/moe", json=body).status_code)
+    )
+    asking.start()
+    assert begun.wait(20)
+    other = routed.client()
+    refused = other.post("/moe", json=body)
+    assert refused.status_code == 429
+    assert refused.headers["Retry-After"] == "1"
+    assert other.post("/moe", json={"reset": True}).status_code == 200
+    assert other.post("/v1/route", json={"prompt": "a" * 100_000}).status_code == 200
+    goes_on.set()
+    asking.join()
+    assert found == [200]
+
+
 def test_profiles_change_while_texts_are_written(routed: Served, client: TestClient) -> None:
     """Whoever writes meanwhile has the tokens that he would have had."""
     wanted = answered(client)["tokens"]["ids"]
