@@ -17,6 +17,7 @@ export function follows(before, after) {
 export function sampleOf(data, before, at) {
   const known = before !== null && follows(before, data);
   const rate = (of) => (known ? (of(data) - of(before)) / (data.uptime - before.uptime) : null);
+  const counted = known && missesOf(data) >= missesOf(before); // else counting began anew
   return {
     at,
     data,
@@ -24,18 +25,20 @@ export function sampleOf(data, before, at) {
     answerSpeed: rate((one) => one.tokens.answer),
     perStep: known ? share(data, before, (one) => one.steps.rows, (one) => one.steps.count) : null,
     ttft: known ? share(data, before, (one) => one.ttft.seconds, (one) => one.ttft.count) : null,
-    hits: known ? share(data, before, hitsOf, askedOf) : null,
+    hits: counted ? share(data, before, hitsOf, askedOf) : null,
   };
 }
 
-/** How much of one there was for each of the other; null where there was none. */
+/** How much of one there was for each of the other; null where there was none, or less than before. */
 function share(data, before, of, by) {
   const several = by(data) - by(before);
-  return several > 0 ? (of(data) - of(before)) / several : null;
+  const found = of(data) - of(before);
+  return several > 0 && found >= 0 ? found / several : null;
 }
 
 /** Routed slots whose expert was there, and all of them; what is not counted is none. */
 const hitsOf = ({ routed }) => sum(routed, ({ hits }) => hits);
+const missesOf = ({ routed }) => sum(routed, ({ misses }) => misses);
 const askedOf = ({ routed }) => sum(routed, ({ hits, misses }) => hits + misses);
 
 function sum(routed, of) {
