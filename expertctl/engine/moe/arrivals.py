@@ -13,6 +13,7 @@ from threading import Event
 
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.errors import ExpertError
 from expertctl.store.copy_file import Dropped
 
 _WAVES, _LEAST_WAVE = 3, 8
@@ -46,6 +47,8 @@ class Arrivals:
         self._wanted = ThreadPoolExecutor(threads, thread_name_prefix="experts")
         self._foreseen = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
         self._coming: dict[Expert, _Coming] = {}
+        self._unread: set[Expert] = set()
+        """Who could not be read when nobody waited; it is tried again when somebody does."""
         self.loads = self.ahead = self.read_bytes = 0
 
     def __len__(self) -> int:
@@ -98,7 +101,7 @@ class Arrivals:
         A guess is dropped as soon as a layer asks for others.
         """
         for expert in wanted:
-            if expert in self._memory or expert in self._coming:
+            if expert in self._memory or expert in self._coming or expert in self._unread:
                 continue
             number = self._memory.take(spared)
             if number is None:
@@ -108,7 +111,8 @@ class Arrivals:
     def land(self, wanted: Container[Expert] = ()) -> list[Expert]:
         """Take in what has come, and return who that is; they are in the pool.
 
-        What did not come is an error where it is wanted; whoever wants it later reads it again.
+        What did not come is an error where it is wanted; whoever wants it later reads it again, and
+        nobody foresees it any more until then. A mistake of ours is an error in any case.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -119,6 +123,7 @@ class Arrivals:
             del self._coming[expert]
             error = coming.reading.exception()
             if error is None:
+                self._unread.discard(expert)
                 self._memory.put(expert, coming.block)
                 self.loads += 1
                 self.ahead += coming.is_foreseen
@@ -128,8 +133,10 @@ class Arrivals:
             self._memory.give_back(coming.block)
             if isinstance(error, Dropped):
                 self.read_bytes += error.read_bytes
-            elif expert in wanted:
+            elif expert in wanted or not isinstance(error, ExpertError | OSError):
                 failed.append(error)
+            else:
+                self._unread.add(expert)
         for error in failed:
             raise error
         return came
@@ -196,7 +203,12 @@ class Arrivals:
         if dropped is not None:
             read = partial(read, is_wanted=lambda: not dropped.is_set())
         readers = self._foreseen if is_foreseen else self._wanted
-        reading = readers.submit(self._memory.fill, number, read)
+        try:
+            reading = readers.submit(self._memory.fill, number, read)
+        except BaseException:  # no thread can be started, or somebody interrupts
+            self._coming.pop(expert, None)
+            self._memory.give_back(number)
+            raise
         self._coming[expert] = _Coming(number, reading, is_foreseen, dropped)
 
     def _await_one(self, wanted: Container[Expert]) -> list[Expert]:

@@ -244,6 +244,44 @@ def test_a_reading_that_fails_is_told_to_who_needs_it_and_tried_again(config: Mo
         cache.check_integrity()
 
 
+def test_who_cannot_be_read_is_tried_again_when_he_is_wanted_and_not_before(
+    config: ModelConfig,
+) -> None:
+    reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
+        reader.fails = True
+        for _ in range(3):
+            cache._arrivals.foresee([(0, 6)], frozenset())
+            tried = len(cache._arrivals)
+            while len(cache._arrivals):
+                cache._land()
+        assert tried == 0, "it was tried once"
+        reader.fails = False
+        room.selected[0, 0] = (6, 2)
+        cache.bring(0, room, 1)
+        assert (6, 22) in marks(cache, 0)
+        cache.check_integrity()
+
+
+def test_no_block_is_lost_where_no_thread_can_be_started(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
+        room.selected[0, 0] = (6, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache._arrivals._wanted, "submit", refuse)
+            for _ in range(EXPERTS * LAYERS):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    cache.bring(0, room, 1)
+        cache.bring(0, room, 1)
+        assert dict(marks(cache, 0)) == {6: 22, 2: 18}
+        cache.check_integrity()
+
+
 def test_what_was_lent_to_a_pass_that_failed_is_lent_no_more(config: ModelConfig) -> None:
     reader, room = Lending(0), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
     reader.lend = lambda layer, expert: (  # type: ignore[method-assign]
