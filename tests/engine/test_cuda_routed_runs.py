@@ -182,7 +182,9 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     assert held == backend.weight_bytes == rest + backend.cache.blocks * ONE
     assert rest > ONE, "the dummy is among it"
     followers = followers_bytes(layers=3, experts=12)
-    assert engine.tiers._budgets[Tier.RAM].held("base") == BUFFERS * ONE + followers
+    # 245,760 bytes are pinned as the next power of two: so torch's host allocator gives them.
+    assert ONE == 245_760
+    assert engine.tiers._budgets[Tier.RAM].held("base") == BUFFERS * 262_144 + followers
     engine.close()
     assert engine.tiers._budgets[Tier.RAM].held("base") == 0
 
