@@ -5,7 +5,7 @@ needed after all does not wait in its row, and a guess that was wrong is *droppe
 the reading, so that it delays nobody.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,7 +55,7 @@ class Arrivals:
         """How many are on their way."""
         return len(self._coming)
 
-    def begin(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
+    def begin(self, missing: Sequence[Expert], spared: Collection[Expert]) -> list[Expert]:
         """Have experts read; return who came meanwhile. Those that are spared stay.
 
         Raises:
@@ -69,7 +69,7 @@ class Arrivals:
                 came += self._begin(expert, spared)
         return came
 
-    def await_some(self, missing: Sequence[Expert], spared: Container[Expert]) -> list[Expert]:
+    def await_some(self, missing: Sequence[Expert], spared: Collection[Expert]) -> list[Expert]:
         """Wait until so many are there of those who were begun that they are worth a pass.
 
         Raises:
@@ -79,7 +79,7 @@ class Arrivals:
         return self.end(missing, spared, least=least)
 
     def end(
-        self, missing: Sequence[Expert], spared: Container[Expert], *, least: int | None = None
+        self, missing: Sequence[Expert], spared: Collection[Expert], *, least: int | None = None
     ) -> list[Expert]:
         """Wait until experts are there who were begun, or so many more; return who came.
 
@@ -94,7 +94,7 @@ class Arrivals:
         return came
 
     def foresee(
-        self, wanted: Iterable[Expert], spared: Container[Expert], *, is_guess: bool = False
+        self, wanted: Iterable[Expert], spared: Collection[Expert], *, is_guess: bool = False
     ) -> None:
         """Begin to read what will be asked for, as far as there are blocks for it.
 
@@ -181,7 +181,7 @@ class Arrivals:
         wait(dropped)
         return self.land()
 
-    def _begin(self, expert: Expert, spared: Container[Expert]) -> list[Expert]:
+    def _begin(self, expert: Expert, spared: Collection[Expert]) -> list[Expert]:
         """Have an expert read; while all blocks are taken, wait for one that comes."""
         came: list[Expert] = []
         while (number := self._memory.take(spared)) is None:

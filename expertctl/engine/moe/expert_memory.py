@@ -1,24 +1,24 @@
 """Blocks of memory for routed experts, fewer than there are experts.
 
 A block is free, on its way, or holds an expert. Experts that have a slot stay; all others share
-the rest of the blocks, the *pool*, and who is worth least gives his block to the next; of equals
-it is who was used longest ago.
-All blocks are alike: an expert that gets a slot, or loses it, is not moved. An expert may also be
-*lent* for one pass: it is computed where it lies outside these blocks.
+the rest of the blocks, the *pool*, and who is worth least gives his block to the next
+(`expert_pool`). All blocks are alike: an expert that gets a slot, or loses it, is not moved. An
+expert may also be *lent* for one pass: it is computed where it lies outside these blocks.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.memory import allocate
+from expertctl.engine.moe.expert_pool import (
+    Expert as Expert,
+)  # whoever asks a memory names them, too
+from expertctl.engine.moe.expert_pool import ExpertPool
 
 Numbers = np.ndarray[Any, Any]
-Expert = tuple[int, int]
-"""A routed layer, counted from 0, and the number of an expert there."""
 Read = Callable[[Numbers], int]
 """Fills the bytes of an expert; returns how many bytes of files that took."""
 
@@ -79,21 +79,24 @@ class ExpertMemory:
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
-        self.worths = np.zeros((layers, experts))
-        """What each is worth to keep; the owner of the slots says so."""
         if isinstance(blocks, int):
             blocks = HostBlocks(shape.nbytes, count=blocks)
         self._blocks = blocks
         self._free = list(range(len(blocks)))
         self._held: dict[Expert, int] = {}
-        self._pool = OrderedDict[Expert, None]()
-        """Those without a slot, the one that was used longest ago first."""
+        self._pool = ExpertPool(layers=layers, experts=experts)
+        """Those without a slot."""
         self._lent: list[Expert] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all blocks."""
         return self._blocks.nbytes
+
+    @property
+    def worths(self) -> Numbers:
+        """What each is worth to keep, float64 [layers, experts]; the owner of the slots says so."""
+        return self._pool.worths
 
     @property
     def experts(self) -> int:
@@ -113,22 +116,21 @@ class ExpertMemory:
         """Have a block filled that was taken, in any thread; return what ``read`` returns."""
         return self._blocks.fill(number, read)
 
-    def take(self, spared: Container[Expert]) -> int | None:
+    def take(self, spared: Collection[Expert]) -> int | None:
         """Return a block to fill, if need be that of an expert in the pool that is not spared.
 
         None where there is none.
         """
         if self._free:
             return self._free.pop()
-        able = (expert for expert in self._pool if expert not in spared)
-        least = min(able, key=self.worths.item, default=None)
+        least = self._pool.least(spared)
         return None if least is None else self._evict(least)
 
     def put(self, expert: Expert, number: int) -> None:
         """Say that an expert is in a block that was taken; it is in the pool, as used last."""
         assert expert not in self._held
         self._held[expert] = number
-        self._pool[expert] = None
+        self._pool.add(expert)
         self.places[expert] = self._blocks.place(number)
         self.hits[expert] = 1
 
@@ -137,19 +139,17 @@ class ExpertMemory:
         self._free.append(number)
 
     def use(self, experts: Iterable[Expert]) -> None:
-        """Let experts be the last of the pool, as far as they are in it."""
-        for expert in experts:
-            if expert in self._pool:
-                self._pool.move_to_end(expert)
+        """Say that experts were used, so that of equals those in the pool go last."""
+        self._pool.use(experts)
 
     def keep(self, expert: Expert) -> None:
         """Take an expert out of the pool, into a slot."""
-        del self._pool[expert]
+        self._pool.remove(expert)
 
     def let_go(self, expert: Expert) -> None:
         """Put an expert that had a slot into the pool, as used last."""
         assert expert in self._held
-        self._pool[expert] = None
+        self._pool.add(expert)
 
     def lend(self, expert: Expert, address: int) -> None:
         """Say where an expert lies that has no block, until `end_lending`."""
@@ -174,7 +174,7 @@ class ExpertMemory:
         assert len(held) == len(set(held))
         assert len(held) + len(self._free) + coming == len(self._blocks)
         assert not set(held) & set(self._free)
-        assert self._pool.keys() <= self._held.keys()
+        assert self._pool.members <= self._held.keys()
         places = np.zeros_like(self.places)
         for expert, number in self._held.items():
             places[expert] = self._blocks.place(number)
@@ -182,6 +182,6 @@ class ExpertMemory:
         assert np.array_equal(places != 0, self.hits == 1)
 
     def _evict(self, expert: Expert) -> int:
-        del self._pool[expert]
+        self._pool.remove(expert)
         self.places[expert], self.hits[expert] = 0, 0
         return self._held.pop(expert)
