@@ -76,7 +76,6 @@ class ExpertPool:
         if not len(there):
             return None
         worths = self.worths.ravel()[there]
-        least = there[worths == worths.min()]
-        first = least[self._used.ravel()[least].argmin()]
-        layer, expert = divmod(int(first), self._is_in.shape[1])
-        return layer, expert
+        equals = there[worths == worths.min()]
+        oldest = equals[self._used.ravel()[equals].argmin()]
+        return divmod(int(oldest), self._is_in.shape[1])
