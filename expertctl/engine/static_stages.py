@@ -72,9 +72,11 @@ class StagedStep:
         likely = None if mlp.foresee is None else chosen.likely
         waits = experts.ask(mlp.place, chosen.selected, chosen.weights, likely)
         run((*bucket.key, mlp.layer, "there"), partial(self._compute, bucket, mlp))
+        experts.computed(mlp.place)
         if waits:
             experts.wait(mlp.place, len(texts))
             run((*bucket.key, mlp.layer, "rest"), partial(self._compute_rest, bucket, mlp))
+            experts.computed(mlp.place)
 
     @torch.inference_mode()
     def _choose(self, bucket: Bucket, begin: int, mlp: StackedMlp) -> None:

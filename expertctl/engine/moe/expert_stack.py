@@ -5,9 +5,9 @@ both. Row 0 is the *dummy*, all zero: whoever is missing is looked up there, so 
 that was chosen needs no condition, and never does another expert stand in. The rows behind it are
 the blocks of `expert_memory`, for experts of all layers.
 
-An expert is read into a buffer of the machine's memory and copied from there, by whoever reads it.
-A copy begins when all is done that the device was asked for before, and its reader waits for its
-end; so a block is known to hold an expert only after it does.
+An expert is read into a buffer of the machine's memory and copied from there, by whoever reads it,
+beside all that computes but what could read who was in the row before: `copy_order` draws that. Its
+reader waits for the end of the copy; so a block is known to hold an expert only after it does.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from expertctl.engine.feed_forward import FeedForward
 from expertctl.engine.linear import Linear
+from expertctl.engine.moe.copy_order import CopyStream, LastReads
 from expertctl.engine.moe.expert_memory import Read
 from expertctl.package.model_config import ModelConfig
 
@@ -71,6 +72,7 @@ class ExpertStack:
             buffers = [_Buffer(shape, device) for _ in range(BUFFERS)]
         self.gate_up[DUMMY].zero_()
         self.down[DUMMY].zero_()
+        self._reads = LastReads(device, rows=count)
         self._buffers = SimpleQueue[_Buffer]()
         for buffer in buffers:
             self._buffers.put(buffer)
@@ -96,15 +98,23 @@ class ExpertStack:
     def fill(self, number: int, read: Read) -> int:
         """Have a block filled, in any thread; return what ``read`` returns.
 
-        It waits for a buffer, and then until the copy is over.
+        It waits for a buffer, and then until the copy is over. No lookup may lead to the block.
         """
         buffer, row = self._buffers.get(), self.place(number)
         try:
-            size = read(buffer.numbers)
-            buffer.send(self.gate_up[row], self.down[row])
+            size = read(buffer.emptied())
+            buffer.send(self.gate_up[row], self.down[row], after=self._reads.of(row))
         finally:
             self._buffers.put(buffer)
         return size
+
+    def note_read(self, rows: Numbers) -> None:
+        """Learn that what the device was asked for until now could read these rows."""
+        self._reads.note(rows)
+
+    def wait_for_reads(self) -> None:
+        """Wait until what was noted last is computed."""
+        self._reads.wait()
 
     def expert(self, row: int, module: str) -> FeedForward:
         """Return the expert that is in a row, as the module that it is now."""
@@ -138,25 +148,19 @@ class _Buffer:
     """Room for one expert on its way, and the stream that it is copied on."""
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:
-        on_cuda = device.type == "cuda"
-        octets = torch.empty(shape.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self.numbers: Numbers = octets.numpy()
+        octets = torch.empty(shape.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._numbers: Numbers = octets.numpy()
         self._parts = shape.parts(octets)
-        self._stream = _new_stream(device) if on_cuda else None
+        self._stream = CopyStream(device)
 
-    def send(self, gate_up: Tensor, down: Tensor) -> None:
-        """Copy what was read, and wait until it is there."""
-        if self._stream is None:
-            self._copy(gate_up, down)
-            return
-        self._stream.wait_stream(torch.cuda.default_stream(gate_up.device))
-        with torch.cuda.stream(self._stream):
-            self._copy(gate_up, down)
-        self._stream.synchronize()
+    def emptied(self) -> Numbers:
+        """Return its bytes, when nothing is copied from there any more."""
+        self._stream.wait()
+        return self._numbers
 
-    def _copy(self, gate_up: Tensor, down: Tensor) -> None:
-        for there, here in zip((gate_up, down), self._parts, strict=True):
-            there.copy_(here, non_blocking=True)
+    def send(self, gate_up: Tensor, down: Tensor, *, after: torch.cuda.Event | None) -> None:
+        """Copy what was read once nobody reads who was there, and wait until it is there."""
+        self._stream.copy(zip((gate_up, down), self._parts, strict=True), after=after)
 
 
 def stack_bytes(shape: StackShape, *, blocks: int) -> int:
@@ -170,7 +174,3 @@ def buffers_bytes(shape: StackShape) -> int:
     Torch takes pinned memory by powers of two.
     """
     return BUFFERS * (1 << (shape.nbytes - 1).bit_length())
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

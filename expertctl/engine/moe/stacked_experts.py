@@ -133,13 +133,26 @@ class StackedExperts:
             self._note_skipped(place, tokens)
         return waits
 
+    def computed(self, place: int) -> None:
+        """Learn that the device was asked to compute those of a layer who are there.
+
+        Until it has, nobody is copied into their rows.
+        """
+        if self.cache is not None:
+            rows = self._sent[place]
+            self.stack.note_read(rows[rows != DUMMY])
+
     def wait(self, place: int, tokens: int) -> None:
         """Have those there whom so many tokens asked for in a layer and who may not be skipped.
+
+        What `computed` told of is waited for first: as long as the device computes, nobody waits
+        for experts, and the time is not counted as if he did.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
         if self.cache is not None:
+            self.stack.wait_for_reads()
             self.cache.wait()
             self._send(place)
             self._note_skipped(place, tokens)

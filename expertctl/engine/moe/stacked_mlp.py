@@ -96,6 +96,7 @@ class StackedMlp:
                 expert = self.experts.stack.expert(row, expert_module(self.layer, number))
                 made = expert(x.index_select(0, tokens[begin:end]), deltas)
                 out.index_copy_(0, sources[begin:end], made)
+        self.experts.computed(self.place)
 
 
 def merge(rows: Tensor, weights: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from expertctl.engine.moe import expert_cache
 from expertctl.engine.moe.expert_rows import ExpertRows
 from expertctl.engine.moe.expert_stack import DUMMY
 from expertctl.engine.moe.skipping import effective_weights
 from expertctl.engine.moe.stacked_experts import StackedExperts, kept_weights, lookup_bytes
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits, build_oracle
+from tests.engine.moe.played_device import play
 from tests.engine.moe.stacked_bases import arena_of, scores, stacked
 from tests.engine.shapes import ROUTED
 
@@ -101,6 +104,54 @@ def test_what_is_on_its_way_is_in_no_row_until_somebody_waited(
         assert len(set(found.flatten().tolist())) == 3
         assert int((experts.lookup != DUMMY).sum()) == 3
         experts.check_integrity()
+
+
+def test_the_time_that_the_device_computes_is_not_waited_for_experts(
+    olmoe: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes five seconds for who is there; who is missing comes in the meantime."""
+    device, clock = play(monkeypatch), [0.0]
+    monkeypatch.setattr(expert_cache, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def compute() -> None:
+        clock[0] += 5.0
+
+    with stacked(olmoe, slots=2) as (_, experts):
+        assert experts.cache is not None
+        selected, weights = np.array([[3, 5, 1]]), np.ones((1, 3), np.float32)
+        assert experts.ask(2, selected, weights)
+        device.launch(compute)
+        experts.computed(2)
+        experts.wait(2, 1)
+        assert clock == [5.0]
+        assert experts.cache.activity().waited_ms == 0.0
+        experts.check_integrity()
+
+
+def test_an_expert_comes_beside_work_that_cannot_read_who_was_in_its_row(
+    olmoe: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, done = play(monkeypatch), list[str]()
+    with stacked(olmoe, slots=0) as (_, experts):
+        weights = np.ones((1, 3), np.float32)
+        for chosen in ([0, 1, 2], [3, 4, 5]):  # the pool holds eight
+            assert experts.ask(0, np.array([chosen]), weights)
+            experts.wait(0, 1)
+        before = experts.rows(0).copy()
+        device.launch(lambda: done.append("who reads them"))
+        experts.computed(0)
+        assert experts.ask(1, np.array([[5, 6, 7]]), weights)
+        device.launch(lambda: done.append("who cannot"))
+        experts.computed(1)
+        cache, memory = experts.cache, experts.stack
+        assert cache is not None
+        cache.wait()
+        assert done == ["who reads them"]
+        taken = set(cache.places(1).tolist()) & set(before.tolist()) - {DUMMY}
+        assert taken, "somebody of the first layer had to go"
+        assert len(memory) == 8
+        memory.wait_for_reads()
+        assert done == ["who reads them", "who cannot"]
 
 
 def test_nothing_moves_while_experts_come_and_go(olmoe: Oracle) -> None:

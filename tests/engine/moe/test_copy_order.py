@@ -1,0 +1,81 @@
+"""Copies into rows that were read: what they wait for and what not, on a device in play."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expertctl.engine.moe.copy_order import CopyStream, LastReads
+from tests.engine.moe.played_device import Device, play
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    return play(monkeypatch)
+
+
+def test_a_copy_waits_for_the_last_pass_that_could_read_its_row_and_for_none_behind_it(
+    device: Device,
+) -> None:
+    memory, seen, behind = torch.arange(4.0), list[float](), list[float]()
+    reads, stream = LastReads(CPU, rows=4), CopyStream(CPU)
+    device.launch(lambda: seen.append(float(memory[2])))
+    reads.note(np.array([1, 2]))
+    device.launch(lambda: behind.append(float(memory[3])))
+    reads.note(np.array([3]))
+    stream.copy([(device.into(memory[2]), torch.tensor(9.0))], after=reads.of(2))
+    assert seen == [2.0], "who was there was read before he was written over"
+    assert behind == []
+    assert float(memory[2]) == 9.0, "it is there when copying is said to be over"
+    reads.wait()
+    assert behind == [3.0]
+
+
+def test_a_row_that_nobody_read_waits_for_whoever_had_the_memory_before(device: Device) -> None:
+    before = list[str]()
+    device.launch(lambda: before.append("zeroed"))
+    reads = LastReads(CPU, rows=2)
+    device.launch(lambda: before.append("another"))
+    CopyStream(CPU).copy([(device.into(torch.zeros(1)), torch.ones(1))], after=reads.of(1))
+    assert before == ["zeroed"]
+
+
+def test_copies_of_two_streams_do_not_wait_for_each_other(device: Device) -> None:
+    first, second = torch.zeros(1), torch.zeros(1)
+    streams = [CopyStream(CPU), CopyStream(CPU)]
+    with pytest.raises(RuntimeError):  # queued, and nobody has waited for it
+        streams[0].copy([(device.into(first), torch.ones(1)), _broken()], after=None)
+    streams[1].copy([(device.into(second), torch.ones(1))], after=None)
+    assert (float(first), float(second)) == (0.0, 1.0)
+
+
+def test_memory_that_a_broken_copy_reads_is_free_only_after_a_wait(device: Device) -> None:
+    there, here = torch.zeros(1), torch.ones(1)
+    stream = CopyStream(CPU)
+    with pytest.raises(RuntimeError, match="no such memory"):
+        stream.copy([(device.into(there), here), _broken()], after=None)
+    assert float(there) == 0.0, "it is under way"
+    stream.wait()
+    here.fill_(5.0)
+    assert float(there) == 1.0
+
+
+def test_on_a_processor_copies_are_done_at_once() -> None:
+    there, reads = torch.zeros(3), LastReads(CPU, rows=3)
+    reads.note(np.array([0]))
+    stream = CopyStream(CPU)
+    stream.copy([(there[0], torch.tensor(4.0))], after=reads.of(0))
+    stream.wait()
+    reads.wait()
+    assert there.tolist() == [4.0, 0.0, 0.0]
+
+
+def _broken() -> Any:
+    class Broken:
+        def copy_(self, *_: object, **__: object) -> None:
+            raise RuntimeError("no such memory")
+
+    return Broken(), torch.ones(1)
