@@ -1,7 +1,9 @@
 """Strict JSON: what two readers could understand differently is refused (RFC 7493)."""
 
+import gc
 import json
 import time
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -93,3 +95,31 @@ def test_canonical_bytes_are_those_of_rfc_8785() -> None:
     document = {"\u20ac": 1, "\r": 2, "\ufb33": 3, "1": 4, "\U0001f600": 5, "\x80": 6, "\xf6": 7}
     expected = '{"\\r":2,"1":4,"\x80":6,"\xf6":7,"\u20ac":1,"\U0001f600":5,"\ufb33":3}'
     assert canonical(document) == expected.encode()
+
+
+@pytest.mark.parametrize("end", [b"]", b",NaN]"])
+def test_no_garbage_is_searched_while_a_large_document_is_read(end: bytes) -> None:
+    """Each search would go through all that was read until then."""
+    searched: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        searched.append(f"{phase} {info['generation']}")
+
+    data = b"[" + b"[]," * 200_000 + b"[]" + end
+    gc.callbacks.append(note)
+    try:
+        with suppress(InvalidPackageError):
+            loads(data, what="large", max_bytes=len(data))
+    finally:
+        gc.callbacks.remove(note)
+    assert len(searched) <= 4, "what came before, and what was read, once"
+    assert gc.isenabled()
+
+
+def test_whoever_searches_for_no_garbage_does_not_do_so_after_a_large_document() -> None:
+    gc.disable()
+    try:
+        loads(b"[" + b"[]," * 40_000 + b"[]]", what="large", max_bytes=1 << 20)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
