@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from expertctl.engine.moe.counters import Mode
-from expertctl.engine.moe.large_document import read_document, shaped
+from expertctl.engine.moe.large_document import checked, load_document, shaped
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
@@ -147,7 +147,16 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
     Raises:
         InvalidPackageError: when it is none of ours, malformed or too large.
     """
-    told = read_document(data, _Document, what=what, schema="moe-activity")
+    return activity_in(load_document(data, what=what), what=what)
+
+
+def activity_in(document: JsonObject, *, what: str) -> ActivityDocument:
+    """Return what an object of either schema tells.
+
+    Raises:
+        InvalidPackageError: when it is none of ours, or malformed.
+    """
+    told = checked(document, _Document, what=what, schema="moe-activity")
     numbered = [record for record in told.layers if _is_number(record.get("layer"))]
     layers = [_layer(record, what) for record in numbered]
     if problems := list(_wrong_numbers(layers, told.n_expert or MAX_EXPERTS)):

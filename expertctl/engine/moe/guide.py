@@ -10,15 +10,15 @@ from pathlib import Path
 from expertctl.engine.moe.activity_document import (
     ActivityDocument,
     LayerActivity,
-    read_activity,
+    activity_in,
 )
 from expertctl.engine.moe.activity_sum import tokens_of
-from expertctl.engine.moe.large_document import MAX_BYTES
-from expertctl.engine.moe.usage_profile import UsageProfile, read_profile
+from expertctl.engine.moe.large_document import MAX_BYTES, load_document
+from expertctl.engine.moe.usage_profile import UsageProfile, profile_in
 from expertctl.errors import IncompatibleError, InvalidPackageError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.regular_file import open_regular
-from expertctl.schema.strict_json import load_object
+from expertctl.schema.strict_json import JsonObject
 
 TOKENS = "tokens"
 """What the prompts of a profile are called that counts tokens."""
@@ -111,21 +111,21 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
     with open_regular(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     try:
-        return parse_guide(data, routed, what=str(path))
+        return guide_in(load_document(data, what=str(path)), routed, what=str(path))
     except InvalidPackageError as error:
         raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error
 
 
-def parse_guide(data: bytes, routed: ExpertsConfig, *, what: str) -> Guide:
-    """Read a document of either kind, for a base.
+def guide_in(document: JsonObject, routed: ExpertsConfig, *, what: str) -> Guide:
+    """Return what a document of either kind says of a base.
 
     Raises:
-        InvalidPackageError: when it is neither, malformed or too large.
+        InvalidPackageError: when it is neither, or malformed.
         IncompatibleError: when it is of another base.
     """
-    if "schema" in load_object(data, what=what, max_bytes=MAX_BYTES):
-        return guide_of(read_activity(data, what=what), routed, what=what)
-    usage = read_profile(data, what=what)
+    if "schema" in document:
+        return guide_of(activity_in(document, what=what), routed, what=what)
+    usage = profile_in(document, what=what)
     guide = Guide(what, activity_of(usage), usage)
     guide.check_fits(routed)
     return guide

@@ -1,4 +1,4 @@
-"""Reading of JSON documents that may be large: checked by their schema, then made into values."""
+"""JSON documents that may be large: read once, checked by their schema, then made into values."""
 
 from typing import TypeVar
 
@@ -6,20 +6,28 @@ import msgspec
 
 from expertctl.errors import InvalidPackageError
 from expertctl.schema.shape import shape
-from expertctl.schema.strict_json import load_object
+from expertctl.schema.strict_json import JsonObject, load_object
 from expertctl.schema.validation import problems_of
 
 MAX_BYTES = 16 << 20
 _Kind = TypeVar("_Kind")
 
 
-def read_document(data: bytes, kind: type[_Kind], *, what: str, schema: str) -> _Kind:
-    """Read an object of at most 16 MiB that a schema describes.
+def load_document(data: bytes, *, what: str) -> JsonObject:
+    """Read an object of at most 16 MiB.
 
     Raises:
-        InvalidPackageError: when it is malformed or too large.
+        InvalidPackageError: when it is none, or too large.
     """
-    document = load_object(data, what=what, max_bytes=MAX_BYTES)
+    return load_object(data, what=what, max_bytes=MAX_BYTES)
+
+
+def checked(document: JsonObject, kind: type[_Kind], *, what: str, schema: str) -> _Kind:
+    """Make a value of an object that a schema describes.
+
+    Raises:
+        InvalidPackageError: when it is malformed.
+    """
     if problems := problems_of(document, schema):
         raise InvalidPackageError(what, problems)
     return shaped(document, kind, what=what)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from expertctl.engine.moe.activity_document import MOST
-from expertctl.engine.moe.large_document import read_document
+from expertctl.engine.moe.large_document import checked, load_document
 from expertctl.engine.moe.layer_slots import EMPTY, LayerSlots
 from expertctl.errors import IncompatibleError, InvalidPackageError
 
@@ -87,7 +87,8 @@ def read_state(data: bytes, *, what: str) -> SavedState:
     Raises:
         InvalidPackageError: when it is of another version, malformed or too large.
     """
-    told = read_document(data, _Document, what=what, schema="moe-state")
+    document = load_document(data, what=what)
+    told = checked(document, _Document, what=what, schema="moe-state")
     if problems := list(_contradictions(told)):
         raise InvalidPackageError(what, problems)
     layers = {int(number): _layer(record) for number, record in told.layers.items()}

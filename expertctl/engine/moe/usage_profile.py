@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from expertctl.engine.moe.large_document import read_document
+from expertctl.engine.moe.large_document import checked, load_document
 from expertctl.errors import IncompatibleError, InvalidPackageError, UsageError
+from expertctl.schema.strict_json import JsonObject
 
 THRESHOLD = 0.5
 Counts = Mapping[int, int]
@@ -115,7 +116,16 @@ def read_profile(data: bytes, *, what: str) -> UsageProfile:
     Raises:
         InvalidPackageError: when it is malformed or too large.
     """
-    told = read_document(data, _Document, what=what, schema="moe-profile")
+    return profile_in(load_document(data, what=what), what=what)
+
+
+def profile_in(document: JsonObject, *, what: str) -> UsageProfile:
+    """Return the profile that an object is.
+
+    Raises:
+        InvalidPackageError: when it is malformed.
+    """
+    told = checked(document, _Document, what=what, schema="moe-profile")
     layers = {
         int(layer): _counts({int(e): count for e, count in record.activation_counts.items()})
         for layer, record in told.layers.items()

@@ -11,7 +11,6 @@ Memory that is not there yet is waited for as long as another job may give some 
 could not have it even alone is refused.
 """
 
-import json
 import uuid
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,7 +21,7 @@ from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.adoption import ProfileWishes
 from expertctl.engine.moe.counters import Mode, Observed
-from expertctl.engine.moe.guide import Guide, parse_guide
+from expertctl.engine.moe.guide import guide_in
 from expertctl.engine.moe.observation import Observation, observation_of
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving.batch_settings import BatchSettings
@@ -36,7 +35,6 @@ from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
 from expertctl.errors import IncompatibleError, RateLimitError, UsageError
-from expertctl.package.experts_config import ExpertsConfig
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
@@ -222,7 +220,11 @@ class BatchEngine:
                 "of them are in memory",
                 hint="serve a base of routed experts within a --memory-budget that is smaller",
             )
-        guide = self._house.learnt(routed) if profile is None else _guide(profile, routed)
+        guide = (
+            self._house.learnt(routed)
+            if profile is None
+            else guide_in(profile, routed, what="the profile")
+        )
         adoption = wishes.adoption(guide, cache, routed, started=self.settings.moe)
         self._await(self._board.have_done(partial(adoption.apply, cache)))
         return self.observation()
@@ -287,11 +289,6 @@ class BatchEngine:
         """Assert what always holds."""
         self._board.check_integrity()
         self._house.check_integrity()
-
-
-def _guide(profile: JsonObject, routed: ExpertsConfig) -> Guide:
-    data = json.dumps(profile, separators=(",", ":")).encode()
-    return parse_guide(data, routed, what="the profile")
 
 
 def _request(prompt: str, *, force: tuple[Forced, ...] = (), max_tokens: int) -> RunRequest:

@@ -12,7 +12,7 @@ from expertctl.engine.moe.activity_document import (
     LayerActivity,
     write_activity,
 )
-from expertctl.engine.moe.guide import activity_of, guide_of, read_guide, usage_of
+from expertctl.engine.moe.guide import activity_of, guide_in, guide_of, read_guide, usage_of
 from expertctl.engine.moe.usage_profile import UsageProfile, write_profile
 from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError, NotFoundError
 from expertctl.package.experts_config import ExpertsConfig
@@ -25,6 +25,15 @@ COUNTED = ActivityDocument(
     "update", (LayerActivity(1, calls=9, hot={3: 5}, cold={0: 7, 3: 1}, cold_per_call=0.9),), 8, 2
 )
 EXAMPLES = Path(__file__).parents[3] / "schemas" / "examples"
+
+
+@pytest.mark.parametrize(
+    "data", [write_activity(COUNTED), write_profile(UsageProfile("acme/moe", 24, 8, {3: {5: 20}}))]
+)
+def test_a_document_that_was_read_says_the_same_as_its_file(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(data)
+    assert guide_in(json.loads(data), ROUTED, what=str(path)) == read_guide(path, ROUTED)
 
 
 def test_counts_of_tokens_are_a_profile_whose_prompts_are_tokens() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from expertctl.engine.moe.large_document import MAX_BYTES, read_document
+from expertctl.engine.moe.large_document import MAX_BYTES, checked, load_document
 from expertctl.errors import InvalidPackageError
 
 PAIRS = MappingProxyType({"hostile": [[]], "sound": [[1, 2]]})
@@ -24,7 +24,8 @@ def document(pair: str, pairs: int, layers: int) -> bytes:
 
 
 def read(data: bytes) -> Told:
-    return read_document(data, Told, what="a profile", schema="moe-activity")
+    document = load_document(data, what="a profile")
+    return checked(document, Told, what="a profile", schema="moe-activity")
 
 
 def test_all_problems_of_a_small_document_are_told() -> None:
