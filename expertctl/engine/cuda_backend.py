@@ -29,9 +29,11 @@ from expertctl.engine.moe.expert_stack import StackShape, buffers_bytes, stack_b
 from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.report import RoutedReport, whole_report
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
+from expertctl.engine.moe.stacked_room import received_bytes
 from expertctl.engine.moe.start import Start, StartOf, begin
-from expertctl.engine.static_decoder import StaticDecoder, buffer_bytes
+from expertctl.engine.static_decoder import StaticDecoder, buffer_bytes, step_buffer_bytes
 from expertctl.engine.static_kv import ArenaRow, KVArena, arena_bytes
+from expertctl.engine.static_stages import ROWS, staying_bytes, staying_graphs_bytes
 from expertctl.engine.tiers import Tiers
 from expertctl.engine.torch_backend import TorchBackend, torch_dtype
 from expertctl.package.base_tensors import base_tensors
@@ -70,7 +72,7 @@ class CudaBackend:
             layers=len(config.experts.layers),
             experts=config.experts.count,
             block=whole.stack_shape.nbytes,
-            rest=whole.rest_bytes,
+            rest=whole.rest_bytes + whole.staged_bytes,
             limit=room,
             miss=miss,
             cap=cap,
@@ -100,8 +102,16 @@ class CudaBackend:
         routed = self.config.experts
         if routed is None:
             return self._plain.weight_bytes
-        blocks = len(routed.layers) * routed.count if self.cache is None else self.cache.blocks
-        return self.rest_bytes + blocks * self.stack_shape.nbytes
+        each = self.stack_shape.nbytes
+        if self.cache is None:
+            return self.rest_bytes + len(routed.layers) * routed.count * each
+        return self.rest_bytes + self.staged_bytes + self.cache.blocks * each
+
+    @property
+    def staged_bytes(self) -> int:
+        """What steps in stages hold between texts: their room, and the pool of their graphs."""
+        graphs = staying_graphs_bytes(self.config, self.stack_shape)
+        return staying_bytes(self.config) + graphs
 
     @property
     def rest_bytes(self) -> int:
@@ -125,8 +135,11 @@ class CudaBackend:
         if self.config.experts is None:
             return 0
         plan = self.cache
-        known = 0 if plan is None else followers_bytes(layers=plan.layers, experts=plan.experts)
-        return known + buffers_bytes(self.stack_shape)
+        buffers = buffers_bytes(self.stack_shape)
+        if plan is None:
+            return buffers
+        known = followers_bytes(layers=plan.layers, experts=plan.experts)
+        return known + buffers + received_bytes(self.config, rows=ROWS)
 
     @property
     def loading_bytes(self) -> int:
@@ -145,15 +158,13 @@ class CudaBackend:
     def buffer_bytes(self, tokens: int, *, width: int = 0, rows: int = 1) -> int:
         """What a pass over so many tokens needs besides weights and cache, at most about.
 
-        Texts of a batch are read one after the other.
+        Texts of a batch are read one after the other. A step may be called while the graphs of
+        another kind hold as much; what copies experts in stages has graphs that stay.
         """
-        return buffer_bytes(
-            self.config,
-            capacity=tokens,
-            width=width,
-            experts=None if self.config.experts is None else self.stack_shape,
-            staged=self.cache is not None,
-        )
+        experts = None if self.config.experts is None else self.stack_shape
+        captured = experts if self.cache is None else None
+        graphs = step_buffer_bytes(self.config, capacity=tokens, width=width, experts=captured)
+        return graphs + buffer_bytes(self.config, capacity=tokens, width=width, experts=experts)
 
     @property
     def kv_kind(self) -> str:
@@ -236,8 +247,13 @@ class CudaModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return self.weights.nbytes + (0 if self.stacked is None else self.stacked.nbytes)
+        """Bytes of its weights, and of all that stays with them."""
+        if self.stacked is None:
+            return self.weights.nbytes
+        graphs = 0
+        if not self.stacked.is_whole:
+            graphs = staying_graphs_bytes(self.decoder.config, self.stacked.stack.shape)
+        return self.weights.nbytes + self.stacked.nbytes + self.decoder.staying_bytes + graphs
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -285,7 +301,7 @@ class CudaModel:
         return self.decoder.matrix(module).cpu()
 
     def rest(self) -> None:
-        """Let go of graphs, buffers and slots."""
+        """Let go of buffers and slots, and of graphs that read a text."""
         self.decoder.rest()
 
     @property
@@ -294,6 +310,7 @@ class CudaModel:
         return self.decoder.is_at_rest
 
     def close(self) -> None:
-        """End what is being read."""
+        """End what is being read, and let go of all graphs."""
         if self.stacked is not None:
             self.stacked.close()
+        self.decoder.close()

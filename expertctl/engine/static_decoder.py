@@ -3,10 +3,10 @@
 Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a `KVArena`. A
 step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
 looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
-first; on a processor the same function is called.
+first; on a processor the same function is called. Of so many kinds graphs are kept, the last ones.
 
-Where routed experts may be missing a step is done in stages. A text whose plan changes routed
-experts is read by the decoder of prompts, token after token: its plan has no slots.
+Where routed experts may be missing a step is done in stages, some of which stay. A text whose plan
+changes routed experts is read by the decoder of prompts, token after token: its plan has no slots.
 """
 
 import threading
@@ -48,6 +48,8 @@ from expertctl.engine.static_stages import Bucket, StagedStep
 from expertctl.engine.static_step import StaticStep, StepRoom, passing_bytes, room_bytes
 from expertctl.package.model_config import ModelConfig
 
+KINDS = 8
+"""Of so many kinds of steps graphs are kept: an answer that grows leaves its short ones behind."""
 SHORTEST = 256
 """Steps look at no fewer positions than this, if there are as many."""
 _FLOAT_BYTES = 4
@@ -79,14 +81,15 @@ class StaticDecoder:
         ``experts`` has those that are routed, which the weights do not have.
         """
         self.config, self.device = config, weights.device
-        self.graphs = Graphs(weights.device, captures=captures)
+        stages = 2 * config.layers + 1  # at most: what reads a text, and what is beside experts
+        self.graphs = Graphs(weights.device, captures=captures, most=KINDS * stages)
         self.modules = frozenset(config.linear_shapes())
         stacked = None if experts is None else stacked_layers(config, weights.tensors, experts)
         self._prompts = Decoder(config, weights, stacked=stacked)
         self._one_more = StaticStep(config, weights, stacked=stacked)
         self._staged: StagedStep | None = None
         if stacked is not None and not stacked.experts.is_whole:
-            self._staged = StagedStep(self._one_more, stacked)
+            self._staged = StagedStep(config, self._one_more, stacked, captures=captures)
         self._of_experts = frozenset(filter(is_routed_expert, self.modules))
         self._shortest = shortest
         self._lock = threading.Lock()
@@ -180,15 +183,28 @@ class StaticDecoder:
             self.graphs.clear()
             self._room = self._plans = None
             self._prompts.rest()
+            if self._staged is not None:
+                self._staged.rest()
 
     @property
     def is_at_rest(self) -> bool:
         """Whether it holds nothing but its weights."""
         return self._room is None and self._plans is None and self._prompts.is_at_rest
 
+    def close(self) -> None:
+        """Let go of graphs that stay between texts too; nothing is read any more."""
+        self.rest()
+        if self._staged is not None:
+            self._staged.close()
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes on the device that stay between texts, without those of graphs."""
+        return 0 if self._staged is None else self._staged.nbytes
+
     @property
     def nbytes(self) -> int:
-        """Bytes on the device beside weights and arenas, without those of graphs and passes."""
+        """Bytes on the device beside those, weights and arenas, without graphs and passes."""
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
@@ -233,8 +249,7 @@ class StaticDecoder:
         if room is None or room.arena is not arena or room.rows < rows:
             self.graphs.clear()
             self._room = None
-            staged = self._staged is not None
-            self._room = room = StepRoom(self.config, arena, rows=rows, staged=staged)
+            self._room = room = StepRoom(self.config, arena, rows=rows)
         return room
 
     @torch.inference_mode()
@@ -262,23 +277,39 @@ def buffer_bytes(
     width: int = 0,
     chunk: int = PREFILL_CHUNK,
     experts: StackShape | None = None,
-    staged: bool = False,
 ) -> int:
     """Return what a decoder takes on the device beside weights and arena, at most about.
 
     Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
     plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
-    ``experts`` is what routed experts are stacked as, ``staged`` where some may be missing.
+    ``experts`` is what routed experts are stacked as.
     """
     count, slots = bucket(rows), bucket(plans) if width else 0
-    held = room_bytes(config, capacity=capacity, rows=count, staged=staged)
+    held = room_bytes(config, capacity=capacity, rows=count)
     held += slots_bytes(config, slots=slots, rank=width) if slots else 0
-    columns = slots * rank_bucket(width) if slots else 0
+    step = step_buffer_bytes(
+        config, capacity=capacity, rows=rows, plans=plans, width=width, experts=experts
+    )
+    return held + step + prompt_bytes(config, capacity, chunk=chunk)
+
+
+def step_buffer_bytes(
+    config: ModelConfig,
+    *,
+    capacity: int,
+    rows: int = 1,
+    plans: int = 1,
+    width: int = 0,
+    experts: StackShape | None = None,
+) -> int:
+    """Return what of that one step makes and forgets; as much is in the pool of its graphs."""
+    columns = bucket(plans) * rank_bucket(width) if width else 0
     made = 0
     if experts is not None and config.experts is not None:
         made = step_bytes(config.experts, experts)
-    step = passing_bytes(config, capacity=capacity, rows=count, columns=columns, experts=made)
-    return held + step + prompt_bytes(config, capacity, chunk=chunk)
+    return passing_bytes(
+        config, capacity=capacity, rows=bucket(rows), columns=columns, experts=made
+    )
 
 
 def prompt_bytes(config: ModelConfig, capacity: int, *, chunk: int = PREFILL_CHUNK) -> int:

@@ -1,7 +1,8 @@
 """Captured steps: on a CUDA device a step is recorded once and replayed; elsewhere it is called.
 
 What is captured reads and writes tensors that stay where they are, and its own passing ones come
-from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run.
+from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run. Whoever
+asks says how many there are at most; then whose last replay is longest ago goes.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,9 +19,14 @@ Function = Callable[[], None]
 class Graphs:
     """The owner of the graphs of one device, by what they were captured for."""
 
-    def __init__(self, device: torch.device, *, captures: bool = True) -> None:
-        """Begin with none; without ``captures`` every function is called as it is."""
-        self._device = device
+    def __init__(
+        self, device: torch.device, *, captures: bool = True, most: int | None = None
+    ) -> None:
+        """Begin with none; without ``captures`` every function is called as it is.
+
+        There are no more than ``most``, which is more than one run over all stages needs.
+        """
+        self._device, self._most = device, most
         self._captures = captures and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: _POOL_HANDLE | None = None
@@ -36,13 +42,24 @@ class Graphs:
         if not self._captures:
             function()
             return
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(function)
-        self._graphs[key].replay()
+        graph = self._graphs.pop(key, None)
+        if graph is None:
+            self._make_room()
+            graph = self._capture(function)
+        self._graphs[key] = graph  # as the last
+        graph.replay()
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._graphs)
 
     def clear(self) -> None:
         """Let go of all, and of the pool."""
         self._graphs, self._pool = {}, None
+
+    def _make_room(self) -> None:
+        if self._most is not None and len(self._graphs) >= self._most:
+            del self._graphs[next(iter(self._graphs))]
 
     def _capture(self, function: Function) -> torch.cuda.CUDAGraph:
         """Call once so that libraries have what they need, then record.

@@ -4,6 +4,10 @@ Up to a border one function chooses the experts of a layer; there the host is to
 for those who are missing. While they come, another one computes those who are there, and for all
 others the dummy, which makes nothing; a third one adds those who came. Who is in which row of the
 stack changes only at a border. Each stage is captured and replayed by itself.
+
+What computes experts reads nothing of a text and asks the device which layer it is for: two graphs
+for each bucket of rows serve all layers and texts, and stay with the base, as their room does. What
+reads keys and values, or a plan, is captured for one text and goes with it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,15 +17,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from expertctl.engine.moe.expert_stack import DUMMY
+from expertctl.engine.moe.expert_stack import DUMMY, StackShape
 from expertctl.engine.moe.phase import Phase
-from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp, merge
-from expertctl.engine.moe.stacked_room import StackedRoom
+from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp, merge, step_bytes
+from expertctl.engine.moe.stacked_room import StackedRoom, stacked_room_bytes
+from expertctl.engine.static_graphs import Graphs
 from expertctl.engine.static_plans import PlanSlots
 from expertctl.engine.static_step import StaticStep, StepRoom
+from expertctl.package.model_config import ModelConfig
 
 Run = Callable[[Hashable, Callable[[], None]], None]
 """Does what a function does, as `Graphs.run`."""
+ROWS = 1
+"""For so many there is always room; texts of a base are read one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,57 +46,90 @@ class Bucket:
         """What its stages are captured for."""
         return self.rows, self.length, self.plans is not None
 
-    @property
-    def stacked(self) -> StackedRoom:
-        """The room of routed layers."""
-        assert self.room.stacked is not None
-        return self.room.stacked
-
 
 class StagedStep:
-    """The step of one base, in stages."""
+    """The step of one base, in stages; the owner of what stays between texts."""
 
-    def __init__(self, step: StaticStep, layers: StackedLayers) -> None:
-        """Cut a step behind the routers of these layers."""
-        self._step, self._layers = step, layers
+    def __init__(
+        self, config: ModelConfig, step: StaticStep, layers: StackedLayers, *, captures: bool = True
+    ) -> None:
+        """Cut a step behind the routers of these layers, and take the memory of `ROWS`."""
+        self._config, self._step, self._layers = config, step, layers
+        device = layers.experts.stack.device
+        self.graphs = Graphs(device, captures=captures)
+        """Those that stay."""
+        self.room = StackedRoom(config, rows=ROWS, device=device)
 
     def __call__(self, bucket: Bucket, texts: Sequence[int], *, run: Run) -> None:
         """Read a token in each of the first rows; texts stand in some of them.
 
+        ``run`` does what goes with the text.
+
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        here, begin = torch.tensor(texts), 0
+        self._make_room(bucket.rows)
+        key, here, begin = (len(self.room), *bucket.key), torch.tensor(texts), 0
         for number, mlp in self._layers.mlps.items():
-            run((*bucket.key, number, "choose"), partial(self._choose, bucket, begin, mlp))
+            run((*key, number, "choose"), partial(self._choose, bucket, begin, mlp))
             self._cross(bucket, here, mlp, run)
             begin = number + 1
-        run((*bucket.key, "score"), partial(self._score, bucket, begin))
+        run((*key, "score"), partial(self._score, bucket, begin))
         self._layers.experts.passed(len(texts), phase=Phase.DECODE)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, without those of graphs."""
+        return self.room.nbytes
+
+    def rest(self) -> None:
+        """Let go of what is larger than what always stays."""
+        if len(self.room) > ROWS:
+            self._renew(ROWS)
+
+    def close(self) -> None:
+        """Let go of the graphs."""
+        self.graphs.clear()
+
+    def _make_room(self, rows: int) -> None:
+        if len(self.room) < rows:
+            self._renew(rows)
+
+    def _renew(self, rows: int) -> None:
+        """Have another room, with graphs of its own."""
+        self.graphs.clear()
+        device = self.room.made.device
+        self.room = StackedRoom(self._config, rows=rows, device=device)
 
     def _cross(self, bucket: Bucket, texts: Tensor, mlp: StackedMlp, run: Run) -> None:
         """Ask for those who were chosen; compute them, who is there first."""
-        experts, chosen = self._layers.experts, bucket.stacked.receive(texts)
+        experts, chosen, rows = self._layers.experts, self.room.receive(texts), bucket.rows
+        stay: Run = self.graphs.run if self._step.times is None else run
         likely = None if mlp.foresee is None else chosen.likely
         waits = experts.ask(mlp.place, chosen.selected, chosen.weights, likely)
-        run((*bucket.key, mlp.layer, "there"), partial(self._compute, bucket, mlp))
+        if mlp.shared is not None:
+            any_text = stay if bucket.plans is None else run
+            key = len(self.room), rows, mlp.layer, "beside"
+            any_text(key, partial(self._compute_beside, bucket, mlp))
+        stay((rows, "there"), partial(self._compute, rows, mlp.layer))
         experts.computed(mlp.place)
         if waits:
             experts.wait(mlp.place, len(texts))
-            run((*bucket.key, mlp.layer, "rest"), partial(self._compute_rest, bucket, mlp))
+            stay((rows, "rest"), partial(self._compute_rest, rows, mlp.layer))
             experts.computed(mlp.place)
 
     @torch.inference_mode()
     def _choose(self, bucket: Bucket, begin: int, mlp: StackedMlp) -> None:
         """Read all layers up to the router of a routed one."""
-        step, rows, room = self._step, bucket.rows, bucket.stacked
+        step, rows, room = self._step, bucket.rows, self.room
         shared = step.share(bucket.room, rows=rows, length=bucket.length, plans=bucket.plans)
         x = step.embed(bucket.room, rows) if begin == 0 else room.after[:rows]
         x = step.attend(step.pass_layers(x, range(begin, mlp.layer), shared), mlp.layer, shared)
         with step.spent(f"layers.{mlp.layer}.mlp"):
             normed = step.norm_for_mlp(x, mlp.layer)
             routed = mlp.route(normed)
-            room.hidden[:rows].copy_(x)
+            room.place.fill_(mlp.place)
+            (room.beside if mlp.shared is None else room.hidden)[:rows].copy_(x)
             room.normed[:rows].copy_(normed)
             room.weights[:rows].copy_(routed.weights)
             room.chosen[0, :rows].copy_(routed.selected)
@@ -96,29 +137,35 @@ class StagedStep:
                 room.chosen[1, :rows].copy_(mlp.foresee(normed))
 
     @torch.inference_mode()
-    def _compute(self, bucket: Bucket, mlp: StackedMlp) -> None:
-        """Compute who is there, and what reads every token."""
-        rows, room, experts = bucket.rows, bucket.stacked, self._layers.experts
+    def _compute_beside(self, bucket: Bucket, mlp: StackedMlp) -> None:
+        """Compute what reads every token."""
+        assert mlp.shared is not None
+        rows, room = bucket.rows, self.room
         with self._step.spent(f"layers.{mlp.layer}.mlp"):
-            x, normed, routed = room.hidden[:rows], room.normed[:rows], room.routed(rows)
-            found = experts.find(mlp.place, routed.selected)
+            shared = self._step.share_plans(bucket.room, rows=rows, plans=bucket.plans)
+            made = self._step.apply_shared(room.normed[:rows], mlp.shared, shared)
+            room.beside[:rows].copy_(room.hidden[:rows] + made)
+
+    @torch.inference_mode()
+    def _compute(self, rows: int, layer: int) -> None:
+        """Compute who is there; ``layer`` is for whoever wants to know the time."""
+        room, experts = self.room, self._layers.experts
+        with self._step.spent(f"layers.{layer}.mlp"):
+            normed, routed = room.normed[:rows], room.routed(rows)
+            found = experts.find_in(room.place, routed.selected)
             room.rows[:rows].copy_(found)
             made = experts.stack.apply(normed, found)
             room.made[:rows].copy_(made)
-            beside = x
-            if mlp.shared is not None:
-                shared = self._step.share_plans(bucket.room, rows=rows, plans=bucket.plans)
-                beside = x + self._step.apply_shared(normed, mlp.shared, shared)
-            room.beside[:rows].copy_(beside)
-            room.after[:rows].copy_(beside + merge(made, experts.weights(routed, found)))
+            merged = merge(made, experts.weights(routed, found))
+            room.after[:rows].copy_(room.beside[:rows] + merged)
 
     @torch.inference_mode()
-    def _compute_rest(self, bucket: Bucket, mlp: StackedMlp) -> None:
+    def _compute_rest(self, rows: int, layer: int) -> None:
         """Add who came meanwhile; for who was there before the dummy is computed."""
-        rows, room, experts = bucket.rows, bucket.stacked, self._layers.experts
-        with self._step.spent(f"layers.{mlp.layer}.mlp"):
+        room, experts = self.room, self._layers.experts
+        with self._step.spent(f"layers.{layer}.mlp"):
             routed = room.routed(rows)
-            found = experts.find(mlp.place, routed.selected)
+            found = experts.find_in(room.place, routed.selected)
             came = found.masked_fill(room.rows[:rows] != DUMMY, DUMMY)
             made = room.made[:rows] + experts.stack.apply(room.normed[:rows], came)
             weights = experts.weights(routed, found)
@@ -129,5 +176,20 @@ class StagedStep:
         """Read the layers behind the last border, and score."""
         step, rows = self._step, bucket.rows
         shared = step.share(bucket.room, rows=rows, length=bucket.length, plans=bucket.plans)
-        x = step.pass_layers(bucket.stacked.after[:rows], range(begin, step.layers), shared)
+        x = step.pass_layers(self.room.after[:rows], range(begin, step.layers), shared)
         step.score(x, bucket.room, shared)
+
+
+def staying_bytes(config: ModelConfig) -> int:
+    """Return what a `StagedStep` holds on the device between texts, without its graphs."""
+    return stacked_room_bytes(config, rows=ROWS)
+
+
+def staying_graphs_bytes(config: ModelConfig, shape: StackShape) -> int:
+    """Return what the graphs that stay hold of the device beside that, about.
+
+    They share one pool, of what the largest of them makes and forgets: copies of the experts that
+    a token uses.
+    """
+    assert config.experts is not None, "a base with routed experts"
+    return ROWS * step_bytes(config.experts, shape)

@@ -22,7 +22,6 @@ from expertctl.engine.layers import Layer, head_of, layers_of
 from expertctl.engine.linear import Linear
 from expertctl.engine.moe.routed_mlp import SharedExpert
 from expertctl.engine.moe.stacked_mlp import StackedLayers, StackedMlp, merge
-from expertctl.engine.moe.stacked_room import StackedRoom, stacked_room_bytes
 from expertctl.engine.rope import rotate, rotation_table
 from expertctl.engine.static_kv import SPARE, KVArena
 from expertctl.engine.static_plans import PlanSlots, apply_stack
@@ -35,10 +34,8 @@ _INT_BYTES, _FLOAT_BYTES = 8, 4
 class StepRoom:
     """What steps over one arena read and write, for up to ``rows`` texts."""
 
-    def __init__(
-        self, config: ModelConfig, arena: KVArena, *, rows: int, staged: bool = False
-    ) -> None:
-        """Take the memory, once; ``staged`` with what stages leave each other."""
+    def __init__(self, config: ModelConfig, arena: KVArena, *, rows: int) -> None:
+        """Take the memory, once."""
         device, positions = arena.keys.device, arena.capacity + SPARE
         pinned = device.type == "cuda"
         self.arena, self.rows = arena, rows
@@ -48,13 +45,12 @@ class StepRoom:
         self.rotations = rotation_table(config.rope, positions, device=device)
         self.logits = torch.empty(rows, config.vocab_size, device=device)
         self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
-        self.stacked = StackedRoom(config, rows=rows, device=device) if staged else None
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        parts = (self.inputs, self.places, self.rotations, self.logits, self.stacked)
-        return sum(part.nbytes for part in parts if part is not None)
+        parts = (self.inputs, self.places, self.rotations, self.logits)
+        return sum(part.nbytes for part in parts)
 
     def begin(self) -> None:
         """Let every row be one that no text stands in: it writes where nobody reads."""
@@ -236,12 +232,11 @@ class StaticStep:
         return time.perf_counter()
 
 
-def room_bytes(config: ModelConfig, *, capacity: int, rows: int, staged: bool = False) -> int:
+def room_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
     """Return what a `StepRoom` takes on the device."""
     positions = capacity + SPARE
     numbers = 2 * positions * config.head_dim + rows * config.vocab_size
-    stacked = stacked_room_bytes(config, rows=rows) if staged else 0
-    return stacked + _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
+    return _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
 
 
 def passing_bytes(

@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from expertctl.engine import static_decoder
 from expertctl.engine.base_weights import is_routed_expert
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import Deltas
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow
+from expertctl.engine.static_stages import StagedStep, staying_bytes
 from tests.engine.conftest import Oracle, assert_same_logits, build_oracle, run_decoder
 from tests.engine.moe.stacked_bases import arena_of, scores, stacked
 from tests.engine.plans import random_expert, torch_plan
+from tests.engine.test_static_graphs import Device, device
+
+__all__ = ["device"]
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2]
 TEXTS = 5
@@ -78,6 +83,17 @@ def batch(decoder: StaticDecoder, plans: list[Deltas]) -> torch.Tensor:
     return torch.stack(found)
 
 
+def texts_beside(model: Oracle, number: int, plan: Deltas) -> torch.Tensor:
+    """What torch gives for a text of such a batch."""
+    ids = [*IDS[: 2 + number], *((7 * number + turn) % 61 for turn in range(6))]
+    return alone(model, ids, plan, prefill=2 + number)[1:]
+
+
+def staged_of(decoder: StaticDecoder) -> StagedStep:
+    assert decoder._staged is not None
+    return decoder._staged
+
+
 def test_texts_side_by_side_are_as_if_they_were_alone(qwen2: Oracle) -> None:
     """One has no plan, two have one without routed experts, one changes them."""
     plans: list[Deltas] = [
@@ -92,9 +108,7 @@ def test_texts_side_by_side_are_as_if_they_were_alone(qwen2: Oracle) -> None:
             together = batch(decoder, plans)
             experts.check_integrity()
         for number, plan in enumerate(plans):
-            ids = [*IDS[: 2 + number], *((7 * number + turn) % 61 for turn in range(6))]
-            theirs = alone(qwen2, ids, plan, prefill=2 + number)[1:]
-            assert_same_logits(together[:, number], theirs)
+            assert_same_logits(together[:, number], texts_beside(qwen2, number, plan))
 
 
 def test_each_stage_may_be_done_twice_and_is_known_by_one_key(
@@ -111,17 +125,64 @@ def test_each_stage_may_be_done_twice_and_is_known_by_one_key(
         function()
 
     with stacked(qwen2, slots=1) as (decoder, experts):
-        monkeypatch.setattr(decoder.graphs, "run", twice)
+        for graphs in (decoder.graphs, staged_of(decoder).graphs):
+            monkeypatch.setattr(graphs, "run", twice)
         assert torch.equal(scores(decoder, IDS, prefill=5), once)
         experts.check_integrity()
-    lengths, steps = {8, 16}, len(IDS) - 5
-    names = {(1, "choose"), (1, "there"), (1, "rest"), (3, "choose"), (3, "there"), (3, "rest")}
-    ends = {key[3:] for key in done if isinstance(key, tuple)}
-    assert ends == names | {("score",)}
-    assert {key[1] for key in done if isinstance(key, tuple)} == lengths
-    assert (
-        sum(n for key, n in done.items() if isinstance(key, tuple) and key[-1] == "score") == steps
-    )
+    room, rows, steps, lengths = 1, 1, len(IDS) - 5, (8, 16)
+    text = {
+        (room, rows, length, False, *stage)
+        for length in lengths
+        for stage in ((1, "choose"), (3, "choose"), ("score",))
+    }
+    beside = {(room, rows, layer, "beside") for layer in (1, 3)}
+    assert done.keys() == text | beside | {(rows, "there"), (rows, "rest")}
+    assert sum(n for key, n in done.items() if key in text) == 3 * steps
+    assert done[rows, "there"] == 2 * steps
+
+
+def test_graphs_of_experts_serve_all_layers_and_texts_until_the_base_goes(
+    device: Device, qwen2: Oracle
+) -> None:
+    """Texts in arenas of their own, short and long, with a plan and without, alone and beside."""
+    plan = plan_of(qwen2, "lora", routed=False)
+    texts: list[tuple[list[int], Deltas]] = [(IDS, {}), (IDS[::-1], plan), (IDS * 2, {}), (IDS, {})]
+    wanted = [alone(qwen2, ids, deltas, prefill=5) for ids, deltas in texts]
+    with stacked(qwen2, slots=1) as (decoder, experts):
+        staged, captured = staged_of(decoder), []
+        decoder.graphs._captures = staged.graphs._captures = True
+        for (ids, deltas), theirs in zip(texts, wanted, strict=True):
+            assert_same_logits(scores(decoder, ids, prefill=5, deltas=deltas), theirs)
+            captured.append(staged.graphs.captured)
+            decoder.rest()
+            assert len(decoder.graphs) == 0
+            assert decoder.is_at_rest
+        beside = 2  # layers with an expert that reads every token, and no plan
+        assert captured == [2 + beside] * len(texts)
+        together = batch(decoder, [{}, plan])
+        assert_same_logits(together[:, 0], texts_beside(qwen2, 0, {}))
+        assert_same_logits(together[:, 1], texts_beside(qwen2, 1, plan))
+        assert len(staged.room) == 2
+        decoder.rest()
+        assert len(staged.room) == 1, "what is more than was announced goes with the texts"
+        assert_same_logits(scores(decoder, IDS, prefill=5), wanted[0])
+        experts.check_integrity()
+        decoder.close()
+        assert len(staged.graphs) == len(decoder.graphs) == 0
+
+
+def test_of_graphs_that_read_a_text_the_last_kinds_are_kept(
+    device: Device, qwen2: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_decoder, "KINDS", 1)
+    with stacked(qwen2, slots=1) as (decoder, _):
+        once = scores(decoder, IDS * 4, prefill=3)
+    with stacked(qwen2, slots=1) as (decoder, _):
+        decoder.graphs._captures = True
+        assert torch.equal(scores(decoder, IDS * 4, prefill=3), once)
+        most, stages, lengths = 2 * 4 + 1, 3, 5
+        assert decoder.graphs.captured == stages * lengths
+        assert len(decoder.graphs) == most < stages * lengths
 
 
 def test_what_a_padded_bucket_holds_besides_asks_for_nobody(
@@ -141,18 +202,15 @@ def test_what_a_padded_bucket_holds_besides_asks_for_nobody(
     assert asked == [2, 2]
 
 
-def test_no_step_takes_more_memory_than_was_announced_to_stay(qwen2: Oracle) -> None:
+def test_what_stays_between_texts_takes_what_was_announced(qwen2: Oracle) -> None:
     with stacked(qwen2, slots=1) as (decoder, _):
-        row = arena_of(decoder).row(0)
-        decoder.decode(3, row)
-        room = decoder._room
-        assert room is not None
-        assert room.stacked is not None
-        used = 3
-        wide = 4 * 32 + used * 32 + used
-        assert room.stacked.nbytes == 4 * wide + 3 * 8 * used
-        decoder.rest()
-        assert decoder.is_at_rest
+        used, wide = 3, 4 * 32 + 3 * 32 + 3
+        announced = staying_bytes(decoder.config)
+        assert announced == 4 * wide + 3 * 8 * used + 8, "numbers, ids, and which layer it is"
+        for _ in range(2):
+            decoder.decode(3, arena_of(decoder).row(0))
+            assert decoder.staying_bytes == staged_of(decoder).nbytes == announced
+            decoder.rest()
 
 
 def test_the_times_of_routed_layers_are_told(qwen2: Oracle) -> None:

@@ -169,8 +169,10 @@ def stack_bytes(shape: StackShape, *, blocks: int) -> int:
 
 
 def buffers_bytes(shape: StackShape) -> int:
-    """Return what its buffers take in the memory of the machine at most.
+    """Return what its buffers take in the memory of the machine at most."""
+    return BUFFERS * pinned_bytes(shape.nbytes)
 
-    Torch takes pinned memory by powers of two.
-    """
-    return BUFFERS * (1 << (shape.nbytes - 1).bit_length())
+
+def pinned_bytes(size: int) -> int:
+    """Return what so many bytes take of the machine's memory, which torch pins by powers of two."""
+    return 1 << (size - 1).bit_length()

@@ -107,7 +107,11 @@ class StackedExperts:
 
     def find(self, place: int, selected: Tensor) -> Tensor:
         """Return in which rows experts of a layer are, on the device; both int64 [tokens, used]."""
-        return self.lookup[place].index_select(0, selected.flatten()).view_as(selected)
+        return _looked_up(self.lookup[place], selected)
+
+    def find_in(self, place: Tensor, selected: Tensor) -> Tensor:
+        """Return the same of a layer that only the device knows, int64 [1]."""
+        return _looked_up(self.lookup.index_select(0, place)[0], selected)
 
     def ask(
         self, place: int, selected: Numbers, weights: Numbers, likely: Numbers | None = None
@@ -253,6 +257,10 @@ def kept_weights(weights: Tensor, hits: Tensor) -> Tensor:
     mass, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)
     share = torch.where(left == 0, 0.0, mass / torch.where(left == 0, 1.0, left))
     return (kept * share).to(weights.dtype)
+
+
+def _looked_up(rows: Tensor, selected: Tensor) -> Tensor:
+    return rows.index_select(0, selected.flatten()).view_as(selected)
 
 
 def lookup_bytes(config: ExpertsConfig) -> int:

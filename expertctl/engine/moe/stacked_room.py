@@ -1,7 +1,8 @@
 """`StackedRoom`: what the stages of a step leave each other, at addresses that never change.
 
 A stage reads what another one wrote and never what it writes itself, so doing it again changes
-nothing. What was chosen is copied to where the host reads it.
+nothing. Which layer it is of is a number here too, so that the same stage serves all of them. What
+was chosen is copied to where the host reads it.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertctl.engine.moe.expert_stack import pinned_bytes
 from expertctl.engine.moe.routing import Routed
 from expertctl.package.model_config import ModelConfig
 
@@ -37,6 +39,7 @@ class StackedRoom:
         routed, wide = config.experts, config.hidden_size
         assert routed is not None, "a base with routed experts"
         pinned, each = device.type == "cuda", (rows, routed.used)
+        self._size = rows
         self.hidden, self.normed, self.beside, self.after = torch.zeros(
             _WIDE, rows, wide, device=device
         )
@@ -44,14 +47,19 @@ class StackedRoom:
         self.weights = torch.zeros(each, device=device)
         self.chosen = torch.zeros(2, *each, dtype=torch.long, device=device)
         self.rows = torch.zeros(each, dtype=torch.long, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
         self._chosen = torch.zeros(2, *each, dtype=torch.long, pin_memory=pinned)
         self._weights = torch.zeros(each, pin_memory=pinned)
+
+    def __len__(self) -> int:
+        """For how many rows there is room."""
+        return self._size
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         wide = (self.hidden, self.normed, self.beside, self.after)
-        parts = (*wide, self.made, self.weights, self.chosen, self.rows)
+        parts = (*wide, self.made, self.weights, self.chosen, self.rows, self.place)
         return sum(part.nbytes for part in parts)
 
     def routed(self, rows: int) -> Routed:
@@ -73,4 +81,11 @@ def stacked_room_bytes(config: ModelConfig, *, rows: int) -> int:
     assert config.experts is not None
     used, wide = config.experts.used, config.hidden_size
     numbers = _WIDE * wide + used * wide + used
-    return rows * (_FLOAT_BYTES * numbers + _LONG_BYTES * _IDS * used)
+    return rows * (_FLOAT_BYTES * numbers + _LONG_BYTES * _IDS * used) + _LONG_BYTES
+
+
+def received_bytes(config: ModelConfig, *, rows: int) -> int:
+    """Return what it takes of the machine's memory, pinned by powers of two."""
+    assert config.experts is not None
+    chosen = rows * config.experts.used
+    return pinned_bytes(2 * _LONG_BYTES * chosen) + pinned_bytes(_FLOAT_BYTES * chosen)

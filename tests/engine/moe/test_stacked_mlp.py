@@ -95,9 +95,8 @@ def test_a_step_leaves_out_by_the_same_numbers(cap: float, qwen2: Oracle, plain:
         row = arena_of(decoder).row(0)
         for token in range(30):
             decoder.decode(token, row)
-            assert decoder._room is not None
-            room = decoder._room.stacked
-            assert room is not None
+            assert decoder._staged is not None
+            room = decoder._staged.room
             routed = room.routed(1)
             selected, weights = routed.selected.numpy(), routed.weights.numpy()
             hits = experts.rows(0)[selected] != DUMMY
