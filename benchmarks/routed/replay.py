@@ -1,10 +1,12 @@
 """The cache of runs on a trace: whether those who are asked for are in memory then.
 
 Slots and pool are shared out as in runs. Experts are small and hold nothing. Whoever is missing is
-read when he is asked for, as where misses are exact; nothing is read ahead, so nobody is there whom
-no token asked for before, but those who were read at the beginning.
+read when he is asked for, as where misses are exact. Nothing is read ahead, so nobody is there whom
+no token asked for before, but those who were read at the beginning; or what layers foresaw is given
+beside the trace, and all that the cache reads of it has come when the next layer asks.
 """
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -40,8 +42,13 @@ class Replayed:
     split: Split
 
 
-def replay(trace: Trace, shape: RoutedShape, *, share: float) -> Replayed:
-    """Decode the tokens of a trace with blocks for a share of all experts."""
+def replay(
+    trace: Trace, shape: RoutedShape, *, share: float, likely: Trace | None = None
+) -> Replayed:
+    """Decode the tokens of a trace with blocks for a share of all experts.
+
+    ``likely`` is what the layer before foresaw, in the shape of the trace; of the first nothing.
+    """
     tokens, layers, used = trace.shape
     shape = replace(
         shape, layers=layers, used=used, hidden=_HIDDEN, heads=1, intermediate=_INTERMEDIATE
@@ -49,12 +56,15 @@ def replay(trace: Trace, shape: RoutedShape, *, share: float) -> Replayed:
     split = share_out(shape, int(share * shape.experts) * layers)
     room = RoutedRoom(shape.config(), Scheme.FLOAT32, tokens=1)
     hits, with_slot = np.zeros((2, tokens, layers), np.int64)
-    with closing(_cache(shape, split)) as cache:
+    with closing(_cache(shape, split, reads_ahead=likely is not None)) as cache:
         cache.fill([[]] * layers)
         before = cache.activity().loads
         for number, asked in enumerate(trace):
             room.selected[:, 0] = asked
+            if likely is not None:
+                room.likely[:, 0] = likely[number]
             for layer, slots in enumerate(cache.slots):
+                cache.take_in(layer, room.likely[layer, 0].tolist())
                 hits[number, layer] = cache.hits(layer)[asked[layer]].sum()
                 with_slot[number, layer] = slots.hit_mask[asked[layer]].sum()
                 cache.bring(layer, room, 1)
@@ -87,7 +97,16 @@ class _Empty:
         return None
 
 
-def _cache(shape: RoutedShape, split: Split) -> ExpertCache:
+class _Punctual(ExpertCache):
+    """Has all who were foreseen there in time."""
+
+    def take_in(self, layer: int, likely: Sequence[int]) -> None:
+        """Wait for those of them who are on their way."""
+        wanted = [(layer, expert) for expert in likely]
+        self._seat(self._arrivals.end(wanted, wanted))
+
+
+def _cache(shape: RoutedShape, split: Split, *, reads_ahead: bool) -> _Punctual:
     layers, experts = shape.layers, shape.experts
     memory = ExpertMemory(
         ExpertShape(Scheme.FLOAT32, _HIDDEN, _INTERMEDIATE),
@@ -96,7 +115,5 @@ def _cache(shape: RoutedShape, split: Split) -> ExpertCache:
         blocks=layers * split.slots + split.pool,
     )
     slots = [LayerSlots(experts=experts, capacity=split.slots) for _ in range(layers)]
-    policy = MissPolicy(reads_ahead=False)
-    return ExpertCache(
-        memory, _Empty(), numbers=range(layers), slots=slots, policy=policy, threads=1
-    )
+    policy = MissPolicy(reads_ahead=reads_ahead)
+    return _Punctual(memory, _Empty(), numbers=range(layers), slots=slots, policy=policy, threads=1)

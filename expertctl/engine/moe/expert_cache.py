@@ -4,7 +4,7 @@ A pass asks for experts layer by layer. What is missing is read by threads into 
 `expert_memory` while the pass waits, or is left out where that was asked for. Only between two
 passes is it decided who has a slot, so nothing that a program reads changes under it. Who has none
 stays in the pool as long as he is worth more than others: by what was asked for, and by who follows
-whom. What the next layer is likely to ask for is read ahead.
+whom. What the next layer is likely to ask for is read ahead, where that is mostly right.
 """
 
 import time
@@ -25,7 +25,9 @@ from expertctl.engine.moe.exchanges import Scores, affordable, exchanges
 from expertctl.engine.moe.expert_files import ExpertReader
 from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
 from expertctl.engine.moe.followers import Followers
+from expertctl.engine.moe.guesses import Guesses
 from expertctl.engine.moe.layer_slots import LayerSlots
+from expertctl.engine.moe.lending import Lending
 from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
@@ -59,7 +61,8 @@ class ExpertCache:
 
         The blocks that have no slot must hold the experts of any one layer that have none.
         """
-        self._memory, self._reader, self._numbers = memory, reader, tuple(numbers)
+        self._memory, self._numbers = memory, tuple(numbers)
+        self._lending = Lending(memory, reader, self._numbers)
         self.slots, self._policy = tuple(slots), policy
         self._requests, self._pace = RequestBuffer(), UpdatePolicy()
         self._followers = Followers(layers=len(self.slots), experts=memory.experts)
@@ -72,11 +75,12 @@ class ExpertCache:
         self._pins_come = False
         """Whether somebody is pinned who may have no slot yet."""
         self._some_go = any(layer.capacity < layer.experts for layer in slots)
-        self._swaps, self._lent, self._waited = 0, 0, 0.0
+        self._swaps, self._waited = 0, 0.0
         self._missing: list[Expert] = []
         """Who is waited for now."""
         self._spared = frozenset[Expert]()
         """Who stays until all have come."""
+        self._guesses = Guesses()
         self._likely: tuple[int, Numbers] | None = None
         """What the next layer, by its place, will be asked for."""
 
@@ -120,6 +124,7 @@ class ExpertCache:
             self._memory.end_lending()  # of a pass that failed
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
         self._log.ask(layer, selected, slots.hit_mask)
+        self._guesses.judge(layer, selected)
         if self._some_go:
             slots.chances = self._followers.chances(layer, selected)
             self._memory.worths[layer] = slots.worths()
@@ -196,7 +201,7 @@ class ExpertCache:
             read_ahead=arrivals.ahead,
             read_bytes=arrivals.read_bytes,
             waited_ms=self._waited * 1e3,
-            lent=self._lent,
+            lent=self._lending.lent,
             swaps=self._swaps,
             mass=totals.mass,
             skipped=totals.skipped,
@@ -288,7 +293,7 @@ class ExpertCache:
         """Tell whether who was asked for may have a slot: not if he was brought, and had to go."""
         if self.skips or expert in self._memory:
             return True
-        return self._reader.lend(self._numbers[expert[0]], expert[1]) is not None
+        return self._lending.can(expert)
 
     def _exchange_by_gain(self, update: Update) -> None:
         """Exchange those by whom a profile gains most, as far as an update may exchange more."""
@@ -318,8 +323,7 @@ class ExpertCache:
     ) -> list[Expert]:
         """Return who of those without a slot has to be read, for he may not be left out."""
         self._memory.use(asked)
-        missing = self._not_lent(asked)
-        self._lent += self._memory.count_lent(asked)
+        missing = self._lending.rest_of_asked(asked)
         if missing and self._policy.skips:
             selected = room.selected[layer, :tokens]
             there = self.hits(layer)[selected]
@@ -347,23 +351,10 @@ class ExpertCache:
         """Begin to read what a layer will be asked for, the first choices first."""
         absent = self._memory.places[layer][likely] == 0
         if absent.any():
-            wanted = dict.fromkeys((layer, expert) for expert in likely.T[absent.T].tolist())
-            missing = self._not_lent(wanted)
+            worth_it = self._guesses.worth_reading(layer, likely, absent)
+            missing = self._lending.rest((layer, expert) for expert in worth_it)
             spared = frozenset(spared).union(_experts(layer, likely))
             self._arrivals.foresee(missing, spared, is_guess=True)
-
-    def _not_lent(self, wanted: Iterable[Expert]) -> list[Expert]:
-        """Return who is not there and has to be read; all others who lie elsewhere are lent."""
-        missing = []
-        for expert in wanted:
-            if self._memory.places[expert]:
-                continue
-            address = self._reader.lend(self._numbers[expert[0]], expert[1])
-            if address is None:
-                missing.append(expert)
-            else:
-                self._memory.lend(expert, address)
-        return missing
 
     def _land(self) -> None:
         """Take in what has come meanwhile."""

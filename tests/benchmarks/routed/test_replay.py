@@ -34,3 +34,20 @@ def test_hits_meet_their_targets_at_40_percent_of_64_experts(every: int) -> None
     assert hits >= 1.1 * lru(trace, 25)
     assert hits <= belady(trace, 25) + 100
     assert found.reads == trace.size - hits, "each that was missing was read once"
+
+
+def test_who_is_foreseen_is_there_when_his_layer_asks() -> None:
+    trace = drifting(300, layers=3, experts=64, used=8, skew=1.0, every=0, seed=1)
+    found = replay(trace, RoutedShape(layers=3), share=0.4, likely=trace)
+    assert (found.hits[:, 1:] == 8).all()
+    assert found.hits[:, 0].sum() < 8 * 300, "nobody foresees the first layer"
+
+
+def test_nobody_is_read_ahead_any_more_where_all_guesses_are_wrong() -> None:
+    trace = drifting(300, layers=3, experts=32, used=4, skew=1.0, every=0, seed=1)
+    wrong = trace + 32
+    shape = RoutedShape(layers=3, used=4)
+    without, found = (replay(trace, shape, share=0.4, likely=each) for each in (None, wrong))
+    guessed = found.reads - (trace.size - found.hits.sum())
+    assert 0 < guessed <= 35 * 4 * 2, "of each rank of two layers 35"
+    assert found.hits.sum() >= 0.98 * without.hits.sum()

@@ -1,0 +1,111 @@
+"""Which guesses are read: the formula in plain words, and what it comes to."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expertctl.engine.moe.followers import MOST_TEXTS
+from expertctl.engine.moe.guesses import BOUND, RATE, Guesses
+
+LAYERS, EXPERTS, USED = 3, 8, 2
+token = st.permutations(range(EXPERTS)).map(lambda order: order[:USED])
+tokens = st.lists(st.tuples(token, token, token), min_size=1, max_size=3)
+one_pass = st.tuples(tokens, tokens).map(lambda each: list(zip(*each, strict=False)))
+
+
+def ids(*tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int64)
+
+
+def everybody(likely: np.ndarray) -> np.ndarray:
+    return np.ones(likely.shape, bool)
+
+
+@settings(deadline=None)
+@given(st.lists(one_pass, min_size=1, max_size=40), st.sets(st.integers(0, EXPERTS - 1)))
+def test_shares_are_what_the_formula_says(
+    passes: list[list[tuple[tuple[list[int], ...], ...]]], there: set[int]
+) -> None:
+    guesses = Guesses()
+    plain: dict[tuple[int, int], float] = defaultdict(lambda: 1.0)
+    for each in passes:
+        for layer in range(LAYERS):
+            chosen, guessed = (ids(*(token[part][layer] for token in each)) for part in (0, 1))
+            absent = ~np.isin(guessed, list(there))
+            read = guesses.worth_reading(layer, guessed, absent)
+            by_rank = [(rank, e) for rank in range(USED) for e in guessed[:, rank].tolist()]
+            wanted = [e for rank, e in by_rank if e not in there and plain[layer, rank] >= BOUND]
+            assert read == list(dict.fromkeys(wanted))
+            guesses.judge(layer, chosen)
+            for rank in range(USED):
+                mine = [e in chosen for e in guessed[:, rank].tolist() if e not in there]
+                if mine:
+                    plain[layer, rank] += RATE * (sum(mine) / len(mine) - plain[layer, rank])
+    for layer in range(LAYERS):
+        expected = [plain[layer, rank] for rank in range(USED)]
+        assert guesses.shares(layer) == pytest.approx(expected)
+
+
+def test_a_rank_that_is_always_wrong_is_read_thirty_five_times() -> None:
+    """Of its share 0.98 ** 34 = 0.503 is left before the last, and 0.98 ** 35 = 0.493 after it."""
+    guesses, read = Guesses(), 0
+    for _ in range(100):
+        chosen = guesses.worth_reading(1, ids([3, 5]), everybody(ids([3, 5])))
+        assert 5 in chosen
+        read += 3 in chosen
+        guesses.judge(1, ids([5, 6]))
+    assert read == 35
+    assert guesses.shares(1) == pytest.approx([0.98**100, 1.0])
+
+
+def test_a_rank_that_becomes_right_is_read_again() -> None:
+    guesses, likely = Guesses(), ids([3, 5])
+    for _ in range(100):
+        guesses.worth_reading(1, likely, everybody(likely))
+        guesses.judge(1, ids([5, 6]))
+    late = 0
+    while guesses.worth_reading(1, likely, everybody(likely)) == [5]:
+        guesses.judge(1, ids([3, 6]))
+        late += 1
+    share = 0.98**100
+    assert 1 - (1 - share) * 0.98**late >= BOUND > 1 - (1 - share) * 0.98 ** (late - 1)
+
+
+def test_who_is_there_says_nothing_of_a_rank() -> None:
+    """He is right more often than those who are not: what was asked for of late is there."""
+    guesses, likely = Guesses(), ids([3, 5])
+    for _ in range(50):
+        assert guesses.worth_reading(2, likely, np.array([[False, False]])) == []
+        guesses.judge(2, ids([1, 2]))
+    assert guesses.shares(2) == (1.0, 1.0)
+
+
+def test_a_guess_is_judged_by_its_own_layer_and_once() -> None:
+    guesses, likely = Guesses(), ids([3, 5])
+    guesses.worth_reading(2, likely, everybody(likely))
+    guesses.judge(0, ids([1, 2]))  # that pass failed, another one begins
+    guesses.judge(2, ids([1, 2]))
+    assert guesses.shares(2) == (1.0, 1.0)
+    guesses.worth_reading(2, likely, everybody(likely))
+    for _ in range(3):
+        guesses.judge(2, ids([5, 2]))
+    assert guesses.shares(2) == pytest.approx((0.98, 1.0))
+
+
+def test_a_prompt_is_neither_held_back_nor_judged() -> None:
+    guesses, likely = Guesses(), ids([3, 5])
+    for _ in range(50):
+        guesses.worth_reading(1, likely, everybody(likely))
+        guesses.judge(1, ids([1, 2]))
+    before = guesses.shares(1)
+    prompt = np.repeat(likely, MOST_TEXTS + 1, axis=0)
+    assert guesses.worth_reading(1, prompt, everybody(prompt)) == [3, 5]
+    guesses.judge(1, ids([1, 2]))
+    assert guesses.shares(1) == before
+
+
+def test_nothing_is_known_of_a_layer_nobody_guessed_at() -> None:
+    assert Guesses().shares(1) == ()
