@@ -5,7 +5,7 @@ needed after all does not wait in its row, and a guess that was wrong is *droppe
 the reading, so that it delays nobody.
 """
 
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,12 +48,25 @@ class Arrivals:
         self._foreseen = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
         self._coming: dict[Expert, _Coming] = {}
         self._unread: set[Expert] = set()
-        """Who could not be read when nobody waited; it is tried again when somebody does."""
+        self._untold: list[str] = []
+        """Why those could not be read of whom nobody was told yet."""
         self.loads = self.ahead = self.read_bytes = 0
 
     def __len__(self) -> int:
         """How many are on their way."""
         return len(self._coming)
+
+    @property
+    def unread(self) -> Set[Expert]:
+        """Who could not be read when nobody waited; he is tried again when somebody does."""
+        return self._unread
+
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, that some could not be read when nobody waited; any thread may ask."""
+        untold, self._untold = self._untold, []
+        if not untold:
+            return ()
+        return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)
 
     def begin(self, missing: Sequence[Expert], spared: Collection[Expert]) -> list[Expert]:
         """Have experts read; return who came meanwhile. Those that are spared stay.
@@ -137,6 +150,7 @@ class Arrivals:
                 failed.append(error)
             else:
                 self._unread.add(expert)
+                self._untold.append(self._told(expert, error))
         for error in failed:
             raise error
         return came
@@ -155,6 +169,11 @@ class Arrivals:
         """End what is being read."""
         for pool in (self._wanted, self._foreseen):
             pool.shutdown(cancel_futures=True)
+
+    def _told(self, expert: Expert, error: BaseException) -> str:
+        layer, name = expert
+        why = error.message if isinstance(error, ExpertError) else str(error)
+        return f"the first was {name} of layer {self._numbers[layer]}: {why}"
 
     def _hurry(self, expert: Expert) -> bool:
         """Tell whether an expert is on its way; who waits behind others does so no more."""

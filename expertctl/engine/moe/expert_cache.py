@@ -268,6 +268,10 @@ class ExpertCache:
             slots.pin(pinned)
         self._pins_come = True
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what a person should know of those who were to come."""
+        return self._arrivals.take_notes()
+
     def close(self) -> None:
         """End what is being read."""
         self._arrivals.close()
@@ -305,12 +309,13 @@ class ExpertCache:
     def _seat_pinned(self) -> None:
         """Give the pinned their slots, as many at once as an update may, and read the next."""
         due = pin_swaps(self.slots)
-        self._pins_come = bool(due)
         there = [swap for swap in due if (swap.layer, swap.add) in self._memory]
         for swap in affordable(there, (), layer_budget=len(self.slots)):
             self._exchange(swap)
         absent = [(swap.layer, swap.add) for swap in due if swap not in there]
-        self._arrivals.foresee(absent[:_BESIDE], frozenset())
+        readable = [expert for expert in absent if expert not in self._arrivals.unread]
+        self._pins_come = bool(there or readable)
+        self._arrivals.foresee(readable[:_BESIDE], frozenset())
 
     def _all_came(self) -> None:
         """Say so, and begin to read what comes next."""
@@ -371,6 +376,8 @@ class ExpertCache:
         for slot in self.slots[layer].free[:1]:
             self.slots[layer].exchange(slot=slot, expert=name)
             self._memory.keep(expert)
+            return
+        self._pins_come |= name in self.slots[layer].pinned
 
     def _exchange(self, swap: Swap) -> None:
         """Give a slot to another expert, if it has a block; for another time it is fetched."""

@@ -109,6 +109,9 @@ class Watchable(Protocol):
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
         """Exchange by other scores from the next update on."""
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return, once, what a person should know of those who were to come by habit."""
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -177,7 +180,7 @@ class HabitKeeper:
 
     def watch(self, base: StoredBase, routed: ExpertsConfig, cache: Watchable) -> None:
         """Learn from what is counted of a base from now on; what another one did is kept."""
-        self.keep()
+        self.forget()
         self._watched = _Watched(HabitsFile(self._bases, base), cache, routed)
 
     def keep(self, *, every: float = 0.0) -> None:
@@ -221,12 +224,20 @@ class HabitKeeper:
     def forget(self) -> None:
         """Keep what was counted, and watch no base any more."""
         self.keep()
+        self._hear()
         self._watched = None
 
     def take_notes(self) -> tuple[str, ...]:
         """Return, once, what could not be read or kept, for a person to know."""
-        notes, self._notes = tuple(dict.fromkeys(self._notes)), []
-        return notes
+        self._hear()
+        notes, self._notes = self._notes, []
+        return tuple(dict.fromkeys(notes))
+
+    def _hear(self) -> None:
+        """Note what ails the base that is watched."""
+        if (watched := self._watched) is not None:
+            told = watched.cache.take_notes()
+            self._notes += [f"{watched.file.base.name}: {each}" for each in told]
 
     def _new_start(self, base: StoredBase, routed: ExpertsConfig) -> Start:
         wishes = self._wishes

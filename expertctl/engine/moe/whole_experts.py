@@ -102,6 +102,10 @@ class WholeExperts:
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
         """Do nothing: nobody has to go for another."""
 
+    def take_notes(self) -> tuple[str, ...]:
+        """Return nothing: nobody is to come."""
+        return ()
+
     def _flush(self) -> None:
         with self._lock:
             over, self._over, self._tokens = self._over, [], 0

@@ -37,6 +37,7 @@ class Used:
     counters: Counters
     slots: tuple[LayerSlots, ...]
     guided: list[tuple[Sequence[Scores], float]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def scores(self) -> Sequence[Scores]:
@@ -48,6 +49,11 @@ class Used:
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
         self.guided.append((scores, rate))
+
+    def take_notes(self) -> tuple[str, ...]:
+        notes = tuple(self.notes)
+        self.notes.clear()
+        return notes
 
     def ask(self, *experts: int) -> None:
         requests = np.zeros((2, EXPERTS), np.int64)
@@ -106,6 +112,18 @@ def test_it_is_kept_now_and_then(file: HabitsFile) -> None:
     assert hits(file) == [{2: 1, 5: 1}] * 2
     owner.forget()
     assert hits(file) == [{2: 2, 5: 2}] * 2
+
+
+def test_what_ails_a_base_that_is_watched_is_told_once(file: HabitsFile) -> None:
+    cache, owner = used(), keeper(file)
+    owner.watch(file.base, ROUTED, cache)
+    assert owner.take_notes() == ()
+    cache.notes.append("expert 3 could not be read")
+    told = (f"{file.base.name}: expert 3 could not be read",)
+    assert (owner.take_notes(), owner.take_notes()) == (told, ())
+    cache.notes.append("expert 3 could not be read")
+    owner.forget()
+    assert (owner.take_notes(), owner.take_notes()) == (told, ())
 
 
 def test_another_base_is_watched_and_what_the_first_did_is_kept(file: HabitsFile) -> None:
