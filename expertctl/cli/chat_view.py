@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import table
+from expertctl.cli.output import counted, table
+from expertctl.cli.routed_view import loss_text
 
 if TYPE_CHECKING:
     from expertctl.engine.conversation import Conversation, Turn
@@ -24,16 +25,17 @@ Ctrl-C stops an answer. What was written of it stays in the conversation.'''
 
 
 def turn_line(turn: "Turn") -> str:
-    """Return a turn in one line: who answered, how much was read and written, how fast."""
+    """Return a turn in one line: who answered, how much was read, written, left out, how fast."""
     result, generated = turn.result, turn.result.generated
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
         who(turn.plan) + (", kept from the turn before" if turn.kept_experts else ""),
-        f"{result.prompt_tokens} tokens of prompt{_reused(turn)}",
+        f"{counted(result.prompt_tokens, 'token')} of prompt{_reused(turn)}",
         f"{len(generated.tokens)} written{ends[generated.finish_reason]}",
     ]
     if generated.decode_steps:
         parts.append(f"{generated.tokens_per_s:.0f} tokens/s")
+    parts += loss_text(result.moe)
     return f"  [{'; '.join(parts)}]"
 
 

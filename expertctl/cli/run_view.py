@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import human_limit, human_size, table
+from expertctl.cli.output import counted, human_limit, human_size, table
 from expertctl.cli.routed_view import loss_text, routed_text
 from expertctl.routing.score import two_decimals
 
@@ -159,7 +159,7 @@ def _figures(result: "RunResult") -> str:
     generated, timings = result.generated, result.timings_ms
     speed = f"{generated.tokens_per_s:.0f} tokens/s" if generated.decode_steps else "one token"
     return (
-        f"{_INDENT}{result.prompt_tokens} tokens read, {len(generated.tokens)} written "
+        f"{_INDENT}{counted(result.prompt_tokens, 'token')} read, {len(generated.tokens)} written "
         f"({generated.finish_reason}), {speed}, first after {timings['ttft']:.0f} ms, "
         f"{timings['total']:.0f} ms in all"
     )

@@ -1,6 +1,8 @@
 """What a person reads of routed experts: nothing where none could be missing."""
 
+import io
 import re
+import sys
 
 import pytest
 
@@ -41,3 +43,17 @@ def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(
     assert re.search(r"routed experts: \d+ of 64 of a layer kept", expertctl(*asked, "--stats").err)
     told = expertctl(*asked, "--moe-miss", "skip", "--moe-skip-cap", "1").err
     assert "% of the weights of routed experts were left out" in told
+
+
+def test_a_chat_tells_below_each_answer_what_was_left_out(
+    base: tuple[str, ...], expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = ("chat", *ASKED[2:-1], *base, "--no-moe-learn")
+    for words, told in ((), 0), (("--moe-miss", "skip", "--moe-skip-cap", "1"), 2):
+        said = io.TextIOWrapper(io.BytesIO(b"Sort: 3, 1, 2\n/reset\nSort: 2, 1\n"))
+        monkeypatch.setattr(sys, "stdin", said)
+        lines = expertctl(*chat, *words).err.splitlines()
+        turns = [line for line in lines if line.startswith("  [")]
+        assert len(turns) == 2
+        left_out = "% of the weights of routed experts were left out]"
+        assert sum(turn.endswith(left_out) for turn in turns) == told
