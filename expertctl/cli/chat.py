@@ -201,12 +201,16 @@ def chat(
 def _open(
     pattern: "RunRequest", settings: Settings, moe: "StartWishes", *, as_json: bool, stats: bool
 ) -> "_Session":
+    from expertctl.engine.torch_library import map_ahead
+
+    map_ahead()
     planner, loading = open_planner(settings, as_json=as_json), Loading()
     route = pattern.route
-    engine = open_engine(
-        planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
-    )
-    from expertctl.engine.conversation import Conversation
+    with progress("loading", None, as_json=as_json):  # torch takes a while
+        engine = open_engine(
+            planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
+        )
+        from expertctl.engine.conversation import Conversation
 
     conversation = Conversation(engine, pattern)
     session = _Session(conversation, planner, loading, as_json=as_json, stats=stats)

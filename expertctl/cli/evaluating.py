@@ -13,7 +13,7 @@ import typer
 
 from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import open_planner, without_engine
-from expertctl.cli.output import JsonFlag, counting, emit, note, warn
+from expertctl.cli.output import JsonFlag, counting, emit, note, progress, warn
 from expertctl.cli.run_options import (
     SKIP_CAP,
     AdapterDtype,
@@ -184,11 +184,15 @@ def _evaluate_answers(
         check_picture(plot)
     experts = [parse_expert(word) for word in (asked.target, *asked.compose)]
     samples = read_data(asked.data, metric=asked.metric)
-    try:
-        from expertctl.engine.evaluation import EvaluationRequest
-        from expertctl.engine.evaluation import evaluate as measure
-    except ModuleNotFoundError as error:
-        raise without_engine(error) from error
+    from expertctl.engine.torch_library import map_ahead
+
+    map_ahead()
+    with progress("loading", None, as_json=as_json):  # torch takes a while
+        try:
+            from expertctl.engine.evaluation import EvaluationRequest
+            from expertctl.engine.evaluation import evaluate as measure
+        except ModuleNotFoundError as error:
+            raise without_engine(error) from error
     request = EvaluationRequest(
         data=samples,
         expert=experts[0],
