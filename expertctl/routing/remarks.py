@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from expertctl.package.compatibility import check_base
-from expertctl.routing.candidate import Candidate
+from expertctl.routing.candidate import Candidate, misfit
 from expertctl.routing.choice import Choice, is_excluded
 from expertctl.routing.index import RoutingIndex
 from expertctl.routing.presets import unapplied
@@ -26,17 +26,20 @@ def notes_of(
     candidates: Sequence[Candidate],
     roster: Roster,
     index: RoutingIndex,
+    base: StoredBase,
 ) -> list[str]:
     """Return what a person should know of a decision."""
     notes = list(index.notes)
     if index.encoder.name == "lexical" and candidates and not request.force:
         notes.append(LEXICAL_NOTE)
     if not choices:
-        notes.append(_why_alone(request, candidates, roster))
+        notes.append(_why_alone(request, candidates, roster, base))
     return notes
 
 
-def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: Roster) -> str:
+def _why_alone(
+    request: RouteRequest, candidates: Sequence[Candidate], roster: Roster, base: StoredBase
+) -> str:
     """Say why the base answers alone."""
     if request.base_alone:
         return "the base answers alone, as asked"
@@ -44,12 +47,20 @@ def _why_alone(request: RouteRequest, candidates: Sequence[Candidate], roster: R
         return "the base answers alone: no expert is installed"
     able = [candidate for candidate in candidates if not candidate.barred]
     if not able:
-        return "the base answers alone: no installed expert may be used, see the candidates"
+        return f"the base answers alone: {_none_may(request, roster, base)}"
     best = able[0]
     told = f"best was {best.expert.ref} {best.score:.2f}{_kept_out(request, candidates, best)}"
     if best.score < THRESHOLD and not best.vetoed:
         return f"the base answers alone: no expert scored {THRESHOLD:.2f} or more; {told}"
     return f"the base answers alone: {told}, which is {best.reason}"
+
+
+def _none_may(request: RouteRequest, roster: Roster, base: StoredBase) -> str:
+    """Say what is the matter with all experts alike, else who tells of each."""
+    allow = request.allow_base_mismatch
+    if all(misfit(expert, base.identity, allow_mismatch=allow) for expert in roster.experts):
+        return f"no installed expert was made for {base.name} as it is here"
+    return "no installed expert may be used; `expertctl route` says why"
 
 
 def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Candidate) -> str:

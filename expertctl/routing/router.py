@@ -129,7 +129,7 @@ def route(
         candidates=tuple(candidates),
         features=asked.features,
         encoder=index.encoder.name,
-        notes=tuple(notes_of(request, choices, candidates, roster, index)),
+        notes=tuple(notes_of(request, choices, candidates, roster, index, base)),
         warnings=(*idle_exclusions(request.exclude, roster.experts), *warnings_of(choices, base)),
         timings_ms={**timings, "total": _since(start)},
     )
