@@ -68,6 +68,17 @@ def connected_for(
         )
 
 
+def is_any_meant(settings: Settings, wanted: Reference, registry: str | None) -> bool:
+    """Tell whether there is a registry to ask for a package: a named one, its own, or the set one.
+
+    Raises:
+        UsageError: when two are named, or it belongs to several.
+    """
+    record = TrustStore(settings.home.trust).read()
+    meant = _named(wanted, registry) or _home(record, {wanted.package.namespace})
+    return (meant or settings.registry) is not None
+
+
 def _named(wanted: Reference | None, registry: str | None) -> str | None:
     host = wanted.registry if wanted is not None else None
     if registry is not None and host is not None and registry != host:

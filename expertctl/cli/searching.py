@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from expertctl.cli.connection import Connection, RegistryOption, connected
+from expertctl.cli.connection import Connection, RegistryOption, connected, is_any_meant
 from expertctl.cli.info_view import Offer, info_document, info_text, judged
 from expertctl.cli.output import JsonFlag, emit, note, table
 from expertctl.cli.package_view import one_line
@@ -15,7 +15,7 @@ from expertctl.package.read import names_file
 from expertctl.reference import Reference, Version
 from expertctl.registry.package_pages import Hit, package_page, version_page
 from expertctl.registry.package_pages import search as find
-from expertctl.settings import Home, load_settings
+from expertctl.settings import Home, Settings, load_settings
 from expertctl.store.flags import read_flagged
 from expertctl.store.ref import StoredExpert
 from expertctl.store.store import Store
@@ -66,18 +66,28 @@ def info(
         raise UsageError(f"{ref} is a file, and info tells of packages by their names", hint=hint)
     settings, wanted = load_settings(), Reference.parse(ref)
     here = _installed(settings.home, wanted)
-    try:
-        with connected(settings, wanted, registry) as connection:
-            there = _ask(connection, wanted)
-    except (NotFoundError, RegistryError) as error:
-        if not here:
-            raise
-        note(f"only what is installed: {error.message}")
-        there = None
+    there = (_offered_besides if here else _offered)(settings, wanted, registry)
     known = judged(there, settings.home) if there is not None else None
     flagged = read_flagged(settings.home.flagged)
     document = info_document(wanted.package, there, known, here, flagged)
     emit(document, info_text(wanted.package, there, known, here, flagged), as_json=as_json)
+
+
+def _offered(settings: Settings, wanted: Reference, registry: str | None) -> Offer:
+    with connected(settings, wanted, registry) as connection:
+        return _ask(connection, wanted)
+
+
+def _offered_besides(settings: Settings, wanted: Reference, registry: str | None) -> Offer | None:
+    """Return what a registry has of what is installed, too; None where none has, which is told."""
+    if not is_any_meant(settings, wanted, registry):
+        note("only what is installed: no registry is set")
+        return None
+    try:
+        return _offered(settings, wanted, registry)
+    except (NotFoundError, RegistryError) as error:
+        note(f"only what is installed: {error.message}")
+        return None
 
 
 def _ask(connection: Connection, wanted: Reference) -> Offer:

@@ -154,6 +154,20 @@ def test_info_of_what_only_this_machine_has(
     assert expertctl("info", "acme/secret", "--json").document["offer"] is None
 
 
+def test_info_of_what_is_installed_needs_no_registry(
+    expertctl: Commands, workshop: Workshop, home: Path, trust: TrustStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    places, path = Home(home), workshop.package("acme/secret")
+    store, bases = Store(places.store), BaseStore(places.bases)
+    install_files([path], store=store, bases=bases, trust=trust)
+    monkeypatch.delenv("EXPERT_REGISTRY", raising=False)
+    said = expertctl("info", "acme/secret")
+    assert "1.0.0 from local" in said.out
+    assert "only what is installed: no registry is set" in said.err
+    assert "no registry is set" in expertctl("info", "acme/none", code=2).err
+
+
 def test_info_of_what_is_nowhere_is_not_found(expertctl: Commands, published: Path) -> None:
     assert "there is no package acme/none" in expertctl("info", "acme/none", code=3).err
     assert "is not a package name" in expertctl("info", "Not A Name", code=2).err
