@@ -15,7 +15,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.decoder import DecodeResult, PrefillResult
-from expertctl.engine.kv_room import KVRoom
+from expertctl.engine.kv_room import KVRoom, all_or_none
 from expertctl.engine.sampling import Draws, sample
 from expertctl.engine.stop import StopScanner
 from expertctl.engine.tokenizer import TextStream, Tokenizer
@@ -90,8 +90,13 @@ class NativeReading(Generic[Cache, PlanDeltas]):
 
 
 def step_each(texts: Sequence[tuple[Reading, int]]) -> Tensor:
-    """Read one more token of each text, one after the other; return scores [texts, vocab]."""
-    return torch.stack([reading.decode(token).logits for reading, token in texts])
+    """Read one more token of each text, one after the other; return scores [texts, vocab].
+
+    Where one fails, none has read a token.
+    """
+    rooms = [reading.cache for reading, _ in texts if isinstance(reading, NativeReading)]
+    with all_or_none(rooms):
+        return torch.stack([reading.decode(token).logits for reading, token in texts])
 
 
 @dataclass(frozen=True, slots=True)

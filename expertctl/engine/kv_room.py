@@ -1,5 +1,8 @@
 """Room for the keys and values of a text: how many tokens fit, and how many are there."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from expertctl.errors import BudgetError
 
 
@@ -36,3 +39,15 @@ class KVRoom:
     def reset(self) -> None:
         """Make room for another generation."""
         self.rewind(0)
+
+
+@contextmanager
+def all_or_none(rooms: Sequence[KVRoom]) -> Iterator[None]:
+    """Where what is done meanwhile fails, take back what it read: no text is ahead of another."""
+    lengths = [room.length for room in rooms]
+    try:
+        yield
+    except BaseException:
+        for room, length in zip(rooms, lengths, strict=True):
+            room.rewind(length)
+        raise

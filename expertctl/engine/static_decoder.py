@@ -29,6 +29,7 @@ from expertctl.engine.decoder import (
     pass_bytes,
 )
 from expertctl.engine.decoder_inputs import check_modules, checked_tokens
+from expertctl.engine.kv_room import all_or_none
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import NO_DELTAS, Deltas
 from expertctl.engine.moe.expert_stack import StackShape
@@ -128,10 +129,11 @@ class StaticDecoder:
         """Read one more token of each of several texts; return scores, float32 [rows, vocab].
 
         They are in the machine's memory, in ``out`` where it is given. All texts are rows of one
-        arena; the batch goes up to the last of them, and what lies between stays as it is.
+        arena; the batch goes up to the last of them, and what lies between stays as it is. Where
+        it fails, none of them has read a token.
 
         Raises:
-            BudgetError: when a cache is full; nothing was read then.
+            BudgetError: when a cache is full.
             IncompatibleError: for a token or a plan that this base does not have.
         """
         for plan in {id(row.deltas): row.deltas for row in rows}.values():
@@ -145,7 +147,7 @@ class StaticDecoder:
         for row in rows:
             row.cache.require(1)
         logits = torch.empty(shape) if out is None else out
-        with self._lock:
+        with self._lock, all_or_none([row.cache for row in rows]):
             beside = []
             for row, token, scores in zip(rows, tokens, logits, strict=True):
                 if self._changes_experts(row.deltas):

@@ -13,9 +13,10 @@ import transformers
 
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import Decoder
-from expertctl.engine.generate import Generated, NativeReading, Writer, generate
+from expertctl.engine.generate import Generated, NativeReading, Writer, generate, step_each
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.tokenizer import Tokenizer
+from expertctl.errors import BudgetError
 from expertctl.package.model_config import read_config
 from expertctl.routing.plan import SamplingParams
 from tests.factories import write_base
@@ -185,3 +186,16 @@ class Clock:
 
 def with_stop(text: str) -> Any:
     return SamplingParams(stop=(text,), temperature=0.0)
+
+
+def test_no_text_is_ahead_of_another_after_a_step_that_failed(model: Model) -> None:
+    ids, config = model.tokenizer.encode(PROMPT), model.decoder.config
+    caches = [KVCache(config, len(ids) + more) for more in (1, 0, 1)]
+    texts = [NativeReading(model.decoder, cache, {}) for cache in caches]
+    for text in texts:
+        text.prefill(ids)
+    with pytest.raises(BudgetError, match="1 more tokens do not fit"):
+        step_each([(text, 5) for text in texts])
+    assert [cache.length for cache in caches] == [len(ids)] * 3
+    found = step_each([(texts[0], 5), (texts[2], 5)])
+    assert torch.equal(found[0], found[1])

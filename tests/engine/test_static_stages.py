@@ -12,6 +12,7 @@ from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.linear import Deltas
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow
 from expertctl.engine.static_stages import StagedStep, staying_bytes
+from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import Oracle, assert_same_logits, build_oracle, run_decoder
 from tests.engine.moe.stacked_bases import arena_of, scores, stacked
 from tests.engine.plans import random_expert, torch_plan
@@ -109,6 +110,32 @@ def test_texts_side_by_side_are_as_if_they_were_alone(qwen2: Oracle) -> None:
             experts.check_integrity()
         for number, plan in enumerate(plans):
             assert_same_logits(together[:, number], texts_beside(qwen2, number, plan))
+
+
+def test_no_text_is_ahead_of_another_after_a_step_that_failed(
+    qwen2: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one whose plan changes routed experts is read first, and alone."""
+    plans: list[Deltas] = [{}, plan_of(qwen2, "lora", routed=True)]
+    with stacked(qwen2, slots=1) as (decoder, experts):
+        row = arena_of(decoder, 2).row
+        rows = [StaticRow(7, row(number), plan) for number, plan in enumerate(plans)]
+        for text in rows:
+            decoder.prefill(IDS[:5], text.cache, text.deltas)
+
+        def fail(*_: object, **__: object) -> None:
+            assert rows[1].cache.length == 6, "one of them was read"
+            raise InvalidPackageError("model.safetensors", ["it is cut short"])
+
+        with monkeypatch.context() as broken:
+            broken.setattr(StagedStep, "__call__", fail)
+            with pytest.raises(InvalidPackageError, match="cut short"):
+                decoder.step(rows)
+        assert [text.cache.length for text in rows] == [5, 5]
+        found = decoder.step(rows)
+        experts.check_integrity()
+    for number, plan in enumerate(plans):
+        assert_same_logits(found[[number]], alone(qwen2, [*IDS[:5], 7], plan, prefill=5)[1:])
 
 
 def test_each_stage_may_be_done_twice_and_is_known_by_one_key(
