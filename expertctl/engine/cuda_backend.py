@@ -22,12 +22,13 @@ from expertctl.engine.kept_kv import CacheKind, KVSlots
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
+from expertctl.engine.moe.asked_experts import AskedExperts, asked_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_stack import StackShape, buffers_bytes, stack_bytes
 from expertctl.engine.moe.followers import followers_bytes
-from expertctl.engine.moe.report import RoutedReport, whole_report
+from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
 from expertctl.engine.moe.stacked_room import received_bytes
 from expertctl.engine.moe.start import Start, StartOf, begin
@@ -104,7 +105,8 @@ class CudaBackend:
             return self._plain.weight_bytes
         each = self.stack_shape.nbytes
         if self.cache is None:
-            return self.rest_bytes + len(routed.layers) * routed.count * each
+            blocks = len(routed.layers) * routed.count
+            return self.rest_bytes + asked_bytes(routed) + blocks * each
         return self.rest_bytes + self.staged_bytes + self.cache.blocks * each
 
     @property
@@ -210,10 +212,12 @@ class CudaBackend:
     def _bring(self, experts: StackedExperts, around: Surroundings, progress: Progress) -> int:
         """Bring all experts, or begin with those that are known; return how much was read.
 
-        What a cache reads it counts itself.
+        What a cache reads it counts itself. Habits are learnt either way.
         """
         cache, routed = experts.cache, experts.config
         if cache is None:
+            assert experts.asked is not None
+            around.watch(routed, experts.asked)
             return experts.fill_all(progress)
         begin(cache, self.start, dict(zip(routed.layers, cache.slots, strict=True)))
         around.watch(routed, cache)
@@ -263,18 +267,22 @@ class CudaModel:
     @property
     def routed(self) -> RoutedReport | None:
         """What became of routed experts so far; None where there are none."""
-        experts = self.experts
-        return whole_report(self.decoder.config) if experts is None else experts.report()
+        experts = self._counted
+        return None if experts is None else experts.report()
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of routed experts; None where all of them are there."""
-        return None if self.experts is None else self.experts.counters
+        """What is counted of routed experts; where all are there, when an answer is over."""
+        return None if self._counted is None else self._counted.counters
 
     @property
     def experts(self) -> ExpertCache | None:
         """Who has slots of them, and takes profiles over; None where all are there."""
         return None if self.stacked is None else self.stacked.cache
+
+    @property
+    def _counted(self) -> ExpertCache | AskedExperts | None:
+        return None if self.stacked is None else self.stacked.cache or self.stacked.asked
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Take the memory of steps and put the plan into its slot; graphs come with the steps."""

@@ -185,6 +185,7 @@ class StaticDecoder:
             self.graphs.clear()
             self._room = self._plans = None
             self._prompts.rest()
+            self._one_more.rest()
             if self._staged is not None:
                 self._staged.rest()
 
@@ -244,6 +245,7 @@ class StaticDecoder:
             self._one_more, step.room, rows=step.rows, length=step.length, plans=step.plans
         )
         run(step.key, read)
+        self._one_more.count_asked(step.room, texts)
 
     def _prepared_room(self, arena: KVArena, *, rows: int) -> StepRoom:
         """Return a room over an arena that is large enough; another one takes its graphs along."""

@@ -6,8 +6,9 @@ positions and plan slots, is written into `StepRoom.inputs` before, and the scor
 `StepRoom.logits` after. Activations are float32, [rows, features].
 """
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -44,12 +45,14 @@ class StepRoom:
         self.places = torch.arange(positions, device=device)
         self.rotations = rotation_table(config.rope, positions, device=device)
         self.logits = torch.empty(rows, config.vocab_size, device=device)
+        self.asked = torch.zeros(_asked_shape(config, rows), dtype=torch.long, device=device)
+        """Which routed experts each row chose, [routed layers, rows, used]; not of stages."""
         self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        parts = (self.inputs, self.places, self.rotations, self.logits)
+        parts = (self.inputs, self.places, self.rotations, self.logits, self.asked)
         return sum(part.nbytes for part in parts)
 
     def begin(self) -> None:
@@ -92,6 +95,7 @@ class Shared(SharedPlans):
     sin: Tensor
     writes: Tensor  # where each row's keys and values go, int64 [rows, kv_heads, 1, head_dim]
     visible: Mapping[int | None, Tensor]  # by window, bool [rows, 1, 1, length]
+    asked: Tensor  # see `StepRoom`
 
 
 class StaticStep:
@@ -108,6 +112,7 @@ class StaticStep:
         self._norm = weights.tensors["model.norm.weight"]
         self._head = head_of(weights)
         self._layers = layers_of(config, weights, None if stacked is None else stacked.mlps)
+        self._asked = None if stacked is None else stacked.experts.asked
 
     @torch.inference_mode()
     def __call__(self, room: StepRoom, *, rows: int, length: int, plans: PlanSlots | None) -> None:
@@ -115,6 +120,18 @@ class StaticStep:
         shared = self.share(room, rows=rows, length=length, plans=plans)
         x = self.pass_layers(self.embed(room, rows), range(self.layers), shared)
         self.score(x, room, shared)
+
+    def count_asked(self, room: StepRoom, texts: Sequence[int]) -> None:
+        """Have counted whom the rows of texts chose in a step, behind it and beside no graph."""
+        if self._asked is not None:
+            count = len(texts)
+            is_first = list(texts) == list(range(count))
+            self._asked.add_step(room.asked[:, :count] if is_first else room.asked[:, list(texts)])
+
+    def rest(self) -> None:
+        """Fetch what was counted."""
+        if self._asked is not None:
+            self._asked.fetch()
 
     @property
     def layers(self) -> int:
@@ -171,6 +188,7 @@ class StaticStep:
             sin=sin,
             writes=positions.view(rows, 1, 1, 1).expand(shape),
             visible={w: _visible(keys, positions, w) for w in set(self._config.windows)},
+            asked=room.asked,
             plans=plans,
             slots=slots,
             foreign={} if plans is None else plans.foreign(slots),
@@ -202,6 +220,7 @@ class StaticStep:
             return x + _gated(normed, mlp, shared)
         assert isinstance(mlp, StackedMlp), "experts that are routed are in a stack"
         routed = mlp.route(normed)
+        shared.asked[mlp.place, : len(x)].copy_(routed.selected)
         rows = mlp.experts.find(mlp.place, routed.selected)
         made = mlp.experts.stack.apply(normed, rows)
         beside = x if mlp.shared is None else x + self.apply_shared(normed, mlp.shared, shared)
@@ -236,7 +255,8 @@ def room_bytes(config: ModelConfig, *, capacity: int, rows: int) -> int:
     """Return what a `StepRoom` takes on the device."""
     positions = capacity + SPARE
     numbers = 2 * positions * config.head_dim + rows * config.vocab_size
-    return _INT_BYTES * (_INPUTS * rows + positions) + _FLOAT_BYTES * numbers
+    asked = math.prod(_asked_shape(config, rows))
+    return _INT_BYTES * (_INPUTS * rows + positions + asked) + _FLOAT_BYTES * numbers
 
 
 def passing_bytes(
@@ -252,6 +272,11 @@ def passing_bytes(
     scores = (config.heads + len(set(config.windows))) * capacity
     numbers = each + 2 * scores + 2 * config.vocab_size
     return rows * (_FLOAT_BYTES * numbers + experts)
+
+
+def _asked_shape(config: ModelConfig, rows: int) -> tuple[int, int, int]:
+    routed = config.experts
+    return (0, rows, 0) if routed is None else (len(routed.layers), rows, routed.used)
 
 
 def _gated(x: Tensor, mlp: FeedForward, shared: SharedPlans) -> Tensor:

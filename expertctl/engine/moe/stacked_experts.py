@@ -3,7 +3,8 @@
 `lookup` is on the device and leads from an expert to its row, and from one that is missing to the
 dummy. It is the only thing that steps ask, and it changes only between two of their stages: what
 is on its way is in no row before. Who comes and who goes is decided by `ExpertCache`, as on a
-processor; where all experts are there, nobody decides, and nothing has to be asked.
+processor; where all experts are there, nobody decides, nothing has to be asked, and who was chosen
+is only counted.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torch import Tensor
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.asked_experts import AskedExperts
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.choices import HostChoices
 from expertctl.engine.moe.expert_cache import ExpertCache
@@ -58,6 +60,8 @@ class StackedExperts:
         Then `fill_all` brings them.
         """
         self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
+        self.asked = AskedExperts(config, stack.device) if cache is None else None
+        """Who counts where nobody decides."""
         shape = len(config.layers), config.count
         self._sent = np.full(shape, DUMMY, np.int64)
         if cache is None:
@@ -70,7 +74,8 @@ class StackedExperts:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return self.stack.nbytes + self.lookup.nbytes
+        counts = 0 if self.asked is None else self.asked.nbytes
+        return self.stack.nbytes + self.lookup.nbytes + counts
 
     @property
     def is_whole(self) -> bool:
@@ -124,10 +129,10 @@ class StackedExperts:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        if self.cache is None:
-            return False
         tokens, choices = len(selected), self._room_for(len(selected))
         choices.selected[place, :tokens] = selected
+        if self.cache is None:
+            return False
         choices.weights[place, :tokens] = weights
         if likely is not None:
             choices.likely[place + 1, :tokens] = likely
@@ -165,6 +170,8 @@ class StackedExperts:
         """Learn that a pass over so many tokens is over; now others may come and go."""
         if self.cache is not None:
             self.cache.passed(self.choices, tokens, phase=phase)
+        elif self.asked is not None:
+            self.asked.count_pass(self.choices.selected[:, :tokens])
 
     def weights(self, routed: Routed, rows: Tensor) -> Tensor:
         """Return what experts in these rows count; where they may be skipped, the dummy nothing."""

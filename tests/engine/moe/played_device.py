@@ -5,6 +5,7 @@ event came to pass when all is done that was queued before it was recorded. What
 is in ``test_stacked_on_cuda``.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from torch import Tensor
 from expertctl.engine.moe import copy_order
 
 Work = Callable[[], object]
+_DOING = threading.RLock()
+"""Threads may wait at once, a stream for another one."""
 
 
 class Stream:
@@ -29,9 +32,10 @@ class Stream:
         self.queue.append(event.synchronize)
 
     def do(self, count: int) -> None:
-        while self.done < count:
-            self.done += 1
-            self.queue[self.done - 1]()
+        with _DOING:
+            while self.done < count:
+                self.done += 1
+                self.queue[self.done - 1]()
 
 
 class Event:
@@ -45,10 +49,6 @@ class Event:
 
     def synchronize(self) -> None:
         self.stream.do(self.count)
-
-    @property
-    def came_to_pass(self) -> bool:
-        return self.stream.done >= self.count
 
 
 class Device:

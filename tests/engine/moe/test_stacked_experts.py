@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertctl.engine.moe import expert_cache
+from expertctl.engine.moe.asked_experts import asked_bytes
 from expertctl.engine.moe.expert_rows import ExpertRows
 from expertctl.engine.moe.expert_stack import DUMMY
 from expertctl.engine.moe.skipping import effective_weights
 from expertctl.engine.moe.stacked_experts import StackedExperts, kept_weights, lookup_bytes
+from expertctl.engine.static_decoder import StaticRow
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits, build_oracle
 from tests.engine.moe.played_device import play
@@ -133,25 +135,57 @@ def test_an_expert_comes_beside_work_that_cannot_read_who_was_in_its_row(
 ) -> None:
     device, done = play(monkeypatch), list[str]()
     with stacked(olmoe, slots=0) as (_, experts):
+        assert experts.cache is not None
+        assert len(experts.stack) == 8
         weights = np.ones((1, 3), np.float32)
-        for chosen in ([0, 1, 2], [3, 4, 5]):  # the pool holds eight
-            assert experts.ask(0, np.array([chosen]), weights)
-            experts.wait(0, 1)
-        before = experts.rows(0).copy()
+        for chosen in ([0, 1, 2], [3, 4, 5]):
+            assert experts.ask(2, np.array([chosen]), weights)
+            experts.wait(2, 1)
+        before = set(experts.rows(2).tolist()) - {DUMMY}
         device.launch(lambda: done.append("who reads them"))
-        experts.computed(0)
-        assert experts.ask(1, np.array([[5, 6, 7]]), weights)
+        experts.computed(2)
+        assert experts.ask(1, np.array([[5, 6, 7]]), weights, likely=np.array([[3, 4, 5]]))
         device.launch(lambda: done.append("who cannot"))
         experts.computed(1)
-        cache, memory = experts.cache, experts.stack
-        assert cache is not None
-        cache.wait()
+        experts.cache.wait()
+        assert before.intersection(experts.cache.places(1).tolist()), "one of them had to go"
         assert done == ["who reads them"]
-        taken = set(cache.places(1).tolist()) & set(before.tolist()) - {DUMMY}
-        assert taken, "somebody of the first layer had to go"
-        assert len(memory) == 8
-        memory.wait_for_reads()
+        experts.stack.wait_for_reads()
         assert done == ["who reads them", "who cannot"]
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+def test_where_all_are_there_as_many_are_counted_as_where_some_are_missing(
+    texts: int, olmoe: Oracle
+) -> None:
+    """Prompts and steps; what a padded batch reads besides is no text's."""
+    found = []
+    for slots in (None, 1):
+        with stacked(olmoe, slots=slots) as (decoder, experts):
+            arena = arena_of(decoder, 4)
+            rows = [arena.row(number) for number in range(texts)]
+            for number, row in enumerate(rows):
+                decoder.prefill(IDS[: 3 + number], row)
+            for token in IDS[:6]:
+                decoder.step([StaticRow((token + row.number) % 61, row) for row in rows])
+            decoder.rest()
+            counter = experts.cache or experts.asked
+            assert counter is not None
+            found.append(counter.counters.in_all())
+    whole, some = found
+    assert np.array_equal(whole.chosen.sum(1), some.chosen.sum(1))
+    assert whole.summary.requests == some.summary.requests > 0
+    assert whole.summary.calls == some.summary.calls == 3 * (texts + 6)
+    assert whole.summary.misses == whole.summary.missed_requests == 0
+
+
+def test_who_asks_beside_gaps_is_counted_alone(olmoe: Oracle) -> None:
+    with stacked(olmoe) as (decoder, experts):
+        arena = arena_of(decoder, 4)
+        decoder.step([StaticRow(3, arena.row(0)), StaticRow(9, arena.row(2))])
+        decoder.rest()
+        assert experts.asked is not None
+        assert experts.asked.counters.in_all().summary.hits == 2 * 3 * experts.config.used
 
 
 def test_nothing_moves_while_experts_come_and_go(olmoe: Oracle) -> None:
@@ -166,7 +200,9 @@ def test_nothing_moves_while_experts_come_and_go(olmoe: Oracle) -> None:
 def test_bytes_are_those_of_blocks_the_dummy_and_the_lookup(olmoe: Oracle) -> None:
     one = 3 * 32 * 48 * 4  # hidden 32, intermediate 48, float32
     with stacked(olmoe) as (_, experts):
-        assert experts.nbytes == (3 * 8 + 1) * one + lookup_bytes(experts.config)
+        counts = asked_bytes(experts.config)
+        assert counts == 8 * (3 * 8 + 2 * 3 + 1)
+        assert experts.nbytes == (3 * 8 + 1) * one + lookup_bytes(experts.config) + counts
     with stacked(olmoe, slots=3) as (_, experts):
         assert experts.nbytes == (3 * 3 + 8 - 3 + 1) * one + 3 * 8 * 8
 
