@@ -124,7 +124,7 @@ def from_memory(subject: Subject, rounds: int) -> list[Row]:
         f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.LENT, ">= 0.9"
     )
     cached = _decoded("decode, all resident, through the cache", seconds, Keeping.CACHED, ">= 0.95")
-    note = f"{subject.simulates}, bf16; {misses:.0%} of requests had no slot; blocks are lent"
+    note = f"{subject.simulates}, bf16; {misses:.0%} of requests not in memory; blocks are lent"
     return [replace(cached, note=f"{subject.simulates}, bf16"), replace(lent, note=note)]
 
 
@@ -176,7 +176,7 @@ def _read_note(told: Mapping[str, Mapping[Figure, float]]) -> str:
     parts = []
     for name, found in told.items():
         parts.append(
-            f"{name}: {found[Figure.MISSES]:.0%} of requests had no slot, "
+            f"{name}: {found[Figure.MISSES]:.0%} of requests were not in memory, "
             f"{found[Figure.READ] / 1e9:.1f} GB of experts were read, and with all else "
             f"{found[Figure.DISK] / 1e9:.1f} GB from the disk"
         )

@@ -62,8 +62,8 @@ def rows(whole: Found, results: Results) -> list[Row]:
 def _perplexity(case: str, mine: Found, other: Found, rival: str) -> Row:
     ours, theirs = mine.text.perplexity, other.text.perplexity
     note = (
-        f"{mine.text.skipped:.1%} of weights left out, {mine.text.fallback:.0%} of requests had "
-        f"no slot, {mine.rate:.0f} tok/s beside {other.rate:.0f}"
+        f"{mine.text.skipped:.1%} of weights left out, {mine.text.fallback:.0%} of requests were "
+        f"not in memory, {mine.rate:.0f} tok/s beside {other.rate:.0f}"
     )
     row = Row(case, round(ours, 5), rival, round(theirs, 5), "ppl", "lower", None, None, note=note)
     return replace(row, ratio=round(ours / theirs, 6))

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 _HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
 _FOOT = [
-    "WRITE and READ are tokens a second. Of what tokens asked for, HITS had a slot.",
-    "Of the experts that a pass asked for, MISSED had none. LEFT OUT is the share of",
+    "WRITE and READ are tokens a second. Of what tokens asked for, HITS were there.",
+    "Of the experts that a pass asked for, MISSED were not. LEFT OUT is the share of",
     "the weights that was; WAITED is for experts, for each token that was written.",
 ]
 

@@ -1,4 +1,4 @@
-"""How often what each layer asked for had a slot, over the tokens that were written."""
+"""How often what each layer asked for was in memory, over the tokens that were written."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,6 +96,6 @@ def _some(layers: int) -> list[int]:
 def _draw_scale(figure: "Figure", panels: list["Axes"], mesh: "QuadMesh") -> None:
     scale = figure.colorbar(mesh, ax=panels, fraction=0.04, pad=0.02, aspect=30)
     scale.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0 %", "25 %", "50 %", "75 %", "100 %"])
-    scale.set_label("routed slots whose expert had a slot", color=_INK, fontsize=9)
+    scale.set_label("routed slots whose expert was in memory", color=_INK, fontsize=9)
     scale.ax.tick_params(length=0, labelcolor=_INK, labelsize=8.5)
     scale.outline.set_visible(False)

@@ -91,7 +91,7 @@ class MoeUse(Struct, frozen=True, kw_only=True):
     requests: int
     """Experts that were asked for, each once for a pass and layer."""
     misses: int
-    """Those of them that had no slot."""
+    """Those of them that were not in memory then."""
     fallback_rate: float
     skipped_mass: float
     """The share of the routers' weights that was left out."""
@@ -127,7 +127,7 @@ class MoeGuide(Struct, frozen=True, kw_only=True):
 
 
 class MoeLayer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one layer was asked for; hot is what had a slot. Times are microseconds of a call."""
+    """What one layer was asked for; hot is what was in memory. Times are microseconds of a call."""
 
     layer: int
     calls: int = 0

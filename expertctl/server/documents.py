@@ -80,7 +80,7 @@ def _activity() -> Mapping[str, JsonObject]:
             "`schema` and `layers` alone.",
         ),
         "MoeLayer": _described(
-            layer, "One layer. Hot is what had a slot; `cold` lanes wait for what had none."
+            layer, "One layer. Hot is what was in memory; `cold` lanes wait for what was not."
         ),
     }
 

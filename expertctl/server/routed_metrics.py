@@ -18,10 +18,10 @@ _SECONDS = 1e-9
 """Of a nanosecond."""
 _COUNTED: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
     ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
-    ("hits", "Routed slots of tokens whose expert had a slot.", lambda layer: layer.hits),
-    ("misses", "Those whose expert had none.", lambda layer: layer.misses),
+    ("hits", "Routed slots of tokens whose expert was in memory.", lambda layer: layer.hits),
+    ("misses", "Those whose expert was not.", lambda layer: layer.misses),
     ("requests", "Experts asked for, each once for a pass.", lambda layer: layer.requests),
-    ("missed_requests", "Those without a slot.", lambda layer: layer.missed_requests),
+    ("missed_requests", "Those that were not in memory.", lambda layer: layer.missed_requests),
     ("swaps", "Experts that got the slot of another.", lambda layer: layer.swaps),
 )
 _RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (

@@ -37,8 +37,9 @@ class LayerCounts:
 
     calls: int
     hits: int
-    """Routed slots whose expert was in a hot lane."""
+    """Routed slots whose expert was in memory, in a hot lane."""
     misses: int
+    """Those whose expert was not: it had to be brought, lent or left out."""
     requests: int
     """Experts that were asked for, each once for a call."""
     missed_requests: int

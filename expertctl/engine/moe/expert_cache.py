@@ -123,12 +123,12 @@ class ExpertCache:
         if layer == 0:
             self._memory.end_lending()  # of a pass that failed
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
-        self._log.ask(layer, selected, slots.hit_mask)
+        self._land()  # first: nobody goes any more of whom it is decided now that he is there
+        self._log.ask(layer, selected, self._memory.held(layer))
         self._guesses.judge(layer, selected)
         if self._some_go:
             slots.chances = self._followers.chances(layer, selected)
             self._memory.worths[layer] = slots.worths()
-        self._land()  # first: nobody goes any more of whom it is decided now that he is there
         without = slots.hit_mask[selected] == 0
         asked = _experts(layer, selected[without]) if without.any() else []
         self._spared = frozenset(asked)

@@ -112,6 +112,15 @@ class ExpertMemory:
         """How many blocks there are."""
         return len(self._blocks)
 
+    def held(self, layer: int) -> Numbers:
+        """Return float32 [experts], 1 for those who have a block; it changes with the memory."""
+        row: Numbers = self.hits[layer]
+        lent = [name for place, name in self._lent if place == layer]
+        if lent:
+            row = row.copy()
+            row[[name for name in lent if (layer, name) not in self._held]] = 0
+        return row
+
     def fill(self, number: int, read: Read) -> int:
         """Have a block filled that was taken, in any thread; return what ``read`` returns."""
         return self._blocks.fill(number, read)

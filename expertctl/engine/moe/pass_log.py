@@ -1,4 +1,4 @@
-"""What passes asked for and who had a slot then, kept until it is worth counting.
+"""What passes asked for and who was in memory then, kept until it is worth counting.
 
 To count one pass takes about as long as to count sixteen at once, and a token of a small base has
 no time for it. Whoever reads the counts has them brought up to date.
@@ -31,7 +31,7 @@ class _Pass:
     asked: list[Numbers] = field(default_factory=list)
     """[tokens, used] of each layer."""
     hits: list[Numbers] = field(default_factory=list)
-    """Who had a slot then, [experts] of each layer."""
+    """Who was in memory then, [experts] of each layer."""
     waited: list[int] = field(default_factory=list)
     """Nanoseconds until all who were asked for were there."""
     brought: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class PassLog:
         return self._totals
 
     def ask(self, layer: int, selected: Numbers, hits: Numbers) -> None:
-        """Note what tokens chose in a layer, and who has a slot; the first layer begins a pass."""
+        """Note what tokens chose in a layer, and who is there; the first layer begins a pass."""
         now = self._now
         if layer != len(now.asked):  # a pass failed, here or before
             del now.asked[layer:], now.hits[layer:], now.waited[layer:], now.brought[layer:]

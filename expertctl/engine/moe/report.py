@@ -41,7 +41,7 @@ class Activity:
     requests: int = 0
     """Experts that passes asked for, each once for a pass and layer."""
     misses: int = 0
-    """Those of them that had no slot."""
+    """Those of them that were not in memory then."""
     loads: int = 0
     """Experts that were read from files."""
     read_ahead: int = 0

@@ -30,7 +30,7 @@ export interface MoeGuide {
 /** An expert, and how often it was asked for. */
 export type MoeCount = readonly [expert: number, count: number];
 
-/** What one layer was asked for; hot is what had a slot. Times are microseconds of a call. */
+/** What one layer was asked for; hot is what was in memory. Times are microseconds of a call. */
 export interface MoeLayer {
   readonly layer: number;
   readonly calls: number;

@@ -77,7 +77,7 @@ export interface MoeUse {
   readonly inMemory: number;
   /** Experts that were asked for, each once for a pass and layer. */
   readonly requests: number;
-  /** Those of them that had no slot. */
+  /** Those of them that were not in memory then. */
   readonly misses: number;
   readonly fallbackRate: number;
   /** The share of the routers' weights that was left out. */

@@ -180,6 +180,19 @@ def test_an_expert_is_read_once_as_long_as_it_is_there(config: ModelConfig) -> N
     assert (told.requests, told.misses, told.loads, told.read_ahead) == (30, 6, 6, 0)
 
 
+def test_who_is_in_the_pool_is_no_miss(config: ModelConfig) -> None:
+    room = RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(Marked(), slots=0, policy=MissPolicy(reads_ahead=False))) as cache:
+        for asked in ((3, 5), (5, 3), (3, 5)):
+            for layer in range(LAYERS):
+                room.selected[layer, 0] = asked
+                cache.bring(layer, room, 1)
+            cache.passed(room, 1, phase=Phase.DECODE)
+        told, layers = cache.activity(), cache.counters.observed().layers
+    assert (told.requests, told.misses, told.loads) == (6 * LAYERS, 2 * LAYERS, 2 * LAYERS)
+    assert [(layer.hits, layer.misses) for layer in layers.values()] == [(4, 2)] * LAYERS
+
+
 def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> None:
     reader, room = Marked(), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
     policy = MissPolicy(skips=True, reads_ahead=False)
@@ -319,3 +332,17 @@ def test_what_is_lent_takes_no_block_and_is_copied_once_it_gets_a_slot(
         assert sorted(reader.read_names) == [(layer, name) for layer in NUMBERS for name in (3, 5)]
         assert 0 < told.lent == told.misses < told.requests
         assert told.waited_ms == 0
+
+
+def test_who_is_lent_ahead_is_a_miss_all_the_same(config: ModelConfig) -> None:
+    reader, room = Lending(0), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    reader.lend = lambda layer, expert: int(reader._marks[16 * layer + expert].ctypes.data)  # type: ignore[method-assign]
+    with closing(new_cache(reader, slots=2, policy=EXACT)) as cache:
+        for layer in range(LAYERS):
+            room.selected[layer, 0] = room.likely[layer, 0] = (3, 5)
+        for layer in range(LAYERS):
+            assert cache.hits(layer)[3] == (layer > 0), "whoever is foreseen is lent before"
+            cache.bring(layer, room, 1)
+        cache.passed(room, 1, phase=Phase.DECODE)
+        told = cache.activity()
+    assert (told.requests, told.misses, told.lent) == (6, 6, 6)

@@ -77,14 +77,14 @@ def hit_rate(result: RunResult) -> float:
 
 
 def test_what_was_learnt_makes_the_next_start_hit_more(answer: Answer, house: House) -> None:
-    """Of what the same text asks for: 0.77 without anything known, 0.89 and 0.91 after it."""
+    """Of what the same text asks for: 0.83 without anything known, 0.91 after it."""
     cold = answer(NOT_LEARNT)
     assert file_of(house).read() is None
     first, second, third = answer(), answer(), answer()
-    assert 0.70 < hit_rate(cold) < 0.80
-    assert abs(hit_rate(first) - hit_rate(cold)) < 0.03, "nothing was known yet"
-    assert hit_rate(second) > 0.86
-    assert hit_rate(third) > 0.86
+    assert 0.75 < hit_rate(cold) < 0.87
+    assert abs(hit_rate(first) - hit_rate(cold)) < 0.04, "nothing was known yet"
+    assert hit_rate(second) > 0.88
+    assert hit_rate(third) > 0.88
     results = (cold, first, second, third)
     assert len({result.generated.tokens for result in results}) == 1
     assert len(cold.generated.tokens) == 24

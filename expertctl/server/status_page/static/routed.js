@@ -13,7 +13,7 @@ const CHART = {
   show: (share) => percent(share, 1),
   tick: (share) => percent(share, 1),
   least: 1,
-  series: [{ label: "Had a slot when they were asked for", hue: "green", of: ({ hits }) => hits }],
+  series: [{ label: "In memory when they were asked for", hue: "green", of: ({ hits }) => hits }],
 };
 
 /** The part of the page that is there only where the base has any. */
