@@ -12,7 +12,7 @@ followers. At first nobody is likely. Where tokens do not depend on each other, 
 is how often each is asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -50,14 +50,21 @@ class Followers:
         return self._chances.nbytes
 
     def chances(self, layer: int, selected: Ids) -> Worths:
-        """Return how likely the next tokens ask for each expert, after ``selected`` [tokens, k].
+        """Return how likely the next tokens ask for each expert, after ``selected`` [tokens, used].
 
         With several texts the chances of all are added up.
         """
-        last = selected[-1:] if len(selected) > MOST_TEXTS else selected
-        rows = self._chances[last.ravel() + layer * self._experts]
-        found: Worths = rows.sum(0, dtype=np.float64) / max(last.shape[1], 1)
+        rows = self._chances[_last(selected).ravel() + layer * self._experts]
+        found: Worths = rows.sum(0, dtype=np.float64) / selected.shape[1]
         return found
+
+    def chances_of(self, asked: Mapping[int, Ids]) -> Worths:
+        """Return the `chances` of several layers at once, [layers, experts]."""
+        rows = [_last(ids).ravel() + layer * self._experts for layer, ids in asked.items()]
+        begins = np.cumsum([0, *(len(each) for each in rows[:-1])])
+        chances = self._chances[np.concatenate(rows)]
+        found: Worths = np.add.reduceat(chances, begins, axis=0, dtype=np.float64)
+        return found / next(iter(asked.values())).shape[1]
 
     def passed(self, asked: Sequence[Ids]) -> None:
         """Learn from a pass that is over; ``asked`` is [tokens, k] of each layer."""
@@ -70,7 +77,7 @@ class Followers:
         late = rows[-MOST_PAIRS - 1 :]
         for before, after in pairwise(late):
             self._learn(before, after)
-        self._before = rows[-1:]
+        self._before = rows[-1:].copy()  # or all of the prompt would stay
 
     def _follow(self, before: NDArray[np.int64] | None, after: NDArray[np.int64]) -> None:
         """Learn what tokens are followed by, where each has its own text."""
@@ -84,3 +91,8 @@ class Followers:
         asked = (after % self._experts).repeat(used, axis=0)  # [layers * used, used]
         found[np.arange(len(rows))[:, None], asked] += _CHANCE.type(RATE)
         self._chances[rows] = found
+
+
+def _last(selected: Ids) -> Ids:
+    """Return what the last token of each text asked for."""
+    return selected[-1:] if len(selected) > MOST_TEXTS else selected

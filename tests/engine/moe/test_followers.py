@@ -107,3 +107,12 @@ def test_texts_that_begin_or_end_are_not_taken_for_each_other() -> None:
     followers.passed([np.array([[0], [1]])])
     followers.passed([np.array([[2]])])
     assert not followers.chances(0, np.array([[0], [1]])).any()
+
+
+def test_of_a_prompt_only_its_last_token_stays() -> None:
+    followers = Followers(layers=2, experts=8)
+    followers.passed([np.zeros((512, 3), np.int64)] * 2)
+    before = followers._before
+    assert before is not None
+    assert before.shape == (1, 2, 3)
+    assert before.base is None or before.base.nbytes == before.nbytes
