@@ -7,9 +7,8 @@ our decoder does not run: its whole configuration and every tensor of its files 
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from expertctl.package.base_tensors import (
     foreign_tensors,
 )
 from expertctl.package.foreign_config import ForeignConfig, read_base_config
+from expertctl.package.hashing_threads import hashing_threads
 from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject, canonical
 
 TOKENIZER_FILE = "tokenizer.json"
-_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +121,22 @@ def _arch(headers: BaseHeaders) -> Digest:
 def _weights(tensors: Mapping[str, StoredTensor], progress: Progress) -> Digest:
     """Hash every tensor, in threads: hashing and reading both leave the interpreter free."""
     digests: dict[str, str] = {}
-    workers = min(_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(max_workers=workers) as pool:
-        tasks = {pool.submit(_hash_tensor, tensor): name for name, tensor in tensors.items()}
+    with hashing_threads() as (pool, go_on):
+        tasks = {pool.submit(_hash_tensor, tensor, go_on): n for n, tensor in tensors.items()}
         for task in as_completed(tasks):
             digests[tasks[task]] = task.result()
             progress(tensors[tasks[task]].size)
     return weights_digest(tensors, digests)
 
 
-def _hash_tensor(tensor: StoredTensor) -> str:
+def _hash_tensor(tensor: StoredTensor, go_on: Progress) -> str:
     hasher = hashlib.sha256()
-    _read_tensor(tensor, hasher.update)
+
+    def use(chunk: memoryview) -> None:
+        go_on(len(chunk))
+        hasher.update(chunk)
+
+    _read_tensor(tensor, use)
     return hasher.hexdigest()
 
 

@@ -1,8 +1,6 @@
 """Which files make a base, and whether they are still the ones that were read."""
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from expertctl.durable import make_folders, staged_file, sync_folder
 from expertctl.errors import BaseMismatchError, InvalidPackageError, NotFoundError
 from expertctl.package.base_model import TOKENIZER_FILE
 from expertctl.package.base_tensors import INDEX_FILE, weight_files
+from expertctl.package.hashing_threads import hashing_threads
 from expertctl.package.model_config import CONFIG_FILE
 
 OPTIONAL = (
@@ -21,7 +20,6 @@ OPTIONAL = (
     "chat_template.json",
     INDEX_FILE,
 )
-_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,13 @@ def fingerprint(
     """
     paths = [directory / name for name in names]
     stamps = [_stamp(path) for path in paths]
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        hashed = list(pool.map(lambda path: hash_file(path, progress=progress), paths))
+    with hashing_threads() as (pool, go_on):
+
+        def count(size: int) -> None:
+            go_on(size)
+            progress(size)
+
+        hashed = list(pool.map(lambda path: hash_file(path, progress=count), paths))
     changed = [p.name for p, stamp in zip(paths, stamps, strict=True) if _stamp(p) != stamp]
     if changed:
         problems = [f"{name} changed while it was read" for name in changed]
