@@ -13,6 +13,7 @@ from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, warn
 from expertctl.cli.run_options import (
     SKIP_CAP,
+    Device,
     Dtype,
     MemoryBudget,
     MoeCold,
@@ -21,8 +22,9 @@ from expertctl.cli.run_options import (
     MoeProfile,
     MoeSkipCap,
     MoeWarmup,
+    Numerics,
     budget_of,
-    check_processor,
+    chosen_device,
     cold_of,
     numerics_of,
     start_of,
@@ -33,7 +35,7 @@ from expertctl.settings import Settings, load_settings
 if TYPE_CHECKING:
     from expertctl.engine.routed_bench import RoutedWanted
     from expertctl.engine.routed_bench_result import RoutedMeasured
-    from expertctl.routing.request import MoeMiss
+    from expertctl.routing.request import DeviceName, MoeColdWish, MoeMiss
     from expertctl.store.base_record import StoredBase
 
 SHARES = "1.0,0.6,0.4"
@@ -94,6 +96,7 @@ def bench_moe(
     moe_warmup: MoeWarmup = None,
     moe_exchange: MoeExchange = 0.0,
     plot: Plot = None,
+    device: Device = None,
     memory_budget: MemoryBudget = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,8 +107,10 @@ def bench_moe(
     from expertctl.cli.bench_moe_view import bench_moe_text
 
     settings = load_settings()
-    check_processor(settings, "bench")
+    chosen = chosen_device(device, settings)
     held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=False)
+    cold = cold_of(moe_cold, settings)
+    _check_request(chosen, held, cold)
     budget = budget_of(memory_budget, settings)
     shares, cap = _shares(resident), _cap(moe_skip_cap)
     _check_plot(plot, shares)
@@ -120,7 +125,8 @@ def bench_moe(
         seed=seed,
         dtype=held.dtype,
         threads=_usable(threads),
-        cold=cold_of(moe_cold, settings),
+        cold=cold,
+        device=chosen,
         start=start_of(
             settings,
             profile=moe_profile,
@@ -134,6 +140,13 @@ def bench_moe(
     warn(found.warnings)
     _draw(found, plot)
     emit(found.to_json(), bench_moe_text(found), as_json=as_json)
+
+
+def _check_request(device: "DeviceName", held: Numerics, cold: "MoeColdWish") -> None:
+    """Refuse what a device cannot do, as ``run`` does."""
+    from expertctl.routing.request import RouteRequest, check_request
+
+    check_request(RouteRequest(prompt="bench", dtype=held.dtype, moe_cold=cold, device=device))
 
 
 def _shares(text: str) -> tuple[float, ...]:

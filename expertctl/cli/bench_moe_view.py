@@ -28,7 +28,7 @@ def _head(found: "RoutedMeasured") -> list[str]:
         f"{found.used}",
         found.texts,
         *_start(found),
-        printable(f"on {found.cpu}, threads: {found.threads}"),
+        printable(f"on {found.device or f'{found.cpu}, threads: {found.threads}'}"),
     ]
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from expertctl.errors import BudgetError, NotFoundError
+from expertctl.routing.request import DeviceName
 
 CUDA = torch.device("cuda")
 RESERVE = 512 << 20
@@ -34,6 +35,13 @@ def check_cuda() -> None:
     raise NotFoundError(
         "torch sees no CUDA device", hint=f"see what `nvidia-smi` says, {_ON_THE_CPU}"
     )
+
+
+def device_name(device: DeviceName) -> str | None:
+    """Return what a device is sold as; None of the processor."""
+    if device == "cpu":
+        return None
+    return torch.cuda.get_device_name(CUDA) if CUDA.type == "cuda" else str(CUDA)
 
 
 def device_budget(wanted: int | None) -> int:

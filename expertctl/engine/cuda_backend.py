@@ -27,7 +27,6 @@ from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_stack import StackShape, buffers_bytes, stack_bytes
-from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.stacked_experts import StackedExperts, lookup_bytes, open_experts
 from expertctl.engine.moe.stacked_room import received_bytes
@@ -133,15 +132,13 @@ class CudaBackend:
 
     @property
     def host_bytes(self) -> int:
-        """What routed experts come through, and what is known of who follows whom."""
+        """What routed experts come through, and what is known of them."""
         if self.config.experts is None:
             return 0
-        plan = self.cache
         buffers = buffers_bytes(self.stack_shape)
-        if plan is None:
-            return buffers
-        known = followers_bytes(layers=plan.layers, experts=plan.experts)
-        return known + buffers + received_bytes(self.config, rows=ROWS)
+        if self.cache is None:
+            return buffers + whole_bookkeeping_bytes(self.config.experts)
+        return known_bytes(self.config.experts) + buffers + received_bytes(self.config, rows=ROWS)
 
     @property
     def loading_bytes(self) -> int:
@@ -266,7 +263,8 @@ class CudaModel:
 
     @property
     def routed(self) -> RoutedReport | None:
-        """What became of routed experts so far; None where there are none."""
+        """What became of routed experts so far, fetched from the device; None where are none."""
+        self.decoder.fetch_asked()
         experts = self._counted
         return None if experts is None else experts.report()
 

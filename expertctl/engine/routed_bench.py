@@ -13,15 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from expertctl.digest import Digest, Progress, no_progress
+from expertctl.engine.accelerator import device_name, told_when_full
 from expertctl.engine.backend import Model
 from expertctl.engine.bench_result import Series
 from expertctl.engine.budget import Budget
 from expertctl.engine.compose import BASE_ALONE
+from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.generate import Reading
 from expertctl.engine.kernels.cpu import sold_as
 from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.loaded_base import OpenBase, Wish, open_base
-from expertctl.engine.memory import usual_budget
+from expertctl.engine.memory import budget_limit, usual_budget
 from expertctl.engine.moe.counters import LayerCounts, Observed
 from expertctl.engine.moe.report import RoutedReport
 from expertctl.engine.moe.start import UNKNOWN, Start, StartWishes
@@ -40,7 +42,7 @@ from expertctl.engine.tiers import Tier
 from expertctl.errors import BudgetError, IncompatibleError, UsageError
 from expertctl.routing.numerics import dtype_of
 from expertctl.routing.planner import Planner
-from expertctl.routing.request import Dtype, MoeColdWish, MoeMiss
+from expertctl.routing.request import DeviceName, Dtype, MoeColdWish, MoeMiss
 from expertctl.telling import Tell, tell_nobody
 
 STRETCHES = 60
@@ -69,6 +71,7 @@ class RoutedWanted:
     threads: int | None = None
     cold: MoeColdWish = "auto"
     """How experts that have no slot come from the disk."""
+    device: DeviceName = "cpu"
     start: StartWishes = UNKNOWN
     """How each way begins; what was learnt of the base has no part in it."""
 
@@ -109,24 +112,26 @@ def measure_routed(
     What does not fit into the memory is left out, and a warning says so.
 
     Raises:
-        NotFoundError: when there is no such base.
+        NotFoundError: when there is no such base, or no such device.
         IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
         UsageError: when texts are longer than it reads.
         BudgetError: when nothing of it fits.
     """
-    opened, backend = _opened(planner, base, wanted.dtype)
-    assert opened.config.experts is not None
-    start = start_by(wanted.start, opened.config.experts)
-    texts = _texts(opened, wanted)
-    threads = wanted.threads or choose_threads(opened.weight_bytes)
-    laboratory = _Laboratory(planner, opened, wanted, start, texts, threads, budget, progress, tell)
-    rows, left_out = laboratory.rows()
+    limit = budget_limit(budget, wanted.device)
+    opened = _opened(planner, base, wanted)
     config = opened.config.experts
     assert config is not None
+    start = start_by(wanted.start, config)
+    texts = _texts(opened, wanted)
+    threads = wanted.threads or choose_threads(opened.weight_bytes)
+    laboratory = _Laboratory(planner, opened, wanted, start, texts, threads, limit, progress, tell)
+    with told_when_full():
+        rows, left_out = laboratory.rows()
     return RoutedMeasured(
         what=f"base {opened.stored.name}",
         cpu=sold_as(),
-        dtype=backend.dtype,
+        device=device_name(wanted.device),
+        dtype=opened.backend.dtype,
         threads=threads,
         texts=_told(wanted),
         start=wanted.start,
@@ -139,17 +144,16 @@ def measure_routed(
     )
 
 
-def _opened(planner: Planner, name: str, dtype: Dtype | None) -> tuple[OpenBase, PackedBackend]:
+def _opened(planner: Planner, name: str, wanted: RoutedWanted) -> OpenBase:
     stored = planner.bases.find(name)
-    wish = Wish(dtype=dtype_of(stored, dtype))
+    wish = Wish(dtype=dtype_of(stored, wanted.dtype), device=wanted.device)
     opened = open_base(planner.bases, stored, wish, rehash=False, torch_below=0)
-    backend = opened.backend
     if opened.config.experts is None:
         raise IncompatibleError(f"{name} has no routed experts", hint=_OTHER_BASE)
-    if not isinstance(backend, PackedBackend):
+    if not isinstance(opened.backend, PackedBackend | CudaBackend):
         why = "; ".join(opened.warnings)
         raise IncompatibleError(f"bench measures what kernels do: {why}", hint=_OTHER_BASE)
-    return opened, backend
+    return opened
 
 
 def _texts(opened: OpenBase, wanted: RoutedWanted) -> list[_Text]:
@@ -188,7 +192,8 @@ class _Laboratory:
     start: Start
     texts: list[_Text]
     threads: int
-    budget: int | None
+    limit: int
+    """Of the memory that is computed in."""
     progress: Progress
     tell: Tell
 
@@ -237,9 +242,13 @@ _Read = Callable[[_Text], AbstractContextManager[Reading]]
 def _opened_by(laboratory: _Laboratory, base: OpenBase) -> Iterator[tuple[Model, _Read]]:
     """Load a base in the memory that there is, and lend room for texts; nothing stays."""
     wanted = laboratory.wanted
-    limit = usual_budget() if laboratory.budget is None else laboratory.budget
     residents = Residents(
-        laboratory.planner, Budget(limit), progress=no_progress, tell=laboratory.tell, moe=UNKNOWN
+        laboratory.planner,
+        Budget(laboratory.limit),
+        ram=None if wanted.device == "cpu" else Budget(usual_budget()),
+        progress=no_progress,
+        tell=laboratory.tell,
+        moe=UNKNOWN,
     )
     longest = max(len(text.ids) for text in laboratory.texts) + wanted.tokens
     buffers = base.buffer_bytes(longest)

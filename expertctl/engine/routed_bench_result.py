@@ -152,6 +152,8 @@ class RoutedMeasured:
 
     what: str
     cpu: str
+    device: str | None = None
+    """The device that computed; None where the processor did."""
     dtype: str
     threads: int
     texts: str
@@ -176,7 +178,11 @@ class RoutedMeasured:
         """Return the document of a benchmark."""
         return {
             "name": "bench moe",
-            "machine": {"cpu": self.cpu, "threads": self.threads, "device": "cpu"},
+            "machine": {
+                "cpu": self.cpu,
+                "threads": self.threads,
+                "device": self.device or "cpu",
+            },
             "measured": {
                 "what": self.what,
                 "dtype": self.dtype,

@@ -5,6 +5,7 @@ What was learnt of a base has no part in what is measured; a profile that is nam
 
 from dataclasses import replace
 
+from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import OpenBase
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.guide import read_guide
@@ -38,14 +39,14 @@ def start_by(wishes: StartWishes, routed: ExpertsConfig) -> Start:
 
 def held(
     base: OpenBase, holding: Holding, start: Start, *, cap: float, cold: MoeColdWish
-) -> PackedBackend:
+) -> PackedBackend | CudaBackend:
     """Return what holds so many experts of each layer, at least what a token uses of one.
 
     Raises:
         UsageError: when more are pinned than a layer has slots.
     """
     backend, config = base.backend, base.config
-    assert isinstance(backend, PackedBackend)
+    assert isinstance(backend, PackedBackend | CudaBackend)
     assert config.experts is not None
     if holding.is_whole:
         return backend
@@ -59,6 +60,8 @@ def held(
         cold=cold,
     )
     _demand_slots(start, plan, holding)
+    if isinstance(backend, CudaBackend):
+        return replace(backend, cache=plan).begun(lambda _: start)
     rest = packed_bytes(config, backend.scheme, experts=False)
     blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
     packed = replace(backend, cache=plan, weight_bytes=rest + blocks)

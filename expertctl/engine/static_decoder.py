@@ -185,9 +185,14 @@ class StaticDecoder:
             self.graphs.clear()
             self._room = self._plans = None
             self._prompts.rest()
-            self._one_more.rest()
+            self._one_more.fetch_asked()
             if self._staged is not None:
                 self._staged.rest()
+
+    def fetch_asked(self) -> None:
+        """Have fetched from the device which experts were asked for, between two steps."""
+        with self._lock:
+            self._one_more.fetch_asked()
 
     @property
     def is_at_rest(self) -> bool:

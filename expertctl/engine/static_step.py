@@ -128,8 +128,8 @@ class StaticStep:
             is_first = list(texts) == list(range(count))
             self._asked.add_step(room.asked[:, :count] if is_first else room.asked[:, list(texts)])
 
-    def rest(self) -> None:
-        """Fetch what was counted."""
+    def fetch_asked(self) -> None:
+        """Have fetched what was counted."""
         if self._asked is not None:
             self._asked.fetch()
 

@@ -5,7 +5,9 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 
+from expertctl.engine import accelerator
 from expertctl.engine.threads import usable_cores
 from tests.cli.commands import Commands, expertctl
 from tests.engine.test_routed_bench import write_routed
@@ -118,6 +120,45 @@ def test_what_cannot_be_measured_is_refused(
     err = expertctl("bench", "moe", *words, code=code).err
     assert told in err
     assert "hint: " in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ([], 3, "--device cpu"),
+        (["--dtype", "int8"], 2, "--device cuda does not know --dtype int8"),
+        (["--moe-cold", "map"], 2, "--moe-cold map"),
+    ],
+)
+def test_a_device_is_refused_as_run_does(
+    words: list[str],
+    code: int,
+    told: str,
+    added: Path,
+    expertctl: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: code != 3)
+    err = expertctl("bench", "moe", "--device", "cuda", *words, code=code).err
+    assert told in err
+    assert "hint: " in err
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: False)
+    monkeypatch.setenv("EXPERT_DEVICE", "cuda")
+    assert "CUDA" in expertctl("bench", "moe", code=3).err
+
+
+def test_it_is_told_what_computed(
+    added: Path, expertctl: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor stands in the place of a device."""
+    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda: 1 << 30)
+    words = ("--resident", "0.5", "--moe-miss", "exact", "--device", "auto")
+    assert "on cpu" in expertctl("bench", "moe", *words, *QUICK).out.splitlines()
+    document = expertctl("bench", "moe", *words, "--json", *QUICK).document
+    assert document["machine"]["device"] == "cpu"
+    assert document["rows"][0]["loads"] > 0
 
 
 def test_without_a_base_of_routed_experts_there_is_a_way_out(

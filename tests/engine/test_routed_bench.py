@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from expertctl.engine import accelerator
 from expertctl.engine.moe.pins import TopPins
 from expertctl.engine.moe.start import StartWishes
 from expertctl.engine.routed_bench import RoutedWanted, measure_routed
@@ -198,3 +200,45 @@ def test_more_pins_than_slots_are_refused_before_anything_is_measured(
         )
     assert "--resident" in caught.value.hint
     assert done == []
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is the processor, with memory of its own."""
+    monkeypatch.setattr(accelerator, "CUDA", torch.device("cpu"))
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda: BUDGET + accelerator.RESERVE)
+
+
+def test_on_a_device_the_same_is_asked_for_as_on_a_processor(
+    stocked: Planner, device: None
+) -> None:
+    here = measured(stocked, WANTED)
+    there = measured(stocked, replace(WANTED, device="cuda"))
+    assert (here.device, there.device) == (None, "cpu"), "the processor stands in its place"
+    assert there.warnings == ()
+    assert [row.holding for row in there.rows] == [row.holding for row in here.rows]
+    for mine, theirs in zip(there.rows, here.rows, strict=True):
+        assert mine.report.activity.requests == theirs.report.activity.requests > 0
+        assert mine.report.residence.slots == theirs.report.residence.slots
+        assert mine.layers.keys() == theirs.layers.keys()
+    whole, exact, skip = there.rows
+    assert exact.memory < whole.memory
+    assert exact.report.activity.loads > 0
+    assert skip.report.skipped_mass > 0
+
+
+def test_what_does_not_fit_on_a_device_is_left_out(stocked: Planner, device: None) -> None:
+    wanted = replace(WANTED, device="cuda", misses=("exact",))
+    whole, _ = measured(stocked, wanted).rows
+    found = measured(stocked, wanted, budget=whole.memory)
+    assert [row.holding.share for row in found.rows] == [0.5]
+    assert "all resident" in found.warnings[0]
+
+
+def test_a_device_that_is_not_there_is_not_measured(
+    stocked: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: False)
+    with pytest.raises(NotFoundError, match="CUDA"):
+        measured(stocked, replace(WANTED, device="cuda"))

@@ -175,12 +175,10 @@ def test_no_more_is_taken_than_was_announced(
         assert torch.cuda.max_memory_allocated() - before <= announced + ROUNDING
 
 
-def test_run_answers_on_the_device_in_less_memory_than_a_base_wants(
-    expertctl: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
-    base = write_base(
-        tmp_path / "base",
+def routed_base(folder: Path) -> Path:
+    """Nearly all of it is routed experts."""
+    return write_base(
+        folder,
         arch="qwen3_moe",
         tie=False,
         layers=3,
@@ -190,6 +188,26 @@ def test_run_answers_on_the_device_in_less_memory_than_a_base_wants(
         num_experts_per_tok=3,
         moe_intermediate_size=320,
     )
+
+
+def test_bench_measures_on_the_device(
+    expertctl: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    expertctl("base", "add", routed_base(tmp_path / "base"))
+    words = ("--resident", "1,0.5", "--rounds", "2", "--tokens", "8", "--device", "cuda")
+    document = expertctl("bench", "moe", *words, "--json").document
+    assert document["machine"]["device"] == torch.cuda.get_device_name()
+    whole, *others = document["rows"]
+    assert whole["slots"] == 12
+    assert all(row["slots"] == 6 for row in others)
+
+
+def test_run_answers_on_the_device_in_less_memory_than_a_base_wants(
+    expertctl: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_ENCODER", "lexical")
+    base = routed_base(tmp_path / "base")
     expertctl("base", "add", base)
     words = ("run", "Sort these numbers: 41, 17", "--no-experts", "--greedy", "--json")
     options = ("--max-tokens", "24", "--device", "cuda")
