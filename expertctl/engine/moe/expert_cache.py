@@ -358,8 +358,9 @@ class ExpertCache:
         if absent.any():
             worth_it = self._guesses.worth_reading(layer, likely, absent)
             missing = self._lending.rest((layer, expert) for expert in worth_it)
-            spared = frozenset(spared).union(_experts(layer, likely))
-            self._arrivals.foresee(missing, spared, is_guess=True)
+            if missing:
+                spared = frozenset(spared).union(_experts(layer, likely))
+                self._arrivals.foresee(missing, spared, is_guess=True)
 
     def _land(self) -> None:
         """Take in what has come meanwhile."""
@@ -395,4 +396,4 @@ class ExpertCache:
 
 def _experts(layer: int, selected: Numbers) -> list[Expert]:
     """Return who is selected in a layer, each once."""
-    return [(layer, int(expert)) for expert in np.unique(selected)]
+    return [(layer, expert) for expert in sorted(set(selected.ravel().tolist()))]

@@ -12,7 +12,7 @@ followers. At first nobody is likely. Where tokens do not depend on each other, 
 is how often each is asked for.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -54,17 +54,11 @@ class Followers:
 
         With several texts the chances of all are added up.
         """
-        rows = self._chances[_last(selected).ravel() + layer * self._experts]
-        found: Worths = rows.sum(0, dtype=np.float64) / selected.shape[1]
+        last = selected if len(selected) <= MOST_TEXTS else selected[-1:]
+        rows = self._chances.take(last.ravel() + layer * self._experts, axis=0)
+        found: Worths = np.add.reduce(rows, axis=0, dtype=np.float64)
+        found /= last.shape[1]
         return found
-
-    def chances_of(self, asked: Mapping[int, Ids]) -> Worths:
-        """Return the `chances` of several layers at once, [layers, experts]."""
-        rows = [_last(ids).ravel() + layer * self._experts for layer, ids in asked.items()]
-        begins = np.cumsum([0, *(len(each) for each in rows[:-1])])
-        chances = self._chances[np.concatenate(rows)]
-        found: Worths = np.add.reduceat(chances, begins, axis=0, dtype=np.float64)
-        return found / next(iter(asked.values())).shape[1]
 
     def passed(self, asked: Sequence[Ids]) -> None:
         """Learn from a pass that is over; ``asked`` is [tokens, k] of each layer."""
@@ -91,8 +85,3 @@ class Followers:
         asked = (after % self._experts).repeat(used, axis=0)  # [layers * used, used]
         found[np.arange(len(rows))[:, None], asked] += _CHANCE.type(RATE)
         self._chances[rows] = found
-
-
-def _last(selected: Ids) -> Ids:
-    """Return what the last token of each text asked for."""
-    return selected[-1:] if len(selected) > MOST_TEXTS else selected

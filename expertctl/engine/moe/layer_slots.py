@@ -98,6 +98,9 @@ class LayerSlots:
 
         Ids that name no expert, as of padding, are not counted.
         """
+        if len(selected) == 1 and self._are_different(selected[0].tolist()):
+            self._note_one(selected[0])
+            return
         for begin in range(0, len(selected), _PART):
             self._note(selected[begin : begin + _PART])
 
@@ -165,6 +168,18 @@ class LayerSlots:
             assert self.hit_mask[expert] == float(expert in where)
         assert (self.counts >= 0).all()
         assert (self.last_used <= self.step).all()
+
+    def _are_different(self, asked: list[int]) -> bool:
+        """Tell whether they are different experts of the layer, as those of a token mostly are."""
+        different = set(asked)
+        return len(different) == len(asked) > 0 <= min(asked) <= max(asked) < self.experts
+
+    def _note_one(self, asked: Ids) -> None:
+        """Do what `_note` does, of the different experts of one token: most passes have no more."""
+        self.step += 1
+        kept = self.counts[asked] * _left(self.step - self.last_used[asked])
+        self.counts[asked] = kept + 1
+        self.last_used[asked] = self.step
 
     def _note(self, selected: Ids) -> None:
         tokens, used = selected.shape

@@ -86,9 +86,13 @@ def test_every_token_that_asks_is_counted_not_every_window() -> None:
     assert slots.step == 3
 
 
-def test_tokens_count_the_same_one_by_one_and_together() -> None:
-    selected = np.random.default_rng(0).integers(0, 16, (3000, 4))
+@pytest.mark.parametrize("different", [False, True])
+def test_tokens_count_the_same_one_by_one_and_together(different: bool) -> None:
+    drawn = np.random.default_rng(0)
+    selected = drawn.integers(0, 16, (3000, 4))
     selected[100:2500] %= 4
+    if different:  # as the choices of a router are
+        selected = drawn.random((3000, 16)).argsort()[:, :4]
     together, apart = (LayerSlots(experts=16, capacity=4) for _ in range(2))
     together.note(selected)
     for token in selected:
