@@ -23,6 +23,7 @@ from expertctl.engine.kv_loan import KVWanted
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.moe.asked_experts import AskedExperts, asked_bytes
+from expertctl.engine.moe.bookkeeping import known_bytes, whole_bookkeeping_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache

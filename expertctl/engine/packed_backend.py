@@ -25,13 +25,17 @@ from expertctl.engine.kv_pool import KVPool
 from expertctl.engine.kv_room import KVRoom
 from expertctl.engine.layer_times import LayerTimes
 from expertctl.engine.memory import allocate
+from expertctl.engine.moe.bookkeeping import (
+    bookkeeping_bytes,
+    known_bytes,
+    whole_bookkeeping_bytes,
+)
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
-from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
+from expertctl.engine.moe.expert_files import StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
-from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.report import RoutedReport
@@ -94,11 +98,13 @@ class PackedBackend:
         """
         scheme = SCHEMES[dtype]
         whole = packed_bytes(config, scheme)
+        if config.experts is not None:
+            whole += whole_bookkeeping_bytes(config.experts)
         if config.experts is None or room is None or fits_whole(whole, room):
             return cls(config, dtype, adapter_dtype, whole)
         rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
         layers, experts = len(config.experts.layers), config.experts.count
-        rest += followers_bytes(layers=layers, experts=experts)
+        rest += known_bytes(config.experts)
         plan = cache_plan(
             layers=layers,
             experts=experts,
@@ -273,8 +279,13 @@ class PackedModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return self.base.nbytes + (0 if self.experts is None else self.experts.nbytes)
+        """Bytes of its weights, and of what is known of routed experts."""
+        routed = self.base.config.experts
+        if routed is None:
+            return self.base.nbytes
+        if self.experts is None:
+            return self.base.nbytes + whole_bookkeeping_bytes(routed)
+        return self.base.nbytes + self.experts.nbytes + bookkeeping_bytes(routed)
 
     @property
     def routed(self) -> RoutedReport | None:

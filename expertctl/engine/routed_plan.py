@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.bookkeeping import known_bytes, whole_bookkeeping_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.placement import (
@@ -125,7 +126,8 @@ def routed_plan(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme).nbytes
+    rest = packed_bytes(config, scheme, experts=False) + known_bytes(routed)
+    block, whole = expert_shape(config, scheme).nbytes, packed_bytes(config, scheme)
     even = cache_plan(
         layers=len(routed.layers),
         experts=routed.count,
@@ -141,7 +143,7 @@ def routed_plan(
         base=base,
         dtype=scheme.value,
         limit=limit,
-        whole=fits_whole(packed_bytes(config, scheme), limit),
+        whole=fits_whole(whole + whole_bookkeeping_bytes(routed), limit),
         rest=rest,
         expert=block,
         plan=plan,

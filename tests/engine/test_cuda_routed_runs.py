@@ -11,8 +11,8 @@ from expertctl.engine import accelerator
 from expertctl.engine.backend import Surroundings
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import Wish, backend_of
+from expertctl.engine.moe.bookkeeping import known_bytes
 from expertctl.engine.moe.expert_stack import BUFFERS
-from expertctl.engine.moe.followers import followers_bytes
 from expertctl.engine.moe.start import StartWishes, Warmup
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
@@ -187,13 +187,14 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     room = 4 * (4 * 64 + 3 * 64 + 3) + 8 * (3 * 3 + 1)  # what stages leave each other
     assert backend.staged_bytes == room + copies + 4 * numbers
     assert held == backend.weight_bytes == rest + backend.cache.blocks * ONE + backend.staged_bytes
-    followers = followers_bytes(layers=3, experts=12)
+    routed = backend.config.experts
+    assert routed is not None
     # 245,760 bytes are pinned as the next power of two: so torch's host allocator gives them.
     assert ONE == 245_760
     # So are 48 bytes of ids and 12 of weights, of three experts that a token uses.
     received = 64 + 16
     ram = engine.tiers._budgets[Tier.RAM]
-    assert ram.held("base") == BUFFERS * 262_144 + followers + received
+    assert ram.held("base") == BUFFERS * 262_144 + known_bytes(routed) + received
     engine.close()
     assert ram.held("base") == 0
 
