@@ -34,7 +34,7 @@ from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
-from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.miss_policy import MissPolicy
