@@ -57,3 +57,11 @@ def test_a_chat_tells_below_each_answer_what_was_left_out(
         assert len(turns) == 2
         left_out = "% of the weights of routed experts were left out]"
         assert sum(turn.endswith(left_out) for turn in turns) == told
+
+
+@pytest.mark.parametrize("base_options", [(), ("--memory-budget", "1GB")])
+def test_a_profile_that_is_not_there_is_told_whether_or_not_it_would_be_read(
+    base: tuple[str, ...], expertctl: Commands, base_options: tuple[str, ...]
+) -> None:
+    said = expertctl(*ASKED[:-1], *base[:2], *base_options, "--moe-profile", "gone.json", code=3)
+    assert "gone.json: no such file" in said.err
