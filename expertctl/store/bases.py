@@ -48,6 +48,8 @@ from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
+_PLACES = {"..", "~"}
+"""Begin a path, and no name of a model on a hub."""
 _MAX_NAME = 200
 
 
@@ -361,8 +363,14 @@ def _check_directory(directory: Path) -> None:
         return
     if directory.exists():
         raise UsageError(f"{directory} is no directory", hint="give the folder of config.json")
-    hint = f"download it first: `hf download {directory} --local-dir DIR`, then base add DIR"
+    named = directory if _may_be_of_a_hub(directory) else "ORG/NAME"
+    hint = f"download it first: `hf download {named} --local-dir DIR`, then base add DIR"
     raise NotFoundError(f"{directory}: no such directory", hint=hint)
+
+
+def _may_be_of_a_hub(place: Path) -> bool:
+    """Tell whether what is no directory may be meant as what a hub calls a model."""
+    return 0 < len(place.parts) <= 2 and not place.is_absolute() and place.parts[0] not in _PLACES
 
 
 def _named(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:

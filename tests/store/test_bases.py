@@ -291,6 +291,10 @@ def test_what_is_no_directory_is_refused(bases: BaseStore, directory: Path) -> N
     with pytest.raises(NotFoundError, match="no such directory") as error:
         bases.add(Path("Qwen/Qwen3-0.6B"))
     assert "hf download Qwen/Qwen3-0.6B" in error.value.hint
+    for path in (directory / "gone", Path("../gone"), Path("models/Qwen/gone")):
+        with pytest.raises(NotFoundError, match="no such directory") as error:
+            bases.add(path)
+        assert "hf download ORG/NAME" in error.value.hint
     with pytest.raises(UsageError, match="is no directory"):
         bases.add(directory / "config.json")
     assert not bases.folder.exists()
