@@ -4,11 +4,14 @@ Slots and pool are shared out as in runs. Experts are small and hold nothing. Wh
 read when he is asked for, as where misses are exact. Nothing is read ahead, so nobody is there whom
 no token asked for before, but those who were read at the beginning; or what layers foresaw is given
 beside the trace, and all that the cache reads of it has come when the next layer asks.
+`python -m benchmarks.routed.replay TRACE --foreseen FORESEEN` compares the two.
 """
 
+import argparse
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,7 @@ from numpy.typing import NDArray
 from benchmarks.cache_oracles import Trace
 from benchmarks.routed.homes import Split
 from benchmarks.routed.shape import Numbers, RoutedShape
+from benchmarks.routed.traces import shape_of, stored
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.cache_plan import CachePlan
@@ -117,3 +121,22 @@ def _cache(shape: RoutedShape, split: Split, *, reads_ahead: bool) -> _Punctual:
     slots = [LayerSlots(experts=experts, capacity=split.slots) for _ in range(layers)]
     policy = MissPolicy(reads_ahead=reads_ahead)
     return _Punctual(memory, _Empty(), numbers=range(layers), slots=slots, policy=policy, threads=1)
+
+
+def main() -> None:
+    """Command line: what was asked for, and what was foreseen."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=Path, help="who was asked for, .npy")
+    parser.add_argument("--foreseen", type=Path, required=True, help="who was foreseen, .npy")
+    parser.add_argument("--share", type=float, default=0.4, help="of all experts in memory")
+    options = parser.parse_args()
+    trace, foreseen = stored(options.trace), stored(options.foreseen)
+    shape = shape_of(trace, layers=trace.shape[1])
+    for name, likely in (("nothing read ahead", None), ("read ahead", foreseen)):
+        found = replay(trace, shape, share=options.share, likely=likely)
+        hits, tokens = found.hits.sum() / trace.size, len(trace)
+        print(f"{name}: {hits:.1%} there when asked for, {found.reads / tokens:.2f} read a token")
+
+
+if __name__ == "__main__":
+    main()

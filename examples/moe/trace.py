@@ -1,7 +1,8 @@
 """Write down who asks for which experts: `python -m examples.moe.trace BASE --out trace.npy`.
 
 Held-out documents, one after the other, are read by the decoder that runs use, with all experts in
-memory. The file holds int16 [tokens, layers, used], the first choice of a token first.
+memory. The file holds int16 [tokens, layers, used], the first choice of a token first. With
+``--foreseen`` another one holds what the layer before foresaw; of the first layer it says nothing.
 """
 
 import argparse
@@ -27,18 +28,28 @@ Trace = np.ndarray[Any, np.dtype[np.int16]]
 
 
 class NotedExperts(WholeExperts):
-    """All experts in memory, and a note of who was asked for in each pass."""
+    """All experts in memory, and a note of who was asked for in each pass, and who foreseen."""
 
-    noted: list[Trace]
-    """[tokens, layers, used] of each pass."""
+    is_whole = False
+    """Or nobody would foresee."""
+    noted: list[tuple[Trace, Trace]]
+    """Both [tokens, layers, used], of each pass."""
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
         """Note what was chosen in all layers of a pass."""
-        self.noted.append(room.selected[:, :tokens].swapaxes(0, 1).astype(np.int16))
+        selected, likely = (
+            ids[:, :tokens].swapaxes(0, 1).astype(np.int16) for ids in (room.selected, room.likely)
+        )
+        self.noted.append((selected, likely))
 
 
-def trace(directory: Path, documents: Sequence[Document], *, threads: int = 1) -> Trace:
-    """Return whom the tokens of documents ask for in a base, [tokens, layers, used]."""
+def traces(
+    directory: Path, documents: Sequence[Document], *, threads: int = 1
+) -> tuple[Trace, Trace]:
+    """Return whom the tokens of documents ask for in a base, and whom layers foresaw.
+
+    Both are [tokens, layers, used].
+    """
     config = read_config(directory)
     assert config.experts is not None, "a base with routed experts"
     base = load_packed_base(directory, config, Scheme.FLOAT32)
@@ -49,17 +60,24 @@ def trace(directory: Path, documents: Sequence[Document], *, threads: int = 1) -
     for document in documents:
         decoder.prefill(document.ids, KVPages(config, LENGTH))
     crew.close()
-    return np.concatenate(experts.noted)
+    chosen, foreseen = zip(*experts.noted, strict=True)
+    guesses = np.concatenate(foreseen)
+    guesses[:, 0] = np.arange(guesses.shape[-1])  # nobody: different ones, as in any trace
+    return np.concatenate(chosen), guesses
 
 
 def main() -> None:
-    """Write the trace of a base."""
+    """Write the traces of a base."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path, help="folder of the base")
     parser.add_argument("--out", type=Path, required=True, help="the trace, .npy")
+    parser.add_argument("--foreseen", type=Path, help="who was foreseen, .npy")
     parser.add_argument("--documents", type=int, default=32, help="texts of 512 tokens")
     options = parser.parse_args()
-    np.save(options.out, trace(options.base, held_out_documents(options.documents, seed=2)))
+    chosen, foreseen = traces(options.base, held_out_documents(options.documents, seed=2))
+    np.save(options.out, chosen)
+    if options.foreseen is not None:
+        np.save(options.foreseen, foreseen)
 
 
 if __name__ == "__main__":
