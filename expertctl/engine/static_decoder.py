@@ -82,8 +82,6 @@ class StaticDecoder:
         ``experts`` has those that are routed, which the weights do not have.
         """
         self.config, self.device = config, weights.device
-        stages = 2 * config.layers + 1  # at most: what reads a text, and what is beside experts
-        self.graphs = Graphs(weights.device, captures=captures, most=KINDS * stages)
         self.modules = frozenset(config.linear_shapes())
         stacked = None if experts is None else stacked_layers(config, weights.tensors, experts)
         self._prompts = Decoder(config, weights, stacked=stacked)
@@ -91,6 +89,8 @@ class StaticDecoder:
         self._staged: StagedStep | None = None
         if stacked is not None and not stacked.experts.is_whole:
             self._staged = StagedStep(config, self._one_more, stacked, captures=captures)
+        stages = 1 if self._staged is None else 2 * config.layers + 1  # at most
+        self.graphs = Graphs(weights.device, captures=captures, most=KINDS * stages)
         self._of_experts = frozenset(filter(is_routed_expert, self.modules))
         self._shortest = shortest
         self._lock = threading.Lock()
@@ -185,9 +185,9 @@ class StaticDecoder:
             self.graphs.clear()
             self._room = self._plans = None
             self._prompts.rest()
-            self._one_more.fetch_asked()
             if self._staged is not None:
                 self._staged.rest()
+            self._one_more.fetch_asked()
 
     def fetch_asked(self) -> None:
         """Have fetched from the device which experts were asked for, between two steps."""
@@ -200,8 +200,8 @@ class StaticDecoder:
         return self._room is None and self._plans is None and self._prompts.is_at_rest
 
     def close(self) -> None:
-        """Let go of graphs that stay between texts too; nothing is read any more."""
-        self.rest()
+        """Let go of all graphs; nothing is read any more."""
+        self.graphs.clear()
         if self._staged is not None:
             self._staged.close()
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from expertctl.engine import static_decoder
+from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow
 from expertctl.engine.static_graphs import Graphs
 from tests.engine.conftest import MakeOracle, assert_same_logits
@@ -117,6 +119,32 @@ def test_what_is_replayed_belongs_to_the_texts_and_plans_of_the_step(
         if turn % 4 == 2:
             decoder.rest()
     assert 0 < decoder.graphs.captured < 8 * 3, "some were replayed"
+
+
+def test_who_was_replayed_longest_ago_goes_where_there_are_too_many(device: Device) -> None:
+    graphs, done = Graphs(torch.device("cuda"), most=2), list[str]()
+    for name in ("one", "two", "one", "three", "one", "two"):
+        graphs.run(name, lambda name=name: done.append(name))  # type: ignore[misc]
+        assert len(graphs) <= 2
+        assert done[-1] == name
+    assert graphs.captured == 4, "of two the second time again"
+    assert set(device.used) == {1}, "all in one pool"
+
+
+def test_steps_of_a_kind_that_is_left_behind_are_not_kept(
+    device: Device, oracle: MakeOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(static_decoder, "KINDS", 2)
+    model = oracle("llama")
+    decoder, found = capturing(decoder_of(model)), []
+    row = arena_of(decoder, 1, capacity=60).row(0)
+    for token in range(40):
+        found.append(decoder.decode(token % 50, row).logits)
+        assert len(decoder.graphs) <= 2
+    assert decoder.graphs.captured > 2
+    cache, plain = KVCache(decoder.config, 60), model.decoder()
+    theirs = [plain.decode(token % 50, cache).logits for token in range(40)]
+    assert_same_logits(torch.stack(found), torch.stack(theirs))
 
 
 def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(device: Device) -> None:

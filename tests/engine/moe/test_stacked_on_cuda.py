@@ -10,7 +10,8 @@ import torch
 from expertctl.engine.base_weights import is_routed_expert
 from expertctl.engine.compose import Form, compose
 from expertctl.engine.linear import Deltas
-from expertctl.engine.moe.expert_stack import DUMMY
+from expertctl.engine.moe.copy_order import new_event
+from expertctl.engine.moe.expert_stack import DUMMY, ExpertStack, StackShape
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow, buffer_bytes
 from expertctl.engine.static_stages import staying_graphs_bytes
 from expertctl.package.model_config import read_config
@@ -115,6 +116,44 @@ def test_a_copy_is_over_before_an_expert_is_in_a_row(model: Oracle) -> None:
             assert row != DUMMY
             there, here = experts.stack.gate_up[row], whole.stack.gate_up[whole.rows(1)[number]]
             assert torch.equal(there.cpu(), here)
+
+
+def test_a_copy_waits_for_who_could_read_its_row_and_for_nobody_behind() -> None:
+    shape = StackShape(hidden=64, intermediate=64, dtype=torch.float32)
+    stack = ExpertStack(shape, blocks=2, device=CUDA)
+
+    def read(block: np.ndarray[Any, Any]) -> int:
+        block[...] = 1
+        return block.nbytes
+
+    for is_noted in (False, True):
+        torch.cuda.synchronize()
+        stack.note_read(np.array([stack.place(0), stack.place(1)]))
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]  # about half a second
+        done = new_event()
+        done.record(torch.cuda.current_stream())
+        if is_noted:
+            stack.note_read(np.array([stack.place(0)]))
+        stack.fill(0, read)
+        assert done.query() == is_noted  # type: ignore[no-untyped-call]  # torch has no types
+    stack.wait_for_reads()
+    assert torch.equal(stack.gate_up[stack.place(0)].cpu(), shape.parts(_ones(shape))[0])
+
+
+def _ones(shape: StackShape) -> torch.Tensor:
+    return torch.ones(shape.nbytes, dtype=torch.uint8)
+
+
+def test_where_all_are_there_as_many_are_counted_as_where_some_are_missing(model: Oracle) -> None:
+    found = []
+    for slots in (None, 1):
+        with stacked(model, slots=slots, device=CUDA) as (decoder, experts):
+            scores(decoder, IDS, prefill=5)
+            decoder.rest()
+            counter = experts.cache or experts.asked
+            assert counter is not None
+            found.append(counter.counters.in_all().chosen.sum(1))
+    assert np.array_equal(*found)
 
 
 def test_a_step_allocates_nothing_on_the_device(model: Oracle) -> None:
