@@ -3,14 +3,14 @@
 ::
 
     rest      all that is no routed expert, as it lies in memory
-    blocks    of routed experts, by layer and number; each begins at a multiple of 4096
-    table     a sha256 of each piece: of 4 MiB of the rest, or of a block
-    sizes     of the rest, how many blocks there are, and of one: three times eight bytes
+    blocks    of routed experts, by layer and number, as they lie in memory or shorter
+    table     of each piece, 4 MiB of the rest or a block: its bytes, in eight, and their sha256
+    sizes     of the rest, how many blocks there are, and of one in memory: three times eight bytes
     seal      a sha256 over what this is a copy of, the sizes and the table
 
-It is written from its beginning to its end, so nothing of it is in memory but a piece. The seal is
-checked when a file is opened, and a piece against the table when it is first read, in the memory
-where it is used.
+Each block begins at the next multiple of 4096, and so does the table behind blocks. It is written
+from its beginning to its end, so nothing of it is in memory but a piece. The seal is checked when a
+file is opened, and a piece against the table when it is first read, in the memory where it is used.
 """
 
 import errno
@@ -18,7 +18,7 @@ import hashlib
 import os
 import stat
 import struct
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ ALIGNED = 4096
 _PIECE = 4 << 20
 _SIZES = struct.Struct("<QQQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
+_ENTRY = struct.Struct(f"<Q{_DIGEST_BYTES}s")
 _END_BYTES = _SIZES.size + _DIGEST_BYTES
 _THREADS = 4
 _AT_ONCE = 2 << 20
@@ -72,28 +73,12 @@ class CopyShape:
         """How many pieces there are."""
         return self.rest_pieces + self.blocks
 
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return self.table + self.pieces * _DIGEST_BYTES + _END_BYTES
-
-    @property
-    def table(self) -> int:
-        """Where the table begins."""
-        return _filled(self.rest) + self.blocks * _filled(self.block) if self.blocks else self.rest
-
     def in_memory(self, piece: int) -> slice:
         """Return which bytes a piece is where all of them lie behind each other in memory."""
         if piece < self.rest_pieces:
             return slice(piece * _PIECE, min(self.rest, (piece + 1) * _PIECE))
         begin = self.rest + (piece - self.rest_pieces) * self.block
         return slice(begin, begin + self.block)
-
-    def in_file(self, piece: int) -> int:
-        """Return where a piece begins in the file."""
-        if piece < self.rest_pieces:
-            return piece * _PIECE
-        return _filled(self.rest) + (piece - self.rest_pieces) * _filled(self.block)
 
     def pieces_of(self, memory: memoryview) -> int:
         """Return how many pieces a memory has room for: those of the rest, or all."""
@@ -126,22 +111,32 @@ def pieces_in(memory: memoryview, shape: CopyShape) -> Generator[Piece]:
 def write_copy(write: Write, of: str, shape: CopyShape, pieces: Iterable[Piece]) -> None:
     """Write a copy of something; ``pieces`` are all that its shape says, in their order."""
     table, at = bytearray(), 0
-    for number, piece in enumerate(pieces):
-        write(memoryview(bytes(shape.in_file(number) - at)))
+    for piece in pieces:
+        write(memoryview(bytes(_filled(at) - at)))
         write(piece.memory)
-        at = shape.in_file(number) + len(piece.memory)
-        table += piece.digest
-    assert len(table) == shape.pieces * _DIGEST_BYTES
+        at = _filled(at) + len(piece.memory)
+        table += _ENTRY.pack(len(piece.memory), piece.digest)
+    assert len(table) == shape.pieces * _ENTRY.size
     sizes = _packed(shape)
-    write(memoryview(bytes(shape.table - at) + table + sizes + _seal(of, sizes, table)))
+    gap = _table_begin(shape, at) - at
+    write(memoryview(bytes(gap) + table + sizes + _seal(of, sizes, table)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a piece is in the file, and its sha256."""
+
+    begin: int
+    size: int
+    digest: bytes
 
 
 class CopyFile:
     """An open copy whose seal was right; several threads may read it at a time."""
 
-    def __init__(self, handle: int, shape: CopyShape, table: bytes) -> None:
+    def __init__(self, handle: int, shape: CopyShape, places: Sequence[_Place]) -> None:
         """Own an open file whose table is believed."""
-        self.handle, self.shape, self._table = handle, shape, table
+        self.handle, self.shape, self._places = handle, shape, places
         self._past_cache: int | None = None
         """The same file, opened to be read past the system's file cache."""
         self._checked: set[int] = set()
@@ -185,6 +180,14 @@ class CopyFile:
             raise OSError("it is another file now")
         self._past_cache = handle
 
+    def begin_of(self, piece: int) -> int:
+        """Return where in the file a piece begins."""
+        return self._places[piece].begin
+
+    def size_of(self, piece: int) -> int:
+        """Return how many bytes of the file a piece has."""
+        return self._places[piece].size
+
     def fill(
         self, piece: int, memory: memoryview, *, is_wanted: Callable[[], bool] = always
     ) -> bool:
@@ -196,7 +199,8 @@ class CopyFile:
             OSError: when the file cannot be read to the end of the piece.
             Dropped: when it is wanted no more, which is asked now and then.
         """
-        begin = self.shape.in_file(piece)
+        begin = self.begin_of(piece)
+        assert len(memory) == self.size_of(piece)
         step = len(memory) if is_wanted is always else _AT_ONCE
         for done in range(0, len(memory), step):
             if not is_wanted():
@@ -215,8 +219,7 @@ class CopyFile:
 
     def is_sound(self, piece: int, memory: memoryview) -> bool:
         """Tell whether bytes are those of a piece, by its digest."""
-        begin = piece * _DIGEST_BYTES
-        return digest_of(memory) == self._table[begin : begin + _DIGEST_BYTES]
+        return digest_of(memory) == self._places[piece].digest
 
     def fill_all(self, memory: memoryview, *, progress: Progress = no_progress) -> bool:
         """Read all pieces that a memory has room for, in threads, until one is not sound.
@@ -242,9 +245,8 @@ class CopyFile:
         Raises:
             OSError: when the file cannot be read to its end.
         """
-        sizes = (self.shape.in_memory(n) for n in range(self.shape.pieces))
         buffer = memoryview(bytearray(max(_PIECE, self.shape.block)))
-        return all(self.fill(n, buffer[: s.stop - s.start]) for n, s in enumerate(sizes))
+        return all(self.fill(n, buffer[: p.size]) for n, p in enumerate(self._places))
 
     def close(self) -> None:
         """Let go of the file."""
@@ -259,8 +261,8 @@ def digest_of(memory: memoryview) -> bytes:
     return hashlib.sha256(memory).digest()
 
 
-def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, bytes] | None:
-    """Return what a file holds and its table, if they are sealed as those of a copy of this."""
+def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, Sequence[_Place]] | None:
+    """Return what a file holds and where, if that is sealed as a copy of this."""
     if size < _END_BYTES:
         return None
     end = memoryview(bytearray(_END_BYTES))
@@ -268,11 +270,36 @@ def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, bytes] | Non
     sizes, seal = bytes(end[: _SIZES.size]), bytes(end[_SIZES.size :])
     rest, blocks, block = _SIZES.unpack(sizes)
     shape = CopyShape(rest=rest, blocks=blocks, block=block)
-    if shape.file_bytes != size:
+    begin = size - _END_BYTES - shape.pieces * _ENTRY.size
+    if begin < 0 or not shape.pieces:
         return None
-    table = bytearray(shape.pieces * _DIGEST_BYTES)
-    _read_into(memoryview(table), handle, shape.table)
-    return (shape, bytes(table)) if _seal(of, sizes, table) == seal else None
+    table = bytearray(size - _END_BYTES - begin)
+    _read_into(memoryview(table), handle, begin)
+    if _seal(of, sizes, table) != seal:
+        return None
+    places = _places(table)
+    return (shape, places) if _fits(places, shape, begin) else None
+
+
+def _places(table: bytes | bytearray) -> Sequence[_Place]:
+    """Return where pieces are that lie behind each other."""
+    places, end = [], 0
+    for size, digest in _ENTRY.iter_unpack(table):
+        places.append(_Place(_filled(end), size, digest))
+        end = _filled(end) + size
+    return places
+
+
+def _fits(places: Sequence[_Place], shape: CopyShape, end: int) -> bool:
+    """Tell whether pieces are of a shape, and what comes next begins where they end."""
+    whole = [shape.in_memory(number) for number in range(shape.pieces)]
+    sizes = [place.stop - place.start for place in whole]
+    rest, last = shape.rest_pieces, places[-1]
+    return (
+        all(place.size == size for place, size in zip(places[:rest], sizes, strict=False))
+        and all(0 < place.size <= shape.block for place in places[rest:])
+        and _table_begin(shape, last.begin + last.size) == end
+    )
 
 
 def _read_into(memory: memoryview, handle: int, begin: int) -> None:
@@ -308,6 +335,11 @@ def _packed(shape: CopyShape) -> bytes:
 
 def _seal(of: str, sizes: bytes, table: bytes | bytearray) -> bytes:
     return hashlib.sha256(f"{of}\n".encode() + sizes + table).digest()
+
+
+def _table_begin(shape: CopyShape, end: int) -> int:
+    """Return where the table begins behind the pieces, which end there."""
+    return _filled(end) if shape.blocks else end
 
 
 def _filled(size: int) -> int:

@@ -27,7 +27,7 @@ from expertctl.store.bases import BaseStore
 from expertctl.store.copies_folder import copies_in, demand_own, is_own
 from expertctl.store.copy_file import CopyFile, CopyShape, Piece, pieces_in, write_copy
 
-VERSION = 3
+VERSION = 4
 """To be raised with whatever gives other bytes for the same base: packing, or the layout."""
 _UNKEPT = (ConflictError, DiskFullError, StoreError)
 """Why a copy is not kept, besides what a disk says."""

@@ -287,6 +287,7 @@ BYTES_OF_VERSION = {
     1: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "1c59b71787133ed0"},
     2: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
     3: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
+    4: {Scheme.INT8: "66834e4f103f2473", Scheme.INT4: "7fa4a9adb950eec5"},
 }
 """What a small base is like in each `VERSION`. Lines are added, never changed: copies of an older
 version are still on disks, and their seals are right."""
@@ -294,12 +295,13 @@ LAYOUT_OF_VERSION = {
     1: "a seal, then the memory",
     2: "a seal, then the memory",
     3: "030d6436f91839f0",
+    4: "81fe6915197b92e0",
 }
 """What the file is like in which they are; from 3 on a digest of a small one."""
-NUMBERS_OF_VERSION = {2: 4, 3: 4}
+NUMBERS_OF_VERSION = {2: 4, 3: 4, 4: 4}
 """The `NUMERIC_VERSION` that a `VERSION` came with, as other steps give other answers."""
 _GOLDEN = {Scheme.INT8: "1ddc00b5523a8dc1", Scheme.INT4: "c9cb2db5da890d55"}
-GOLDEN_OF_VERSION = {2: _GOLDEN, 3: _GOLDEN}
+GOLDEN_OF_VERSION = {2: _GOLDEN, 3: _GOLDEN, 4: _GOLDEN}
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 

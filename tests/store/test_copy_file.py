@@ -21,6 +21,7 @@ from expertctl.store.copy_file import (
     pieces_in,
     write_copy,
 )
+from tests.store.copy_layout import file_bytes, in_file, table
 
 OF = "a copy of something"
 PIECE = 4 << 20
@@ -50,7 +51,7 @@ def written(path: Path, shape: CopyShape, of: str = OF) -> bytes:
     ids=str,
 )
 def test_every_byte_lies_where_the_layout_says(shape: CopyShape, tmp_path: Path) -> None:
-    """The layout by its description: the rest, blocks at multiples of 4096, digests, the seal."""
+    """The layout by its description: the rest, blocks at multiples of 4096, the table, the seal."""
     found, data = written(tmp_path / "copy", shape), data_of(shape)
     parts = [data[at : min(at + PIECE, shape.rest)] for at in range(0, shape.rest, PIECE)]
     blocks = [data[shape.rest + n * shape.block :][: shape.block] for n in range(shape.blocks)]
@@ -58,11 +59,52 @@ def test_every_byte_lies_where_the_layout_says(shape: CopyShape, tmp_path: Path)
     for block in blocks:
         expected += bytes(-len(expected) % 4096) + block
     expected += bytes(-len(expected) % 4096) if blocks else b""
-    table = b"".join(hashlib.sha256(part).digest() for part in parts + blocks)
+    entries = ((len(part), hashlib.sha256(part).digest()) for part in parts + blocks)
+    listed = b"".join(struct.pack("<Q32s", *entry) for entry in entries)
     sizes = struct.pack("<3Q", shape.rest, shape.blocks, shape.block)
-    seal = hashlib.sha256(OF.encode() + b"\n" + sizes + table).digest()
-    assert found == expected + table + sizes + seal
-    assert len(found) == shape.file_bytes
+    seal = hashlib.sha256(OF.encode() + b"\n" + sizes + listed).digest()
+    assert found == expected + listed + sizes + seal
+    assert len(found) == file_bytes(shape)
+
+
+def test_a_block_may_be_shorter_than_it_is_in_memory(tmp_path: Path) -> None:
+    """And is read as it is there; the next one begins behind it."""
+    lengths = (5000, 1, 4096)
+    contents = [bytes([number]) * length for number, length in enumerate(lengths)]
+    rest = memoryview(data_of(BLOCKS))[: BLOCKS.rest]
+    shape = CopyShape(rest=BLOCKS.rest)
+    pieces = [*(Piece(p.memory, p.digest) for p in map(kept, pieces_in(rest, shape)))]
+    pieces += [Piece(memoryview(c), hashlib.sha256(c).digest()) for c in contents]
+    with staged_file(tmp_path / "copy", mode=0o600) as write:
+        write_copy(write, OF, BLOCKS, pieces)
+    copy = CopyFile.open(tmp_path / "copy", OF)
+    assert copy is not None
+    with closing(copy):
+        assert copy.is_whole()
+        first = BLOCKS.rest_pieces
+        begins = [copy.begin_of(first + number) for number in range(3)]
+        assert begins == [in_file(BLOCKS, first), begins[0] + 8192, begins[1] + 4096]
+        for number, content in enumerate(contents):
+            assert copy.size_of(first + number) == len(content)
+            memory = memoryview(bytearray(len(content)))
+            assert copy.fill(first + number, memory)
+            assert memory == content
+
+
+def kept(piece: Piece) -> Piece:
+    return Piece(memoryview(bytes(piece.memory)), piece.digest)
+
+
+@pytest.mark.parametrize("lengths", [(5001, 1, 1), (0, 1, 1)])
+def test_a_block_of_no_length_or_too_long_a_one_opens_nothing(
+    lengths: tuple[int, int, int], tmp_path: Path
+) -> None:
+    shape = CopyShape(rest=1, blocks=3, block=5000)
+    contents = [b"?", *(bytes(length) for length in lengths)]
+    pieces = [Piece(memoryview(c), hashlib.sha256(c).digest()) for c in contents]
+    with staged_file(tmp_path / "copy", mode=0o600) as write:
+        write_copy(write, OF, shape, pieces)
+    assert CopyFile.open(tmp_path / "copy", OF) is None
 
 
 def test_any_piece_is_read_alone(tmp_path: Path) -> None:
@@ -132,7 +174,7 @@ def test_a_changed_byte_is_found_in_its_piece_or_opens_nothing(
     content[position] ^= change
     path.write_bytes(content)
     copy = CopyFile.open(path, OF)
-    if position >= shape.table:
+    if position >= table(shape):
         assert copy is None
         return
     assert copy is not None
@@ -149,7 +191,7 @@ def room(shape: CopyShape, piece: int) -> memoryview:
 
 
 def is_in(shape: CopyShape, piece: int, position: int) -> bool:
-    begin = shape.in_file(piece)
+    begin = in_file(shape, piece)
     return begin <= position < begin + len(room(shape, piece))
 
 
@@ -161,7 +203,7 @@ def test_a_piece_that_was_sound_is_not_hashed_again(tmp_path: Path) -> None:
     with closing(copy):
         assert copy.fill(1, room(shape, 1))
         with (tmp_path / "copy").open("r+b") as stream:
-            stream.seek(shape.in_file(1))
+            stream.seek(in_file(shape, 1))
             stream.write(b"?")
         memory = room(shape, 1)
         assert copy.fill(1, memory)
@@ -189,7 +231,7 @@ def test_a_file_that_is_cut_short_while_it_is_open_is_an_error(tmp_path: Path) -
     copy = CopyFile.open(tmp_path / "copy", OF)
     assert copy is not None
     with closing(copy):
-        os.truncate(tmp_path / "copy", BLOCKS.in_file(BLOCKS.pieces - 1))
+        os.truncate(tmp_path / "copy", in_file(BLOCKS, BLOCKS.pieces - 1))
         with pytest.raises(OSError, match="cut short"):
             copy.fill(BLOCKS.pieces - 1, room(BLOCKS, BLOCKS.pieces - 1))
         assert copy.fill(0, room(BLOCKS, 0))
