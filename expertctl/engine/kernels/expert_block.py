@@ -67,6 +67,8 @@ class ExpertShape:
     scheme: Scheme
     hidden: int
     intermediate: int
+    compact: int = 0
+    """Bytes of the block of one that is compact; 0: it lies there as it is computed."""
 
     @property
     def gate_up_part(self) -> ExpertPart:
@@ -80,8 +82,13 @@ class ExpertShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block."""
+        """Bytes of one as it is computed."""
         return self.down_part.end
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.compact or self.nbytes
 
     def gate_up(self, memory: Numbers | memoryview) -> PackedMatrix:
         """Return the gate and up that lie in the memory of a block."""

@@ -84,6 +84,18 @@ def stack_floats(_context: Any, count: Any) -> Any:
 
 
 @intrinsic
+def copy_bytes(_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy so many bytes from one address to another; they may not overlap."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        places = [builder.inttoptr(value, ir.IntType(8).as_pointer()) for value in values[:2]]
+        cgutils.raw_memcpy(builder, *places, values[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
 def float16_bits(_context: Any, number: Any) -> Any:
     """Return the bits of a float32 rounded to float16; what is too large becomes infinite."""
 

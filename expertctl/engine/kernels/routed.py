@@ -154,7 +154,7 @@ def _routed_function(scheme: Scheme, *, plain: bool) -> KernelFunction:
             place, to = words(places + expert * 8, 1)[0], out + begin * out_stride
             if place == 0:
                 write_now(absent, expert + 1)
-                _clear(to + block * VECTOR_BYTES, out_stride, end - begin, above - block)
+                clear(to + block * VECTOR_BYTES, out_stride, end - begin, above - block)
                 continue
             strips(
                 place + data, place + scales, block, above, vectors, groups,
@@ -166,7 +166,7 @@ def _routed_function(scheme: Scheme, *, plain: bool) -> KernelFunction:
 
 
 @register_jitable
-def _clear(out: Any, stride: Any, rows: Any, blocks: Any) -> None:  # pragma: no cover - compiled
+def clear(out: Any, stride: Any, rows: Any, blocks: Any) -> None:  # pragma: no cover - compiled
     """Write zeros into some blocks of rows."""
     for row in range(rows):
         numbers = floats_at(out + row * stride, blocks * LANES)

@@ -31,7 +31,7 @@ def strips_of(scheme: Scheme, *, plain: bool) -> Any:
         high, high_scales = vectors * vector_bytes, groups * VECTOR_BYTES
         while block + TOGETHER <= end:
             strip(
-                code, simple, TOGETHER,
+                code, simple, TOGETHER, 0,
                 data + block * high, high, scales + block * high_scales, high_scales,
                 rows, rows_stride, row_scales, row_sums, wide,
                 out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
@@ -39,7 +39,7 @@ def strips_of(scheme: Scheme, *, plain: bool) -> Any:
             block += TOGETHER
         while block < end:
             strip(
-                code, simple, 1,
+                code, simple, 1, 0,
                 data + block * high, high, scales + block * high_scales, high_scales,
                 rows, rows_stride, row_scales, row_sums, wide,
                 out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
@@ -50,13 +50,14 @@ def strips_of(scheme: Scheme, *, plain: bool) -> Any:
 
 
 @cache
-def spans_of(scheme: Scheme, *, plain: bool) -> Any:
+def spans_of(scheme: Scheme, *, plain: bool, goes_on: bool = False) -> Any:
     """Return what computes the first blocks of a matrix, or of some columns of it.
 
+    Where it ``goes_on``, each sum begins with what is in ``out``, of the columns before.
     ``high`` and ``high_scales`` are the bytes from a block to the next; ``vectors`` are those of
     the columns. The others are those of `strips_of`.
     """
-    code, simple = code_of(scheme), int(plain)
+    code, simple, on = code_of(scheme), int(plain), int(goes_on)
 
     @register_jitable
     def spans(
@@ -67,7 +68,7 @@ def spans_of(scheme: Scheme, *, plain: bool) -> Any:
         block = 0
         while block + TOGETHER <= blocks:
             strip(
-                code, simple, TOGETHER,
+                code, simple, TOGETHER, on,
                 data + block * high, high, scales + block * high_scales, high_scales,
                 rows, rows_stride, row_scales, row_sums, wide,
                 out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,
@@ -75,7 +76,7 @@ def spans_of(scheme: Scheme, *, plain: bool) -> Any:
             block += TOGETHER
         while block < blocks:
             strip(
-                code, simple, 1,
+                code, simple, 1, on,
                 data + block * high, high, scales + block * high_scales, high_scales,
                 rows, rows_stride, row_scales, row_sums, wide,
                 out + block * VECTOR_BYTES, out_stride, vectors, tokens, adds,

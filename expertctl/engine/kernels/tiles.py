@@ -39,22 +39,23 @@ OPERANDS = len(Operands.__slots__)
 
 
 @intrinsic(prefer_literal=True)
-def strip(_context: Any, code: Any, plain: Any, blocks: Any, *operands: Any) -> Any:
-    """Compute some blocks for all tokens; the first three are constants, then the `Operands`.
+def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *operands: Any) -> Any:
+    """Compute some blocks for all tokens; the first four are constants, then the `Operands`.
 
-    ``plain`` not 0: without the instructions that only some processors have.
+    ``plain`` not 0: without the instructions that only some processors have. ``goes_on`` not 0:
+    sums of floats begin with what is in ``out``.
     """
-    constants = (code, plain, blocks)
+    constants = (code, plain, blocks, goes_on)
     if not all(isinstance(each, types.IntegerLiteral) for each in constants):
         raise RequireLiteralValue("the shape of a strip is a constant")
-    number, without, high = (each.literal_value for each in constants)
+    number, without, high, on = (each.literal_value for each in constants)
     scheme, cpu = _SCHEMES[number], _cpu(bool(without))
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
-        found = [builder.extract_value(values[3], place) for place in range(OPERANDS)]
+        found = [builder.extract_value(values[4], place) for place in range(OPERANDS)]
         lanes, operands = Lanes(builder), Operands(*found)
         for first, tokens in lanes.stretches(operands.tokens, _tokens_of_tiles(scheme, cpu)):
-            shape = _Shape(scheme, high, tokens, cpu)
+            shape = _Shape(scheme, high, tokens, cpu, goes_on=bool(on))
             _emit_tokens(lanes, shape, operands.from_token(lanes, first))
         return context.get_dummy_value()
 
@@ -70,7 +71,7 @@ def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
     """
     alone = shape.tokens == 1
     if shape.scheme is Scheme.BFLOAT16 and not (alone or shape.cpu.wide):
-        WidenedTiles(lanes, shape.blocks, shape.tokens, operands).emit()
+        WidenedTiles(lanes, shape.blocks, shape.tokens, operands, shape.goes_on).emit()
         return
     apart = shape.scheme.layout.is_grouped if alone else not shape.cpu.wide
     if apart:
@@ -100,6 +101,8 @@ class _Shape:
     cpu: Cpu
     spread: int = 1
     """Accumulators of one block and token within a group."""
+    goes_on: bool = False
+    """Whether sums begin with what is in ``out``."""
 
 
 class _Tile:
@@ -114,13 +117,18 @@ class _Tile:
 
     def emit(self) -> None:
         lanes = self._lanes
-        sums = self._variables(lambda _: lanes.no_floats())
+        sums = [[lanes.variable(self._first(b, t)) for t in self._tokens] for b in self._blocks]
         if self._layout.is_grouped:
             self._by_group(sums)
         else:
             with lanes.count(self._at.vectors) as vector:
                 self._add_vector(vector, sums)
         self._write(sums)
+
+    def _first(self, block: int, token: int) -> Value:
+        """Return what a sum begins with."""
+        goes_on, lanes = self._shape.goes_on, self._lanes
+        return lanes.floats(self._out(block, token)) if goes_on else lanes.no_floats()
 
     def _variables(self, start: Callable[[int], Value]) -> list[list[Value]]:
         """Return a variable per block and token."""
@@ -271,9 +279,14 @@ class _Tile:
     def _write(self, sums: list[list[Value]]) -> None:
         lanes = self._lanes
         for token in self._tokens:
-            row = lanes.at(self._at.out, lanes.constant(token), self._at.out_stride)
             for block in self._blocks:
-                place = lanes.at(row, lanes.constant(block), VECTOR_BYTES)
-                total = lanes.read(sums[block][token])
-                added = lanes.add(lanes.floats(place), total)
-                lanes.store(lanes.chosen(self._at.adds, added, total), place)
+                place, total = self._out(block, token), lanes.read(sums[block][token])
+                if not self._shape.goes_on:
+                    added = lanes.add(lanes.floats(place), total)
+                    total = lanes.chosen(self._at.adds, added, total)
+                lanes.store(total, place)
+
+    def _out(self, block: int, token: int) -> Value:
+        lanes = self._lanes
+        row = lanes.at(self._at.out, lanes.constant(token), self._at.out_stride)
+        return lanes.at(row, lanes.constant(block), VECTOR_BYTES)

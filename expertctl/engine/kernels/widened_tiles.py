@@ -27,6 +27,8 @@ class WidenedTiles:
     blocks: int
     tokens: int
     at: Operands
+    goes_on: bool = False
+    """Whether sums begin with what is in ``out``."""
 
     @cached_property
     def _rows(self) -> Value:
@@ -76,7 +78,11 @@ class WidenedTiles:
         """Add some columns to the sums of a block."""
         lanes, at = self.lanes, self.at
         places = [self._sum(block, lanes.constant(token)) for token in range(self.tokens)]
-        begin = [lanes.chosen(first, lanes.floats(place), lanes.no_floats()) for place in places]
+        none = [self._first(block, lanes.constant(token)) for token in range(self.tokens)]
+        begin = [
+            lanes.chosen(first, lanes.floats(place), start)
+            for place, start in zip(places, none, strict=True)
+        ]
         sums = [lanes.variable(start) for start in begin]
         for each, start in zip(sums, begin, strict=True):
             lanes.write(start, each)
@@ -91,12 +97,22 @@ class WidenedTiles:
         for place, total in zip(places, sums, strict=True):
             lanes.store(lanes.read(total), place)
 
+    def _first(self, block: Value, token: Value) -> Value:
+        """Return what a sum begins with."""
+        lanes = self.lanes
+        return lanes.floats(self._out(block, token)) if self.goes_on else lanes.no_floats()
+
     def _write(self, block: Value, token: Value) -> None:
-        lanes, at = self.lanes, self.at
-        place = lanes.at(lanes.at(at.out, token, at.out_stride), block, VECTOR_BYTES)
+        lanes, place = self.lanes, self._out(block, token)
         total = lanes.floats(self._sum(block, token))
-        added = lanes.add(lanes.floats(place), total)
-        lanes.store(lanes.chosen(at.adds, added, total), place)
+        if not self.goes_on:
+            added = lanes.add(lanes.floats(place), total)
+            total = lanes.chosen(self.at.adds, added, total)
+        lanes.store(total, place)
+
+    def _out(self, block: Value, token: Value) -> Value:
+        lanes, at = self.lanes, self.at
+        return lanes.at(lanes.at(at.out, token, at.out_stride), block, VECTOR_BYTES)
 
     def _sum(self, block: Value, token: Value) -> Value:
         """Return where the sums of a block and a token wait."""

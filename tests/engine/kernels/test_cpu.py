@@ -37,6 +37,19 @@ print(cpu.name)
 """
 
 
+COMPACT = """
+from expertctl.engine.kernels.cpu import host_cpu
+from tests.engine.kernels import test_routed_compact as compact
+
+cpu = host_cpu()
+assert not (cpu.wide or cpu.bf16_dot), cpu
+compact.test_what_is_packed_holds_every_number("heavy", 80, 32)
+for tokens in (1, 3, 17):
+    compact.test_products_have_the_bits_of_experts_that_are_not_compact(160, 272, tokens, False)
+print(cpu.name)
+"""
+
+
 PLANS = """
 from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.engine.kernels.scheme import Scheme
@@ -92,6 +105,11 @@ def said_where(name: str, features: str, *words: str) -> str:
 @X86
 def test_products_are_compiled_for_the_processor_that_numba_was_told() -> None:
     assert said_where("haswell", "+avx,+avx2,+fma,+f16c", "-c", PRODUCTS) == "haswell\n"
+
+
+@X86
+def test_compact_experts_make_the_same_products_where_registers_are_narrow() -> None:
+    assert said_where("haswell", "+avx,+avx2,+fma,+f16c", "-c", COMPACT) == "haswell\n"
 
 
 @X86

@@ -167,7 +167,7 @@ def test_out_that_is_wider_than_the_matrix_keeps_what_lies_beside(scheme: Scheme
 def test_the_shape_of_a_strip_is_known_when_it_is_compiled() -> None:
     @numba.njit
     def strip_of(code: int) -> None:
-        strip(code, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        strip(code, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
     with pytest.raises(NumbaError, match="the shape of a strip is a constant"):
         strip_of(0)

@@ -1,0 +1,29 @@
+"""Experts in bfloat16 made shorter, number by number as they were."""
+
+from typing import Any
+
+import numpy as np
+
+from expertctl.engine.kernels.arguments import address, words_of
+from expertctl.engine.kernels.compact import filled, most_bytes, pack_kernel
+from expertctl.engine.kernels.expert_block import ExpertShape
+from expertctl.engine.kernels.lanes import VECTOR_BYTES
+from expertctl.engine.kernels.routed_compact import stretches_of
+from expertctl.store.copy_file import ALIGNED
+
+Numbers = np.ndarray[Any, Any]
+
+
+def compacted(block: Numbers, shape: ExpertShape) -> Numbers:
+    """Return the bytes of an expert that lies in a block, shorter, uint8 [a multiple of 4096]."""
+    sizes = stretches_of(shape)
+    assert VECTOR_BYTES * sizes.prod(axis=1).sum() == block.nbytes
+    offsets = 4 * (len(sizes) + 1)
+    room = filled(offsets) + sum(most_bytes(*size) for size in sizes.tolist())
+    packed = np.zeros(room + ALIGNED, np.uint8)
+    arguments = words_of(
+        address(block, np.uint8), address(sizes, np.int64), len(sizes), address(packed, np.uint8)
+    )
+    pack_kernel()(0, 1, address(arguments, np.int64))
+    end = int(packed[:offsets].view(np.uint32)[-1])
+    return packed[: -(-end // ALIGNED) * ALIGNED]

@@ -1,0 +1,290 @@
+"""bfloat16 in some eleven bits a number, exactly: exponents of weights are all much alike.
+
+A weight's sign and fraction look like noise, but its exponent has an entropy of 2.6 of its 8 bits
+(Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here three bits are kept of it, which say
+where it is among eight exponents in a row, the *window* of a chunk; the few numbers beyond it are
+kept whole. That takes a twentieth more than the best prefix code, and no code has to be followed
+bit by bit: sixty-four numbers are put together at a time.
+
+A stretch, four blocks of sixteen rows or what is left of a matrix, is chunks of 128 columns. Each
+part of a chunk is filled to a multiple of 64 bytes::
+
+    head      uint16 how many are beyond the window, uint8 where the window begins
+    groups    of 512 numbers each: three planes of a bit for each, bit s of byte j for number
+              64 s + j, then uint8 of each number, its sign and its fraction
+    beyond    uint16 which number of the chunk, uint16 its bits
+
+Where that would be longer than the numbers, or they are no whole groups, they follow the head as
+they are. A chunk unpacked is small enough to stay in a core's first cache.
+"""
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from expertctl.engine.kernels.kernel import Kernel, compile_kernel
+from expertctl.engine.kernels.lanes import INT, VECTOR_BYTES, Value
+from expertctl.engine.kernels.memory import (
+    copy_bytes,
+    halves_at,
+    ints_at,
+    octets_at,
+    stack_floats,
+    words,
+    words_at,
+)
+
+GROUP, MOST_BLOCKS, VECTORS = 512, 4, 64
+"""Numbers of a group; blocks of a chunk at most, and vectors of each of them."""
+CHUNK_BYTES = MOST_BLOCKS * VECTORS * VECTOR_BYTES
+CHUNK_FLOATS = CHUNK_BYTES // 4
+HEAD = 64
+AS_THEY_ARE = 0xFFFF
+"""In the place of how many numbers are beyond the window."""
+_WINDOW, _EXPONENTS = 8, 256
+_STRIPS, _PLANES, _AT_ONCE = 8, 3, 64
+_GROUP_BYTES = GROUP * 11 // 8
+_FRACTION_BITS = 7
+_BYTES, _SHORTS = ir.VectorType(ir.IntType(8), _AT_ONCE), ir.VectorType(ir.IntType(16), _AT_ONCE)
+
+
+def most_bytes(blocks: int, vectors: int) -> int:
+    """Return what a stretch of so many blocks, of so many vectors each, takes at most."""
+    return blocks * vectors * VECTOR_BYTES + HEAD * -(-vectors // VECTORS)
+
+
+@cache
+def pack_kernel() -> Kernel:
+    """Return the kernel that packs stretches that lie behind each other; its one item is all.
+
+    Its arguments are the address of the numbers, that of int64 [stretches, 2], how many blocks each
+    has and how many vectors each of these, how many stretches there are, and where to write: uint32
+    [stretches + 1], where each begins and the last one ends, counted from there, then stretches.
+    """
+    return compile_kernel("pack compact", _pack)
+
+
+def _pack(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    numbers, sizes_at, stretches, out = words(arguments, 4)
+    begins, chunk, seen = (
+        words_at(out, stretches + 1),
+        stack_floats(CHUNK_FLOATS),
+        stack_counts(),
+    )
+    at = filled(4 * (stretches + 1))
+    for stretch in range(stretches):
+        begins[stretch] = at
+        blocks, vectors = words(sizes_at + 16 * stretch, 2)
+        for first in range(0, vectors, VECTORS):
+            wide = min(VECTORS, vectors - first) * VECTOR_BYTES
+            for block in range(blocks):
+                source = numbers + (block * vectors + first) * VECTOR_BYTES
+                copy_bytes(chunk + block * wide, source, wide)
+            at += _pack_chunk(chunk, blocks * wide // 2, out + at, seen)
+        numbers += blocks * vectors * VECTOR_BYTES
+    begins[stretches] = at
+
+
+@register_jitable
+def filled(count: Any) -> Any:  # pragma: no cover - compiled
+    """Return so many bytes filled to whole lines of a cache."""
+    return (count + _AT_ONCE - 1) // _AT_ONCE * _AT_ONCE
+
+
+@register_jitable
+def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma: no cover - compiled
+    """Pack a chunk; return how many bytes it takes."""
+    head, window, beyond = octets_at(out, HEAD), 0, AS_THEY_ARE
+    if size % GROUP == 0:
+        window, beyond = _found_window(numbers, size, seen)
+    length = size * 11 // 8 + filled(4 * beyond)
+    if length >= 2 * size:
+        head[0], head[1] = AS_THEY_ARE & 255, AS_THEY_ARE >> 8
+        copy_bytes(out + HEAD, numbers, 2 * size)
+        return HEAD + filled(2 * size)
+    head[0], head[1], head[2] = beyond & 255, beyond >> 8, window
+    group = out + HEAD
+    for begin in range(0, size, GROUP):
+        pack_group(numbers + 2 * begin, window, group)
+        group += _GROUP_BYTES
+    whole, kept, at = halves_at(numbers, size), halves_at(group, 2 * beyond), 0
+    for k in range(size):
+        exponent = (whole[k] >> _FRACTION_BITS) & 255
+        if exponent < window or exponent >= window + _WINDOW:
+            kept[at], kept[at + 1] = k, whole[k]
+            at += 2
+    return HEAD + length
+
+
+@register_jitable
+def _found_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no cover - compiled
+    """Return where the window begins that most exponents are in, and how many are not."""
+    whole, seen = halves_at(numbers, size), ints_at(seen_at, _EXPONENTS)
+    for k in range(_EXPONENTS):
+        seen[k] = 0
+    for k in range(size):
+        seen[(whole[k] >> _FRACTION_BITS) & 255] += 1
+    inside = 0
+    for k in range(_WINDOW):
+        inside += seen[k]
+    most, window = inside, 0
+    for k in range(_WINDOW, _EXPONENTS):
+        inside += seen[k] - seen[k - _WINDOW]
+        if inside > most:
+            most, window = inside, k - _WINDOW + 1
+    return window, size - most
+
+
+@register_jitable
+def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: no cover - compiled
+    """Write so many numbers of a chunk; return how many bytes it had, 0 where it is none.
+
+    Whatever is there, nothing from ``end`` on is read, and nothing is written but the numbers.
+    """
+    if end - packed < HEAD:
+        return 0
+    head = octets_at(packed, HEAD)
+    beyond, window = long_of(head[0]) | long_of(head[1]) << 8, long_of(head[2])
+    packed += HEAD
+    if beyond == AS_THEY_ARE:
+        if end - packed < 2 * size:
+            return 0
+        copy_bytes(out, packed, 2 * size)
+        return HEAD + filled(2 * size)
+    length = size * 11 // 8 + filled(4 * beyond)
+    if size % GROUP != 0 or end - packed < length:
+        return 0
+    for begin in range(0, size, GROUP):
+        unpack_group(packed, window, out + 2 * begin)
+        packed += _GROUP_BYTES
+    kept, numbers = halves_at(packed, 2 * beyond), halves_at(out, size)
+    for k in range(beyond):
+        if kept[2 * k] < size:
+            numbers[kept[2 * k]] = kept[2 * k + 1]
+    return HEAD + length
+
+
+@register_jitable
+def long_of(number: Any) -> Any:  # pragma: no cover - compiled
+    """Return an int64 of a byte."""
+    return number + 0
+
+
+@intrinsic
+def stack_counts(_context: Any) -> Any:
+    """Return the address of a count for each exponent, on the stack of the calling kernel."""
+
+    def emit(_context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(ir.IntType(32), _EXPONENTS))
+        return builder.ptrtoint(room, INT)
+
+    return types.int64(), emit
+
+
+@intrinsic
+def pack_group(_context: Any, numbers: Any, window: Any, group: Any) -> Any:
+    """Take the numbers of a group apart."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        numbers, window, group = values
+        vectors = _Vectors(builder)
+        begins = vectors.every(window)
+        planes: list[Value] = [vectors.none()] * _PLANES
+        for strip in range(_STRIPS):
+            shorts = vectors.load(numbers, 2 * strip, _SHORTS)
+            low, high = vectors.halved(shorts)
+            fraction = builder.or_(vectors.masked(high, 0x80), vectors.masked(low, 0x7F))
+            vectors.store(fraction, group, _PLANES + strip)
+            exponent = builder.or_(vectors.shifted(high, 1), vectors.shifted(low, -_FRACTION_BITS))
+            place = builder.sub(exponent, begins)
+            for plane in range(_PLANES):
+                bit = vectors.masked(vectors.shifted(place, strip - plane), 1 << strip)
+                planes[plane] = builder.or_(planes[plane], bit)
+        for number, plane_bits in enumerate(planes):
+            vectors.store(plane_bits, group, number)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def unpack_group(_context: Any, group: Any, window: Any, numbers: Any) -> Any:
+    """Put the numbers of a group together."""
+
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        group, window, numbers = values
+        vectors = _Vectors(builder)
+        begins = vectors.every(window)
+        planes = [vectors.load(group, number, _BYTES) for number in range(_PLANES)]
+        for strip in range(_STRIPS):
+            fraction = vectors.load(group, _PLANES + strip, _BYTES)
+            place = vectors.none()
+            for plane, bits in enumerate(planes):
+                bit = vectors.masked(vectors.shifted(bits, plane - strip), 1 << plane)
+                place = builder.or_(place, bit)
+            exponent = builder.add(begins, place)
+            below = vectors.masked(fraction, 0x7F)
+            low = builder.or_(below, vectors.shifted(exponent, _FRACTION_BITS))
+            high = builder.or_(vectors.masked(fraction, 0x80), vectors.shifted(exponent, -1))
+            vectors.store(vectors.joined(low, high), numbers, 2 * strip)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), emit
+
+
+class _Vectors:
+    """Emits what is done with sixty-four bytes at a time, which LLVM splits where it must."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self._b = builder
+
+    def none(self) -> Value:
+        return _constant(_BYTES, 0)
+
+    def every(self, number: Value) -> Value:
+        """Return the last byte of an int64 in every lane."""
+        nothing, first = ir.Constant(_BYTES, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+        one = self._b.insert_element(nothing, self._b.trunc(number, ir.IntType(8)), first)
+        order = ir.Constant(ir.VectorType(ir.IntType(32), _AT_ONCE), [0] * _AT_ONCE)
+        return self._b.shuffle_vector(one, nothing, order)
+
+    def load(self, address: Value, index: int, kind: Any) -> Value:
+        loaded = self._b.load(self._pointer(address, index, kind))
+        loaded.align = 1
+        return loaded
+
+    def store(self, vector: Value, address: Value, index: int) -> None:
+        self._b.store(vector, self._pointer(address, index, vector.type), align=1)
+
+    def masked(self, vector: Value, mask: int) -> Value:
+        return self._b.and_(vector, _constant(_BYTES, mask))
+
+    def shifted(self, vector: Value, left: int) -> Value:
+        """Return each byte shifted to the left, or to the right."""
+        if left == 0:
+            return vector
+        shift = self._b.shl if left > 0 else self._b.lshr
+        return shift(vector, _constant(_BYTES, abs(left)))
+
+    def halved(self, shorts: Value) -> tuple[Value, Value]:
+        """Return the lower bytes of int16, and the upper."""
+        high = self._b.lshr(shorts, _constant(_SHORTS, 8))
+        return self._b.trunc(shorts, _BYTES), self._b.trunc(high, _BYTES)
+
+    def joined(self, low: Value, high: Value) -> Value:
+        """Return int16 of their bytes."""
+        upper = self._b.shl(self._b.zext(high, _SHORTS), _constant(_SHORTS, 8))
+        return self._b.or_(self._b.zext(low, _SHORTS), upper)
+
+    def _pointer(self, address: Value, index: int, kind: Any) -> Value:
+        """Return where the vector is that stands so many times sixty-four bytes behind."""
+        place = self._b.add(address, ir.Constant(INT, index * _AT_ONCE))
+        return self._b.inttoptr(place, kind.as_pointer())
+
+
+def _constant(kind: ir.VectorType, number: int) -> Value:
+    return ir.Constant(kind, [number] * _AT_ONCE)
