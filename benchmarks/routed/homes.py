@@ -17,8 +17,9 @@ from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.moe.expert_cache import ExpertCache
+from expertctl.engine.moe.expert_copies import CopiedExperts
 from expertctl.engine.moe.expert_files import ExpertReader
-from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlocks
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.packed_base import PackedBase, expert_shape
 from expertctl.engine.packed_decoder import PackedDecoder
@@ -107,12 +108,15 @@ def _cache(base: PackedBase, reader: ExpertReader, found: Split) -> ExpertCache:
     """Return our own cache, all its slots filled."""
     routed = base.config.experts
     assert routed is not None
-    layers = len(routed.layers)
+    layers, shape = len(routed.layers), expert_shape(base.config, base.scheme)
+    size = (layers * found.slots + found.pool) * shape.nbytes
+    if isinstance(reader, CopiedExperts):
+        shape = replace(shape, compact=reader.compact)
     memory = ExpertMemory(
-        expert_shape(base.config, base.scheme),
+        shape,
         layers=layers,
         experts=routed.count,
-        blocks=layers * found.slots + found.pool,
+        blocks=HostBlocks.within(size, shape, most=layers * routed.count),
     )
     slots = [LayerSlots(experts=routed.count, capacity=found.slots) for _ in range(layers)]
     cache = MisledCache(memory, reader, numbers=routed.layers, slots=slots, threads=_THREADS)

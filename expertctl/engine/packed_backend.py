@@ -34,8 +34,8 @@ from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
-from expertctl.engine.moe.expert_files import ExpertReader, StoredExperts
-from expertctl.engine.moe.expert_memory import ExpertMemory
+from expertctl.engine.moe.expert_files import StoredExperts
+from expertctl.engine.moe.expert_memory import ExpertMemory, HostBlocks
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.miss_policy import MissPolicy
 from expertctl.engine.moe.report import RoutedReport
@@ -231,16 +231,14 @@ class PackedBackend:
         )
         return found or stored
 
-    def _experts(self, plan: CachePlan, reader: ExpertReader) -> ExpertCache:
+    def _experts(self, plan: CachePlan, reader: StoredExperts | CopiedExperts) -> ExpertCache:
         """Make room for some of the routed experts, and begin with those that are known."""
         config, scheme, routed = self.config, self.scheme, self.config.experts
         assert routed is not None
-        memory = ExpertMemory(
-            expert_shape(config, scheme),
-            layers=plan.layers,
-            experts=plan.experts,
-            blocks=plan.blocks,
-        )
+        shape = replace(expert_shape(config, scheme), compact=reader.compact)
+        total, most = plan.blocks * shape.nbytes, plan.layers * plan.experts
+        blocks = HostBlocks.within(total, shape, most=most)
+        memory = ExpertMemory(shape, layers=plan.layers, experts=plan.experts, blocks=blocks)
         slots = [
             LayerSlots(experts=plan.experts, capacity=capacity, pinned=pins)
             for capacity, pins in zip(plan.capacities, plan.pins, strict=True)

@@ -34,11 +34,11 @@ from expertctl.store.quantised_copies import QuantisedCopies
 
 
 def keeps_copy(scheme: Scheme, *, cold: MoeColdWish = "auto") -> bool:
-    """Tell whether a copy is kept of bases in a scheme.
+    """Tell whether a copy is kept of bases in a scheme whose experts do not all fit into memory.
 
-    Of floats, which takes as much room as the base itself, only where a wish needs one.
+    Of floats whose experts are no shorter there than in the base only where a wish needs one.
     """
-    return scheme.layout.is_grouped or cold in ("map", "direct")
+    return scheme not in (Scheme.FLOAT32, Scheme.FLOAT16) or cold in ("map", "direct")
 
 
 def load_packed_base(
@@ -54,7 +54,7 @@ def load_packed_base(
     """Read a base, or its copy; ``progress`` counts packed bytes.
 
     Without ``experts`` those that are routed are left to somebody else; they will be in the copy,
-    which is made of floats, too, where the wish for ``cold`` ones needs it.
+    which is made of floats, too, where it is shorter or the wish for ``cold`` ones needs it.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -69,7 +69,8 @@ def load_packed_base(
     if config.tied and HEAD in stored:
         _check_tied_head(directory, stored)
     warnings = _warnings([stored[name] for name in config.tensor_shapes()], scheme)
-    kept = copies if keeps_copy(scheme, cold=cold) else None
+    is_kept = scheme.layout.is_grouped if experts else keeps_copy(scheme, cold=cold)
+    kept = copies if is_kept else None
     told, shape, read = _Told(progress), copy_shape(config, scheme), len(memory)
     if kept is None or not kept.read(scheme.value, shape, memory, progress=told.count):
         read = _read(base, stored, memory, kept, told.again().count)

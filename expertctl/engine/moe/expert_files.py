@@ -47,7 +47,7 @@ class StoredExperts:
         self, stored: Mapping[str, StoredTensor], config: ModelConfig, scheme: Scheme
     ) -> None:
         """Read from where the tensors of a base lie."""
-        self._stored, self._shape = stored, expert_shape(config, scheme)
+        self._stored, self.shape = stored, expert_shape(config, scheme)
         self.scheme = scheme
 
     @property
@@ -55,10 +55,15 @@ class StoredExperts:
         """How experts come from the disk."""
         return "read"
 
+    @property
+    def compact(self) -> int:
+        """Bytes of an expert that is compact; 0: they are not."""
+        return 0
+
     def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took."""
         at, read = f"model.layers.{layer}.{EXPERTS}{expert}", 0
-        for name, place in expert_places(at, self._shape, block).items():
+        for name, place in expert_places(at, self.shape, block).items():
             if not is_wanted():
                 raise Dropped(read)
             tensor = self._stored[name]

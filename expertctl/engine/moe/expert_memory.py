@@ -45,13 +45,21 @@ class HostBlocks:
 
     def __init__(self, size: int, *, count: int) -> None:
         """Take the memory of so many blocks of a size."""
-        memory = np.frombuffer(allocate(count * size), np.uint8)
-        self._blocks = memory.reshape(count, size)
+        self._memory = np.frombuffer(allocate(count * size), np.uint8)
+        self._blocks = self._memory.reshape(count, size)
+
+    @classmethod
+    def within(cls, total: int, shape: ExpertShape, *, most: int) -> "HostBlocks":
+        """Take so many bytes for blocks of a shape, of which no more than some are of use."""
+        blocks = cls(total, count=1)
+        count, size = min(total // shape.block_bytes, most), shape.block_bytes
+        blocks._blocks = blocks._memory[: count * size].reshape(count, size)
+        return blocks
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self._blocks.nbytes
+        """Bytes that were taken for them."""
+        return self._memory.nbytes
 
     def __len__(self) -> int:
         """How many blocks there are."""
@@ -80,7 +88,7 @@ class ExpertMemory:
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
         if isinstance(blocks, int):
-            blocks = HostBlocks(shape.nbytes, count=blocks)
+            blocks = HostBlocks(shape.block_bytes, count=blocks)
         self._blocks = blocks
         self._free = list(range(len(blocks)))
         self._held: dict[Expert, int] = {}

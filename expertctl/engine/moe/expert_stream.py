@@ -1,7 +1,7 @@
 """`ExpertStream`: the routed experts of a base packed one after another, for a copy of them.
 
 Where not all of them fit into memory, only some are in it at a time: as many as threads pack, and
-one that is being written.
+one that is being written. Those in bfloat16 are compact in a copy.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from expertctl.digest import Progress
+from expertctl.engine.compact_expert import compacted
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import allocate
 from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape, packed_bytes
@@ -61,6 +62,7 @@ class ExpertStream:
         """Read from where the tensors of a base lie; ``progress`` counts packed bytes."""
         self._stored, self._shape = stored, expert_shape(config, scheme)
         self._experts, self._progress = experts_of(config), progress
+        self._is_compact = scheme is Scheme.BFLOAT16
         assert config.experts is not None
         self._most = min(packing_threads() + 1, config.experts.count)
         """There is memory for the experts of a layer, which nobody has filled yet."""
@@ -106,4 +108,10 @@ class ExpertStream:
             hasher = hashlib.sha256()
             pack_tensor(self._stored[name], place, hasher=hasher)
             digests[name] = hasher.hexdigest()
-        return Piece(block.data, digest_of(block.data)), digests
+        found = block
+        if self._is_compact:
+            packed = compacted(block, self._shape)
+            if len(packed) < len(block):
+                found = block[: len(packed)]
+                np.copyto(found, packed)
+        return Piece(found.data, digest_of(found.data)), digests

@@ -23,6 +23,11 @@ from expertctl.engine.kernels.multiply import multiply_arguments, multiply_items
 from expertctl.engine.kernels.packed import PackedMatrix
 from expertctl.engine.kernels.program import ProgramBuilder
 from expertctl.engine.kernels.routed import routed_arguments, routed_items, routed_kernel
+from expertctl.engine.kernels.routed_compact import (
+    CompactPart,
+    routed_compact_arguments,
+    routed_compact_kernel,
+)
 from expertctl.engine.kernels.routed_deltas import (
     DOWN,
     GATE,
@@ -275,16 +280,20 @@ class RoutedOperations:
         *,
         down: bool,
     ) -> None:
-        shape = self._experts.shape
+        shape, places = self._experts.shape, self._experts.places(place)
+        order, absent = self.room.order, self.room.absent
+        if shape.compact:
+            part = CompactPart.of(shape, down=down)
+            arguments = routed_compact_arguments(
+                compact=part, places=places, order=order, rows=rows, out=out, items=items,
+                absent=absent,
+            )  # fmt: skip
+            self._builder.add(routed_compact_kernel(), arguments, items)
+            return
         arguments = routed_arguments(
-            part=shape.down_part if down else shape.gate_up_part,
-            places=self._experts.places(place),
-            order=self.room.order,
-            rows=rows,
-            out=out,
-            items=items,
-            absent=self.room.absent,
-        )
+            part=shape.down_part if down else shape.gate_up_part, places=places, order=order,
+            rows=rows, out=out, items=items, absent=absent,
+        )  # fmt: skip
         self._builder.add(routed_kernel(self._scheme), arguments, items)
 
     def _normed(self) -> PreparedRows:

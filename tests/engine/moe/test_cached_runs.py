@@ -85,7 +85,8 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     residence, activity = partly.moe.residence, partly.moe.activity
     assert residence.miss == "exact"
     assert 0 < residence.slots < 32
-    assert residence.blocks == 4 * residence.slots + 32 - residence.slots
+    planned = 4 * residence.slots + 32 - residence.slots
+    assert residence.blocks == planned if dtype == "float32" else residence.blocks > 1.3 * planned
     assert activity.loads > 0
     assert 0 < activity.misses <= activity.requests
     assert activity.skipped == 0

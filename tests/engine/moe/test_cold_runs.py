@@ -105,11 +105,31 @@ def test_a_copy_is_made_once_and_then_only_what_is_no_expert_is_read_to_begin(
     assert copies.take_notes() == ()
 
 
-def test_floats_that_are_only_read_have_no_copy(base: Path, house: House) -> None:
-    copies, size = copies_at(house, base), answer(house, LARGE, dtype="bf16")[1]
+def test_floats_that_are_only_read_have_no_copy_unless_it_is_shorter(
+    base: Path, house: House
+) -> None:
+    copies, size = copies_at(house, base), answer(house, LARGE, dtype="float32")[1]
     for cold in ("read", "auto"):
-        answer(house, little(size), dtype="bf16", moe_cold=cold)
-    assert not copies.path("bfloat16").exists()
+        answer(house, little(size), dtype="float32", moe_cold=cold)
+    assert not copies.path("float32").exists()
+    answer(house, little(size) // 2, dtype="bf16")
+    assert copies.path("bfloat16").stat().st_size < 0.75 * base_bytes(base)
+
+
+def test_the_same_memory_holds_more_of_compact_experts(base: Path, house: House) -> None:
+    """Of bfloat16, whose experts take 11.5 of 16 bits here."""
+    copies_at(house, base)
+    size = answer(house, LARGE, dtype="bf16")[1]
+    partly, held = answer(house, little(size), dtype="bf16")
+    assert partly.moe is not None
+    expert = 3 * 64 * 1152 * 2
+    experts = partly.moe.residence.blocks * expert
+    rest = size - 4 * 48 * expert
+    assert experts > 1.3 * (held - rest), "more than these bytes hold of others"
+
+
+def base_bytes(base: Path) -> int:
+    return sum(path.stat().st_size for path in base.glob("*.safetensors"))
 
 
 def test_a_damaged_expert_is_told_in_the_run_that_needs_it_and_mended_by_the_next(

@@ -6,12 +6,16 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from expertctl.engine.compact_expert import compacted
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.mapped_file import MappedFile
@@ -31,6 +35,7 @@ from expertctl.store.copy_file import ALIGNED, CopyShape
 from expertctl.store.quantised_copies import QuantisedCopies
 from tests.engine.moe.copied_bases import known, routed_base, stored_experts
 from tests.engine.test_packed_decoder import scores
+from tests.store.copy_layout import in_file
 
 SCHEMES = (Scheme.FLOAT32, Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4)
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28, 50, 1, 9, 33, 12, 4, 57, 21]
@@ -74,6 +79,19 @@ def packed(directory: Path, scheme: Scheme, layer: int, expert: int) -> bytes:
     return block.tobytes()
 
 
+def as_copied(directory: Path, scheme: Scheme, layer: int, expert: int) -> bytes:
+    """What a copy has of an expert: the same, or shorter."""
+    block = packed(directory, scheme, layer, expert)
+    if scheme is not Scheme.BFLOAT16:
+        return block
+    shape = expert_shape(read_config(directory), scheme)
+    return compacted(np.frombuffer(block, np.uint8), shape).tobytes()
+
+
+def room_for(reader: CopiedExperts, directory: Path, scheme: Scheme) -> Any:
+    return np.empty(reader.compact or shape_of(directory, scheme).block, np.uint8)
+
+
 def shape_of(directory: Path, scheme: Scheme) -> CopyShape:
     return copy_shape(read_config(directory), scheme)
 
@@ -104,10 +122,12 @@ def test_each_expert_is_read_as_it_was_packed(
     (directory / "model.safetensors").rename(directory / "elsewhere")
     (directory / "elsewhere").rename(directory / "model.safetensors")
     with closing(reader_of(directory, copies, scheme)) as reader:
-        block = np.empty(shape_of(directory, scheme).block, np.uint8)
+        block = room_for(reader, directory, scheme)
+        assert bool(reader.compact) == (scheme is Scheme.BFLOAT16)
         for layer, expert in reversed(experts_of(read_config(directory))):
-            assert reader.read(layer, expert, block) == block.nbytes
-            assert block.tobytes() == packed(directory, scheme, layer, expert)
+            expected = as_copied(directory, scheme, layer, expert)
+            assert reader.read(layer, expert, block) == len(expected) <= block.nbytes
+            assert block.tobytes()[: len(expected)] == expected
             assert reader.lend(layer, expert) is None, "nobody asked for a mapping"
         assert reader.cold == "read"
     assert copies.take_notes() == ()
@@ -136,7 +156,7 @@ def test_a_damaged_expert_is_read_from_the_base_and_told_once(
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT4), keep(directory, copies, Scheme.INT4)
     for number in (3, 9):
-        damage(path, shape.in_file(shape.rest_pieces + number) + shape.block // 2)
+        damage(path, in_file(shape, shape.rest_pieces + number) + shape.block // 2)
     block = np.empty(shape.block, np.uint8)
     with closing(reader_of(directory, copies, Scheme.INT4, cold=cold)) as reader:
         for number, (layer, expert) in enumerate(experts_of(read_config(directory))):
@@ -153,13 +173,67 @@ def test_a_damaged_expert_is_read_from_the_base_and_told_once(
     copies.check_integrity()
 
 
+@pytest.mark.parametrize("cold", ["read", "map", "direct"])
+def test_a_damaged_compact_expert_is_made_compact_from_the_base(
+    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+) -> None:
+    keep(directory, copies, Scheme.BFLOAT16)
+    experts, path = experts_of(read_config(directory)), copies.path("bfloat16")
+    at = path.read_bytes().index(as_copied(directory, Scheme.BFLOAT16, *experts[5]))
+    damage(path, at + 1000)
+    with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold=cold)) as reader:
+        block = room_for(reader, directory, Scheme.BFLOAT16)
+        for expert in experts[4:7]:
+            lent = reader.lend(*expert)
+            assert expert != experts[5] or lent is None
+            reader.read(*expert, block)
+            expected = as_copied(directory, Scheme.BFLOAT16, *expert)
+            assert block.tobytes()[: len(expected)] == expected
+        told = f"{path} is not used any more (it is damaged): made again next time"
+        assert copies.take_notes() == (told,)
+
+
+def test_who_wants_the_matrix_of_a_compact_expert_gets_it_from_the_base(
+    directory: Path, copies: QuantisedCopies
+) -> None:
+    keep(directory, copies, Scheme.BFLOAT16)
+    with closing(reader_of(directory, copies, Scheme.BFLOAT16)) as reader:
+        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block, np.uint8)
+        reader.read(1, 3, block)
+        assert block.tobytes() == packed(directory, Scheme.BFLOAT16, 1, 3)
+
+
+def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_such_experts_alone(
+    directory: Path, copies: QuantisedCopies
+) -> None:
+    """Its weights are noise, so blocks are as large as they are computed."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for part in ("gate", "up", "down"):
+        name = f"model.layers.0.mlp.experts.2.{part}_proj.weight"
+        noise = np.random.default_rng(0).integers(0, 1 << 16, tensors[name].shape, np.uint16)
+        noise &= 0xBFFF  # all of them are numbers
+        tensors[name] = torch.from_numpy(noise.astype(np.int32) << 16).view(torch.float32)
+    save_file(tensors, path)
+    copies = known(directory, path.parent.parent / "others")
+    keep(directory, copies, Scheme.BFLOAT16)
+    with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold="map")) as reader:
+        assert reader.compact == 0
+        block = np.empty(shape_of(directory, Scheme.BFLOAT16).block, np.uint8)
+        for expert in experts_of(read_config(directory))[:4]:
+            reader.read(*expert, block)
+            assert block.tobytes() == packed(directory, Scheme.BFLOAT16, *expert)
+            assert expert == (0, 2) or reader.lend(*expert) is None
+    assert copies.take_notes() == ()
+
+
 def test_a_copy_that_is_cut_short_while_it_is_open_is_told_and_not_waited_for(
     directory: Path, copies: QuantisedCopies
 ) -> None:
     shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
     block = np.empty(shape.block, np.uint8)
     with closing(reader_of(directory, copies, Scheme.INT8, cold="map")) as reader:
-        os.truncate(path, shape.in_file(shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE)
+        os.truncate(path, in_file(shape, shape.rest_pieces + 4) // mmap.PAGESIZE * mmap.PAGESIZE)
         for layer, expert in experts_of(read_config(directory)):
             reader.read(layer, expert, block)
             assert block.tobytes() == packed(directory, Scheme.INT8, layer, expert)
@@ -190,7 +264,7 @@ def test_what_is_lent_was_checked_where_it_lies(
     shape, path = shape_of(directory, Scheme.INT8), copies.path("int8")
     block = np.empty(shape.block, np.uint8)
     lending.read(0, 5, block)
-    damage(path, shape.in_file(shape.rest_pieces + 5))
+    damage(path, in_file(shape, shape.rest_pieces + 5))
     assert lending.lend(0, 5) is None
     assert "it is damaged" in copies.take_notes()[0]
     assert not path.exists()
@@ -243,7 +317,7 @@ def test_what_is_read_past_the_cache_is_not_in_it(directory: Path, copies: Quant
             mapped = MappedFile.of(stream.fileno())
             assert mapped is not None
             piece = shape.rest_pieces + experts_of(read_config(directory)).index((1, 3))
-            held.append(mapped.is_cached(shape.in_file(piece), whole))
+            held.append(mapped.is_cached(in_file(shape, piece), whole))
             mapped.close()
     if held[0] and held[1]:
         pytest.skip("a file system that holds all it has in memory")
@@ -288,15 +362,16 @@ def test_scores_have_the_bits_of_a_base_that_is_in_memory_whole(
     )
     keep(directory, copies, scheme)
     trunk = load_packed_base(directory, config, scheme, experts=False, copies=copies, cold="map")
+    seats = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
+    reader = reader_of(directory, copies, scheme, cold=cold)
     memory = ExpertMemory(
-        expert_shape(config, scheme),
+        replace(expert_shape(config, scheme), compact=reader.compact),
         layers=len(routed.layers),
         experts=routed.count,
         blocks=len(routed.layers) * slots + routed.count - slots,
     )
-    seats = [LayerSlots(experts=routed.count, capacity=slots) for _ in routed.layers]
     with (
-        closing(reader_of(directory, copies, scheme, cold=cold)) as reader,
+        closing(reader),
         closing(ExpertCache(memory, reader, numbers=routed.layers, slots=seats)) as cache,
     ):
         decoder = PackedDecoder(trunk, crew, experts=cache)

@@ -1,10 +1,13 @@
 """Whose block is given to the next expert."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_memory import Expert, ExpertMemory
+from expertctl.engine.moe.expert_memory import Expert, ExpertMemory, HostBlocks
 
 
 @pytest.fixture
@@ -49,3 +52,15 @@ def test_neither_who_is_spared_nor_who_has_a_slot_gives_his_block(memory: Expert
     memory.give_back(number)
     assert memory.take({(0, 1)}) == number
     assert memory.take({(0, 1)}) is None
+
+
+def test_memory_has_room_for_as_many_compact_experts_as_fit() -> None:
+    shape = ExpertShape(Scheme.BFLOAT16, 128, 128)
+    small = replace(shape, compact=shape.nbytes * 3 // 4)
+    for each, most, count in ((shape, 99, 12), (small, 99, 16), (small, 14, 14)):
+        blocks = HostBlocks.within(12 * shape.nbytes, each, most=most)
+        assert len(blocks) == count
+        assert blocks.nbytes == 12 * shape.nbytes, "what was announced"
+        places = [blocks.place(number) for number in range(count)]
+        steps = {after - before for before, after in itertools.pairwise(places)}
+        assert steps == {each.block_bytes}
