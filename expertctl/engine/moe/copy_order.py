@@ -3,16 +3,17 @@
 What computes is queued on one stream, every copy on one of several others. A copy into a row waits
 for the last work that could read who was there before, and for nothing that was queued after that:
 
-    host      ask ....................... everybody came: the lookup changes
-    compute   choose | there    E1 |          | rest   E2 | choose of the next layer
-    copying    E0 ->   copy  C1 ->            |
-                                              E1 -> copy of who comes next
+    host      ask L   .   .   .   .   .   .   everybody came; lookup   .   passed
+    compute   choose L | there L | E1                 | rest L | E2 | choose of the next layer
+    copying       after E0: copy of who is missing | C1
+                           after E1: copy of who is read ahead  .   .   .  | C2
 
 `there` and `rest` read the rows that the lookup of their layer had. Each leaves an event, E1 and
 E2, and these rows know it. Whose row is taken at `ask` is in no lookup any more, so its copy waits
 for the event that the row knew then, E0, and runs beside `there`; whose row is taken after `there`
-was queued waits for E1. A copy leaves an event too, C1. Until it came to pass nobody is told of the
-expert, and the memory that it was copied from is not written to.
+was queued may be one that `there` reads, and waits for E1. A copy leaves an event too, C1. Until it
+came to pass nobody is told of the expert, and the memory that it was copied from is not written to.
+So nothing that is computed waits for a copy on the device: it is queued when the copy is over.
 
 On a processor all is done when it is asked for, and nobody waits.
 """
