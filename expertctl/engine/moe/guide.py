@@ -15,7 +15,7 @@ from expertctl.engine.moe.activity_document import (
 from expertctl.engine.moe.activity_sum import tokens_of
 from expertctl.engine.moe.large_document import MAX_BYTES, load_document
 from expertctl.engine.moe.usage_profile import UsageProfile, profile_in
-from expertctl.errors import IncompatibleError, InvalidPackageError
+from expertctl.errors import IncompatibleError, InvalidPackageError, StoreError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.regular_file import open_regular
 from expertctl.schema.strict_json import JsonObject
@@ -105,11 +105,16 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
 
     Raises:
         NotFoundError: when there is no such file.
+        StoreError: when it cannot be read.
         InvalidPackageError: when it is neither, malformed or too large.
         IncompatibleError: when it is of another base.
     """
-    with open_regular(path) as stream:
-        data = stream.read(MAX_BYTES + 1)
+    try:
+        with open_regular(path) as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        fact = f"{path} cannot be read: {error.strerror or error}"
+        raise StoreError(fact, hint="name a file that this user may read") from error
     try:
         return guide_in(load_document(data, what=str(path)), routed, what=str(path))
     except InvalidPackageError as error:

@@ -14,7 +14,13 @@ from expertctl.engine.moe.activity_document import (
 )
 from expertctl.engine.moe.guide import activity_of, guide_in, guide_of, read_guide, usage_of
 from expertctl.engine.moe.usage_profile import UsageProfile, write_profile
-from expertctl.errors import ExpertError, IncompatibleError, InvalidPackageError, NotFoundError
+from expertctl.errors import (
+    ExpertError,
+    IncompatibleError,
+    InvalidPackageError,
+    NotFoundError,
+    StoreError,
+)
 from expertctl.package.experts_config import ExpertsConfig
 
 ROUTED = ExpertsConfig(
@@ -63,6 +69,14 @@ def test_tokens_that_ask_for_another_number_of_experts_are_of_another_base(tmp_p
     path.write_bytes(write_activity(replace(COUNTED, used=3)))
     with pytest.raises(IncompatibleError, match="ask for 3 experts, of this base for 2"):
         read_guide(path, ROUTED)
+
+
+def test_a_file_that_the_system_refuses_is_named(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.json"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("x" * 300)):
+        with pytest.raises(StoreError, match="cannot be read"):
+            read_guide(path, ROUTED)
 
 
 def test_an_activity_document_is_read(tmp_path: Path) -> None:
