@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from expertctl.cli.opening import without_engine
+from expertctl.cli.opening import importing_engine
 from expertctl.cli.output import JsonFlag, emit, note, warn
 from expertctl.cli.run_options import Dtype, MoePin, MoeProfile, budget_of, numerics_of
 from expertctl.durable import write_atomic
@@ -161,15 +161,13 @@ def plan(
 
     Example: expertctl base plan Qwen/Qwen3-30B-A3B --memory 16GB
     """
-    try:
+    with importing_engine(as_json=as_json):
         from expertctl.engine.memory import budget_limit
         from expertctl.engine.moe.habit_keeper import HabitKeeper
         from expertctl.engine.moe.pins import parse_pins
         from expertctl.engine.moe.start import StartWishes
         from expertctl.engine.packed_backend import SCHEMES
         from expertctl.engine.routed_plan import routed_plan
-    except ModuleNotFoundError as error:
-        raise without_engine(error) from error
     from expertctl.cli.base_experts_view import plan_text
     from expertctl.package.model_config import read_config
     from expertctl.routing.numerics import dtype_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from expertctl.cli.bench_moe import bench_moe
-from expertctl.cli.opening import open_planner, without_engine
+from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, progress, warn
 from expertctl.cli.run_options import (
     AdapterDtype,
@@ -117,7 +117,7 @@ def bench(
     asked = _Asked(base, shape, tuple(expert or ()), held, budget)
     asked.check()
     _check_plot(plot)
-    wanted = _wanted(tokens, context, prompt_tokens, threads, rounds)
+    wanted = _wanted(tokens, context, prompt_tokens, threads, rounds, as_json=as_json)
     with _subject(asked, wanted, settings, as_json=as_json) as subject:
         from expertctl.engine.bench import measure
 
@@ -168,12 +168,12 @@ def _wanted(
     prompts: Sequence[int] | None,
     threads: Sequence[int] | None,
     rounds: int,
+    *,
+    as_json: bool,
 ) -> "Wanted":
-    try:
+    with importing_engine(as_json=as_json):
         from expertctl.engine.bench import Wanted, thread_counts
         from expertctl.engine.threads import usable_cores
-    except ModuleNotFoundError as error:
-        raise without_engine(error) from error
     if threads and max(threads) > usable_cores():
         raise UsageError(
             f"--threads {max(threads)}: only {counted(usable_cores(), 'core')} can be used here",

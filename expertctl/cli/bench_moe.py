@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from expertctl.cli.opening import open_planner, without_engine
+from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, warn
 from expertctl.cli.run_options import (
     SKIP_CAP,
@@ -114,7 +114,7 @@ def bench_moe(
     budget = budget_of(memory_budget, settings)
     shares, cap = _shares(resident), _cap(moe_skip_cap)
     _check_plot(plot, shares)
-    wanted = _engine()(
+    wanted = _engine(as_json=as_json)(
         shares=shares,
         misses=_misses(moe_miss or ()),
         cap=cap,
@@ -198,11 +198,9 @@ def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
             )
 
 
-def _engine() -> "type[RoutedWanted]":
-    try:
+def _engine(*, as_json: bool) -> "type[RoutedWanted]":
+    with importing_engine(as_json=as_json):
         from expertctl.engine.routed_bench import RoutedWanted
-    except ModuleNotFoundError as error:
-        raise without_engine(error) from error
     return RoutedWanted
 
 

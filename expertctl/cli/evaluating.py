@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from expertctl.cli.exit_codes import FAILURE
-from expertctl.cli.opening import open_planner, without_engine
-from expertctl.cli.output import JsonFlag, counting, emit, note, progress, warn
+from expertctl.cli.opening import importing_engine, open_planner
+from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import (
     SKIP_CAP,
     AdapterDtype,
@@ -184,15 +184,9 @@ def _evaluate_answers(
         check_picture(plot)
     experts = [parse_expert(word) for word in (asked.target, *asked.compose)]
     samples = read_data(asked.data, metric=asked.metric)
-    from expertctl.engine.torch_library import map_ahead
-
-    map_ahead()
-    with progress("loading", None, as_json=as_json):  # torch takes a while
-        try:
-            from expertctl.engine.evaluation import EvaluationRequest
-            from expertctl.engine.evaluation import evaluate as measure
-        except ModuleNotFoundError as error:
-            raise without_engine(error) from error
+    with importing_engine(as_json=as_json):
+        from expertctl.engine.evaluation import EvaluationRequest
+        from expertctl.engine.evaluation import evaluate as measure
     request = EvaluationRequest(
         data=samples,
         expert=experts[0],
@@ -233,10 +227,8 @@ def measured(
     from expertctl.cli.evaluation_view import oddities
     from expertctl.package.evaluation_entry import build_date, with_evaluation
 
-    try:
+    with importing_engine(as_json=as_json):
         from expertctl.engine.evaluation import evaluate_build
-    except ModuleNotFoundError as error:
-        raise without_engine(error) from error
 
     settings = load_settings()
     check_processor(settings, "the evaluation of a build")

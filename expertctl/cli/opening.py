@@ -1,5 +1,7 @@
 """Opening what a model is run with: the home, the starter pack in a new one, and the engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +76,23 @@ def open_engine(
     return Engine(
         planner, budget=budget, progress=progress, tell=note, device=device, moe=moe or USUAL
     )
+
+
+@contextmanager
+def importing_engine(*, as_json: bool) -> Iterator[None]:
+    """Lend a place for imports of the engine: torch takes a while, which a bar shows.
+
+    Raises:
+        NotFoundError: when what the engine needs is not installed.
+    """
+    from expertctl.engine.torch_library import map_ahead
+
+    map_ahead()
+    with progress("loading", None, as_json=as_json):
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            raise without_engine(error) from error
 
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:
