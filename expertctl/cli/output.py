@@ -12,6 +12,7 @@ import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Annotated, TextIO
 
 import typer
@@ -23,6 +24,7 @@ from expertctl.settings import human_size as human_size
 
 _NARROWEST = 20
 """Columns that folded text has at least."""
+_GAP, _BELOW = "  ", "    "
 _JOINT = "\0"
 """Stands for a space at which nothing is broken; `printable` leaves none in a text."""
 
@@ -147,13 +149,29 @@ def _encodable(text: str, stream: TextIO) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns with two spaces between them; readable without colour."""
+    """Align columns with two spaces between them; readable without colour.
+
+    Where a terminal has no room for all but the last, those behind are in a line below, in each row
+    the same ones.
+    """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    beside = _columns_beside(widths, terminal_width(sys.stdout))
+    parts = [(line[:beside], line[beside:]) for line in lines]
+    shown = [(_aligned(left, widths), _aligned(below, widths[beside:])) for left, below in parts]
+    return "\n".join(f"{left}\n{_BELOW}{below}" if below else left for left, below in shown)
+
+
+def _columns_beside(widths: Sequence[int], room: int) -> int:
+    """Return how many columns stand beside each other; a long last one is folded instead."""
+    ends = [end - len(_GAP) for end in accumulate(width + len(_GAP) for width in widths)]
+    if not room or len(ends) < 2 or ends[-2] <= room:
+        return len(ends)
+    return max(sum(end <= room for end in ends), 1)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return _GAP.join(map(str.ljust, cells, widths)).rstrip()
 
 
 def counted(count: int, thing: str) -> str:

@@ -102,6 +102,22 @@ def test_a_table_lines_up_without_trailing_spaces() -> None:
     assert text == "name    size\na       1 B\nlonger  2 B"
 
 
+def test_a_narrow_terminal_gets_the_same_columns_of_each_row_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 12)
+    rows = [["a", "1.0.0", "me", ""], ["abc", "2.0.0", "", ""]]
+    shown = table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
+    assert shown == "NAME\n    VERSION  SIGNER  FLAGS\na\n    1.0.0    me\nabc\n    2.0.0"
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 20)
+    shown = table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows)
+    assert shown == "NAME  VERSION\n    SIGNER  FLAGS\na     1.0.0\n    me\nabc   2.0.0"
+    monkeypatch.setattr("expertctl.cli.output.terminal_width", lambda _: 23)
+    assert table(["NAME", "VERSION", "SIGNER", "FLAGS"], rows).startswith(
+        "NAME  VERSION  SIGNER  FLA"
+    )
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [
