@@ -33,6 +33,7 @@ from benchmarks.harness import (
     machine,
     take_turns,
 )
+from benchmarks.routed import on_device
 from benchmarks.routed.budgeted import ANSWER, ANSWERS, Budgeted, Told, answering
 from benchmarks.routed.engines import THREADS, WARM_UP, Setting, ours, transformers
 from benchmarks.routed.hit_rows import SHARE, draw, hit_rows
@@ -41,7 +42,6 @@ from benchmarks.routed.shape import RoutedShape, write_base
 from benchmarks.routed.tasks import Figure, Follow, Keeping, RoutedTask, Tell
 from benchmarks.routed.traces import drawn, shape_of, stored
 from expertctl.cli.plot import check_picture
-from expertctl.engine.accelerator import has_cuda
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import unused
 from expertctl.engine.packed_base import packed_bytes
@@ -89,7 +89,10 @@ def measure(trace: Path | None, picture: Path | None, folder: Path, rounds: int)
         rows += from_memory(subject, rounds)
         for scheme in (Scheme.BFLOAT16, Scheme.INT8, Scheme.INT4):
             rows += from_disk(subject, rounds, scheme=scheme)
-        rows.append(cuda())
+        tokens, simulates = len(subject.trace), subject.simulates
+        rows.append(
+            on_device.row(subject.directory, tokens=tokens, simulates=simulates, rounds=rounds)
+        )
         for scheme in (Scheme.BFLOAT16, Scheme.INT8):
             rows += prompts(subject, scheme, rounds)
     with _subject(trace, folder, min(layers, FEW_LAYERS)) as small:
@@ -226,13 +229,6 @@ def _megabytes(case: str, ours: float, theirs: float, *, rival: str, note: str) 
         spread=None,
         note=note,
     )
-
-
-def cuda() -> Row:
-    """No row yet: routed experts of a base are run on CPUs."""
-    there = "routed experts are not measured there yet" if has_cuda() else "there is none here"
-    row = absent(f"decode, {SHARE:.0%} resident, CUDA", rival="all resident", install=there)
-    return replace(row, ok=None, unit="tok/s", better="higher", target=">= 0.6")
 
 
 def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
