@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from expertctl.engine.kernels.arguments import address, words_of
-from expertctl.engine.kernels.compact import filled, most_bytes, pack_kernel
+from expertctl.engine.kernels.compact import check_kernel, filled, most_bytes, pack_kernel
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.lanes import VECTOR_BYTES
 from expertctl.engine.kernels.routed_compact import stretches_of
@@ -27,3 +27,24 @@ def compacted(block: Numbers, shape: ExpertShape) -> Numbers:
     pack_kernel()(0, 1, address(arguments, np.int64))
     end = int(packed[:offsets].view(np.uint32)[-1])
     return packed[: -(-end // ALIGNED) * ALIGNED]
+
+
+def least_bytes(shape: ExpertShape) -> int:
+    """Return what any compact expert has: where its stretches begin."""
+    return 4 * (len(stretches_of(shape)) + 1)
+
+
+def is_compact(block: Numbers, shape: ExpertShape) -> bool:
+    """Tell whether an expert can be unpacked from a block; not whether it is the right one."""
+    if block.nbytes < least_bytes(shape):
+        return False
+    sizes, found = stretches_of(shape), np.zeros(1, np.int64)
+    arguments = words_of(
+        address(block, np.uint8),
+        block.nbytes,
+        address(sizes, np.int64),
+        len(sizes),
+        address(found, np.int64),
+    )
+    check_kernel()(0, 1, address(arguments, np.int64))
+    return bool(found[0])

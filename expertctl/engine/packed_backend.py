@@ -343,7 +343,7 @@ class PackedModel:
             return self.base.matrix(module)
         shape = expert_shape(self.base.config, self.base.scheme)
         block = np.frombuffer(allocate(shape.nbytes), np.uint8)
-        self._reader.read(*routed, block)
+        self._reader.read_whole(*routed, block)
         return replace(self.base, experts={routed: block}).matrix(module)
 
     def rest(self) -> None:

@@ -271,6 +271,8 @@ class PackedDecoder:
         phase: Phase,
     ) -> None:
         """Run all layers; where experts may be missing, have them brought when they are chosen."""
+        if room.routed is not None:
+            room.routed.absent[0] = 0
         for stage in program.layers:
             self._run(stage.program, workers)
             if stage.chosen is not None:

@@ -36,6 +36,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 _ENTRY = struct.Struct(f"<Q{_DIGEST_BYTES}s")
 _END_BYTES = _SIZES.size + _DIGEST_BYTES
 _THREADS = 4
+_SLACK = 32
 _AT_ONCE = 2 << 20
 """Bytes that are read before somebody is asked whether they are still wanted."""
 
@@ -67,6 +68,11 @@ class CopyShape:
     def rest_pieces(self) -> int:
         """How many pieces come before the first block."""
         return -(-self.rest // _PIECE)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the file that a block has at most: what is no shorter may be a little longer."""
+        return self.block + self.block // _SLACK + 2 * ALIGNED
 
     @property
     def pieces(self) -> int:
@@ -245,7 +251,7 @@ class CopyFile:
         Raises:
             OSError: when the file cannot be read to its end.
         """
-        buffer = memoryview(bytearray(max(_PIECE, self.shape.block)))
+        buffer = memoryview(bytearray(max(_PIECE, self.shape.most)))
         return all(self.fill(n, buffer[: p.size]) for n, p in enumerate(self._places))
 
     def close(self) -> None:
@@ -271,8 +277,8 @@ def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, Sequence[_Pl
     rest, blocks, block = _SIZES.unpack(sizes)
     shape = CopyShape(rest=rest, blocks=blocks, block=block)
     begin = size - _END_BYTES - shape.pieces * _ENTRY.size
-    if begin < 0 or not shape.pieces:
-        return None
+    if begin < rest + blocks * ALIGNED or not shape.pieces:
+        return None  # before memory is taken for what the sizes say
     table = bytearray(size - _END_BYTES - begin)
     _read_into(memoryview(table), handle, begin)
     if _seal(of, sizes, table) != seal:
@@ -297,7 +303,7 @@ def _fits(places: Sequence[_Place], shape: CopyShape, end: int) -> bool:
     rest, last = shape.rest_pieces, places[-1]
     return (
         all(place.size == size for place, size in zip(places[:rest], sizes, strict=False))
-        and all(0 < place.size <= shape.block for place in places[rest:])
+        and all(0 < place.size <= shape.most for place in places[rest:])
         and _table_begin(shape, last.begin + last.size) == end
     )
 

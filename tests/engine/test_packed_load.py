@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from expertctl.durable import staged_file
 from expertctl.engine import packed_load
 from expertctl.engine.base_weights import load_base
+from expertctl.engine.compact_expert import compacted
+from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.packed import PackedMatrix, pack
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import allocate
@@ -305,6 +307,10 @@ GOLDEN_OF_VERSION = {2: _GOLDEN, 3: _GOLDEN, 4: _GOLDEN}
 """The same of a matrix that a formula makes, whatever becomes of random numbers."""
 
 
+COMPACT_OF_VERSION = {4: "f3293de8a18e2c36"}
+"""And of an expert in bfloat16, from the version on that keeps them compact."""
+
+
 def test_what_is_kept_has_the_version_of_its_bytes(
     added: tuple[Path, QuantisedCopies],
 ) -> None:
@@ -327,6 +333,15 @@ def test_a_golden_matrix_has_the_bytes_of_its_version() -> None:
     assert {scheme: digest_of(pack(numbers, scheme)) for scheme in INTEGERS} == (
         GOLDEN_OF_VERSION[VERSION]
     )
+
+
+def test_a_compact_expert_has_the_bytes_of_its_version() -> None:
+    shape = ExpertShape(Scheme.BFLOAT16, 272, 144)
+    mixed = (np.arange(shape.nbytes // 2, dtype=np.uint32) * np.uint32(2654435761)) >> np.uint32(8)
+    numbers = mixed.astype(np.float32) / np.float32(1 << 23) - 1
+    block = (numbers.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    found = hashlib.sha256(compacted(block, shape).tobytes()).hexdigest()[:16]
+    assert found == COMPACT_OF_VERSION[VERSION]
 
 
 def test_a_file_is_laid_out_as_its_version_says(tmp_path: Path) -> None:

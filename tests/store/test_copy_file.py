@@ -21,7 +21,7 @@ from expertctl.store.copy_file import (
     pieces_in,
     write_copy,
 )
-from tests.store.copy_layout import file_bytes, in_file, table
+from tests.store.copy_layout import END_BYTES, ENTRY_BYTES, file_bytes, in_file, table
 
 OF = "a copy of something"
 PIECE = 4 << 20
@@ -95,11 +95,21 @@ def kept(piece: Piece) -> Piece:
     return Piece(memoryview(bytes(piece.memory)), piece.digest)
 
 
-@pytest.mark.parametrize("lengths", [(5001, 1, 1), (0, 1, 1)])
+def test_sizes_that_are_damaged_take_no_memory(tmp_path: Path) -> None:
+    """They say that nearly all of a large file is a table, which is not read to find out."""
+    size = 40 << 30
+    with (tmp_path / "copy").open("wb") as stream:
+        stream.truncate(size)
+        stream.seek(size - END_BYTES)
+        stream.write(struct.pack("<3Q", 1, (size - END_BYTES) // ENTRY_BYTES - 1, 4096))
+    assert CopyFile.open(tmp_path / "copy", OF) is None
+
+
+@pytest.mark.parametrize("lengths", [(BLOCKS.most + 1, 1, 1), (0, 1, 1)])
 def test_a_block_of_no_length_or_too_long_a_one_opens_nothing(
     lengths: tuple[int, int, int], tmp_path: Path
 ) -> None:
-    shape = CopyShape(rest=1, blocks=3, block=5000)
+    shape = CopyShape(rest=1, blocks=3, block=BLOCKS.block)
     contents = [b"?", *(bytes(length) for length in lengths)]
     pieces = [Piece(memoryview(c), hashlib.sha256(c).digest()) for c in contents]
     with staged_file(tmp_path / "copy", mode=0o600) as write:

@@ -31,15 +31,17 @@ from expertctl.engine.kernels.memory import (
     copy_bytes,
     halves_at,
     ints_at,
+    longs_at,
     octets_at,
     stack_floats,
     words,
     words_at,
 )
+from expertctl.engine.kernels.strips import TOGETHER
 
-GROUP, MOST_BLOCKS, VECTORS = 512, 4, 64
-"""Numbers of a group; blocks of a chunk at most, and vectors of each of them."""
-CHUNK_BYTES = MOST_BLOCKS * VECTORS * VECTOR_BYTES
+GROUP, VECTORS = 512, 64
+"""Numbers of a group, and vectors of each block of a chunk."""
+CHUNK_BYTES = TOGETHER * VECTORS * VECTOR_BYTES
 CHUNK_FLOATS = CHUNK_BYTES // 4
 HEAD = 64
 AS_THEY_ARE = 0xFFFF
@@ -138,25 +140,69 @@ def _found_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no c
     return window, size - most
 
 
+@cache
+def check_kernel() -> Kernel:
+    """Return the kernel that tells whether stretches can be unpacked; its one item is all.
+
+    Its arguments are the address of what was packed, how many bytes it may have, the address of
+    int64 [stretches, 2] and how many these are, as for `pack_kernel`, and that of an int64, which
+    is 1 then, and else 0.
+    """
+    return compile_kernel("check compact", _check)
+
+
+def _check(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover - compiled
+    place, most, sizes_at, stretches, found = words(arguments, 5)
+    ends, sound = words_at(place, stretches + 1), 1
+    for stretch in range(stretches):
+        packed, end = place + ends[stretch], place + min(ends[stretch + 1], most)
+        blocks, vectors = words(sizes_at + 16 * stretch, 2)
+        for first in range(0, vectors, VECTORS):
+            wide = min(VECTORS, vectors - first)
+            length = chunk_bytes(packed, end, blocks * wide * (VECTOR_BYTES // 2))
+            if length == 0:
+                sound = 0
+                break
+            packed += length
+    longs_at(found, 1)[0] = sound
+
+
+@register_jitable
+def chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cover - compiled
+    """Return how many bytes a chunk of so many numbers has; 0 where it is none.
+
+    Nothing from ``end`` on is read.
+    """
+    if end - packed < HEAD:
+        return 0
+    beyond = _beyond(packed)
+    length = 2 * size
+    if beyond != AS_THEY_ARE:
+        length = size * 11 // 8 + filled(4 * beyond) if size % GROUP == 0 else end - packed
+    return HEAD + filled(length) if end - packed - HEAD >= length else 0
+
+
+@register_jitable
+def _beyond(packed: Any) -> Any:  # pragma: no cover - compiled
+    """Return how many numbers of a chunk are beyond its window."""
+    head = octets_at(packed, HEAD)
+    return long_of(head[0]) | long_of(head[1]) << 8
+
+
 @register_jitable
 def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: no cover - compiled
     """Write so many numbers of a chunk; return how many bytes it had, 0 where it is none.
 
     Whatever is there, nothing from ``end`` on is read, and nothing is written but the numbers.
     """
-    if end - packed < HEAD:
+    length = chunk_bytes(packed, end, size)
+    if length == 0:
         return 0
-    head = octets_at(packed, HEAD)
-    beyond, window = long_of(head[0]) | long_of(head[1]) << 8, long_of(head[2])
+    beyond, window = _beyond(packed), long_of(octets_at(packed, HEAD)[2])
     packed += HEAD
     if beyond == AS_THEY_ARE:
-        if end - packed < 2 * size:
-            return 0
         copy_bytes(out, packed, 2 * size)
-        return HEAD + filled(2 * size)
-    length = size * 11 // 8 + filled(4 * beyond)
-    if size % GROUP != 0 or end - packed < length:
-        return 0
+        return length
     for begin in range(0, size, GROUP):
         unpack_group(packed, window, out + 2 * begin)
         packed += _GROUP_BYTES
@@ -164,12 +210,12 @@ def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: 
     for k in range(beyond):
         if kept[2 * k] < size:
             numbers[kept[2 * k]] = kept[2 * k + 1]
-    return HEAD + length
+    return length
 
 
 @register_jitable
 def long_of(number: Any) -> Any:  # pragma: no cover - compiled
-    """Return an int64 of a byte."""
+    """Return an int64 of a byte, which shifted would stay one."""
     return number + 0
 
 

@@ -124,6 +124,7 @@ def _routed_compact_function(*, plain: bool) -> KernelFunction:
                 length = unpack_chunk(packed, above, high * wide * (VECTOR_BYTES // 2), chunk)
                 if length == 0:
                     write_now(absent, expert + 1)
+                    clear(to, out_stride, end - begin, high)
                     break
                 packed += length
                 spans(

@@ -78,10 +78,10 @@ class WidenedTiles:
         """Add some columns to the sums of a block."""
         lanes, at = self.lanes, self.at
         places = [self._sum(block, lanes.constant(token)) for token in range(self.tokens)]
-        none = [self._first(block, lanes.constant(token)) for token in range(self.tokens)]
+        starts = [self._first(block, lanes.constant(token)) for token in range(self.tokens)]
         begin = [
             lanes.chosen(first, lanes.floats(place), start)
-            for place, start in zip(places, none, strict=True)
+            for place, start in zip(places, starts, strict=True)
         ]
         sums = [lanes.variable(start) for start in begin]
         for each, start in zip(sums, begin, strict=True):

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.compact_expert import compacted
+from expertctl.engine.compact_expert import compacted, is_compact
 from expertctl.engine.mapped_file import MappedFile
 from expertctl.engine.memory import unused
 from expertctl.engine.moe.expert_files import IsWanted, StoredExperts
 from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeColdWish
-from expertctl.store.copy_file import CopyFile, always
+from expertctl.store.copy_file import CopyFile, CopyShape, always
 from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
@@ -47,7 +47,7 @@ def copied_experts(
     def give_up(why: str) -> None:
         copies.give_up(name, copy, why=why)
 
-    way = _usual(copy, blocks) if cold == "auto" else cold
+    way = _usual(copy.shape, _most_bytes(copy), blocks) if cold == "auto" else cold
     mapping = None
     try:
         if way == "direct":
@@ -58,28 +58,28 @@ def copied_experts(
             why = f"{_NOT[way]} ({error.strerror or error}): read instead"
             copies.note(name, f"{copies.path(name)} is not {why}")
         way = "read"
-    return CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
+    found = CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
+    if not found.is_of_use:
+        copies.note(name, f"{copies.path(name)} has experts that are no shorter: not used for any")
+    return found
 
 
-def _usual(copy: CopyFile, blocks: int) -> MoeCold:
-    """Return how to read experts where nobody said it.
+def _usual(shape: CopyShape, each: int, blocks: int) -> MoeCold:
+    """Return how to read experts of so many bytes where nobody said it.
 
     The system's cache gives a piece several times as fast as a disk, where it has it; where it has
     not, reading through it is slower, and takes the processor's time.
     """
-    shape, free = copy.shape, unused()
-    each, room = _compact_bytes(copy) or shape.block, blocks * shape.block
+    free, room = unused(), blocks * shape.block
     others = max(shape.blocks * each - room, 0)
     if free is None or free - room >= _CACHED_SHARE * others:
         return "read"
     return "direct"
 
 
-def _compact_bytes(copy: CopyFile) -> int:
-    """Return what the largest expert takes, where all of them are compact; else 0."""
-    shape = copy.shape
-    most = max(map(copy.size_of, range(shape.rest_pieces, shape.pieces)), default=0)
-    return most if most < shape.block else 0
+def _most_bytes(copy: CopyFile) -> int:
+    """Return what the largest expert takes."""
+    return max(map(copy.size_of, range(copy.shape.rest_pieces, copy.shape.pieces)))
 
 
 class CopiedExperts:
@@ -101,8 +101,11 @@ class CopiedExperts:
         """Read from a copy, and from the files of the base what is damaged in it."""
         self._copy, self._stored, self._give_up = copy, stored, give_up
         first = copy.shape.rest_pieces
-        self.compact = _compact_bytes(copy)
-        """Bytes of a block for an expert that is compact; 0: they are not."""
+        most = _most_bytes(copy)
+        self.compact = most if stored.is_compact and most <= copy.shape.block else 0
+        """Bytes of a block for an expert that is compact; 0: they are as they are computed."""
+        self.is_of_use = most == copy.shape.block or bool(self.compact)
+        """Else one of them is no shorter, and blocks are for those that are not compact."""
         self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
         self._cold, self._mapped = cold, mapped
         self._sound: set[int] = set()
@@ -115,16 +118,13 @@ class CopiedExperts:
         return "read" if self._cold == "map" and self._mapped is None else self._cold
 
     def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
-        """Fill a block with an expert; return how many bytes of files that took.
-
-        He is compact where the block is as large as they are in the copy.
-        """
-        piece, is_compact = self._pieces[layer, expert], block.nbytes == self.compact
+        """Fill a block with an expert; return how many bytes of files that took."""
+        piece = self._pieces[layer, expert]
         size = self._copy.size_of(piece)
-        is_there = piece not in self._damaged and (is_compact or size == block.nbytes)
+        is_there = self.is_of_use and piece not in self._damaged
         if is_there and self._filled(piece, block[:size], is_wanted):
             return size
-        if not is_compact:
+        if not self.compact:
             return self._stored.read(layer, expert, block, is_wanted=is_wanted)
         whole = np.empty(self._copy.shape.block, np.uint8)
         read = self._stored.read(layer, expert, whole, is_wanted=is_wanted)
@@ -132,14 +132,17 @@ class CopiedExperts:
         np.copyto(block[: len(packed)], packed)
         return read
 
+    def read_whole(self, layer: int, expert: int, block: Numbers) -> int:
+        """Fill memory with an expert as it is computed, wherever he is now; return the bytes."""
+        reader = self._stored if self.compact else self
+        return reader.read(layer, expert, block)
+
     def lend(self, layer: int, expert: int) -> int | None:
         """Return the address of an expert in the mapped copy, if the system holds all of it."""
         piece = self._pieces[layer, expert]
-        if self._mapped is None or piece in self._damaged:
+        if self._mapped is None or not self.is_of_use or piece in self._damaged:
             return None
         begin, size = self._copy.begin_of(piece), self._copy.size_of(piece)
-        if not self.compact and size < self._copy.shape.block:
-            return None
         if not self._mapped.is_cached(begin, size) or not self._is_sound(piece, self._mapped):
             return None
         return self._mapped.address(begin)
@@ -153,7 +156,9 @@ class CopiedExperts:
 
     def _filled(self, piece: int, block: Numbers, is_wanted: IsWanted) -> bool:
         try:
-            if self._copy.fill(piece, block.data, is_wanted=is_wanted):
+            if self._copy.fill(piece, block.data, is_wanted=is_wanted) and (
+                not self.compact or is_compact(block, self._stored.shape)
+            ):
                 return True
             self._refuse(piece, "it is damaged")
         except OSError as error:

@@ -49,6 +49,8 @@ class StoredExperts:
         """Read from where the tensors of a base lie."""
         self._stored, self.shape = stored, expert_shape(config, scheme)
         self.scheme = scheme
+        self.is_compact = scheme is Scheme.BFLOAT16
+        """Whether experts are compact in a copy of the base."""
 
     @property
     def cold(self) -> MoeCold:
@@ -70,6 +72,10 @@ class StoredExperts:
             pack_tensor(tensor, place)
             read += tensor.size
         return read
+
+    def read_whole(self, layer: int, expert: int, block: Numbers) -> int:
+        """Do the same for whoever wants an expert as it is computed."""
+        return self.read(layer, expert, block)
 
     def lend(self, layer: int, expert: int) -> int | None:
         """Return None: what files hold has to be packed."""

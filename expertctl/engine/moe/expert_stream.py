@@ -64,8 +64,10 @@ class ExpertStream:
         self._experts, self._progress = experts_of(config), progress
         self._is_compact = scheme is Scheme.BFLOAT16
         assert config.experts is not None
-        self._most = min(packing_threads() + 1, config.experts.count)
-        """There is memory for the experts of a layer, which nobody has filled yet."""
+        room = config.experts.count // 2 if self._is_compact else config.experts.count
+        self._most = max(min(packing_threads() + 1, room), 1)
+        """There is memory for the experts of a layer, which nobody has filled yet; one that is
+        made compact takes that of two."""
         self.digests: dict[str, str] = {}
         """The sha256 of each tensor that was read, by its name."""
         self.read_bytes = 0
@@ -108,10 +110,5 @@ class ExpertStream:
             hasher = hashlib.sha256()
             pack_tensor(self._stored[name], place, hasher=hasher)
             digests[name] = hasher.hexdigest()
-        found = block
-        if self._is_compact:
-            packed = compacted(block, self._shape)
-            if len(packed) < len(block):
-                found = block[: len(packed)]
-                np.copyto(found, packed)
+        found = compacted(block, self._shape) if self._is_compact else block
         return Piece(found.data, digest_of(found.data)), digests

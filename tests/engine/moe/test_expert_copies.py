@@ -199,11 +199,33 @@ def test_who_wants_the_matrix_of_a_compact_expert_gets_it_from_the_base(
     keep(directory, copies, Scheme.BFLOAT16)
     with closing(reader_of(directory, copies, Scheme.BFLOAT16)) as reader:
         block = np.empty(shape_of(directory, Scheme.BFLOAT16).block, np.uint8)
-        reader.read(1, 3, block)
+        reader.read_whole(1, 3, block)
         assert block.tobytes() == packed(directory, Scheme.BFLOAT16, 1, 3)
 
 
-def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_such_experts_alone(
+@pytest.mark.parametrize("cold", ["read", "direct"])
+def test_an_expert_that_the_disk_gives_otherwise_later_is_read_from_the_base(
+    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+) -> None:
+    """A piece is hashed once; later, whether it can be unpacked is looked at all the same."""
+    path, number = keep(directory, copies, Scheme.BFLOAT16), 5
+    expert = experts_of(read_config(directory))[number]
+    expected = as_copied(directory, Scheme.BFLOAT16, *expert)
+    at = path.read_bytes().index(expected)
+    with closing(reader_of(directory, copies, Scheme.BFLOAT16, cold=cold)) as reader:
+        block = room_for(reader, directory, Scheme.BFLOAT16)
+        reader.read(*expert, block)
+        assert copies.take_notes() == ()
+        with path.open("r+b") as stream:
+            stream.seek(at)
+            stream.write(b"\xff" * 4096)
+        reader.read(*expert, block)
+        assert block.tobytes()[: len(expected)] == expected
+        told = f"{path} is not used any more (it is damaged): made again next time"
+        assert copies.take_notes() == (told,)
+
+
+def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_none_and_that_is_told(
     directory: Path, copies: QuantisedCopies
 ) -> None:
     """Its weights are noise, so blocks are as large as they are computed."""
@@ -223,8 +245,9 @@ def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_such_experts_alone
         for expert in experts_of(read_config(directory))[:4]:
             reader.read(*expert, block)
             assert block.tobytes() == packed(directory, Scheme.BFLOAT16, *expert)
-            assert expert == (0, 2) or reader.lend(*expert) is None
-    assert copies.take_notes() == ()
+            assert reader.lend(*expert) is None
+    told = f"{copies.path('bfloat16')} has experts that are no shorter: not used for any"
+    assert copies.take_notes() == (told,)
 
 
 def test_a_copy_that_is_cut_short_while_it_is_open_is_told_and_not_waited_for(

@@ -234,14 +234,19 @@ before = kilobytes("VmRSS")
 config = read_config(Path(large))
 base = load_packed_base(Path(large), config, scheme, experts=False, copies=owners[large])
 shape = copy_shape(config, scheme)
-scratch = packing_scratch(config) + (packing_threads() + 1) * shape.block
-assert owners[large].path(scheme.value).stat().st_size == file_bytes(shape)
+times = 2 if scheme is Scheme.BFLOAT16 else 1
+scratch = packing_scratch(config) + times * (packing_threads() + 1) * shape.block
+size = owners[large].path(scheme.value).stat().st_size
+assert size == file_bytes(shape) if times == 1 else size < 0.75 * file_bytes(shape)
 print((kilobytes("VmHWM") - before) * 1024, shape.rest, scratch, shape.blocks * shape.block)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the peak")
-def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "bfloat16"])
+def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(
+    scheme: str, tmp_path: Path
+) -> None:
     """A process of its own: the most that was ever resident."""
     small = routed_base(tmp_path / "small", dtype="bfloat16")
     large = routed_base(
@@ -254,7 +259,7 @@ def test_making_a_copy_takes_no_memory_for_more_than_a_few_experts(tmp_path: Pat
     )
     homes = tmp_path / "homes"
     homes.mkdir()
-    command = [sys.executable, "-c", PEAK, "int8", str(small), str(large), str(homes)]
+    command = [sys.executable, "-c", PEAK, scheme, str(small), str(large), str(homes)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     peak, rest, scratch, experts = map(int, told.stdout.split())
     assert rest * 0.9 < peak <= rest + scratch, "not measured, or more than was told"
