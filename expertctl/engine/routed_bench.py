@@ -179,7 +179,8 @@ def _told(wanted: RoutedWanted) -> str:
     read = f"{wanted.prompt_tokens} random tokens"
     if count:
         read = "a prompt" if count == 1 else f"{count} prompts"
-    return f"{read}, then {wanted.tokens} more, {wanted.rounds} times"
+    often = "once" if wanted.rounds == 1 else f"{wanted.rounds} times"
+    return f"{read}, then {wanted.tokens} more, {often}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
 
 COMPILING = "compiling kernels for this machine, once"
-COMPILING_AGAIN = "compiling kernels; they cannot be kept, as others may write to the home"
+COMPILING_AGAIN = "compiling kernels; they are not kept: the home is not yours alone to write"
 
 Code = TypeVar("Code")
 
