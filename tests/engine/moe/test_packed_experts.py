@@ -138,8 +138,9 @@ def test_those_who_are_there_are_computed_while_others_are_read(
             Event().wait(0.005)
             return read(layer, expert, block, **more)
 
-        read = cache._reader.read
-        monkeypatch.setattr(cache._reader, "read", read_slowly)
+        reader = cache._arrivals._reader
+        read = reader.read
+        monkeypatch.setattr(reader, "read", read_slowly)
         monkeypatch.setattr(cache, "ask", asked)
         monkeypatch.setattr(cache, "wait_for_some", lambda: came(wait()))
         monkeypatch.setattr(crew, "run", lambda *a, **k: (events.append("ran"), run(*a, **k)))
