@@ -3,7 +3,7 @@
 A weight's sign and fraction look like noise, but its exponent has an entropy of 2.6 of its 8 bits
 (Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here three bits are kept of it, which say
 where it is among eight exponents in a row, the *window* of a chunk; the few numbers beyond it are
-kept whole. That takes a twentieth more than the best prefix code, and no code has to be followed
+kept whole. That takes a twelfth more than the best prefix code, and no code has to be followed
 bit by bit: sixty-four numbers are put together at a time.
 
 A stretch, four blocks of sixteen rows or what is left of a matrix, is chunks of 128 columns. Each
