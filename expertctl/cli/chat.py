@@ -18,7 +18,7 @@ from expertctl.cli.chat_loading import Loading, StoppedError, save_plan
 from expertctl.cli.exit_codes import OK, exit_code
 from expertctl.cli.interruption import Ending, TerminatedError
 from expertctl.cli.misnamed import explained
-from expertctl.cli.opening import open_engine, open_planner
+from expertctl.cli.opening import importing_engine, open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
     fail,
@@ -201,19 +201,15 @@ def chat(
 def _open(
     pattern: "RunRequest", settings: Settings, moe: "StartWishes", *, as_json: bool, stats: bool
 ) -> "_Session":
-    from expertctl.engine.torch_library import map_ahead
-
-    map_ahead()
     planner, loading = open_planner(settings, as_json=as_json), Loading()
     route = pattern.route
-    with progress("loading", None, as_json=as_json):  # torch takes a while
+    with importing_engine(as_json=as_json):
         engine = open_engine(
             planner, budget=route.memory_budget, progress=loading, device=route.device, moe=moe
         )
         from expertctl.engine.conversation import Conversation
 
-    conversation = Conversation(engine, pattern)
-    session = _Session(conversation, planner, loading, as_json=as_json, stats=stats)
+    session = _Session(Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats)
     session.end = engine.close
     return session
 

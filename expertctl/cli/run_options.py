@@ -321,14 +321,16 @@ def start_of(
 
     Raises:
         NotFoundError: when there is no such profile; it is read only where experts are missing.
+        StoreError: when it cannot be opened.
+        InvalidPackageError: when it is no file.
         UsageError: when one of them says what cannot be.
     """
+    from expertctl.engine.moe.guide import open_profile
     from expertctl.engine.moe.pins import parse_pins
     from expertctl.engine.moe.start import StartWishes, parse_rate
-    from expertctl.regular_file import open_regular
 
     if profile is not None:
-        with open_regular(profile):
+        with open_profile(profile):
             pass
     chosen = warmup or _chosen("moe_warmup", settings.moe_warmup, MOE_WARMUPS)
     return StartWishes(

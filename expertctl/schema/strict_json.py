@@ -102,8 +102,8 @@ def _uncollected() -> Iterator[None]:
     if not gc.isenabled():  # another thread reads, or nobody ever searches
         yield
         return
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         gc.enable()

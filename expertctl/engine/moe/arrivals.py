@@ -5,6 +5,7 @@ needed after all does not wait in its row, and a guess that was wrong is *droppe
 the reading, so that it delays nobody.
 """
 
+from collections import deque
 from collections.abc import Collection, Container, Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -48,7 +49,7 @@ class Arrivals:
         self._foreseen = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
         self._coming: dict[Expert, _Coming] = {}
         self._unread: set[Expert] = set()
-        self._untold: list[str] = []
+        self._untold = deque[str]()
         """Why those could not be read of whom nobody was told yet."""
         self.loads = self.ahead = self.read_bytes = 0
 
@@ -62,8 +63,8 @@ class Arrivals:
         return self._unread
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, that some could not be read when nobody waited; any thread may ask."""
-        untold, self._untold = self._untold, []
+        """Return, once, that some could not be read when nobody waited; one thread asks."""
+        untold = [self._untold.popleft() for _ in range(len(self._untold))]
         if not untold:
             return ()
         return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)

@@ -288,7 +288,8 @@ class ExpertCache:
         first: list[Expert] = []
         while self._expected and len(first) < count:
             expert = self._expected.popleft()
-            if self.slots[expert[0]].free and expert not in self._memory:
+            can_come = expert not in self._memory and expert not in self._arrivals.unread
+            if self.slots[expert[0]].free and can_come:
                 first.append(expert)
         self._arrivals.foresee(first, frozenset())
         self._expected.extendleft(reversed(first))

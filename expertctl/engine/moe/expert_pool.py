@@ -11,12 +11,6 @@ import numpy as np
 
 Expert = tuple[int, int]
 """A routed layer, counted from 0, and the number of an expert there."""
-_NUMBERS = (np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.bool_))
-
-
-def pool_bytes(*, layers: int, experts: int) -> int:
-    """Return the bytes of `ExpertPool`."""
-    return layers * experts * sum(each.itemsize for each in _NUMBERS)
 
 
 class ExpertPool:
@@ -29,11 +23,6 @@ class ExpertPool:
         self._used = np.zeros((layers, experts), np.int64)
         self._is_in = np.zeros((layers, experts), np.bool_)
         self._uses = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of what is known of each."""
-        return self.worths.nbytes + self._used.nbytes + self._is_in.nbytes
 
     def __len__(self) -> int:
         """How many are in it."""

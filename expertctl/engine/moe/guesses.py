@@ -3,7 +3,7 @@
 The router of a layer judges early, by what the layer before it reads, and names as many experts as
 a token uses, the likeliest first: each has a *rank*. How often that is right differs: of a small
 trained base from 98 % of the first of a late layer to 22 % in the second. Of each layer and rank it
-is kept how many of those who were absent, so would have been read, were asked for then:
+is kept how many of those who were absent were asked for then:
 
     share += 0.02 * (right - share)
 
@@ -11,7 +11,8 @@ once for a pass, ``right`` being the share in it. A rank that is right in less t
 cases is not read: half of what it brings would drive out others for nothing. It is judged all the
 same, so it may be read again. At first all are.
 
-Prompts are neither held back nor judged: so many tokens ask for nearly everybody.
+Passes of more than 16 tokens, which are prompts, are neither held back nor judged: so many ask for
+nearly everybody.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,11 @@ Both kinds of files are read: activity documents, with counts of tokens, and usa
 counts of prompts. An activity document is a usage profile, too, one whose prompts are tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from expertctl.engine.moe.activity_document import (
     ActivityDocument,
@@ -109,14 +112,26 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
         InvalidPackageError: when it is neither, malformed or too large.
         IncompatibleError: when it is of another base.
     """
+    with open_profile(path) as stream:
+        document = load_document(stream.read(MAX_BYTES + 1), what=str(path))
+        return guide_in(document, routed, what=str(path))
+
+
+@contextmanager
+def open_profile(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for whoever looks whether it is one, or reads it.
+
+    Raises:
+        NotFoundError: when there is no such file.
+        StoreError: when it cannot be read.
+        InvalidPackageError: when it is none, or what is read of it is malformed.
+    """
     try:
         with open_regular(path) as stream:
-            data = stream.read(MAX_BYTES + 1)
+            yield stream
     except OSError as error:
         fact = f"{path} cannot be read: {error.strerror or error}"
         raise StoreError(fact, hint="name a file that this user may read") from error
-    try:
-        return guide_in(load_document(data, what=str(path)), routed, what=str(path))
     except InvalidPackageError as error:
         raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error
 

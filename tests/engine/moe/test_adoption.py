@@ -90,6 +90,24 @@ class Broken(Marked):
         return super().read(layer, expert, block, is_wanted=is_wanted)
 
 
+def test_expected_experts_that_cannot_be_read_hold_up_nobody(config: ModelConfig) -> None:
+    """More of them than are looked at after a pass stand in front of the others."""
+    reader = Broken({(number, expert) for number in NUMBERS for expert in (6, 7)})
+    room = RoutedRoom(config, Scheme.FLOAT32, tokens=1)
+    with closing(new_cache(reader, slots=4, policy=EXACT)) as cache:
+        cache.expect([[7, 6, 5, 4]] * LAYERS)
+        for _ in range(5000):
+            for layer in range(LAYERS):
+                room.selected[layer, 0] = (0, 1)
+                cache.bring(layer, room, 1)
+            cache.passed(room, 1, phase=Phase.DECODE)
+            there = [{expert for expert, _ in marks(cache, layer)} for layer in range(LAYERS)]
+            if all({4, 5} <= experts for experts in there):
+                break
+        assert all({4, 5} <= experts for experts in there)
+        cache.check_integrity()
+
+
 def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
     config: ModelConfig,
 ) -> None:

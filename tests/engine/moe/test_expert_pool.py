@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from expertctl.engine.moe.expert_pool import Expert, ExpertPool, pool_bytes
+from expertctl.engine.moe.expert_pool import Expert, ExpertPool
 
 LAYERS, EXPERTS = 3, 5
 EXPERT = st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1))
@@ -63,7 +63,3 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-
-
-def test_its_bytes_are_known_before_it_is_there() -> None:
-    assert ExpertPool(layers=3, experts=5).nbytes == pool_bytes(layers=3, experts=5)
