@@ -209,9 +209,9 @@ def _open(
         )
         from expertctl.engine.conversation import Conversation
 
-    session = _Session(Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats)
-    session.end = engine.close
-    return session
+    begun = _Session(Conversation(engine, pattern), planner, loading, as_json=as_json, stats=stats)
+    begun.end = engine.close
+    return begun
 
 
 class _Session:
