@@ -2,7 +2,9 @@
 
 What is captured reads and writes tensors that stay where they are, and its own passing ones come
 from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run. Whoever
-asks says how many there are at most; then whose last replay is longest ago goes.
+asks says how many there are at most; then all go, and none alone: they were captured on one stream,
+and torch, letting go of one, lets go of the workspace that its libraries have for that stream; the
+others hold its address (pytorch#193402).
 """
 
 from collections.abc import Callable, Hashable
@@ -42,11 +44,10 @@ class Graphs:
         if not self._captures:
             function()
             return
-        graph = self._graphs.pop(key, None)
+        graph = self._graphs.get(key)
         if graph is None:
             self._make_room()
-            graph = self._capture(function)
-        self._graphs[key] = graph  # as the last
+            graph = self._graphs[key] = self._capture(function)
         graph.replay()
 
     def __len__(self) -> int:
@@ -59,7 +60,8 @@ class Graphs:
 
     def _make_room(self) -> None:
         if self._most is not None and len(self._graphs) >= self._most:
-            del self._graphs[next(iter(self._graphs))]
+            torch.cuda.current_stream(self._device).synchronize()  # the last one may be under way
+            self.clear()
 
     def _capture(self, function: Function) -> torch.cuda.CUDAGraph:
         """Call once so that libraries have what they need, then record.

@@ -36,10 +36,14 @@ class Device:
         self.gone = set[int]()
         self.used = list[int]()
         self.calls: list[Callable[[], None]] = []
+        self.waits = 0
         self.current = self.usual = self.new_stream()
 
     def new_stream(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda _: None)
+        return SimpleNamespace(wait_stream=lambda _: None, synchronize=self._wait)
+
+    def _wait(self) -> None:
+        self.waits += 1
 
     @contextmanager
     def stream(self, stream: SimpleNamespace) -> Iterator[None]:
@@ -121,14 +125,17 @@ def test_what_is_replayed_belongs_to_the_texts_and_plans_of_the_step(
     assert 0 < decoder.graphs.captured < 8 * 3, "some were replayed"
 
 
-def test_who_was_replayed_longest_ago_goes_where_there_are_too_many(device: Device) -> None:
-    graphs, done = Graphs(torch.device("cuda"), most=2), list[str]()
+def test_where_there_are_too_many_all_go_when_the_last_is_done(device: Device) -> None:
+    """One alone would take the workspace with it that the others were captured with."""
+    graphs, done, there = Graphs(torch.device("cuda"), most=2), list[str](), list[int]()
     for name in ("one", "two", "one", "three", "one", "two"):
         graphs.run(name, lambda name=name: done.append(name))  # type: ignore[misc]
-        assert len(graphs) <= 2
+        there.append(len(graphs))
         assert done[-1] == name
-    assert graphs.captured == 4, "of two the second time again"
-    assert set(device.used) == {1}, "all in one pool"
+    assert there == [1, 2, 2, 1, 2, 1]
+    assert graphs.captured == 5
+    assert device.waits == 2
+    assert device.used == [1, 1, 2, 2, 3], "a pool without graphs is gone"
 
 
 def test_steps_of_a_kind_that_is_left_behind_are_not_kept(

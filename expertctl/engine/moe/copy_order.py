@@ -82,9 +82,9 @@ class CopyStream:
         try:
             with torch.cuda.stream(self._stream):
                 _copy(pairs)
-        finally:  # what was queued before an error is under way
+        finally:  # what was queued before an error is under way, and nobody may have its memory
             self._copied.record(self._stream)
-        self._copied.synchronize()
+            self._copied.synchronize()
 
     def wait(self) -> None:
         """Wait until nothing is under way, though a copy ended with an error."""
