@@ -124,9 +124,8 @@ class StaticStep:
     def count_asked(self, room: StepRoom, texts: Sequence[int]) -> None:
         """Have counted whom the rows of texts chose in a step, behind it and beside no graph."""
         if self._asked is not None:
-            count = len(texts)
-            is_first = list(texts) == list(range(count))
-            self._asked.add_step(room.asked[:, :count] if is_first else room.asked[:, list(texts)])
+            chosen = [room.asked[:, place] for place in texts]
+            self._asked.add_step(torch.stack(chosen, dim=1))  # by an index the host would wait
 
     def fetch_asked(self) -> None:
         """Have fetched what was counted."""
