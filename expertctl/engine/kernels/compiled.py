@@ -7,9 +7,11 @@ numba, llvmlite, Python and the processor. Compiled code belongs to the process,
 """
 
 import hashlib
+import itertools
 import os
 import pickle
 import re
+import secrets
 import shutil
 import stat
 import sys
@@ -24,6 +26,7 @@ from typing import TypeVar
 import llvmlite
 import numba
 from filelock import FileLock
+from numba.core.bytecode import FunctionIdentity
 
 from expertctl.durable import make_folders
 from expertctl.engine.kernels.cpu import compiled_features, host_cpu
@@ -37,6 +40,8 @@ Code = TypeVar("Code")
 
 _PATIENCE = 60.0
 """Seconds to wait for another process that compiles the same."""
+_NUMBER_BITS = 100
+"""Of what functions are numbered from: no two processes come to meet."""
 _UNUSED_DAYS = 30
 """After so many without use the code of another version is removed."""
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -87,6 +92,7 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
     The function gets what it has to pass to numba as ``cache``, and must name every signature.
     """
     with _LOCK:
+        _number_apart()
         folder = _KEEPING.folder
         if folder is None:
             _tell(COMPILING_AGAIN)
@@ -96,6 +102,16 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
                 return _kept(name, compile_code, folder)
         except OSError:  # a process that stands still with the lock, or a folder that is gone
             return compile_code(False)
+
+
+def _number_apart() -> None:
+    """Number the functions that are compiled from here on as no other process does.
+
+    numba tells functions of one name apart by a count that begins at one in each process, and what
+    is loaded calls the first function of a name and number (numba issue 10486). So a kernel that
+    one process kept would call what another kept, for a scheme that is not its own.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(_NUMBER_BITS))
 
 
 def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,11 @@ from expertctl.engine.kernels.compiled import (
     compiled,
     compiled_cache,
 )
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.settings import Home
 from expertctl.telling import tell_nobody
+
+ROOT = Path(__file__).parents[3]
 
 
 def triple(number: int) -> int:
@@ -198,6 +203,39 @@ def test_files_that_a_power_cut_damaged_are_made_again(
         new_process()
         compiled_cache(place)
         assert compiled("triple", compile_triple).cache_hits == hits
+
+
+MULTIPLY = """
+import sys
+import numpy as np
+from pathlib import Path
+from expertctl.engine.kernels.compiled import compiled_cache
+from expertctl.engine.kernels.packed import pack
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.settings import Home
+from tests.engine.kernels.products import formula, multiply, random_numbers
+
+told = []
+assert compiled_cache(Home(Path(sys.argv[1])), tell=told.append)
+for name in sys.argv[2:]:
+    matrix, tokens = pack(random_numbers(1, 80, 256), Scheme(name)), random_numbers(2, 7, 256)
+    expected, reach = formula(matrix, tokens)
+    assert (np.abs(multiply(matrix, tokens) - expected) <= reach).all(), name
+print(len(told))
+"""
+
+
+def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> None:
+    """A helper of each has one name: what the first brings along is not for all."""
+    schemes = [scheme.value for scheme in Scheme]
+
+    def multiply(*some: str) -> str:
+        words = [sys.executable, "-c", MULTIPLY, str(tmp_path / "home"), *some]
+        return subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    for scheme in schemes:
+        assert multiply(scheme) == "1\n"
+    assert multiply(*schemes) == multiply(*reversed(schemes)) == "0\n"
 
 
 def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place: Home) -> None:
