@@ -46,9 +46,11 @@ CHUNK_FLOATS = CHUNK_BYTES // 4
 HEAD = 64
 AS_THEY_ARE = 0xFFFF
 """In the place of how many numbers are beyond the window."""
+LEAST_BITS = 11
+"""Of each number: three planes, and a byte."""
 _WINDOW, _EXPONENTS = 8, 256
 _STRIPS, _PLANES, _AT_ONCE = 8, 3, 64
-_GROUP_BYTES = GROUP * 11 // 8
+_GROUP_BYTES = GROUP * LEAST_BITS // 8
 _FRACTION_BITS = 7
 _BYTES, _SHORTS = ir.VectorType(ir.IntType(8), _AT_ONCE), ir.VectorType(ir.IntType(16), _AT_ONCE)
 
@@ -102,7 +104,7 @@ def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma:
     head, window, beyond = octets_at(out, HEAD), 0, AS_THEY_ARE
     if size % GROUP == 0:
         window, beyond = _found_window(numbers, size, seen)
-    length = size * 11 // 8 + filled(4 * beyond)
+    length = size * LEAST_BITS // 8 + filled(4 * beyond)
     if length >= 2 * size:
         head[0], head[1] = AS_THEY_ARE & 255, AS_THEY_ARE >> 8
         copy_bytes(out + HEAD, numbers, 2 * size)
@@ -178,7 +180,7 @@ def chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cover - 
     beyond = _beyond(packed)
     length = 2 * size
     if beyond != AS_THEY_ARE:
-        length = size * 11 // 8 + filled(4 * beyond) if size % GROUP == 0 else end - packed
+        length = size * LEAST_BITS // 8 + filled(4 * beyond) if size % GROUP == 0 else end - packed
     return HEAD + filled(length) if end - packed - HEAD >= length else 0
 
 

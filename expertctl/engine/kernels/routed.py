@@ -65,7 +65,7 @@ def routed_arguments(
     """
     assert out.shape[1] >= part.blocks * LANES
     return words_of(
-        *_of_experts(part, places, order, rows, absent), *rows_at(out), address(items, np.int64)
+        *of_experts(part, places, order, rows, absent), *rows_at(out), address(items, np.int64)
     )
 
 
@@ -102,7 +102,7 @@ def routed_merge_arguments(
     assert weights.flags.c_contiguous
     assert out.shape[1] >= part.rows
     return words_of(
-        *_of_experts(part, places, order, rows, absent),
+        *of_experts(part, places, order, rows, absent),
         *rows_at(out),
         part.rows,
         address(order.sources, np.int64),
@@ -111,10 +111,10 @@ def routed_merge_arguments(
     )
 
 
-def _of_experts(
+def of_experts(
     part: ExpertPart, places: Numbers, order: RoutedOrder, rows: PreparedRows, absent: Numbers
 ) -> tuple[int, ...]:
-    """Return the arguments that both kernels have."""
+    """Return the arguments that all kernels of routed products have, one to fourteen."""
     assert len(places) == order.experts
     layout = part.scheme.layout
     return (

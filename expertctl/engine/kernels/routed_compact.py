@@ -19,7 +19,7 @@ from expertctl.engine.kernels.kernel import Kernel, KernelFunction, compile_kern
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES
 from expertctl.engine.kernels.memory import stack_floats, words, words_at
 from expertctl.engine.kernels.multiply import BLOCKS_AN_ITEM
-from expertctl.engine.kernels.routed import clear
+from expertctl.engine.kernels.routed import clear, of_experts
 from expertctl.engine.kernels.rows import PreparedRows
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kernels.sorting import RoutedOrder
@@ -77,21 +77,12 @@ def routed_compact_arguments(
     """Return its arguments, which are those of `routed_arguments` otherwise."""
     part = compact.part
     assert out.shape[1] >= part.blocks * LANES
-    assert len(places) == order.experts
     return words_of(
-        address(places, np.int64),
-        compact.first,
-        compact.bytes,
-        part.blocks,
-        part.scheme.layout.vectors(part.columns),
-        address(order.active, np.int64),
-        address(order.actives, np.int64),
-        address(order.begins, np.int64),
-        address(rows.data, rows.data.dtype),
-        rows.data.strides[0],
-        address(absent, np.int64),
+        *of_experts(part, places, order, rows, absent),
         *rows_at(out),
         address(items, np.int64),
+        compact.first,
+        compact.bytes,
     )
 
 
@@ -100,9 +91,9 @@ def _routed_compact_function(*, plain: bool) -> KernelFunction:
 
     def routed(first: int, last: int, arguments: int) -> None:  # pragma: no cover - compiled
         (
-            places, stretch, size, blocks, vectors, active, actives, begins,
-            rows, stride, absent, out, out_stride, counted,
-        ) = words(arguments, 14)  # fmt: skip
+            places, _, _, blocks, vectors, _, active, actives, begins,
+            rows, stride, _, _, absent, out, out_stride, counted, stretch, size,
+        ) = words(arguments, 19)  # fmt: skip
         items, chunk = words(counted, 1)[0], stack_floats(CHUNK_FLOATS)
         each = (blocks + BLOCKS_AN_ITEM - 1) // BLOCKS_AN_ITEM
         units = words(actives, 1)[0] * each
