@@ -137,7 +137,7 @@ def _read(
     def weights() -> Digest:
         return weights_digest(stored, digests | stream.digests)
 
-    kept.stream(name, shape, pieces(), weights=weights)
+    kept.stream(name, shape, pieces(), weights=weights, least=len(memory) + stream.least_bytes)
     return read + stream.read_bytes
 
 

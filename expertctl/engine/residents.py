@@ -203,7 +203,7 @@ class Residents:
 
     def _around(self, base: OpenBase, threads: int) -> Surroundings:
         if not self._base.is_loaded:  # else it goes on to read those, and to tell of them
-            self._copies = copies_of(self._planner.bases, base.stored)
+            self._copies = copies_of(self._planner.bases, base.stored, tell=self._tell)
         return Surroundings(
             directory=base.stored.path,
             copies=self._copies,

@@ -19,7 +19,6 @@ from expertctl.durable import make_folders, remove_tree, sync_folder, write_atom
 from expertctl.errors import (
     ConflictError,
     NotFoundError,
-    UsageError,
 )
 from expertctl.package.base_model import read_base, read_headers
 from expertctl.store.base_files import (
@@ -31,6 +30,7 @@ from expertctl.store.base_files import (
     refuse_changes,
     rehashed,
 )
+from expertctl.store.base_place import check_directory, named
 from expertctl.store.base_record import COPY, StoredBase, encode_base, read_base_record
 from expertctl.store.copies_folder import (
     HABITS,
@@ -48,9 +48,6 @@ from expertctl.store.lock import LOCK_SECONDS, claim, exclusive, is_held
 from expertctl.store.store import near_names
 
 _RECORD = "base.json"
-_PLACES = {"..", "~"}
-"""Begin a path, and no name of a model on a hub."""
-_MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +118,7 @@ class BaseStore:
             ConflictError: when another base has that name.
         """
         _check_base(directory)
-        name, revision = _named(directory, name, revision)
+        name, revision = named(directory, name, revision)
         with self._changing():
             pass  # a folder that cannot be written is told before anything is hashed
         with disk_errors(self.folder):
@@ -139,7 +136,7 @@ class BaseStore:
     ) -> StoredBase:
         """Copy a base and remember the copy, see `add`; a copy that is there and sound stays."""
         _check_base(directory)
-        name, revision = _named(directory, name, revision)
+        name, revision = named(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
             with self._changing():
                 own = stack.enter_context(claim(self.folder, prefix=STAGED))
@@ -354,36 +351,8 @@ class BaseStore:
 
 def _check_base(directory: Path) -> None:
     """Refuse what cannot run before anything of it is hashed or copied."""
-    _check_directory(directory)
+    check_directory(directory)
     read_headers(directory)
-
-
-def _check_directory(directory: Path) -> None:
-    if directory.is_dir():
-        return
-    if directory.exists():
-        raise UsageError(f"{directory} is no directory", hint="give the folder of config.json")
-    named = directory if _may_be_of_a_hub(directory) else "ORG/NAME"
-    hint = f"download it first: `hf download {named} --local-dir DIR`, then base add DIR"
-    raise NotFoundError(f"{directory}: no such directory", hint=hint)
-
-
-def _may_be_of_a_hub(place: Path) -> bool:
-    """Tell whether what is no directory may be meant as what a hub calls a model."""
-    return 0 < len(place.parts) <= 2 and not place.is_absolute() and place.parts[0] not in _PLACES
-
-
-def _named(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
-    """Fill in what the folders of a hub cache tell: ``models--org--name/snapshots/<commit>``."""
-    place = directory.resolve()
-    if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
-        name = name or place.parent.parent.name.removeprefix("models--").replace("--", "/")
-        revision = revision or place.name
-    name = name or place.name
-    shown = name.isprintable() and name.strip() == name and name[:1] not in {"", "."}
-    if not shown or len(quote(name, safe="")) > _MAX_NAME:
-        raise UsageError(f"{name[:80]!r} cannot name a base", hint="choose one with `--name NAME`")
-    return name, revision
 
 
 def _read_whole(

@@ -14,6 +14,7 @@ has it open or mapped reads on.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -21,26 +22,32 @@ from pathlib import Path
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.durable import staged_file
 from expertctl.errors import ConflictError, DiskFullError, StoreError
+from expertctl.settings import human_size
 from expertctl.store.base_files import refuse_changes
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.copies_folder import copies_in, demand_own, is_own
 from expertctl.store.copy_file import CopyFile, CopyShape, Piece, pieces_in, write_copy
+from expertctl.telling import Tell, tell_nobody
 
 VERSION = 4
 """To be raised with whatever gives other bytes for the same base: packing, or the layout."""
 _UNKEPT = (ConflictError, DiskFullError, StoreError)
 """Why a copy is not kept, besides what a disk says."""
+_LARGE = 64 << 20
+"""Bytes that are written of a smaller one before anybody could read that it is done."""
 
 
-def copies_of(bases: BaseStore, base: StoredBase) -> "QuantisedCopies | None":
-    """Return the owner of a base's copies.
+def copies_of(
+    bases: BaseStore, base: StoredBase, *, tell: Tell = tell_nobody
+) -> "QuantisedCopies | None":
+    """Return the owner of a base's copies; ``tell`` gets a sentence when a large one is begun.
 
     None where a copy could not be told from another: weights that nobody hashed, or a system that
     does not say who may write a file.
     """
     safe = hasattr(os, "geteuid") and hasattr(os, "preadv")
-    return QuantisedCopies(bases, base) if safe and base.identity.weights else None
+    return QuantisedCopies(bases, base, tell=tell) if safe and base.identity.weights else None
 
 
 def outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
@@ -53,9 +60,9 @@ def outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
 class QuantisedCopies:
     """The owner of the copies of one base whose weights have a digest."""
 
-    def __init__(self, bases: BaseStore, base: StoredBase) -> None:
+    def __init__(self, bases: BaseStore, base: StoredBase, *, tell: Tell = tell_nobody) -> None:
         """Keep copies beside the record of a base; they go with it."""
-        self._bases, self._base = bases, base
+        self._bases, self._base, self._tell = bases, base, tell
         self._notes: dict[str, str] = {}
 
     def open(self, scheme: str, shape: CopyShape) -> CopyFile | None:
@@ -112,7 +119,7 @@ class QuantisedCopies:
             BaseMismatchError: when it is not that of the base; nothing is kept.
         """
         self._demand(weights)
-        self._write(scheme, shape, pieces_in(memory, shape))
+        self._write(scheme, shape, pieces_in(memory, shape), least=len(memory))
 
     def stream(
         self,
@@ -121,10 +128,12 @@ class QuantisedCopies:
         pieces: Iterable[Piece],
         *,
         weights: Callable[[], Digest],
+        least: int = 0,
     ) -> None:
         """Keep a base that comes in pieces, or note why that cannot be; then some are not taken.
 
-        ``weights`` is asked after the last piece; see `write`.
+        ``weights`` is asked after the last piece; see `write`. ``least`` is what all pieces take at
+        least, in bytes: where the disk has less, none is taken.
 
         Raises:
             BaseMismatchError: when it is not that of the base; nothing is kept.
@@ -134,7 +143,7 @@ class QuantisedCopies:
             yield from pieces
             self._demand(weights())
 
-        self._write(scheme, shape, checked())
+        self._write(scheme, shape, checked(), least=least)
 
     def give_up(self, scheme: str, copy: CopyFile, *, why: str) -> None:
         """Have a copy that is open made again the next time; note why."""
@@ -188,16 +197,26 @@ class QuantisedCopies:
         except OSError as error:
             return _reason(error)
 
-    def _write(self, scheme: str, shape: CopyShape, pieces: Generator[Piece]) -> None:
+    def _write(
+        self, scheme: str, shape: CopyShape, pieces: Generator[Piece], *, least: int
+    ) -> None:
         path = self.path(scheme)
         try:
             with self._bases.staging(self._base) as folder, closing(pieces):
+                _demand_room(folder, least)
+                self._tell_begun(path, least)
                 with staged_file(folder / path.name, mode=0o600) as write:
                     write_copy(write, self._of(scheme), shape, pieces)
                 self._bases.keep(self._base, folder / path.name, path)
         except (*_UNKEPT, OSError) as error:
             told = _reason(error) if isinstance(error, OSError) else error.message
-            self._notes[scheme] = f"{path} cannot be written ({told}): made again next time"
+            self._notes[scheme] = f"{path} cannot be written ({told}): tried again next time"
+
+    def _tell_begun(self, path: Path, least: int) -> None:
+        """Say what takes a while and stays on the disk."""
+        if least >= _LARGE:
+            size, name = human_size(least), self._base.name
+            self._tell(f"copying {name} for this machine, once: at least {size} to {path}")
 
     def _demand(self, weights: Digest | None) -> None:
         if weights != self.weights:
@@ -211,6 +230,13 @@ class QuantisedCopies:
 
 def _damaged(path: Path) -> str:
     return f"{path} is damaged, or not of this base: made again"
+
+
+def _demand_room(folder: Path, size: int) -> None:
+    """Refuse before a disk that others need, too, is filled for nothing."""
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise DiskFullError(f"it takes {human_size(size)}, and {human_size(free)} are free there")
 
 
 def _reason(error: OSError) -> str:

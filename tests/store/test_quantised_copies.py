@@ -295,6 +295,43 @@ def test_who_has_no_room_for_a_copy_takes_no_more_pieces_of_it(
     assert list(copies.path("int8").parent.iterdir()) == []
 
 
+def test_a_disk_that_is_too_small_is_not_filled_first(copies: QuantisedCopies) -> None:
+    def pieces() -> Iterator[Piece]:
+        pytest.fail("somebody packs what there is no room for")
+        yield from ()
+
+    def weights() -> Digest:
+        pytest.fail("what was packed is asked for")
+
+    copies.stream("int8", ROUTED, pieces(), weights=weights, least=1 << 60)
+    assert "cannot be written (it takes 1152921.5 TB, and" in copies.take_notes()[0]
+    assert list(copies.path("int8").parent.iterdir()) == []
+
+
+def test_that_a_large_copy_is_made_is_told_before_its_first_piece(
+    bases: BaseStore, base: StoredBase
+) -> None:
+    told: list[str] = []
+    copies = QuantisedCopies(bases, base, tell=told.append)
+
+    def weights() -> Digest:
+        assert copies.weights is not None
+        return copies.weights
+
+    def pieces() -> Iterator[Piece]:
+        assert told == [
+            f"copying {base.name} for this machine, once: at least 170.0 MB to "
+            f"{copies.path('int8')}"
+        ]
+        yield from pieces_in(memoryview(DATA), ROUTED)
+
+    copies.stream("int8", ROUTED, pieces(), weights=weights, least=170_000_000)
+    assert copies.take_notes() == ()
+    copies.write("int8", CopyShape(rest=len(DATA)), memoryview(DATA), weights=copies.weights)
+    copies.stream("int4", ROUTED, iter(()), weights=weights, least=1 << 60)
+    assert len(told) == 1
+
+
 def test_an_error_of_who_gives_the_pieces_is_his(copies: QuantisedCopies) -> None:
     def pieces() -> Iterator[Piece]:
         yield from pieces_in(memoryview(DATA[: ROUTED.rest]), ROUTED)
@@ -406,7 +443,7 @@ def test_what_cannot_be_kept_is_noted(
     (note,) = copies.take_notes()
     assert note.startswith(f"{copies.path('int8')} cannot be written")
     assert "No space left" in note
-    assert note.endswith("made again next time")
+    assert note.endswith("tried again next time")
 
 
 def test_the_doctor_tells_of_copies_that_are_not_used(
@@ -657,7 +694,7 @@ def test_a_place_that_cannot_keep_copies_is_told_once(
     why = place(folder)
     assert read(copies) is None
     write(copies)
-    told = f"{copies.path('int8')} cannot be written ({folder}: {why}): made again next time"
+    told = f"{copies.path('int8')} cannot be written ({folder}: {why}): tried again next time"
     assert copies.take_notes() == (told,)
 
 

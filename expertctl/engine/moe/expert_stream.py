@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from expertctl.digest import Progress
-from expertctl.engine.compact_expert import compacted
+from expertctl.engine.compact_expert import can_be_compact, compacted
+from expertctl.engine.kernels.compact import LEAST_BITS
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.memory import allocate
 from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape, packed_bytes
@@ -62,12 +63,15 @@ class ExpertStream:
         """Read from where the tensors of a base lie; ``progress`` counts packed bytes."""
         self._stored, self._shape = stored, expert_shape(config, scheme)
         self._experts, self._progress = experts_of(config), progress
-        self._is_compact = scheme is Scheme.BFLOAT16
+        self._is_compact = can_be_compact(scheme)
         assert config.experts is not None
         room = config.experts.count // 2 if self._is_compact else config.experts.count
         self._most = max(min(packing_threads() + 1, room), 1)
         """There is memory for the experts of a layer, which nobody has filled yet; one that is
         made compact takes that of two."""
+        whole = len(self._experts) * self._shape.nbytes
+        self.least_bytes = whole * LEAST_BITS // 16 if self._is_compact else whole
+        """What all pieces take at least."""
         self.digests: dict[str, str] = {}
         """The sha256 of each tensor that was read, by its name."""
         self.read_bytes = 0

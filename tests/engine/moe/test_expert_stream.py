@@ -14,10 +14,11 @@ import pytest
 from expertctl.digest import Progress, no_progress
 from expertctl.engine.compact_expert import compacted
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_stream import copy_shape, experts_of
+from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape, experts_of
 from expertctl.engine.packed_base import PackedBase, expert_shape, packed_bytes
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.errors import BaseMismatchError, InvalidPackageError
+from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from expertctl.store.bases import BaseStore
 from expertctl.store.quantised_copies import QuantisedCopies
@@ -91,6 +92,10 @@ def test_every_block_is_what_is_packed_of_the_files(
             if scheme is Scheme.BFLOAT16:
                 theirs = compacted(theirs, stored.shape)
             np.testing.assert_array_equal(ours, theirs)
+        taken = sum(map(copy.size_of, range(shape.rest_pieces, shape.pieces)))
+    stream = ExpertStream(base_tensors(directory, config), config, scheme, progress=no_progress)
+    assert 0.6 * taken <= stream.least_bytes <= taken
+    assert scheme is Scheme.BFLOAT16 or stream.least_bytes == taken
     assert copies.take_notes() == ()
     copies.check_integrity()
 
@@ -192,7 +197,7 @@ def test_a_disk_without_room_for_a_copy_is_a_note(
     found = load(directory, Scheme.INT8, copies)
     assert bytes_of(found) == bytes_of(load(directory, Scheme.INT8))
     (note,) = copies.take_notes()
-    assert "cannot be written (No space left on device): made again next time" in note
+    assert "cannot be written (No space left on device): tried again next time" in note
     assert list(copies.path("int8").parent.iterdir()) == []
 
 
@@ -210,10 +215,11 @@ PEAK = """
 import sys
 from pathlib import Path
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.expert_stream import copy_shape
+from expertctl.engine.moe.expert_stream import ExpertStream, copy_shape
 from expertctl.engine.packed_base import packed_bytes
 from expertctl.engine.packed_load import load_packed_base, packing_scratch
 from expertctl.engine.tensor_packing import packing_threads
+from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from tests.engine.kept_code import keep_where_told
 from tests.engine.moe.copied_bases import known
