@@ -213,6 +213,9 @@ def new_key(
     expires: Annotated[
         str | None, typer.Option(metavar="AGE", help="When it ends: 12h, 30d, 52w.")
     ] = None,
+    manages: Annotated[
+        bool, typer.Option("--manage", help="It may change what others get, too: POST /moe.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a key. It is shown once, on stdout; from now on everybody needs one.
@@ -228,6 +231,7 @@ def new_key(
         expires=now + _seconds(expires) if expires else None,
         requests_per_minute=per_minute,
         tokens_per_minute=max_tokens_per_minute,
+        manages=manages,
     )
     emit({**_document(made.key), "secret": made.secret}, made.secret, as_json=as_json)
     note("this key is not shown again; send it as `Authorization: Bearer`, or as `x-api-key`")
@@ -243,10 +247,10 @@ def list_keys(as_json: JsonFlag = False) -> None:
 
     keys = ApiKeys(load_settings().home.api_keys).listed()
     rows = [
-        [each.name, each.id, _day(each.created), _day(each.expires), *_limits(each)]
+        [each.name, each.id, *_days(each), *_limits(each), "yes" if each.manages else ""]
         for each in keys
     ]
-    head = ["NAME", "ID", "SINCE", "UNTIL", "REQUESTS/MIN", "TOKENS/MIN"]
+    head = ["NAME", "ID", "SINCE", "UNTIL", "REQUESTS/MIN", "TOKENS/MIN", "MANAGES"]
     text = table(head, rows) if rows else ""
     emit({"keys": [_document(each) for each in keys]}, text, as_json=as_json)
 
@@ -277,12 +281,17 @@ def _document(one: "ApiKey") -> dict[str, object]:
         "expires": _day(one.expires) or None,
         "requests_per_minute": one.requests_per_minute,
         "tokens_per_minute": one.tokens_per_minute,
+        "manages": one.manages,
     }
 
 
 def _limits(one: "ApiKey") -> list[str]:
     limits = (one.requests_per_minute, one.tokens_per_minute)
     return ["" if limit is None else str(limit) for limit in limits]
+
+
+def _days(one: "ApiKey") -> list[str]:
+    return [_day(one.created), _day(one.expires)]
 
 
 def _day(moment: float | None) -> str:

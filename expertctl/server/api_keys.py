@@ -54,6 +54,8 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     expires: float | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    manages: bool = False
+    """Whether it may change what others get, too."""
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +116,7 @@ class ApiKeys:
         expires: float | None = None,
         requests_per_minute: int | None = None,
         tokens_per_minute: int | None = None,
+        manages: bool = False,
     ) -> MadeKey:
         """Make a key.
 
@@ -131,6 +134,7 @@ class ApiKeys:
             expires=expires,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            manages=manages,
         )
         with self._locked():
             known = self._read()

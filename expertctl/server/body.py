@@ -26,6 +26,7 @@ _Kind = TypeVar("_Kind")
 _Result = TypeVar("_Result")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
 _FLOAT = "got `float`"
+_DESCRIBED = "GET /openapi.json says what each field may be"
 _PLACE = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 
 
@@ -83,7 +84,7 @@ def _misshapen(error: msgspec.ValidationError) -> FieldError:
     fact = str(error)[: place.start()] if place else str(error)
     field = place[1].removeprefix(".") if place else ""
     where = f"`{field}` of the body" if field else "the body"
-    return FieldError(f"{where}: {fact}", field=field)
+    return FieldError(f"{where}: {fact}", field=field, hint=_DESCRIBED)
 
 
 def _whole(value: JsonValue) -> JsonValue:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from starlette.requests import HTTPConnection
 
+from expertctl.errors import ForbiddenError
+
 LOCAL = "local"
 DEFAULT_CACHE_KEY = "default"
 
@@ -18,6 +20,8 @@ class Caller:
     """That of the API key, too, as people say it."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    manages: bool = True
+    """Whether they may change what others get, too."""
 
 
 def caller_of(request: HTTPConnection) -> Caller:
@@ -25,6 +29,19 @@ def caller_of(request: HTTPConnection) -> Caller:
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
+
+
+def demand_manager(caller: Caller) -> None:
+    """Refuse whoever may ask for answers only.
+
+    Raises:
+        ForbiddenError: for a key that was not made for more.
+    """
+    if not caller.manages:
+        raise ForbiddenError(
+            f"the key {caller.name} may not change what others get",
+            hint="`expertctl serve key new NAME --manage` makes one that may",
+        )
 
 
 def cache_key_of(caller: Caller, *given: str | None) -> str:

@@ -107,6 +107,7 @@ def _caller_of(key: ApiKey) -> Caller:
         name=key.name,
         requests_per_minute=key.requests_per_minute,
         tokens_per_minute=key.tokens_per_minute,
+        manages=key.manages,
     )
 
 

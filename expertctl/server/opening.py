@@ -19,6 +19,7 @@ from expertctl.settings import Settings
 
 LOG = logging.getLogger("expertctl.server")
 LAST_WORDS_SECONDS = 1.0
+_WARNING = "warning: "
 Tell = Callable[[ExpertError | None], None]
 """Gets None when jobs are taken, or why none ever will be."""
 
@@ -91,5 +92,7 @@ def _log(told: str) -> None:
     first, *trace = told.splitlines()
     if trace:
         LOG.error(first, extra={"fields": {"trace": trace}})
+    elif first.startswith(_WARNING):
+        LOG.warning(first.removeprefix(_WARNING))
     else:
         LOG.info(first)

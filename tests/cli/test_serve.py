@@ -36,6 +36,19 @@ def test_a_key_that_was_made_opens_what_the_server_reads(run: Commands, home: Pa
     found = ApiKeys(home / "api-keys.json").find(made["secret"], now=0.0)
     assert found is not None
     assert (found.id, found.tokens_per_minute) == (made["id"], 9)
+    assert not found.manages
+
+
+def test_a_key_that_manages_is_made_as_such_and_told_apart(run: Commands, home: Path) -> None:
+    run("serve", "key", "new", "bot")
+    secret = run("serve", "key", "new", "ops", "--manage").out.strip()
+    found = ApiKeys(home / "api-keys.json").find(secret, now=0.0)
+    assert found is not None
+    assert found.manages
+    listed = run("serve", "key", "list").out.splitlines()
+    assert [line.split()[-1] == "yes" for line in listed[-2:]] == [False, True]
+    keys = run("serve", "key", "list", "--json").document["keys"]
+    assert [(key["name"], key["manages"]) for key in keys] == [("bot", False), ("ops", True)]
 
 
 def test_the_last_key_that_is_revoked_leaves_the_server_closed(run: Commands, home: Path) -> None:

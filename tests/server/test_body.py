@@ -53,6 +53,7 @@ def test_what_has_another_shape_is_refused_by_the_path_of_its_field(
     with pytest.raises(FieldError, match="body") as caught:
         parse_body(body, Wish)
     assert caught.value.field == field
+    assert "/openapi.json" in caught.value.hint
 
 
 @pytest.mark.parametrize(

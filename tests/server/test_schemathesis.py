@@ -82,7 +82,7 @@ def answered(event: events.ScenarioFinished) -> Iterator[int]:
 
 def test_no_request_belies_the_openapi_document(make_served: MakeServed) -> None:
     served = make_served(SETTINGS)
-    secret = served.service.keys.make("first", now=time.time()).secret
+    secret = served.service.keys.make("first", now=time.time(), manages=True).secret
     wrong: list[str] = []
     statuses: Counter[int] = Counter()
     for event in run(served, secret):

@@ -217,5 +217,5 @@ class Desk:
         )
         if not job.remember:
             return outcome.result(lent.clock.timings(outcome.generated))
-        notes = self._house.residents.take_notes
-        return outcome.remembered(self._planner.catalogue, notes=notes)
+        self._house.tell_notes()
+        return outcome.remembered(self._planner.catalogue)

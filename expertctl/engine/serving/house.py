@@ -108,10 +108,16 @@ class House:
         assert isinstance(base, OpenBase), "only our own engine serves"
         self.base = base
         self.threads = choose_threads(base.weight_bytes)
-        self._widen(tokens=1, width=0)
+        self._hold_first_buffers()
         self._model = self.residents.hold_base(base, threads=self.threads)
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         self._warm(planned)
+        self.tell_notes()
+
+    def tell_notes(self) -> None:
+        """Tell what could not be kept on the disk to whoever runs the server, and nobody else."""
+        for told in self.residents.take_notes():
+            self._tell(f"warning: {told}")
 
     @property
     def model(self) -> Model:
@@ -312,6 +318,14 @@ class House:
             tiers.reserve(Tier.DEVICE, "buffers", extra, what=_WHAT)
             self._buffers = wanted
         self._widest = widest
+
+    def _hold_first_buffers(self) -> None:
+        """Hold what the shortest texts need, in all rows; nobody's prompt could be shorter."""
+        try:
+            self._widen(tokens=1, width=0)
+        except BudgetError as error:
+            hint = "raise --memory-budget, or lower --rows"
+            raise BudgetError(error.message, hint=hint) from error
 
     def _narrow(self, buffers: int, widest: tuple[int, int]) -> None:
         """Hold no more than these buffers, which were held before."""

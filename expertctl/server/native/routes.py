@@ -15,7 +15,7 @@ from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError, RateLimitError
 from expertctl.routing.planner import Planned
 from expertctl.server.body import read_body
-from expertctl.server.caller import caller_of
+from expertctl.server.caller import caller_of, demand_manager
 from expertctl.server.field_error import FieldError
 from expertctl.server.generation import finished
 from expertctl.server.native.answer import answer_of
@@ -144,6 +144,7 @@ class _Wire:
 
     async def observe(self, request: Request) -> Response:
         """Count them otherwise, begin again, or let a profile say who stays."""
+        demand_manager(caller_of(request))
         body = await read_body(request, ObserveRequest)
         body.check(base=self._service.engine.base_name)
         with self._one_profile(body):

@@ -115,6 +115,14 @@ def test_what_is_let_in_runs_alone_and_what_is_not_lacks_a_byte(
         shop.check_idle()
 
 
+def test_too_little_for_the_rows_names_what_a_server_can_change(house: House) -> None:
+    settings = replace(SETTINGS, rows=64, budget=1000)
+    match = "the buffers of the batch"
+    with pytest.raises(BudgetError, match=match) as refused, workshop(house.home, settings):
+        pytest.fail("a server begins in a kilobyte")
+    assert refused.value.hint == "raise --memory-budget, or lower --rows"
+
+
 def test_a_base_that_was_changed_behind_the_server_is_no_more_served(
     house: House, market: Market
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from expertctl.engine.moe.adoption import ProfileWishes
 from expertctl.engine.moe.habit_keeper import habits_in
+from expertctl.engine.moe.pins import TopPins
 from expertctl.engine.moe.start import StartWishes
 from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.engine.serving.batch_settings import BatchSettings
@@ -13,6 +14,7 @@ from expertctl.errors import IncompatibleError
 from expertctl.store.base_habits import HabitsFile
 from tests.engine.moe.test_cached_runs import LARGE
 from tests.engine.moe.test_learnt_runs import base
+from tests.engine.serving.workshop import request, workshop
 from tests.engine.test_runtime import planner
 from tests.store.shop import House, fast, house
 
@@ -40,6 +42,22 @@ def test_what_was_answered_is_learnt_unless_nobody_wants_that(
         assert habits.activity.is_usable
         assert habits.state is not None
     assert not any("learnt" in line for line in told)
+
+
+def test_what_was_wished_in_vain_is_told_to_who_runs_the_server_and_to_no_caller(
+    base: Path, house: House
+) -> None:
+    stored = house.bases.add(base)
+    wishes = StartWishes(pins=TopPins(2), learns=False)
+    settings = BatchSettings(budget=stored.size * 8 // 10, moe=wishes)
+    with workshop(house.home, settings, torch_below=0) as shop:
+        (result,) = shop.answer(request(max_tokens=2)).results
+        assert not any("pins nobody" in warning for warning in result.warnings)
+        assert sum("warning: --moe-pin pins nobody" in line for line in shop.told) == 1
+        shop.house.residents._derived._notes.append("what a full disk says")
+        (result,) = shop.answer(request(max_tokens=2)).results
+        assert "what a full disk says" not in result.warnings
+        assert shop.told[-1] == "warning: what a full disk says"
 
 
 def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_from(

@@ -212,12 +212,18 @@ def test_nothing_is_told_before_the_base_is_there(
         assert "the base is being loaded" in json.dumps(answer.json())
 
 
-def test_where_there_are_keys_reading_and_changing_want_one(
+def test_where_there_are_keys_reading_wants_one_and_changing_one_that_manages(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     with serving_routed(tmp_path_factory.mktemp("keyed") / "home") as keyed:
-        secret = keyed.service.keys.make("one", now=time.time()).secret
-        nobody, somebody = keyed.client(), keyed.client(secret)
+        keys, now = keyed.service.keys, time.time()
+        nobody, anybody = keyed.client(), keyed.client(keys.make("one", now=now).secret)
+        somebody = keyed.client(keys.make("ops", now=now, manages=True).secret)
+        assert anybody.get("/moe").json()["mode"] == "full"
+        refused = anybody.post("/moe", json={"mode": "off"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        assert "the key one may not" in refused.json()["error"]["message"]
+        assert anybody.post("/moe", json="no body of it").status_code == 403, "before it is read"
         assert nobody.get("/moe").status_code == 401
         assert nobody.post("/moe", json={"mode": "off"}).status_code == 401
         page = {"Origin": "https://elsewhere.example"}
