@@ -249,10 +249,31 @@ def test_routed_experts_are_shown_layer_by_layer(
     rows = tab.value(
         "[...document.querySelectorAll('#routed-layers tbody tr')].map(r => r.innerText)"
     )
-    assert all(re.match(r"[123]\s+\d+ %\s+\d+ of 24\s+[\d,]+\s+\d+", row) for row in rows), rows
+    assert all(
+        re.match(r"[123]\s+(\d+\.\d|100) %\s+\d+ of 24\s+[\d,]+\s+\d+", row) for row in rows
+    ), rows
+    tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
+    assert re.fullmatch(r"Routed experts\s+(\d+\.\d|100) %\s+hits; \d+ of 72 in memory", tile), tile
+    module = "import('/status/numbers.js')"
+    shares = tab.value(
+        f"{module}.then((m) => [[9999, 10000], [2, 2], [0, 0]].map((of) => m.nearPercent(...of)))"
+    )
+    assert shares == ["99.9 %", "100 %", "\N{EN DASH}"]
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
     assert tab.screenshot(tmp_path / "routed.png").startswith(PNG)
     demand_clean(tab, routed.url)
+
+
+def test_where_hits_are_not_counted_no_chart_stands_still(routed: Process, tab: Tab) -> None:
+    httpx.post(f"{routed.url}/moe", json={"mode": "off"}, timeout=60).raise_for_status()
+    try:
+        tab.open(f"{routed.url}/status")
+        tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
+        assert "Hits of routed experts" not in tab.text("#charts")
+        tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
+        assert re.fullmatch(r"Routed experts\s+\d+\s+of 72 in memory", tile), tile
+    finally:
+        httpx.post(f"{routed.url}/moe", json={"mode": "full"}, timeout=60).raise_for_status()
 
 
 def test_of_a_dense_base_nothing_is_shown_of_routed_experts(server: Process, tab: Tab) -> None:
@@ -260,3 +281,4 @@ def test_of_a_dense_base_nothing_is_shown_of_routed_experts(server: Process, tab
     tab.wait(LIVE)
     assert tab.value("document.querySelector('#routed').offsetHeight") == 0
     assert "Hits of routed experts" not in tab.text("main")
+    assert "Routed experts" not in tab.text("#tiles")

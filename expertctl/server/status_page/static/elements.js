@@ -24,6 +24,17 @@ export function say(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+/** A name, a number and what stands below it; `show` sets both. */
+export function tile(name) {
+  const [big, small] = [element("strong"), element("small")];
+  const node = element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, big, small));
+  const show = (number, below) => {
+    say(big, number);
+    say(small, below);
+  };
+  return { node, show };
+}
+
 /** Fill a table, changing only what is not there already. */
 export function fill(table, rows) {
   const [body] = table.tBodies;

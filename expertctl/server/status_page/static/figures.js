@@ -1,7 +1,7 @@
 /** The figures of the page: tiles, charts and tables, filled from samples. */
 
 import { Chart } from "./chart.js";
-import { byId, element, fill, pairs, say } from "./elements.js";
+import { byId, fill, pairs, say, tile } from "./elements.js";
 import { bytes, count, mean, percent, shortSpeed, speed, time } from "./numbers.js";
 import { Routed } from "./routed.js";
 import { held, isUnused, OWNERS } from "./sample.js";
@@ -85,7 +85,7 @@ const CHARTS = [
 export class Figures {
   #charts = CHARTS.map((options) => new Chart(options));
   #routed = new Routed();
-  #tiles = TILES.map(([name, number, below]) => tile(name, number, below));
+  #tiles = TILES.map(([name]) => tile(name));
 
   constructor() {
     byId("charts").append(...this.#charts.map(({ figure }) => figure));
@@ -98,23 +98,13 @@ export class Figures {
     const sample = samples[samples.length - 1];
     byId("figures").hidden = false;
     byId("idle").hidden = !isUnused(sample.data);
-    for (const one of this.#tiles) one.show(sample);
+    TILES.forEach(([, number, below], place) => this.#tiles[place].show(number(sample), below(sample)));
     for (const chart of this.#charts) chart.draw(samples);
     showExperts(sample.data.experts, residents);
     showTiers(sample.data.tiers);
     showJobs(sample.data.jobs);
     this.#routed.show(samples);
   }
-}
-
-function tile(name, number, below) {
-  const [big, small] = [element("strong"), element("small")];
-  const node = element("div", { class: "tile" }, element("dt", {}, name), element("dd", {}, big, small));
-  const show = (sample) => {
-    say(big, number(sample));
-    say(small, below(sample));
-  };
-  return { node, show };
 }
 
 /** Those at work first, then those that are only in memory. */

@@ -55,6 +55,13 @@ export function smallPercent(part, whole) {
   return whole > 0 ? `${brief((100 * part) / whole)} %` : "0 %";
 }
 
+/** A part of a whole that may be nearly all of it: 100 % only where nothing is missing. */
+export function nearPercent(part, whole) {
+  if (!(whole > 0)) return "–";
+  if (part >= whole) return "100 %";
+  return `${(Math.floor((1000 * part) / whole) / 10).toFixed(1)} %`;
+}
+
 /** How long something goes on. */
 export function duration(seconds) {
   const whole = Math.floor(seconds);

@@ -1,8 +1,9 @@
 /** The routed experts of the base: who is in memory, and who was there when he was asked for. */
 
 import { Chart } from "./chart.js";
-import { byId, fill, pairs, say } from "./elements.js";
-import { bytes, count, percent, smallPercent, time } from "./numbers.js";
+import { byId, fill, pairs, say, tile } from "./elements.js";
+import { bytes, count, nearPercent, percent, smallPercent, time } from "./numbers.js";
+import { askedOf, hitsOf } from "./sample.js";
 
 const MISSES = {
   exact: "An expert that is not in memory is read, and waited for.",
@@ -19,29 +20,43 @@ const CHART = {
 /** The part of the page that is there only where the base has any. */
 export class Routed {
   #chart = new Chart(CHART);
+  #tile = tile("Routed experts");
 
   /** Show samples, the last one being now. */
   show(samples) {
-    const { routed } = samples[samples.length - 1].data;
+    const { data } = samples[samples.length - 1];
+    const { routed } = data;
     byId("routed").hidden = routed === null;
-    const figure = this.#chart.figure;
-    if (routed === null) {
-      figure.remove();
-      return;
-    }
-    if (!figure.isConnected) byId("charts").append(figure);
-    this.#chart.draw(samples);
-    showSums(routed);
+    putIf(routed !== null, this.#tile.node, byId("tiles"));
+    const isDrawn = routed !== null && !isWhole(routed) && samples.some((one) => askedOf(one.data) > 0);
+    putIf(isDrawn, this.#chart.figure, byId("charts"));
+    if (isDrawn) this.#chart.draw(samples);
+    if (routed === null) return;
+    this.#tile.show(...summary(data));
+    showSums(data);
     showLayers(routed.layers);
   }
 }
 
-function showSums(routed) {
-  const { experts, in_memory: inMemory, loads, read_bytes: readBytes, waited, mass, skipped } = routed;
-  const isWhole = inMemory >= experts;
-  say(byId("routed-policy"), isWhole ? "All of them are in memory." : MISSES[routed.miss]);
+const isWhole = ({ in_memory: inMemory, experts }) => inMemory >= experts;
+
+/** Where all are in memory nobody can be missing; and hits are only told where they are counted. */
+function summary(data) {
+  const { routed } = data;
+  if (isWhole(routed)) return [count(routed.experts), "all in memory"];
+  const there = `${count(routed.in_memory)} of ${count(routed.experts)} in memory`;
+  if (routed.layers.length === 0) return [count(routed.in_memory), `of ${count(routed.experts)} in memory`];
+  return [nearPercent(hitsOf(data), askedOf(data)), `hits; ${there}`];
+}
+
+function showSums(data) {
+  const { experts, in_memory: inMemory, loads, read_bytes: readBytes, waited, mass, skipped, miss } = data.routed;
+  const whole = isWhole(data.routed);
+  say(byId("routed-policy"), whole ? `All ${count(experts)} are in memory.` : MISSES[miss]);
+  byId("routed-sums").hidden = whole;
   pairs(byId("routed-sums"), [
     ["in memory", `${count(inMemory)} of ${count(experts)}`],
+    ["there when asked for", nearPercent(hitsOf(data), askedOf(data))],
     ["read", `${count(loads)} experts, ${bytes(readBytes)}`],
     ["waited for", time(waited)],
     ["left out of all weights", smallPercent(skipped, mass)],
@@ -51,11 +66,17 @@ function showSums(routed) {
 function showLayers(layers) {
   const rows = layers.map(({ layer, hits, misses, swaps, resident, experts }) => [
     count(layer),
-    hits + misses > 0 ? percent(hits, hits + misses) : "–",
+    nearPercent(hits, hits + misses),
     `${count(resident)} of ${count(experts)}`,
     count(hits + misses),
     count(swaps),
   ]);
   byId("routed-scroll").hidden = rows.length === 0;
   fill(byId("routed-layers"), rows);
+}
+
+/** Have a node be the last of another, or nowhere. */
+function putIf(isThere, node, parent) {
+  if (!isThere) node.remove();
+  else if (!node.isConnected) parent.append(node);
 }

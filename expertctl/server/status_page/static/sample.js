@@ -37,9 +37,9 @@ function share(data, before, of, by) {
 }
 
 /** Routed slots whose expert was there, and all of them; what is not counted is none. */
-const hitsOf = ({ routed }) => sum(routed, ({ hits }) => hits);
+export const hitsOf = ({ routed }) => sum(routed, ({ hits }) => hits);
 const missesOf = ({ routed }) => sum(routed, ({ misses }) => misses);
-const askedOf = ({ routed }) => sum(routed, ({ hits, misses }) => hits + misses);
+export const askedOf = ({ routed }) => sum(routed, ({ hits, misses }) => hits + misses);
 
 function sum(routed, of) {
   return (routed?.layers ?? []).reduce((total, layer) => total + of(layer), 0);
