@@ -9,7 +9,14 @@ from expertctl.package.base_tensors import base_tensors
 from expertctl.package.foreign_config import read_base_config
 from expertctl.package.model_config import ModelConfig, read_config
 from expertctl.routing.plan import NUMERIC_VERSION, NumericSettings, Plan, PlannedExpert
-from expertctl.routing.request import AdapterDtype, DeviceName, Dtype, EngineName, MoeMiss
+from expertctl.routing.request import (
+    SKIP_CAP,
+    AdapterDtype,
+    DeviceName,
+    Dtype,
+    EngineName,
+    MoeMiss,
+)
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
@@ -27,6 +34,7 @@ def numeric_settings(
     deterministic: bool = False,
     device: DeviceName = "cpu",
     moe_miss: MoeMiss = "exact",
+    moe_skip_cap: float = SKIP_CAP,
 ) -> NumericSettings:
     """Return the numeric settings of a base run in one dtype by one engine on one device.
 
@@ -36,6 +44,7 @@ def numeric_settings(
         NotFoundError: when the libraries of the engine are not installed.
     """
     _check_engine(base, engine)
+    cap = moe_skip_cap if moe_miss == "skip" else None
     return NumericSettings(
         arch=base.identity.arch,
         weights=base.identity.weights,
@@ -43,9 +52,7 @@ def numeric_settings(
         rope={} if base.foreign else read_config(base.path).rope.to_json(),
         dtype=dtype_of(base, dtype, engine=engine),
         adapter_dtype=adapter_dtype,
-        engine=(
-            _native(deterministic, device, moe_miss) if engine == "native" else compat_version()
-        ),
+        engine=_native(deterministic, device, cap) if engine == "native" else compat_version(),
     )
 
 
@@ -101,13 +108,17 @@ def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
     return {tensor.info.dtype for tensor in tensors if len(tensor.info.shape) == 2}
 
 
-def _native(deterministic: bool, device: DeviceName, moe_miss: MoeMiss) -> int | str:
-    """Return the version of our own engine, with what else its numbers depend on."""
-    if moe_miss == "skip":
-        return f"{NUMERIC_VERSION}, skips routed experts"
-    if device != "cpu":
-        return f"{NUMERIC_VERSION}, {device}"
-    return f"{NUMERIC_VERSION}, deterministic" if deterministic else NUMERIC_VERSION
+def _native(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
+    """Return the version of our own engine, with what else its numbers depend on.
+
+    Texts that were kept under one cap on what may be skipped are no start for another.
+    """
+    besides = [
+        *([device] if device != "cpu" else ()),
+        *(["deterministic"] if deterministic else ()),
+        *([f"skips up to {skip_cap} of a token"] if skip_cap is not None else ()),
+    ]
+    return ", ".join([str(NUMERIC_VERSION), *besides]) if besides else NUMERIC_VERSION
 
 
 def _check_engine(base: StoredBase, engine: EngineName) -> None:
@@ -127,9 +138,10 @@ def check_identity(plan: Plan, now: Digest) -> None:
     if now != plan.identity:
         raise IncompatibleError(
             f"the plan was made as {str(plan.identity)[:19]}…, here it would be {str(now)[:19]}…: "
-            "another base, dtype, engine, device or version of the engine, or the plan was edited",
-            hint="run it with the base, --dtype, --device and --engine that it was made with, or "
-            "route the prompt again",
+            "another base, dtype, engine, device, --moe-miss or version of the engine, or the plan "
+            "was edited",
+            hint="run it with the base, --dtype, --device, --engine, --moe-miss and --moe-skip-cap "
+            "that it was made with, or route the prompt again",
         )
 
 

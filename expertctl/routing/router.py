@@ -344,6 +344,7 @@ def plan_of(
         deterministic=request.deterministic,
         device=request.device,
         moe_miss=request.moe_miss,
+        moe_skip_cap=request.moe_skip_cap,
     )
     manifests = [choice.expert.manifest for choice in choices]
     return Plan(

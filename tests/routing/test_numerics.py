@@ -9,7 +9,7 @@ from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundErr
 from expertctl.routing import numerics
 from expertctl.routing.numerics import check_identity, dtype_of, numeric_settings
 from expertctl.routing.plan import Plan, SamplingParams, plan_identity
-from expertctl.routing.request import Dtype
+from expertctl.routing.request import Dtype, MoeMiss
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from tests.factories import write_base
@@ -102,3 +102,17 @@ def test_deterministic_is_part_of_what_a_plan_is(base: StoredBase) -> None:
         for d in (False, True)
     )
     assert plan_identity(plain) != plan_identity(fixed)
+
+
+def test_how_much_may_be_skipped_is_part_of_what_a_plan_is(base: StoredBase) -> None:
+    def identity(miss: MoeMiss, cap: float) -> Digest:
+        settings = numeric_settings(
+            base, dtype="bf16", adapter_dtype="published", moe_miss=miss, moe_skip_cap=cap
+        )
+        return plan_identity(settings)
+
+    assert len({identity("exact", 0.25), identity("skip", 0.25), identity("skip", 1.0)}) == 3
+    assert identity("exact", 0.25) == identity("exact", 1.0), "nothing is skipped there"
+    assert identity("exact", 0.25) == plan_identity(
+        numeric_settings(base, dtype="bf16", adapter_dtype="published")
+    )

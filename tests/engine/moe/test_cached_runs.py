@@ -179,3 +179,24 @@ def test_what_is_missing_is_left_out_where_that_was_asked_for(base: Path, house:
     assert capped.moe is not None
     assert capped.moe.activity.skipped == 0
     assert capped.generated.tokens == whole.generated.tokens
+
+
+def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
+    base: Path, house: House
+) -> None:
+    house.bases.add(base)
+    whole, engine = answer(house, LARGE)
+    budget = engine.budget.held("base") * 8 // 10
+    engine.close()
+    engine = Engine(planner(house), budget=budget, torch_below=0)
+
+    def ask(cap: float) -> RunResult:
+        return run(engine, replace(asked(moe_miss="skip", moe_skip_cap=cap), cache_key="chat"))
+
+    first, again, capped = ask(1.0), ask(1.0), ask(0.0)
+    engine.close()
+    assert first.moe is not None
+    assert first.moe.activity.skipped > 0
+    assert again.kv_reused_tokens > 0
+    assert capped.kv_reused_tokens == 0
+    assert capped.generated.tokens == whole.generated.tokens
