@@ -80,7 +80,7 @@ def export(
     if guide is None:
         raise NotFoundError(
             f"nothing was learnt of {base.name}",
-            hint=f"`expertctl run --base {base.name} PROMPT` learns where not all of it fits",
+            hint=f"`expertctl run --base {base.name} PROMPT` learns where kernels compute",
         )
     if kind == "activity":
         data = write_activity(guide.activity)
@@ -163,6 +163,7 @@ def plan(
     """
     with importing_engine(as_json=as_json):
         from expertctl.engine.memory import budget_limit
+        from expertctl.engine.moe.expert_copies import compact_bytes
         from expertctl.engine.moe.habit_keeper import HabitKeeper
         from expertctl.engine.moe.pins import parse_pins
         from expertctl.engine.moe.start import StartWishes
@@ -171,19 +172,22 @@ def plan(
     from expertctl.cli.base_experts_view import plan_text
     from expertctl.package.model_config import read_config
     from expertctl.routing.numerics import dtype_of
+    from expertctl.store.quantised_copies import copies_of
 
     settings = load_settings()
     base, routed = _routed(name)
     held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
     pins = None if moe_pin is None else parse_pins(moe_pin)
     keeper = HabitKeeper(_bases(), StartWishes(profile=moe_profile, pins=pins))
+    config, width = read_config(base.path), dtype_of(base, held.dtype)
     found = routed_plan(
-        read_config(base.path),
-        SCHEMES[dtype_of(base, held.dtype)],
+        config,
+        width,
         base=base.name,
         limit=budget_limit(budget_of(memory, settings), "cpu"),
         start=keeper.start(base, routed),
         lanes=_lanes(lane or ()),
+        compact=compact_bytes(copies_of(_bases(), base), config, SCHEMES[width]),
         strategy=strategy,
     )
     warn(keeper.take_notes())
@@ -227,9 +231,13 @@ def _lanes(texts: Sequence[str]) -> dict[str, int]:
     lanes: dict[str, int] = {}
     for text in texts:
         name, _, size = text.partition("=")
-        if not name.isprintable() or not name or not size or name in lanes:
+        if not name.isprintable() or not name or not size:
             raise UsageError(
-                f"--lane {text[:40]!r} names no other memory", hint="write --lane gpu=6GB"
+                f"--lane {text[:40]!r}: no name and size of a memory", hint="write --lane gpu=6GB"
+            )
+        if name in lanes:
+            raise UsageError(
+                f"--lane {name[:20]} is given twice", hint="name each memory once, such as gpu, ram"
             )
         lanes[name[:20]] = parse_size(size)
     return lanes

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from expertctl.cli.output import counted, human_size, table
+from expertctl.cli.output import counted, human_limit, human_size, table
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.guide import Guide
@@ -38,7 +38,7 @@ def profile_document(
 def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> str:
     """Return what a person reads."""
     if guide is None:
-        return f"nothing was learnt of {base}: that happens where not all of it fits into memory"
+        return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
     from expertctl.engine.moe.guide import TOKENS
 
     usage = guide.usage
@@ -61,24 +61,48 @@ def plan_text(plan: "RoutedPlan") -> str:
 
 
 def _lines(plan: "RoutedPlan") -> Iterator[str]:
-    yield f"{plan.base} in {plan.dtype}, {human_size(plan.limit)} of memory"
+    yield f"{plan.base} in {plan.dtype}, {human_limit(plan.limit)} of memory"
     if plan.whole:
         yield "all of it fits: nothing is left on the disk"
-        return
-    slots, pool, size = sum(plan.plan.capacities), plan.plan.pool, plan.expert
+    elif not plan.fits:
+        yield f"that is too little: {human_size(plan.planned)} are the least, besides any text"
+        yield from _parts(plan)
+    else:
+        yield from _parts(plan)
+        yield from _layers(plan)
+    if plan.has_lanes or (plan.fits and not plan.whole):
+        yield from _lanes(plan)
+
+
+def _parts(plan: "RoutedPlan") -> Iterator[str]:
+    slots, pool, size = sum(plan.plan.capacities), plan.pool, plan.block
     yield f"  {human_size(plan.rest):>10}  all that is no routed expert"
     yield f"  {human_size(slots * size):>10}  {slots} slots of {human_size(size)}"
     yield f"  {human_size(pool * size):>10}  the pool: {pool} experts that have no slot"
+    if plan.grows:
+        yield "              a larger one once a run has kept its copy: experts are shorter there"
+
+
+def _layers(plan: "RoutedPlan") -> Iterator[str]:
     yield ""
-    known = "nothing is known yet" if plan.known is None else plan.known
-    yield f"what is asked for: {known}"
-    yield table(["LAYER", "SLOTS", "ALL ALIKE", "PINNED", "ASKED FOR", "SERVED", "ALL ALIKE"],
+    yield f"what is asked for: {'nothing is known yet' if plan.known is None else plan.known}"
+    yield table(
+        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED", "IF ALL WERE ALIKE"],
         [
-            [str(each.layer), str(each.slots), str(each.even), str(each.pinned),
-             str(each.asked), _percent(each.served), _percent(each.served_even)]
+            [
+                str(each.layer),
+                str(each.slots),
+                str(each.pinned),
+                f"{each.asked} of {plan.plan.experts}",
+                _percent(each.served),
+                f"{each.even} slots, {_percent(each.served_even)}",
+            ]
             for each in plan.layers
         ],
-    )  # fmt: skip
+    )
+
+
+def _lanes(plan: "RoutedPlan") -> Iterator[str]:
     yield ""
     yield "lanes, by weighting; a layer that has experts in a lane pays for a dummy there"
     yield table(
@@ -95,4 +119,4 @@ def _rows(each: "WeightedPlan") -> Iterator[list[str]]:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -25,6 +25,8 @@ from expertctl.settings import human_size as human_size
 _NARROWEST = 20
 """Columns that folded text has at least."""
 _GAP, _BELOW = "  ", "    "
+_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
+"""The space between a number and its unit: nothing is broken there."""
 _JOINT = "\0"
 """Stands for a space at which nothing is broken; `printable` leaves none in a text."""
 
@@ -134,7 +136,7 @@ def fold(line: str, width: int) -> str:
     if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins behind the middle
         start = hanging = start + wide_gap
     room = max(width - hanging, _NARROWEST)
-    cells = re.split("( {2,})", line[start:])
+    cells = re.split("( {2,})", _UNIT.sub(_JOINT, line[start:]))
     whole = "".join(
         cell.replace(" ", _JOINT) if 0 < len(cell.strip()) <= room else cell for cell in cells
     )

@@ -12,7 +12,7 @@ def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
     if moe is None or moe.residence.slots >= moe.residence.experts:
         return
     yield (
-        f"routed experts: {moe.residence.slots} of {moe.residence.experts} of a layer kept, "
+        f"routed experts: {moe.residence.blocks} of {moe.residence.all} in memory, "
         f"{100 * moe.fallback_rate:.1f} % of requests missed, "
         f"{100 * moe.skipped_mass:.1f} % of weights left out"
     )

@@ -111,7 +111,7 @@ class MoeResidence(Struct, frozen=True, kw_only=True):
     experts: int
     """Of each layer."""
     slots: int
-    """Of each layer: how many are kept."""
+    """Of each layer: how many are kept; the mean, where layers differ."""
     in_memory: int
     """Of all layers, at most."""
     cold: MoeCold

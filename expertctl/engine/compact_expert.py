@@ -9,6 +9,7 @@ from expertctl.engine.kernels.compact import check_kernel, filled, most_bytes, p
 from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.lanes import VECTOR_BYTES
 from expertctl.engine.kernels.routed_compact import stretches_of
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.store.copy_file import ALIGNED
 
 Numbers = np.ndarray[Any, Any]
@@ -32,6 +33,11 @@ def compacted(block: Numbers, shape: ExpertShape) -> Numbers:
 def least_bytes(shape: ExpertShape) -> int:
     """Return what any compact expert has: where its stretches begin."""
     return 4 * (len(stretches_of(shape)) + 1)
+
+
+def can_be_compact(scheme: Scheme) -> bool:
+    """Tell whether experts in a scheme are compact in the copy of a base."""
+    return scheme is Scheme.BFLOAT16
 
 
 def is_compact(block: Numbers, shape: ExpertShape) -> bool:

@@ -6,7 +6,7 @@ prompts stands what the base is likeliest to write, which is the same wherever n
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -180,7 +180,16 @@ def _told(wanted: RoutedWanted) -> str:
     if count:
         read = "a prompt" if count == 1 else f"{count} prompts"
     often = "once" if wanted.rounds == 1 else f"{wanted.rounds} times"
-    return f"{read}, then {wanted.tokens} more, {often}"
+    return f"{read}, then {wanted.tokens} tokens more, {often}"
+
+
+def _too_little(refused: Mapping[Holding, BudgetError]) -> BudgetError:
+    """Say what the way would take that has the fewest experts in memory."""
+    least = min(refused, key=lambda holding: holding.share)
+    return BudgetError(
+        f"{least.case}: {refused[least].message}",
+        hint="raise --memory-budget, give --resident a smaller share, or --dtype a narrower one",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +223,7 @@ class _Laboratory:
             except BudgetError as error:
                 refused[holding] = error
         if not rows:
-            raise next(iter(refused.values()))
+            raise _too_little(refused)
         return tuple(rows), [f"left out: {h.case}: {e.message}" for h, e in refused.items()]
 
     def _held(self, holding: Holding) -> OpenBase:

@@ -8,7 +8,7 @@ engine runs one, on a processor, and plans up to three.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.compact_expert import can_be_compact
 from expertctl.engine.moe.bookkeeping import known_bytes, whole_bookkeeping_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.guide import Guide
@@ -22,10 +22,12 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.start import Start
 from expertctl.engine.moe.weighting import CURVE, WEIGHTINGS, Weighting, scores
+from expertctl.engine.packed_backend import SCHEMES
 from expertctl.engine.packed_base import expert_shape, packed_bytes
 from expertctl.errors import IncompatibleError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
+from expertctl.routing.request import Dtype
 from expertctl.schema.strict_json import JsonObject
 
 NamedLanes = Mapping[str, int]
@@ -73,18 +75,52 @@ class RoutedPlan:
     """How one base would be held; sizes in bytes."""
 
     base: str
-    dtype: str
+    dtype: Dtype
     limit: int
     whole: bool
     """Whether all of it fits, so that nothing has to be planned."""
     rest: int
     """What is no routed expert."""
     expert: int
+    compact: int
+    """Bytes of one in the copy that is read, where experts are shorter there; 0: they are not."""
     plan: CachePlan
     known: str | None
     """Where what is known is from."""
     layers: tuple[LayerPlan, ...]
     weightings: tuple[WeightedPlan, ...]
+    has_lanes: bool = False
+    """Whether lanes were asked for: else one is as large as all slots."""
+
+    @property
+    def planned(self) -> int:
+        """What is no routed expert, and all blocks: what a run takes before any text."""
+        return self.rest + self.plan.blocks * self.expert
+
+    @property
+    def fits(self) -> bool:
+        """Whether a run can begin."""
+        return self.whole or self.planned <= self.limit
+
+    @property
+    def block(self) -> int:
+        """Bytes of an expert in memory."""
+        return self.compact or self.expert
+
+    @property
+    def grows(self) -> bool:
+        """Whether more fit once a run has kept a copy, where experts are shorter."""
+        return not self.whole and not self.compact and can_be_compact(SCHEMES[self.dtype])
+
+    @property
+    def pool(self) -> int:
+        """How many blocks are for experts without a slot: all that the planned bytes hold."""
+        held = min(self.plan.blocks * self.expert // self.block, self._all)
+        return held - sum(self.plan.capacities)
+
+    @property
+    def _all(self) -> int:
+        return self.plan.layers * self.plan.experts
 
     def to_json(self) -> JsonObject:
         """Return the document of ``base plan --json``."""
@@ -93,11 +129,13 @@ class RoutedPlan:
             "dtype": self.dtype,
             "memory": self.limit,
             "whole": self.whole,
+            "fits": self.fits,
             "rest_bytes": self.rest,
             "expert_bytes": self.expert,
+            "block_bytes": self.block,
             "slots": sum(self.plan.capacities),
-            "pool": self.plan.pool,
-            "planned_bytes": self.rest + self.plan.blocks * self.expert,
+            "pool": self.pool,
+            "planned_bytes": self.planned,
             "known": self.known,
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],
@@ -106,22 +144,25 @@ class RoutedPlan:
 
 def routed_plan(
     config: ModelConfig,
-    scheme: Scheme,
+    dtype: Dtype,
     *,
     base: str,
     limit: int,
     start: Start,
     lanes: NamedLanes,
+    compact: int = 0,
     strategy: Strategy = "warm",
     curve: float = CURVE,
 ) -> RoutedPlan:
     """Plan a base in a memory; without lanes, one is as large as all slots.
 
+    ``compact`` is what an expert takes in the copy of the base, see `expert_copies.compact_bytes`.
+
     Raises:
         IncompatibleError: when it has no routed experts, or its sizes are none for kernels.
         UsageError: when there are too many lanes, or more pins than slots.
     """
-    routed = config.experts
+    routed, scheme = config.experts, SCHEMES[dtype]
     if routed is None:
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
@@ -141,15 +182,17 @@ def routed_plan(
     budgets = lanes or {"ram": sum(plan.capacities) * block}
     return RoutedPlan(
         base=base,
-        dtype=scheme.value,
+        dtype=dtype,
         limit=limit,
         whole=fits_whole(whole + whole_bookkeeping_bytes(routed), limit),
         rest=rest,
         expert=block,
+        compact=compact,
         plan=plan,
         known=None if guide is None else guide.what,
         layers=tuple(_layers(routed, even, plan, guide)),
         weightings=_weighted(routed, guide, budgets, strategy, block=block, curve=curve),
+        has_lanes=bool(lanes),
     )
 
 

@@ -1,6 +1,7 @@
 """``expertctl base profile`` and ``base plan`` as a person types them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from expertctl.engine.moe.activity_document import read_activity
 from expertctl.engine.moe.usage_profile import read_profile
 from expertctl.schema.validation import problems_of
+from expertctl.settings import human_size
 from tests.cli.commands import Commands, expertctl
 from tests.factories import write_base
 from tests.store.shop import House, Shop, fast, house, shop
@@ -131,6 +133,25 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
+    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
+    house.bases.add(base_dir)
+    numbers = ("--dtype", "bf16", "--json")
+    plan = ("base", "plan", "moe", "--memory", "45MB", *numbers)
+    before = expertctl(*plan).document
+    assert before["block_bytes"] == before["expert_bytes"]
+    assert "a larger one once" in expertctl(*plan[:-1]).out
+    words = ("run", "Sort: 3, 1, 2", "--no-experts", "--greedy", "--max-tokens", "2")
+    ran = expertctl(*words, "--base", "moe", "--memory-budget", "45MB", *numbers).document["moe"]
+    after = expertctl(*plan).document
+    assert 0.68 * after["expert_bytes"] < after["block_bytes"] < 0.8 * after["expert_bytes"]
+    assert (after["slots"], after["slots"] + after["pool"]) == (4 * ran["slots"], ran["in_memory"])
+    assert after["pool"] > before["pool"]
+    assert "a larger one once" not in expertctl(*plan[:-1]).out
+
+
 def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None:
     lanes = ("--lane", "gpu=10MB", "--lane", "ram=20MB", "--lane", "other=5MB")
     plan = expertctl(
@@ -141,6 +162,31 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None
     said = expertctl("base", "plan", "moe", *lanes, "--lane", "fourth=1MB", code=2)
     assert "one to 3 lanes" in said.err
     assert "--lane gpu=6GB" in expertctl("base", "plan", "moe", "--lane", "gpu", code=2).err
+    said = expertctl("base", "plan", "moe", *lanes, "--lane", "gpu=1MB", code=2)
+    assert "--lane gpu is given twice" in said.err
+    text = expertctl("base", "plan", "moe", "--memory", "1GB", *lanes).out
+    assert "all of it fits" in text
+    assert re.search(r"flat +\d+\.\d %  gpu +\d+ ", text)
+
+
+def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
+    expertctl: Commands, house: House, base_dir: Path
+) -> None:
+    house.bases.add(base_dir)
+    plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
+    assert not plan["fits"]
+    text = expertctl("base", "plan", "moe", "--memory", "20MB").out
+    assert f"too little: {human_size(plan['planned_bytes'])} are the least" in text
+    assert "WEIGHTING" not in text
+    run = ("run", "hi", "--base", "moe", "--no-experts", "--dtype", "bf16")
+    for dtype, size in (("bf16", "10MB"), ("int8", "5MB")):
+        plan = expertctl(
+            "base", "plan", "moe", "--dtype", dtype, "--memory", size, "--json"
+        ).document
+        assert (plan["dtype"], plan["fits"]) == (dtype, False)
+    least = human_size(plan["planned_bytes"])
+    said = expertctl(*run[:-1], "int8", "--memory-budget", "5MB", code=7).err
+    assert f"the base moe: {least} needed" in said
 
 
 def test_a_base_of_which_nothing_is_known_is_planned_too(

@@ -173,8 +173,8 @@ def test_that_a_copy_cannot_be_kept_is_told_once(
     place.write_text("in the way")
     words = ("--base", "my-base", "--dtype", "int8", "--threads", 1)
     said = expertctl("bench", *words, *QUICK)
-    assert said.err.count("made again") == 1
-    assert f"cannot be written ({place}: it is no folder): made again next time" in said.err
+    assert said.err.count("tried again") == 1
+    assert f"cannot be written ({place}: it is no folder): tried again next time" in said.err
 
 
 def test_a_shape_with_biases_is_measured(folder: Path, expertctl: Commands) -> None:

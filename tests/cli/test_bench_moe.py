@@ -50,7 +50,7 @@ def test_the_document_has_a_row_for_each_way(added: Path, expertctl: Commands) -
     words = ("--resident", "0.5,1", "--moe-miss", "exact", "--prompt", "Sort these: 3, 1")
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     assert document["name"] == "bench moe"
-    assert document["measured"]["texts"] == "a prompt, then 8 more, 2 times"
+    assert document["measured"]["texts"] == "a prompt, then 8 tokens more, 2 times"
     whole, half = document["rows"]
     assert (whole["case"], half["case"]) == ("all resident", "50 % resident, exact")
     assert half["ratio"] == pytest.approx(half["ours"] / whole["ours"], abs=2e-3)

@@ -68,6 +68,9 @@ def test_an_error_shows_the_fact_then_the_way_out(capsys: pytest.CaptureFixture[
         ("base  float32  8.1 MB  2 MB", "base  float32  8.1 MB\n      2 MB"),
         ("base  float32  12345678.9 MB", "base  float32\n      12345678.9 MB"),
         ("signed by sha256:" + "0" * 64, "signed by\n  sha256:" + "0" * 64),
+        ("read in 12 ms, written in 2522 ms", "read in 12 ms, written\n  in 2522 ms"),
+        ("missed of them were 22.2 % in all", "missed of them were\n  22.2 % in all"),
+        ("all twelve take 225.5 MB there", "all twelve take\n  225.5 MB there"),
         ("", ""),
     ],
 )

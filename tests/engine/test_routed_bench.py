@@ -107,8 +107,9 @@ def test_what_does_not_fit_is_left_out_and_told(stocked: Planner) -> None:
     assert found.whole is None
     (told,) = found.warnings
     assert told.startswith("left out: all resident: ")
-    with pytest.raises(BudgetError):
+    with pytest.raises(BudgetError, match=r"^50 % resident, exact: the ") as refused:
         measured(stocked, wanted, budget=half.memory // 2)
+    assert "--resident a smaller share" in refused.value.hint
 
 
 def _least(stocked: Planner, wanted: RoutedWanted, *, low: int) -> int:

@@ -209,8 +209,9 @@ class ExpertCache:
 
     def report(self) -> RoutedReport:
         """Return that, with how many experts are in memory at most."""
-        slots, memory = max(slots.capacity for slots in self.slots), self._memory
-        layers, experts, blocks = len(self._numbers), memory.experts, memory.blocks
+        layers, memory = len(self._numbers), self._memory
+        slots = sum(layer.capacity for layer in self.slots) // layers
+        experts, blocks = memory.experts, memory.blocks
         held = Residence(layers=layers, experts=experts, slots=slots, blocks=blocks)
         return RoutedReport(replace(held, miss="skip") if self.skips else held, self.activity())
 

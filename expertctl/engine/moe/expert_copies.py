@@ -4,11 +4,13 @@ What is damaged is told, read from the files of the base, and made again the nex
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from expertctl.engine.compact_expert import compacted, is_compact
+from expertctl.engine.compact_expert import can_be_compact, compacted, is_compact
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.mapped_file import MappedFile
 from expertctl.engine.memory import unused
 from expertctl.engine.moe.expert_files import IsWanted, StoredExperts
@@ -64,6 +66,25 @@ def copied_experts(
     return found
 
 
+def compact_bytes(copies: QuantisedCopies | None, config: ModelConfig, scheme: Scheme) -> int:
+    """Return the bytes of a block for an expert of the copy of a base; 0 where he is not compact.
+
+    So it is where no copy was written yet, as before the first run in less memory.
+    """
+    shape = copy_shape(config, scheme)
+    copy = copies.open(scheme.value, shape) if copies and can_be_compact(scheme) else None
+    if copy is None:
+        return 0
+    with closing(copy):
+        return _fitting(copy)
+
+
+def _fitting(copy: CopyFile) -> int:
+    """Return what the largest expert takes, where none takes more than he does unpacked; else 0."""
+    most = _most_bytes(copy)
+    return most if most <= copy.shape.block else 0
+
+
 def _usual(shape: CopyShape, each: int, blocks: int) -> MoeCold:
     """Return how to read experts of so many bytes where nobody said it.
 
@@ -101,10 +122,9 @@ class CopiedExperts:
         """Read from a copy, and from the files of the base what is damaged in it."""
         self._copy, self._stored, self._give_up = copy, stored, give_up
         first = copy.shape.rest_pieces
-        most = _most_bytes(copy)
-        self.compact = most if stored.is_compact and most <= copy.shape.block else 0
+        self.compact = _fitting(copy) if stored.is_compact else 0
         """Bytes of a block for an expert that is compact; 0: they are as they are computed."""
-        self.is_of_use = most == copy.shape.block or bool(self.compact)
+        self.is_of_use = _most_bytes(copy) == copy.shape.block or bool(self.compact)
         """Else one of them is no shorter, and blocks are for those that are not compact."""
         self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
         self._cold, self._mapped = cold, mapped

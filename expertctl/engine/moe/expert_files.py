@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from expertctl.engine.compact_expert import can_be_compact
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.packed_base import EXPERTS, expert_places, expert_shape
 from expertctl.engine.tensor_packing import pack_tensor
@@ -49,7 +50,7 @@ class StoredExperts:
         """Read from where the tensors of a base lie."""
         self._stored, self.shape = stored, expert_shape(config, scheme)
         self.scheme = scheme
-        self.is_compact = scheme is Scheme.BFLOAT16
+        self.is_compact = can_be_compact(scheme)
         """Whether experts are compact in a copy of the base."""
 
     @property

@@ -43,18 +43,16 @@ class Blocks(Protocol):
 class HostBlocks:
     """Blocks in the memory of the machine, by their addresses."""
 
-    def __init__(self, size: int, *, count: int) -> None:
-        """Take the memory of so many blocks of a size."""
-        self._memory = np.frombuffer(allocate(count * size), np.uint8)
-        self._blocks = self._memory.reshape(count, size)
+    def __init__(self, size: int, *, count: int, taken: int = 0) -> None:
+        """Take the memory of so many blocks of a size, or as many bytes if that is more."""
+        self._memory = np.frombuffer(allocate(max(count * size, taken)), np.uint8)
+        self._blocks = self._memory[: count * size].reshape(count, size)
 
     @classmethod
     def within(cls, total: int, shape: ExpertShape, *, most: int) -> "HostBlocks":
         """Take so many bytes for blocks of a shape, of which no more than some are of use."""
-        blocks = cls(total, count=1)
-        count, size = min(total // shape.block_bytes, most), shape.block_bytes
-        blocks._blocks = blocks._memory[: count * size].reshape(count, size)
-        return blocks
+        size = shape.block_bytes
+        return cls(size, count=min(total // size, most), taken=total)
 
     @property
     def nbytes(self) -> int:

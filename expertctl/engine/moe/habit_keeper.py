@@ -260,6 +260,7 @@ class HabitKeeper:
     def _nowhere(self) -> Start:
         """Begin without knowing anything; say so where somebody is to be pinned."""
         if self._wishes.pins is not None:
-            told = "run it once more, or give --moe-profile FILE"
+            once = "run it once more, or " if self._wishes.learns else ""
+            told = f"{once}give --moe-profile FILE"
             self._notes.append(f"--moe-pin pins nobody: nothing is known of the base; {told}")
         return Start(self._wishes)

@@ -16,11 +16,16 @@ class Residence:
     experts: int
     """Of each layer."""
     slots: int
-    """Of each layer: how many are kept."""
+    """Of each layer: how many are kept; the mean, where layers differ."""
     blocks: int
     """How many are in memory at most, of all layers."""
     cold: MoeCold = "read"
     """How the others come from the disk."""
+
+    @property
+    def all(self) -> int:
+        """How many there are in all layers."""
+        return self.layers * self.experts
 
     def to_json(self) -> JsonObject:
         """Return it as it stands in the ``moe`` object."""

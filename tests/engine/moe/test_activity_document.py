@@ -1,8 +1,10 @@
 """The document of what was observed: llama.cpp's cases, hostile ones, and there and back again."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -157,7 +159,22 @@ def test_what_is_no_document_is_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("valid/*.json")), ids=lambda path: path.stem)
 def test_a_valid_example_is_read(path: Path) -> None:
-    read_activity(path.read_bytes(), what=path.name)
+    found, told = read_activity(path.read_bytes(), what=path.name), json.loads(path.read_bytes())
+    layers = {each["layer"]: each for each in told["layers"] if isinstance(each["layer"], int)}
+    assert {each.layer: +Counter(each.hits) for each in found.layers} == {
+        number: asked_in(layer) for number, layer in layers.items()
+    }
+    numbers = (told.get(key, 0) for key in ("n_expert", "updates", "num_prompts"))
+    assert (found.experts, found.updates, found.prompts) == tuple(numbers)
+
+
+def asked_in(layer: dict[str, Any]) -> Counter[int]:
+    """What a layer of a document says was asked for, by expert."""
+    counted = Counter[int]()
+    both = layer.get("hot_experts", []) + layer.get("cold_experts", [])
+    for expert, count in both or layer.get("experts", []):
+        counted[expert] += count
+    return +counted
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.adoption import ProfileWishes, guidance_of
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_files import IsWanted
 from expertctl.engine.moe.expert_memory import Numbers
 from expertctl.engine.moe.guide import Guide, activity_of
@@ -38,6 +39,16 @@ GUIDE = Guide("the profile", activity_of(USAGE), USAGE)
 NOBODY = UsageProfile("", 10, EXPERTS, {1: {}})
 
 
+def read_drawn(cache: ExpertCache, room: RoutedRoom) -> None:
+    """Read a token that asks for who is drawn; all of them are there then."""
+    for layer in range(LAYERS):
+        cache.bring(layer, room, 1)
+        wanted = set(room.selected[layer, 0].tolist())
+        assert wanted <= {expert for expert, _ in marks(cache, layer)}
+    cache.passed(room, 1, phase=Phase.DECODE)
+    cache.check_integrity()
+
+
 def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfig) -> None:
     drawn, room = np.random.default_rng(7), RoutedRoom(config, Scheme.FLOAT32, tokens=1)
     assert config.experts is not None
@@ -46,12 +57,7 @@ def test_pinned_experts_come_while_texts_are_written_and_stay(config: ModelConfi
         def write(tokens: int) -> None:
             for _ in range(tokens):
                 draw_pass(room, drawn, 1)
-                for layer in range(LAYERS):
-                    cache.bring(layer, room, 1)
-                    wanted = set(room.selected[layer, 0].tolist())
-                    assert wanted <= {expert for expert, _ in marks(cache, layer)}
-                cache.passed(room, 1, phase=Phase.DECODE)
-                cache.check_integrity()
+                read_drawn(cache, room)
 
         write(10)
         wishes = ProfileWishes(pins=TopPins(2))
@@ -123,12 +129,7 @@ def test_pinned_experts_that_cannot_be_read_hold_up_nobody_and_are_told_once(
                 room.selected %= 6  # nobody asks for who cannot be read
                 room.likely %= 6
                 room.selected[..., 1] = (room.selected[..., 0] + 1) % 6
-                for layer in range(LAYERS):
-                    cache.bring(layer, room, 1)
-                    wanted = set(room.selected[layer, 0].tolist())
-                    assert wanted <= {expert for expert, _ in marks(cache, layer)}
-                cache.passed(room, 1, phase=Phase.DECODE)
-                cache.check_integrity()
+                read_drawn(cache, room)
 
         write(10)
         cache.pin([frozenset({6, 7})] * LAYERS)

@@ -1,7 +1,7 @@
 """Whoever is asked for is there, and is who he should be; what is left out is within the cap."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from threading import Event
 
@@ -101,17 +101,21 @@ def config() -> ModelConfig:
 
 
 def new_cache(reader: Marked, *, slots: int, policy: MissPolicy) -> ExpertCache:
+    return cache_of(reader, capacities=[slots] * LAYERS, policy=policy)
+
+
+def cache_of(reader: Marked, *, capacities: Sequence[int], policy: MissPolicy) -> ExpertCache:
     memory = ExpertMemory(
         ExpertShape(Scheme.FLOAT32, 16, 16),
         layers=LAYERS,
         experts=EXPERTS,
-        blocks=LAYERS * slots + EXPERTS - slots,
+        blocks=sum(capacities) + EXPERTS - min(capacities),
     )
     return ExpertCache(
         memory,
         reader,
         numbers=NUMBERS,
-        slots=[LayerSlots(experts=EXPERTS, capacity=slots) for _ in range(LAYERS)],
+        slots=[LayerSlots(experts=EXPERTS, capacity=capacity) for capacity in capacities],
         policy=policy,
     )
 
@@ -191,6 +195,13 @@ def test_who_is_in_the_pool_is_no_miss(config: ModelConfig) -> None:
         told, layers = cache.activity(), cache.counters.observed().layers
     assert (told.requests, told.misses, told.loads) == (6 * LAYERS, 2 * LAYERS, 2 * LAYERS)
     assert [(layer.hits, layer.misses) for layer in layers.values()] == [(4, 2)] * LAYERS
+
+
+def test_of_layers_that_have_different_slots_the_mean_is_told() -> None:
+    with closing(cache_of(Marked(), capacities=(EXPERTS, 1, 2), policy=EXACT)) as cache:
+        held = cache.report().residence
+    assert held.slots == (EXPERTS + 1 + 2) // 3 < EXPERTS
+    assert (held.blocks, held.all) == (EXPERTS + 1 + 2 + EXPERTS - 1, 3 * EXPERTS)
 
 
 def test_what_was_left_out_is_there_for_later_tokens(config: ModelConfig) -> None:

@@ -147,7 +147,7 @@ def test_where_nothing_can_be_kept_that_is_told_and_files_are_read(
     load_packed_base(directory, config, Scheme.INT8, experts=False, copies=copies)
     assert copied_experts(copies, config, stored, cold="read", blocks=0) is None
     told = f"{copies.path('int8')} cannot be written ({folder}: it is no folder)"
-    assert copies.take_notes() == (f"{told}: made again next time",)
+    assert copies.take_notes() == (f"{told}: tried again next time",)
 
 
 @pytest.mark.parametrize("cold", ["read", "map", "direct"])

@@ -145,7 +145,15 @@ def test_a_state_that_cannot_be_is_refused(layer: dict[str, object], told: str) 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("valid/*.json")), ids=lambda path: path.stem)
 def test_a_valid_example_is_read(path: Path) -> None:
-    read_state(path.read_bytes(), what=path.name)
+    found, told = read_state(path.read_bytes(), what=path.name), json.loads(path.read_bytes())
+    assert found.prompt == told.get("metadata", {}).get("prompt", "")
+    assert {str(number) for number in found.layers} == set(told["layers"])
+    for number, layer in found.layers.items():
+        expected = told["layers"][str(number)]
+        assert [*layer.cached_ids] == expected["cached_ids"]
+        assert layer.step == expected["step"]
+        for ours, theirs in ((layer.frequency, "frequency"), (layer.last_active, "last_active")):
+            assert {str(expert): count for expert, count in ours.items()} == expected[theirs]
 
 
 @pytest.mark.parametrize(

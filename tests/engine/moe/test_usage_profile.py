@@ -115,7 +115,13 @@ def test_what_a_document_says_of_universal_experts_follows_from_its_counts() -> 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("valid/*.json")), ids=lambda path: path.stem)
 def test_a_valid_example_is_read(path: Path) -> None:
-    read_profile(path.read_bytes(), what=path.name)
+    found, told = read_profile(path.read_bytes(), what=path.name), json.loads(path.read_bytes())
+    assert (found.prompts, found.experts) == (told["num_prompts"], told["num_experts"])
+    assert found.preset == told.get("prompt_preset", "")
+    assert {
+        str(number): {str(expert): count for expert, count in counts.items()}
+        for number, counts in found.layers.items()
+    } == {number: layer["activation_counts"] for number, layer in told["layers"].items()}
 
 
 @pytest.mark.parametrize(
