@@ -1,17 +1,25 @@
-"""The CUDA device: whether there is one, and how much of its memory an engine may take."""
+"""The CUDA device: whether there is one, how much memory an engine may take, and how it fails."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
-from expertctl.errors import BudgetError, NotFoundError
+from expertctl.engine.device_streams import LentStream, lend_stream
+from expertctl.errors import BudgetError, ExpertError, NotFoundError
 from expertctl.routing.request import DeviceName
 
 CUDA = torch.device("cuda")
 RESERVE = 512 << 20
-"""What is left to what no ledger sees: kernels that are loaded late, workspaces, rounding."""
+"""What is left to what no ledger sees: kernels that are loaded late, handles, rounding."""
 _ON_THE_CPU = "or compute on the processor with --device cpu"
+_FAILED = ("CUDA error:", "CUDA driver error:", "cuDNN error:")
+"""How torch begins to tell that a device failed; a class for it is new in 2.8."""
+_FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SIDE = 64
+"""Rows and columns of what is multiplied to find out what a product takes."""
 
 
 def has_cuda() -> bool:
@@ -65,20 +73,83 @@ def free_bytes() -> int:
     return free
 
 
+def workspace_bytes() -> int:
+    """Return what libraries keep on the device for each stream that products are computed on.
+
+    How much depends on the device, on torch and on the environment, so it is measured, once.
+    Where there is no device nothing is kept.
+    """
+    return _workspace_of(CUDA) if CUDA.type == "cuda" and has_cuda() else 0
+
+
 @contextmanager
 def told_when_full() -> Iterator[None]:
-    """Give what torch raises where the device has no memory left its way out.
+    """Give what torch raises where the device has no memory left, or fails, its way out.
 
     Others may take what was free when the budget was set, and sizes of passes are known about.
 
     Raises:
-        BudgetError: in its place.
+        BudgetError: in its place, where memory is what is missing.
+        ExpertError: in its place, where the device failed.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise BudgetError(
+    except RuntimeError as error:
+        told = _told(error)
+        if told is None:
+            raise
+        raise told from error
+
+
+def _told(error: RuntimeError) -> ExpertError | None:
+    """Return what to say of an error; None where it is not the device's."""
+    said = str(error).partition("\n")[0]
+    has_failed = said.startswith(_FAILED)
+    if isinstance(error, torch.OutOfMemoryError) or (has_failed and any(f in said for f in _FULL)):
+        return BudgetError(
             "the CUDA device has less memory left than the budget allows",
             hint="end other programs on the device, set a smaller --memory-budget, shorten the "
             f"prompt, {_ON_THE_CPU}",
-        ) from error
+        )
+    if not has_failed:
+        return None
+    return ExpertError(
+        f"the CUDA device failed: {said}",
+        hint="start again, for a process whose device failed cannot go on; see what `nvidia-smi` "
+        f"says, {_ON_THE_CPU}",
+    )
+
+
+@cache
+def _workspace_of(device: torch.device) -> int:
+    """Measure it in a thread that ends.
+
+    Libraries keep a workspace for each stream of each thread that computes. What a thread leaves
+    the next one takes over, so this one has not had any on that stream, and leaves none besides.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="workspace") as pool:
+        measured = pool.submit(taken_by_products, lend_stream(device)).result()
+    return max(measured, _said_workspace())
+
+
+@torch.inference_mode()
+def taken_by_products(lent: LentStream) -> int:
+    """Return how much memory a device gives to products on a stream besides their result."""
+    device = lent.stream.device
+    one = torch.ones(_SIDE, _SIDE, device=device)
+    made = torch.empty_like(one)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.cuda.stream(lent.stream):
+        torch.mm(one, one, out=made)
+        torch.addmm(one[0], one, one, out=made)  # with a bias another library computes it
+        torch.bmm(one[None], one[None], out=made[None])
+    lent.stream.synchronize()
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def _said_workspace() -> int:
+    """Return what torch says that it is; 0 where it is too old to say."""
+    said = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    return 0 if said is None else int(said())

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
 from expertctl.engine import accelerator
+from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.backend import BackendName, Surroundings
 from expertctl.engine.base_weights import BaseWeights, is_routed_expert, load_base
 from expertctl.engine.compose import CompiledPlan, Form
@@ -42,6 +43,8 @@ from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeMiss
 
 _FLOAT_BYTES = 4
+_STREAMS, _STAGED_STREAMS = 2, 3
+"""Products are computed on the usual stream, and on one for each owner of graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +72,12 @@ class CudaBackend:
         whole = cls(config, dtype)
         if config.experts is None or room is None or fits_whole(whole.weight_bytes, room):
             return whole
+        workspaces = _STAGED_STREAMS * accelerator.workspace_bytes()
         plan = cache_plan(
             layers=len(config.experts.layers),
             experts=config.experts.count,
             block=whole.stack_shape.nbytes,
-            rest=whole.rest_bytes + whole.staged_bytes,
+            rest=whole.rest_bytes + whole.staged_bytes + workspaces,
             limit=room,
             miss=miss,
             cap=cap,
@@ -99,15 +103,21 @@ class CudaBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory; of routed experts all there is room for."""
-        routed = self.config.experts
+        """What its weights take in memory, with workspaces; of routed experts all there is room."""
+        routed, workspaces = self.config.experts, self.workspace_bytes
         if routed is None:
-            return self._plain.weight_bytes
-        each = self.stack_shape.nbytes
+            return self._plain.weight_bytes + workspaces
+        each, rest = self.stack_shape.nbytes, self.rest_bytes + workspaces
         if self.cache is None:
             blocks = len(routed.layers) * routed.count
-            return self.rest_bytes + asked_bytes(routed) + blocks * each
-        return self.rest_bytes + self.staged_bytes + self.cache.blocks * each
+            return rest + asked_bytes(routed) + blocks * each
+        return rest + self.staged_bytes + self.cache.blocks * each
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What libraries keep for the streams that it computes on, where one thread does."""
+        streams = _STREAMS if self.cache is None else _STAGED_STREAMS
+        return streams * accelerator.workspace_bytes()
 
     @property
     def staged_bytes(self) -> int:
@@ -176,11 +186,13 @@ class CudaBackend:
         kind = CacheKind(self._row, lambda wanted: self.kv_bytes(wanted.capacity))
         return KVSlots(tiers, kind)
 
+    @told_when_full()
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> "CudaModel":
         """Read the weights onto the device.
 
         Raises:
             InvalidPackageError: when its tensors are not those of its configuration.
+            BudgetError: when the device is full.
         """
         weights = load_base(
             around.directory,
@@ -190,8 +202,10 @@ class CudaBackend:
             experts=False,
             progress=progress,
         )
+        workspaces = self.workspace_bytes
         if self.config.experts is None:
-            return CudaModel(StaticDecoder(self.config, weights), weights, weights.nbytes)
+            decoder = StaticDecoder(self.config, weights)
+            return CudaModel(decoder, weights, weights.nbytes, workspaces)
         experts = open_experts(
             self.config,
             base_tensors(around.directory, self.config),
@@ -205,7 +219,7 @@ class CudaBackend:
             experts.close()
             raise
         decoder = StaticDecoder(self.config, weights, experts=experts)
-        return CudaModel(decoder, weights, weights.nbytes + read, experts)
+        return CudaModel(decoder, weights, weights.nbytes + read, workspaces, experts)
 
     def _bring(self, experts: StackedExperts, around: Surroundings, progress: Progress) -> int:
         """Bring all experts, or begin with those that are known; return how much was read.
@@ -225,6 +239,7 @@ class CudaBackend:
     def _plain(self) -> TorchBackend:
         return TorchBackend(self.config, self.dtype, accelerator.CUDA)
 
+    @told_when_full()
     def _row(self, wanted: KVWanted) -> ArenaRow:
         arena = KVArena(
             self.config,
@@ -244,18 +259,21 @@ class CudaModel:
     weights: BaseWeights
     read_bytes: int
     """How much of files was read for them."""
+    workspace_bytes: int
+    """What libraries keep for the streams that it is run on."""
     stacked: StackedExperts | None = None
     """Its routed experts, if it has any."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of its weights, and of all that stays with them."""
+        held = self.weights.nbytes + self.workspace_bytes
         if self.stacked is None:
-            return self.weights.nbytes
+            return held
         graphs = 0
         if not self.stacked.is_whole:
             graphs = staying_graphs_bytes(self.decoder.config, self.stacked.stack.shape)
-        return self.weights.nbytes + self.stacked.nbytes + self.decoder.staying_bytes + graphs
+        return held + self.stacked.nbytes + self.decoder.staying_bytes + graphs
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from expertctl.digest import Progress, no_progress
+from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.base_weights import BaseWeights, is_routed_expert
 from expertctl.engine.decoder import (
     PREFILL_CHUNK,
@@ -97,6 +98,7 @@ class StaticDecoder:
         self._room: StepRoom | None = None
         self._plans: PlanSlots | None = None
 
+    @told_when_full()
     def prefill(
         self,
         ids: Sequence[int] | Tensor,
@@ -125,6 +127,7 @@ class StaticDecoder:
         logits = self.step([StaticRow(token, cache, deltas)])[0]
         return DecodeResult(logits, position, (time.perf_counter() - started) * 1e3)
 
+    @told_when_full()
     def step(self, rows: Sequence[StaticRow], *, out: Tensor | None = None) -> Tensor:
         """Read one more token of each of several texts; return scores, float32 [rows, vocab].
 
@@ -168,8 +171,13 @@ class StaticDecoder:
         finally:
             self._one_more.times = None
 
+    @told_when_full()
     def prepare(self, cache: ArenaRow, deltas: Deltas = NO_DELTAS) -> None:
-        """Make beforehand what the steps of one text need."""
+        """Make beforehand what the steps of one text need.
+
+        Raises:
+            BudgetError: when the device is full.
+        """
         with self._lock:
             self._prepared_room(cache.arena, rows=1)
             if not self._changes_experts(deltas):

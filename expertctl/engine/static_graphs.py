@@ -3,14 +3,16 @@
 What is captured reads and writes tensors that stay where they are, and its own passing ones come
 from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run. Whoever
 asks says how many there are at most; then all go, and none alone: they were captured on one stream,
-and torch, letting go of one, lets go of the workspace that its libraries have for that stream; the
-others hold its address (pytorch#193402).
+which is nobody else's, and torch, letting go of one, lets go of the workspace that its libraries
+have for that stream; the others hold its address (pytorch#193402).
 """
 
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
+
+from expertctl.engine.device_streams import LentStream, lend_stream
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
@@ -32,7 +34,7 @@ class Graphs:
         self._captures = captures and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: _POOL_HANDLE | None = None
-        self._side: torch.cuda.Stream | None = None  # one: libraries keep a workspace for each
+        self._side: LentStream | None = None  # after the graphs, which go before it is given back
         self.captured = 0
         """How many were captured so far."""
 
@@ -72,19 +74,17 @@ class Graphs:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self._device)
-        side = self._side = self._side or _new_stream(self._device)
+        self._side = self._side or lend_stream(self._device)
+        side, graph = self._side.stream, torch.cuda.CUDAGraph()
         side.wait_stream(here)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(side):  # torch itself does not leave it where a capture ends badly
-            function()
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-            ):
+        try:
+            with torch.cuda.stream(side):  # torch does not leave it where a capture ends badly
                 function()
-        here.wait_stream(side)
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    function()
+        finally:  # what was called before an error is under way, and writes what the next one reads
+            here.wait_stream(side)
         self.captured += 1
         return graph
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

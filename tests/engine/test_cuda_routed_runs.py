@@ -7,18 +7,20 @@ from typing import get_args
 import pytest
 import torch
 
+from expertctl.cli.exit_codes import exit_code
 from expertctl.engine import accelerator
 from expertctl.engine.backend import Surroundings
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import Wish, backend_of
 from expertctl.engine.moe.bookkeeping import known_bytes
+from expertctl.engine.moe.copy_order import CopyStream
 from expertctl.engine.moe.expert_stack import BUFFERS
 from expertctl.engine.moe.start import StartWishes, Warmup
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
 from expertctl.engine.tiers import Tier
-from expertctl.errors import BudgetError
+from expertctl.errors import BudgetError, ExpertError
 from expertctl.package.base_model import read_base
 from expertctl.package.model_config import read_config
 from expertctl.reference import Reference
@@ -197,6 +199,65 @@ def test_what_is_held_is_what_was_announced_in_both_memories(
     assert ram.held("base") == BUFFERS * 262_144 + known_bytes(routed) + received
     engine.close()
     assert ram.held("base") == 0
+
+
+def test_what_libraries_keep_is_paid_before_slots_are_given_out(
+    base: Path, house: House, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the usual stream and two owners of graphs; of one where all experts are there."""
+    house.bases.add(base)
+    budget, kept, blocks = size * 105 // 100, 2 * ONE, list[int]()
+    for workspace in (0, kept):
+        monkeypatch.setattr(accelerator, "workspace_bytes", lambda workspace=workspace: workspace)
+        result, engine = answer(house, budget)
+        assert result.moe is not None
+        residence, held = result.moe.residence, engine.budget.held("base")
+        backend, _ = backend_of(read_config(base), Wish(device="cuda", room=budget))
+        assert isinstance(backend, CudaBackend)
+        rest = backend.rest_bytes + backend.staged_bytes
+        assert held == backend.weight_bytes == rest + residence.blocks * ONE + 3 * workspace
+        assert engine.budget.peak <= budget
+        engine.check_integrity()
+        engine.close()
+        blocks.append(residence.blocks)
+    assert blocks[1] <= blocks[0] - 3
+    whole = CudaBackend(read_config(base), "float32")
+    assert whole.cache is None
+    assert whole.weight_bytes == size + 2 * kept
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), BudgetError, "less memory left"),
+        (RuntimeError("CUDA error: unspecified launch failure"), ExpertError, "device failed"),
+    ],
+)
+def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_run_answers(
+    error: RuntimeError,
+    kind: type[ExpertError],
+    said: str,
+    base: Path,
+    house: House,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    house.bases.add(base)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    for budget in (FREE, size * 85 // 100):  # all are brought; those who are missing
+        engine = Engine(planner(house), budget=budget, device="cuda")
+        with monkeypatch.context() as broken:
+            broken.setattr(CopyStream, "copy", fail)
+            with pytest.raises(kind, match=said) as told:
+                run(engine, asked())
+        assert exit_code(told.value) == (7 if kind is BudgetError else 1)
+        assert "--device cpu" in told.value.hint
+        engine.check_integrity()
+        assert run(engine, asked()).generated.tokens
+        engine.close()
 
 
 def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House, size: int) -> None:

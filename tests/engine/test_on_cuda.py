@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine.accelerator import workspace_bytes
 from expertctl.engine.attention import attend, attend_plainly, view_of
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.compose import Form, compose
@@ -26,6 +27,8 @@ pytestmark = [
 CUDA = torch.device("cuda")
 SIZES: dict[str, Any] = {"head_dim": 16, "max_position_embeddings": 2048}
 TOKENS = 40
+STREAMS = 2
+"""Prompts are read on the usual one, steps are captured on another."""
 LIMIT = 1e-4
 """How far scores may be from those of a processor; products of CUDA are summed in other orders."""
 
@@ -134,6 +137,7 @@ def test_no_more_is_taken_than_was_announced(capacity: int, model: Oracle) -> No
         decoder.decode(token, row, plan)
     width = max(len(delta.a) for delta in plan.values() if delta.a is not None)
     announced = buffer_bytes(config, capacity=capacity, width=width)
+    announced += STREAMS * workspace_bytes()  # torch lets go of one with the graphs that rest
     rounding = 2 << 20  # a block of the allocator
     assert torch.cuda.max_memory_allocated() - before <= announced + rounding
 

@@ -6,14 +6,15 @@ would be those of another text or plan. What a true device does is in ``test_on_
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, cycle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from expertctl.engine import static_decoder
+from expertctl.engine import device_streams, static_decoder
+from expertctl.engine.device_streams import DeviceStreams
 from expertctl.engine.kv_cache import KVCache
 from expertctl.engine.static_decoder import StaticDecoder, StaticRow
 from expertctl.engine.static_graphs import Graphs
@@ -37,10 +38,15 @@ class Device:
         self.used = list[int]()
         self.calls: list[Callable[[], None]] = []
         self.waits = 0
+        self.waited = list[tuple[SimpleNamespace, SimpleNamespace]]()
+        """Which stream was told to wait for which."""
+        self.captured_on = list[SimpleNamespace]()
         self.current = self.usual = self.new_stream()
 
     def new_stream(self, _: object = None) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda _: None, synchronize=self._wait)
+        found = SimpleNamespace(synchronize=self._wait)
+        found.wait_stream = lambda other: self.waited.append((found, other))
+        return found
 
     def _wait(self) -> None:
         self.waits += 1
@@ -59,6 +65,7 @@ class Device:
     ) -> Iterator[None]:
         assert pool not in self.gone, "a pool that is gone cannot be used again"
         self.used.append(pool)
+        self.captured_on.append(stream)
         before, self.current = self.current, stream  # which stays where it ends badly
         try:
             yield
@@ -80,6 +87,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device()
+    monkeypatch.setattr(device_streams, "STREAMS", DeviceStreams())
     for name, value in {
         "graph_pool_handle": lambda: next(found.pools),
         "current_stream": lambda _: found.current,
@@ -165,6 +173,8 @@ def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(devic
         graphs.run("a step", full)
     assert graphs.captured == 0
     assert device.current is device.usual
+    [side] = device.captured_on
+    assert device.waited[-1] == (device.usual, side), "what was called before it failed goes on"
     for name in ("a step", "another", "a step"):
         graphs.run(name, lambda name=name: done.append(name))  # type: ignore[misc]
     assert done == ["a step"] * 3 + ["another"] * 3 + ["a step"]
@@ -172,3 +182,21 @@ def test_after_a_capture_that_failed_the_next_one_begins_with_another_pool(devic
     graphs.clear()
     graphs.run("a step", lambda: None)
     assert device.used == [1, 2, 2, 3]
+
+
+def test_no_two_owners_of_graphs_capture_on_one_stream(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has so many and hands them out in turn; the next base has those of the one before."""
+    first, second = device.new_stream(), device.new_stream()
+    in_turn = cycle([first, first, second])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: next(in_turn))
+    for _ in range(2):
+        owners = [Graphs(torch.device("cuda")) for _ in range(2)]
+        for graphs in owners:
+            graphs.run("a step", lambda: None)
+            graphs.clear()
+            graphs.run("a step", lambda: None)
+        assert all(len(graphs) == 1 for graphs in owners)
+        del owners, graphs
+    assert [stream is first for stream in device.captured_on] == [True, True, False, False] * 2

@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expertctl.engine.device_streams import lend_stream
+
 Rows = np.ndarray[Any, Any] | slice
 _ALL = slice(None)
 
@@ -62,28 +64,32 @@ class LastReads:
 
 
 class CopyStream:
-    """A stream that copies go on, one at a time, each out of the same memory of the machine."""
+    """A stream that copies go on, one at a time, each out of the same memory of the machine.
+
+    It is nobody else's: no copy waits for another, nor comes into a graph that is captured.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Begin with none under way."""
         is_queue = is_queued(device)
-        self._stream = _new_stream(device) if is_queue else None
+        self._lent = lend_stream(device) if is_queue else None
         self._copied = new_event() if is_queue else None
 
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: "torch.cuda.Event | None"
     ) -> None:
         """Copy into the first of each pair once that event came to pass; return at the end."""
-        if self._stream is None or self._copied is None:
+        if self._lent is None or self._copied is None:
             _copy(pairs)
             return
+        stream = self._lent.stream
         if after is not None:
-            self._stream.wait_event(after)
+            stream.wait_event(after)
         try:
-            with torch.cuda.stream(self._stream):
+            with torch.cuda.stream(stream):
                 _copy(pairs)
         finally:  # what was queued before an error is under way, and nobody may have its memory
-            self._copied.record(self._stream)
+            self._copied.record(stream)
             self._copied.synchronize()
 
     def wait(self) -> None:
@@ -105,7 +111,3 @@ def new_event() -> torch.cuda.Event:
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for there, here in pairs:
         there.copy_(here, non_blocking=True)
-
-
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

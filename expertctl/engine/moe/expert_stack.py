@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
+from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.feed_forward import FeedForward
 from expertctl.engine.linear import Linear
 from expertctl.engine.moe.copy_order import CopyStream, LastReads
@@ -99,11 +100,16 @@ class ExpertStack:
         """Have a block filled, in any thread; return what ``read`` returns.
 
         It waits for a buffer, and then until the copy is over. No lookup may lead to the block.
+
+        Raises:
+            BudgetError: when the device is full.
+            ExpertError: when it failed.
         """
         buffer, row = self._buffers.get(), self.place(number)
         try:
-            size = read(buffer.emptied())
-            buffer.send(self.gate_up[row], self.down[row], after=self._reads.of(row))
+            with told_when_full():
+                size = read(buffer.emptied())
+                buffer.send(self.gate_up[row], self.down[row], after=self._reads.of(row))
         finally:
             self._buffers.put(buffer)
         return size

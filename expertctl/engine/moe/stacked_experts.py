@@ -23,6 +23,7 @@ from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.asked_experts import AskedExperts
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.choices import HostChoices
+from expertctl.engine.moe.copy_order import is_queued
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.expert_rows import ExpertRows
@@ -63,12 +64,15 @@ class StackedExperts:
         self.asked = AskedExperts(config, stack.device) if cache is None else None
         """Who counts where nobody decides."""
         shape = len(config.layers), config.count
-        self._sent = np.full(shape, DUMMY, np.int64)
-        if cache is None:
-            rows = [stack.place(number) for number in range(len(stack))]
-            self._sent = np.array(rows, np.int64).reshape(shape)
         with torch.inference_mode(False):
-            self.lookup = torch.from_numpy(self._sent).to(stack.device, copy=True)
+            self._sending = torch.full(
+                shape, DUMMY, dtype=torch.long, pin_memory=is_queued(stack.device)
+            )
+            self._sent: Numbers = self._sending.numpy()
+            if cache is None:
+                rows = [stack.place(number) for number in range(len(stack))]
+                self._sent[...] = np.array(rows, np.int64).reshape(shape)
+            self.lookup = self._sending.to(stack.device, copy=True)
         self.choices = HostChoices(layers=shape[0], tokens=1, used=config.used)
 
     @property
@@ -205,12 +209,16 @@ class StackedExperts:
         return self.choices
 
     def _send(self, place: int) -> None:
-        """Let the device know where the experts of a layer are now, if that changed."""
+        """Let the device know where the experts of a layer are now, if that changed.
+
+        What was sent before is there: whoever asks waited for the choice that followed it, and
+        `wait` for what was computed by it.
+        """
         assert self.cache is not None
         now = self.cache.places(place)
         if not np.array_equal(now, self._sent[place]):
             self._sent[place] = now
-            self.lookup[place].copy_(torch.from_numpy(self._sent[place]), non_blocking=True)
+            self.lookup[place].copy_(self._sending[place], non_blocking=True)
 
     def _note_skipped(self, place: int, tokens: int) -> None:
         if not self.skips:

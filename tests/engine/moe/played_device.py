@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from expertctl.engine import device_streams
+from expertctl.engine.device_streams import DeviceStreams
 from expertctl.engine.moe import copy_order
 
 Work = Callable[[], object]
@@ -55,7 +57,13 @@ class Device:
     """What of CUDA the order of copies needs."""
 
     def __init__(self) -> None:
-        self.usual = self.current = Stream()
+        self.usual = Stream()
+        self._here = threading.local()  # each thread has a stream that is current
+
+    @property
+    def current(self) -> Stream:
+        found: Stream = getattr(self._here, "stream", self.usual)
+        return found
 
     def launch(self, work: Work) -> None:
         """Queue what computes."""
@@ -63,11 +71,11 @@ class Device:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        before, self._here.stream = self.current, stream
         try:
             yield
         finally:
-            self.current = before
+            self._here.stream = before
 
     def into(self, there: Tensor) -> Any:
         """Return what a tensor of the device is to copies: they are queued."""
@@ -85,6 +93,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Have such a device stand for CUDA; tensors stay where they are."""
     device = Device()
     monkeypatch.setattr(copy_order, "is_queued", lambda _: True)
+    monkeypatch.setattr(device_streams, "STREAMS", DeviceStreams())
     for name, value in {
         "Stream": Stream,
         "Event": Event,

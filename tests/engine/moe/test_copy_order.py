@@ -46,7 +46,8 @@ def test_a_row_that_nobody_read_waits_for_whoever_had_the_memory_before(device: 
 def test_copies_of_two_streams_do_not_wait_for_each_other(device: Device) -> None:
     first, second = torch.zeros(1), torch.zeros(1)
     streams = [CopyStream(CPU), CopyStream(CPU)]
-    with torch.cuda.stream(streams[0]._stream):  # queued, and nobody has waited for it
+    assert streams[0]._lent is not None
+    with torch.cuda.stream(streams[0]._lent.stream):  # queued, and nobody has waited for it
         device.into(first).copy_(torch.ones(1), non_blocking=True)
     streams[1].copy([(device.into(second), torch.ones(1))], after=None)
     assert (float(first), float(second)) == (0.0, 1.0)

@@ -1,6 +1,7 @@
 """Routed experts in a stack, as on a device: the processor stands in its place."""
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ from expertctl.engine.moe.expert_rows import ExpertRows
 from expertctl.engine.moe.expert_stack import DUMMY
 from expertctl.engine.moe.skipping import effective_weights
 from expertctl.engine.moe.stacked_experts import StackedExperts, kept_weights, lookup_bytes
-from expertctl.engine.static_decoder import StaticRow
+from expertctl.engine.moe.stacked_mlp import StackedMlp
+from expertctl.engine.static_decoder import StaticDecoder, StaticRow
+from expertctl.engine.static_stages import StagedStep
 from expertctl.errors import InvalidPackageError
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits, build_oracle
 from tests.engine.moe.played_device import play
 from tests.engine.moe.stacked_bases import arena_of, scores, stacked
+from tests.engine.moe.watched_rows import watch
 from tests.engine.shapes import ROUTED
 
 IDS = [3, 60, 0, 17, 17, 42, 8, 25, 31, 5, 59, 2, 44, 13, 7, 28]
@@ -218,6 +222,8 @@ def test_a_file_that_is_cut_short_is_told_and_the_next_text_is_refused_too(
         for _ in range(2):
             with pytest.raises(InvalidPackageError, match="cut short"):
                 scores(decoder, IDS, prefill=3)
+        assert experts.cache is not None
+        wait(coming.reading for coming in experts.cache._arrivals._coming.values())
         whole.replace(file)
         assert_same_logits(scores(decoder, IDS, prefill=3), model.logits(IDS)[2:])
         experts.check_integrity()
@@ -263,3 +269,58 @@ def test_an_expert_of_a_layer_is_read_from_stacks_and_from_matrices_apart(
     with stacked(olmoe) as (_, apart), stacked(together) as (_, joined):
         assert torch.equal(apart.stack.gate_up, joined.stack.gate_up)
         assert torch.equal(apart.stack.down, joined.stack.down)
+
+
+def both_ways(decoder: StaticDecoder) -> None:
+    """Prompts and steps, in whose layers others are asked for than in the pass before."""
+    for number in range(4):
+        ids = [(7 * n * n + number) % 61 for n in range(30)]
+        scores(decoder, ids, prefill=18, chunk=1 + number % 2)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_no_row_is_overwritten_before_all_is_computed_that_reads_it(
+    slots: int, olmoe: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(monkeypatch, play(monkeypatch))
+    with stacked(olmoe, slots=slots) as (decoder, experts):
+        both_ways(decoder)
+        experts.check_integrity()
+    assert seen.overwritten > 20
+    assert seen.early == []
+
+
+@pytest.mark.parametrize("owner", [StackedMlp, StagedStep], ids=["prompts", "steps"])
+@pytest.mark.parametrize("lane", [1, 2], ids=["who is there", "who came"])
+def test_who_is_computed_and_not_told_of_is_overwritten_too_early(
+    lane: int, owner: type, olmoe: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what watches would see if one of the four places where it is told were gone."""
+    seen, told = watch(monkeypatch, play(monkeypatch)), [0]
+    cross = "_cross" if owner is StagedStep else "__call__"
+    ask, computed, read = StackedExperts.ask, StackedExperts.computed, getattr(owner, cross)
+    silent = False
+
+    def reading(*arguments: Any) -> Any:
+        nonlocal silent
+        silent = True
+        try:
+            return read(*arguments)
+        finally:
+            silent = False
+
+    def asked(self: StackedExperts, *arguments: Any) -> bool:
+        told[0] = 0
+        return ask(self, *arguments)
+
+    def forgetful(self: StackedExperts, place: int) -> None:
+        told[0] += 1
+        if not (silent and told[0] == lane):
+            computed(self, place)
+
+    monkeypatch.setattr(owner, cross, reading)
+    monkeypatch.setattr(StackedExperts, "ask", asked)
+    monkeypatch.setattr(StackedExperts, "computed", forgetful)
+    with stacked(olmoe, slots=0) as (decoder, _):
+        both_ways(decoder)
+    assert seen.early

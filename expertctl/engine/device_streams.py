@@ -1,0 +1,77 @@
+"""Streams of a CUDA device, each lent to one owner at a time.
+
+Torch has 32 streams for a device and hands them out in turn, so whoever asks often gets one that
+another owner has. Two of ours must not be one: what is copied on a stream that is being captured
+would become part of the graph, and with the first graph that goes torch lets go of the workspace
+that libraries have for its stream, which graphs of another owner would go on to use.
+
+What was given back is lent again before another stream is taken, since libraries keep a workspace
+for each that they ever saw.
+"""
+
+import threading
+from weakref import WeakValueDictionary
+
+import torch
+
+from expertctl.errors import BudgetError
+
+_DRAWS = 64
+"""So often torch is asked for a stream that is not known yet; it has 32."""
+
+
+class LentStream:
+    """A stream that nobody else is lent as long as this is referred to."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        """Have it."""
+        self.stream = stream
+
+
+class DeviceStreams:
+    """The owner of all that were taken of torch; threads may ask at once."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._lock = threading.Lock()
+        self._known: list[torch.cuda.Stream] = []
+        self._lent: WeakValueDictionary[int, LentStream] = WeakValueDictionary()
+
+    def lend(self, device: torch.device) -> LentStream:
+        """Lend a stream that nobody else has.
+
+        Raises:
+            BudgetError: when all that torch has are lent.
+        """
+        with self._lock:
+            free = (number for number in range(len(self._known)) if number not in self._lent)
+            number = next(free, None)
+            if number is None:
+                number = self._take(device)
+            lent = self._lent[number] = LentStream(self._known[number])
+            return lent
+
+    def _take(self, device: torch.device) -> int:
+        """Take one of torch that is not known yet; return its number."""
+        for _ in range(_DRAWS):
+            stream = _new_stream(device)
+            if stream not in self._known:
+                self._known.append(stream)
+                return len(self._known) - 1
+        raise BudgetError(
+            f"all {len(self._known)} streams of the CUDA device are in use",
+            hint="close engines that are not needed any more",
+        )
+
+
+STREAMS = DeviceStreams()
+"""Those of this process: torch has one pool for all of it, too."""
+
+
+def lend_stream(device: torch.device) -> LentStream:
+    """Lend a stream of this process, as `DeviceStreams.lend` does and with its errors."""
+    return STREAMS.lend(device)
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,0 +1,75 @@
+"""Streams that torch hands out in turn, each lent to one owner at a time."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from expertctl.engine.device_streams import DeviceStreams
+from expertctl.errors import BudgetError
+
+CPU = torch.device("cpu")
+TakeTurns = Callable[[int], list[int]]
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> TakeTurns:
+    """Have torch hand out so many streams in turn; return which were asked for."""
+
+    def play(count: int) -> list[int]:
+        streams = [SimpleNamespace(number=number) for number in range(count)]
+        following, asked = cycle(streams), list[int]()
+
+        def new(_: object) -> Any:
+            stream = next(following)
+            asked.append(stream.number)
+            return stream
+
+        monkeypatch.setattr(torch.cuda, "Stream", new)
+        return asked
+
+    return play
+
+
+def test_owners_have_different_streams_though_torch_hands_out_the_same(in_turn: TakeTurns) -> None:
+    asked, streams = in_turn(3), DeviceStreams()
+    first = streams.lend(CPU)
+    others: Any = torch.cuda.Stream  # who are not ours take some, too
+    others(CPU)
+    others(CPU)
+    second, third = streams.lend(CPU), streams.lend(CPU)
+    assert asked == [0, 1, 2, 0, 1, 2]
+    assert len({id(each.stream) for each in (first, second, third)}) == 3
+
+
+def test_what_was_given_back_is_lent_before_another_is_taken(in_turn: TakeTurns) -> None:
+    asked, streams = in_turn(4), DeviceStreams()
+    kept, gone = streams.lend(CPU), streams.lend(CPU)
+    before = gone.stream
+    del gone
+    again = streams.lend(CPU)
+    assert again.stream is before is not kept.stream
+    assert asked == [0, 1]
+
+
+def test_where_all_are_lent_the_next_owner_is_refused(in_turn: TakeTurns) -> None:
+    in_turn(2)
+    streams = DeviceStreams()
+    lent = [streams.lend(CPU), streams.lend(CPU)]
+    with pytest.raises(BudgetError, match="all 2 streams") as refused:
+        streams.lend(CPU)
+    assert "close" in refused.value.hint
+    lent.pop()
+    streams.lend(CPU)
+
+
+def test_threads_that_ask_at_once_have_different_streams(in_turn: TakeTurns) -> None:
+    in_turn(32)
+    streams = DeviceStreams()
+    with ThreadPoolExecutor(8) as pool:
+        lent = list(pool.map(lambda _: streams.lend(CPU), range(32)))
+    assert len({id(each.stream) for each in lent}) == 32
