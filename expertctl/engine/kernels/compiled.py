@@ -92,9 +92,8 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
     The function gets what it has to pass to numba as ``cache``, and must name every signature.
     """
     with _LOCK:
-        _number_apart()
         folder = _KEEPING.folder
-        if folder is None:
+        if not _are_numbered_apart() or folder is None:
             _tell(COMPILING_AGAIN)
             return compile_code(False)
         try:
@@ -104,14 +103,17 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
             return compile_code(False)
 
 
-def _number_apart() -> None:
+def _are_numbered_apart() -> bool:
     """Number the functions that are compiled from here on as no other process does.
 
     numba tells functions of one name apart by a count that begins at one in each process, and what
     is loaded calls the first function of a name and number (numba issue 10486). So a kernel that
-    one process kept would call what another kept, for a scheme that is not its own.
+    one process kept would call what another kept, for a scheme that is not its own. Where a numba
+    counts otherwise, which nobody has seen yet, nothing may be kept.
     """
-    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(_NUMBER_BITS))
+    first = secrets.randbits(_NUMBER_BITS)
+    FunctionIdentity._unique_ids = itertools.count(first)
+    return bool(FunctionIdentity.from_function(_are_numbered_apart).unique_id == first)
 
 
 def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numba
@@ -236,6 +237,17 @@ def test_code_that_different_processes_kept_calls_its_own(tmp_path: Path) -> Non
     for scheme in schemes:
         assert multiply(scheme) == "1\n"
     assert multiply(*schemes) == multiply(*reversed(schemes)) == "0\n"
+
+
+def test_nothing_is_kept_where_numba_counts_otherwise(
+    place: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiled_cache(place) is not None
+    identity = SimpleNamespace(unique_id=1)
+    counting = SimpleNamespace(from_function=lambda _: identity)
+    monkeypatch.setattr(module, "FunctionIdentity", counting)
+    assert compiled("triple", compile_triple).ctypes(3) == 9
+    assert files(place, ".nbc") == []
 
 
 def test_one_process_at_a_time_compiles_for_numba_gives_two_the_same_file(place: Home) -> None:
