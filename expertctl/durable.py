@@ -30,6 +30,15 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     sync_folder(path.parent)
 
 
+def write_named(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write where a person said: a link is followed, a device or a pipe is written into."""
+    if path.exists() and not path.is_file():
+        with path.open("wb") as stream:
+            stream.write(data)
+    else:
+        write_atomic(path.resolve(), data, mode=mode)
+
+
 def append(path: Path, data: bytes | memoryview, *, at: int) -> None:
     """Cut a file, or a new one, at an offset and write there; what lies before is not touched.
 

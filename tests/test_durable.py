@@ -14,6 +14,7 @@ from expertctl.durable import (
     staged_file,
     sync_folder,
     write_atomic,
+    write_named,
 )
 
 
@@ -31,6 +32,28 @@ def test_replacing_leaves_one_file_and_no_temporary(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_what_a_person_names_is_followed_and_stays_what_it_is(tmp_path: Path) -> None:
+    pipe, link, folder = tmp_path / "pipe", tmp_path / "link", tmp_path / "folder"
+    os.mkfifo(pipe)
+    folder.mkdir()
+    link.symlink_to(folder / "there")
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_named(pipe, b"through it")
+        assert os.read(reader, 99) == b"through it"
+    finally:
+        os.close(reader)
+    write_named(link, b"one", mode=0o600)
+    write_named(link, b"two", mode=0o600)
+    assert (folder / "there").read_bytes() == b"two"
+    assert link.is_symlink()
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert stat.S_IMODE(link.stat().st_mode) == 0o600
+    with pytest.raises(IsADirectoryError):
+        write_named(folder, b"no")
+    assert [path.name for path in folder.iterdir()] == ["there"]
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])

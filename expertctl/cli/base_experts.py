@@ -13,7 +13,7 @@ import typer
 from expertctl.cli.opening import importing_engine
 from expertctl.cli.output import JsonFlag, emit, note, warn
 from expertctl.cli.run_options import Dtype, MoePin, MoeProfile, budget_of, numerics_of
-from expertctl.durable import write_atomic
+from expertctl.durable import write_named
 from expertctl.errors import IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import load_settings, parse_size
 from expertctl.store.base_habits import HabitsFile
@@ -87,7 +87,7 @@ def export(
     else:
         data = write_profile(usage_of(guide.activity, experts=routed.count, model=base.name))
     try:
-        write_atomic(file, data + b"\n", mode=0o600)
+        write_named(file, data + b"\n", mode=0o600)
     except OSError as error:
         message = f"{file} cannot be written: {error.strerror or error}"
         raise NotFoundError(message, hint="name a file in a folder that you may write") from error
@@ -176,10 +176,12 @@ def plan(
 
     settings = load_settings()
     base, routed = _routed(name)
+    _bases().check(base)
     held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
     pins = None if moe_pin is None else parse_pins(moe_pin)
     keeper = HabitKeeper(_bases(), StartWishes(profile=moe_profile, pins=pins))
     config, width = read_config(base.path), dtype_of(base, held.dtype)
+    copies = copies_of(_bases(), base)
     found = routed_plan(
         config,
         width,
@@ -187,10 +189,10 @@ def plan(
         limit=budget_limit(budget_of(memory, settings), "cpu"),
         start=keeper.start(base, routed),
         lanes=_lanes(lane or ()),
-        compact=compact_bytes(copies_of(_bases(), base), config, SCHEMES[width]),
+        compact=compact_bytes(copies, config, SCHEMES[width]),
         strategy=strategy,
     )
-    warn(keeper.take_notes())
+    warn((*keeper.take_notes(), *(copies.take_notes() if copies else ())))
     emit(found.to_json(), plan_text(found), as_json=as_json)
 
 

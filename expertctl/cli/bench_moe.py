@@ -47,7 +47,7 @@ BenchBase = Annotated[
 ]
 Resident = Annotated[
     str,
-    typer.Option(metavar="SHARES", help="How many experts of a layer keep a slot, from 0 to 1."),
+    typer.Option(metavar="SHARES", help="How many of a layer keep a slot, above 0, up to 1."),
 ]
 Misses = Annotated[
     list[str] | None,

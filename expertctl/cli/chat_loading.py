@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl.durable import write_atomic
+from expertctl.durable import write_named
 from expertctl.errors import NotFoundError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def save_plan(path: Path, document: dict[str, object]) -> None:
     """
     text = json.dumps(document, ensure_ascii=False, indent=2)
     try:
-        write_atomic(path, text.encode() + b"\n")
+        write_named(path, text.encode() + b"\n")
     except OSError as error:
         message = f"{path} cannot be written: {error.strerror or error}"
         raise NotFoundError(message, hint="name a file in a folder that you may write") from error

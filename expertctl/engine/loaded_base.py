@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from expertctl.engine.packed_backend import PackedBackend
 
 TORCH_BELOW = SMALL_BASE
-"""A base of fewer bytes is run by torch, if torch can do what is wished."""
+"""A base of fewer bytes is run by torch, if it has no routed experts and torch can do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,8 @@ class Wish:
     moe_cold: MoeColdWish = "auto"
     room: int | None = None
     """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
+    rows: int = 1
+    """How many texts are read at once."""
     start: StartOf = nowhere
     """How those begin that are kept."""
 
@@ -129,9 +131,10 @@ def backend_of(
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return what runs a base, and what a person should know of that.
 
-    On a CUDA device there is one way. On a processor torch runs small bases that are whole in
-    memory, kernels all others, and whatever torch cannot do. Where they do not support the sizes of
-    a large base, torch runs it, and a warning says so.
+    On a CUDA device there is one way. On a processor torch runs small bases, kernels all others,
+    and whatever torch cannot do: those of routed experts among it, which shall answer with the same
+    bits in any memory. Where they do not support the sizes of a base, torch runs it; a warning says
+    so of one that is large, or of which some would have to stay on the disk.
 
     Raises:
         IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
@@ -141,18 +144,16 @@ def backend_of(
     if wish.needs_kernels:
         return _packed(config, wish).begun(wish.start), ()
     plain = TorchBackend(config, wish.dtype)
-    if plain.weight_bytes < torch_below and _is_whole(plain, wish):
+    is_small = plain.weight_bytes < torch_below
+    if is_small and config.experts is None:
         return plain, ()
     try:
         packed = _packed(config, wish)
     except IncompatibleError as error:
+        if is_small and fits_whole(plain.weight_bytes, wish.room):
+            return plain, ()
         return plain, (f"torch runs the base, which takes longer: {error.message}",)
     return packed.begun(wish.start), ()
-
-
-def _is_whole(plain: TorchBackend, wish: Wish) -> bool:
-    """Whether no routed expert may be missing or left out; torch holds all of them."""
-    return plain.config.experts is None or fits_whole(plain.weight_bytes, wish.room)
 
 
 def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
@@ -176,6 +177,7 @@ def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
         miss=wish.moe_miss,
         cap=wish.moe_skip_cap,
         cold=wish.moe_cold,
+        rows=wish.rows,
     )
 
 

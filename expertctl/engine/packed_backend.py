@@ -53,6 +53,8 @@ from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish, MoeMiss
 
 _FLOAT_BYTES = 4
+USUAL = 256
+"""Where routed experts share a memory, room is left for a text of so many tokens."""
 SCHEMES: dict[Dtype, Scheme] = {
     "float32": Scheme.FLOAT32,
     "bf16": Scheme.BFLOAT16,
@@ -90,8 +92,11 @@ class PackedBackend:
         miss: MoeMiss = "exact",
         cap: float = 1.0,
         cold: MoeColdWish = "auto",
+        rows: int = 1,
     ) -> "PackedBackend":
         """Return what runs a base in so many bytes of memory, if that is limited.
+
+        Of that, texts of so many ``rows`` have what they take, up to `USUAL` tokens.
 
         Raises:
             IncompatibleError: when its sizes are not those that kernels support.
@@ -100,8 +105,12 @@ class PackedBackend:
         whole = packed_bytes(config, scheme)
         if config.experts is not None:
             whole += whole_bookkeeping_bytes(config.experts)
-        if config.experts is None or room is None or fits_whole(whole, room):
-            return cls(config, dtype, adapter_dtype, whole)
+        held = cls(config, dtype, adapter_dtype, whole)
+        if config.experts is None or room is None:
+            return held
+        texts = held.text_bytes(USUAL, rows=rows)
+        if fits_whole(whole, room, texts=texts):
+            return held
         rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
         layers, experts = len(config.experts.layers), config.experts.count
         rest += known_bytes(config.experts)
@@ -113,6 +122,7 @@ class PackedBackend:
             limit=room,
             miss=miss,
             cap=cap,
+            texts=texts,
         )
         weight_bytes = rest + plan.blocks * block.nbytes
         return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
@@ -174,6 +184,12 @@ class PackedBackend:
         )
         scores = rows * self.config.vocab_size * _FLOAT_BYTES
         return passing + scores + sample_bytes(self.config.vocab_size)
+
+    def text_bytes(self, tokens: int, *, rows: int = 1) -> int:
+        """What a text of so many tokens takes besides weights, read in so many rows, alone."""
+        tokens = min(tokens, self.config.max_positions)
+        passing = max(self.buffer_bytes(tokens, rows=rows), self.loading_bytes)
+        return passing + self.kv_bytes(tokens)
 
     @property
     def kv_kind(self) -> str:

@@ -240,12 +240,13 @@ def opened(
     *,
     torch_below: int = TORCH_BELOW,
     room: int | None = None,
+    rows: int = 1,
     habits: HabitKeeper | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
 
-    In ``room`` bytes of memory, what of its routed experts does not fit stays on the disk; its
-    ``habits`` say who comes first.
+    In ``room`` bytes of memory, with texts in so many ``rows``, what of its routed experts does not
+    fit stays on the disk; its ``habits`` say who comes first.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
@@ -253,7 +254,7 @@ def opened(
     bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
     if request.route.engine == "transformers":
         return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
-    wish = replace(wish, room=room)
+    wish = replace(wish, room=room, rows=rows)
     if habits is not None:
         wish = replace(wish, start=partial(habits.start, planned.base))
     base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)

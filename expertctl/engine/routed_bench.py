@@ -184,8 +184,13 @@ def _told(wanted: RoutedWanted) -> str:
 
 
 def _too_little(refused: Mapping[Holding, BudgetError]) -> BudgetError:
-    """Say what the way would take that has the fewest experts in memory."""
+    """Say what the way would take that has the fewest experts in memory.
+
+    What a device itself refused is told as it is: a smaller share would not help.
+    """
     least = min(refused, key=lambda holding: holding.share)
+    if refused[least].__cause__ is not None:
+        return refused[least]
     return BudgetError(
         f"{least.case}: {refused[least].message}",
         hint="raise --memory-budget, give --resident a smaller share, or --dtype a narrower one",

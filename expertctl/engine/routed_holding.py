@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import OpenBase
+from expertctl.engine.moe.bookkeeping import known_bytes
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.guide import read_guide
 from expertctl.engine.moe.pins import TopPins
@@ -62,7 +63,7 @@ def held(
     _demand_slots(start, plan, holding)
     if isinstance(backend, CudaBackend):
         return replace(backend, cache=plan).begun(lambda _: start)
-    rest = packed_bytes(config, backend.scheme, experts=False)
+    rest = packed_bytes(config, backend.scheme, experts=False) + known_bytes(config.experts)
     blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
     packed = replace(backend, cache=plan, weight_bytes=rest + blocks)
     return packed.begun(lambda _: start)

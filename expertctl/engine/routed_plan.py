@@ -8,8 +8,7 @@ engine runs one, on a processor, and plans up to three.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expertctl.engine.compact_expert import can_be_compact
-from expertctl.engine.moe.bookkeeping import known_bytes, whole_bookkeeping_bytes
+from expertctl.engine.moe.bookkeeping import known_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.placement import (
@@ -22,7 +21,7 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.start import Start
 from expertctl.engine.moe.weighting import CURVE, WEIGHTINGS, Weighting, scores
-from expertctl.engine.packed_backend import SCHEMES
+from expertctl.engine.packed_backend import SCHEMES, USUAL, PackedBackend
 from expertctl.engine.packed_base import expert_shape, packed_bytes
 from expertctl.errors import IncompatibleError
 from expertctl.package.experts_config import ExpertsConfig
@@ -82,11 +81,13 @@ class RoutedPlan:
     rest: int
     """What is no routed expert."""
     expert: int
-    compact: int
-    """Bytes of one in the copy that is read, where experts are shorter there; 0: they are not."""
+    compact: int | None
+    """Bytes of one in the copy that is read, see `expert_copies.compact_bytes`."""
     plan: CachePlan
     known: str | None
     """Where what is known is from."""
+    text: int
+    """What the shortest text takes besides."""
     layers: tuple[LayerPlan, ...]
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
@@ -98,9 +99,14 @@ class RoutedPlan:
         return self.rest + self.plan.blocks * self.expert
 
     @property
+    def least(self) -> int:
+        """What a run takes with the shortest text, without experts that are installed."""
+        return self.planned + self.text
+
+    @property
     def fits(self) -> bool:
         """Whether a run can begin."""
-        return self.whole or self.planned <= self.limit
+        return self.whole or self.least <= self.limit
 
     @property
     def block(self) -> int:
@@ -110,7 +116,7 @@ class RoutedPlan:
     @property
     def grows(self) -> bool:
         """Whether more fit once a run has kept a copy, where experts are shorter."""
-        return not self.whole and not self.compact and can_be_compact(SCHEMES[self.dtype])
+        return not self.whole and self.compact is None
 
     @property
     def pool(self) -> int:
@@ -136,6 +142,7 @@ class RoutedPlan:
             "slots": sum(self.plan.capacities),
             "pool": self.pool,
             "planned_bytes": self.planned,
+            "least_bytes": self.least,
             "known": self.known,
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],
@@ -150,7 +157,7 @@ def routed_plan(
     limit: int,
     start: Start,
     lanes: NamedLanes,
-    compact: int = 0,
+    compact: int | None = None,
     strategy: Strategy = "warm",
     curve: float = CURVE,
 ) -> RoutedPlan:
@@ -168,7 +175,8 @@ def routed_plan(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
     rest = packed_bytes(config, scheme, experts=False) + known_bytes(routed)
-    block, whole = expert_shape(config, scheme).nbytes, packed_bytes(config, scheme)
+    held = PackedBackend.of(config, dtype)
+    block, texts = expert_shape(config, scheme).nbytes, held.text_bytes(USUAL)
     even = cache_plan(
         layers=len(routed.layers),
         experts=routed.count,
@@ -177,21 +185,24 @@ def routed_plan(
         limit=limit,
         miss="exact",
         cap=1.0,
+        texts=texts,
     )
     plan, guide = start.planned(even, routed.layers), start.guide
-    budgets = lanes or {"ram": sum(plan.capacities) * block}
+    each = compact or block
+    budgets = lanes or {"ram": sum(plan.capacities) * each}
     return RoutedPlan(
         base=base,
         dtype=dtype,
         limit=limit,
-        whole=fits_whole(whole + whole_bookkeeping_bytes(routed), limit),
+        whole=fits_whole(held.weight_bytes, limit, texts=texts),
         rest=rest,
         expert=block,
         compact=compact,
         plan=plan,
         known=None if guide is None else guide.what,
+        text=held.text_bytes(1),
         layers=tuple(_layers(routed, even, plan, guide)),
-        weightings=_weighted(routed, guide, budgets, strategy, block=block, curve=curve),
+        weightings=_weighted(routed, guide, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
 

@@ -1,16 +1,21 @@
 """``expertctl base profile`` and ``base plan`` as a person types them."""
 
 import json
+import os
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.activity_document import read_activity
 from expertctl.engine.moe.usage_profile import read_profile
 from expertctl.schema.validation import problems_of
 from expertctl.settings import human_size
+from expertctl.store.quantised_copies import copies_of
 from tests.cli.commands import Commands, expertctl
 from tests.factories import write_base
 from tests.store.shop import House, Shop, fast, house, shop
@@ -150,6 +155,16 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     assert (after["slots"], after["slots"] + after["pool"]) == (4 * ran["slots"], ran["in_memory"])
     assert after["pool"] > before["pool"]
     assert "a larger one once" not in expertctl(*plan[:-1]).out
+    for each in after["weightings"]:
+        (lane,) = each["lanes"]
+        assert lane["used"] - lane["dummy_bytes"] == lane["experts"] * after["block_bytes"]
+    copies = copies_of(house.bases, house.bases.find("moe"))
+    assert copies is not None
+    path = copies.path(Scheme.BFLOAT16.value)
+    path.write_bytes(path.read_bytes()[:-1])
+    told = expertctl(*plan[:-1])
+    assert "a larger one once" in told.out
+    assert f"{path} is damaged" in "".join(told.err.split("\n")).replace("  ", " ")
 
 
 def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None:
@@ -176,7 +191,7 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
     assert not plan["fits"]
     text = expertctl("base", "plan", "moe", "--memory", "20MB").out
-    assert f"too little: {human_size(plan['planned_bytes'])} are the least" in text
+    assert f"too little: {human_size(plan['least_bytes'])} are the least, for a short" in text
     assert "WEIGHTING" not in text
     run = ("run", "hi", "--base", "moe", "--no-experts", "--dtype", "bf16")
     for dtype, size in (("bf16", "10MB"), ("int8", "5MB")):
@@ -199,6 +214,37 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
     assert "all of it fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "4")
     assert "pins nobody" in said.err
+
+
+def test_a_base_that_is_another_one_now_is_not_planned(
+    expertctl: Commands, house: House, base_dir: Path, tmp_path: Path
+) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(base_dir, changed)
+    house.bases.add(changed, name="moe")
+    (changed / "model.safetensors").unlink()
+    said = expertctl("base", "plan", "moe", "--memory", BUDGET, code=4)
+    assert "model.safetensors" in said.err
+
+
+def test_a_profile_is_written_where_it_was_said(
+    learnt: Any, expertctl: Commands, tmp_path: Path
+) -> None:
+    """A pipe stays one, and so does a link; root may replace /dev/stdout."""
+    export = ("base", "profile", "export", "moe")
+    plain, pipe, link = tmp_path / "plain.json", tmp_path / "pipe", tmp_path / "link"
+    expertctl(*export, plain)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(pipe.read_bytes)
+        expertctl(*export, pipe)
+        through = json.loads(read.result())
+    assert through["layers"] == json.loads(plain.read_bytes())["layers"]
+    assert pipe.is_fifo()
+    link.symlink_to("there.json")
+    expertctl(*export, link)
+    assert link.is_symlink()
+    assert read_activity((tmp_path / "there.json").read_bytes(), what="there").is_usable
 
 
 def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from expertctl.engine import accelerator
+from expertctl.engine.loaded_base import Wish, open_base
 from expertctl.engine.moe.pins import TopPins
-from expertctl.engine.moe.start import StartWishes
+from expertctl.engine.moe.start import Start, StartWishes
 from expertctl.engine.routed_bench import RoutedWanted, measure_routed
 from expertctl.engine.routed_bench_result import Holding, RoutedMeasured
+from expertctl.engine.routed_holding import held
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner
 from expertctl.store.base_habits import HabitsFile
+from tests.engine.test_loaded_base import loaded, slot
 from tests.engine.test_runtime import planner
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
@@ -77,6 +80,20 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
         assert (row.timeline.tokens, row.counted_from) == ((4, 8, 12, 16), 8)
         assert row.timeline.rates.shape == (LAYERS, 4)
     assert exact.report.skipped_mass == 0
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_way_to_hold_experts_takes_what_it_says(share: float, tmp_path: Path) -> None:
+    """As in a run: with what is known of who follows whom."""
+    house = House(tmp_path / "home")
+    stored = house.bases.add(write_routed(tmp_path / "base"))
+    base = open_base(house.bases, stored, Wish(), rehash=False)
+    backend = held(base, Holding(share, "exact"), Start(), cap=1.0, cold="read")
+    budget, place = slot(backend.weight_bytes)
+    place.reserve(replace(base, backend=backend))
+    model = loaded(place, replace(base, backend=backend))
+    assert model.nbytes == backend.weight_bytes == budget.held("base")
+    place.drop()
 
 
 def test_what_follows_a_prompt_is_the_same_wherever_nothing_is_skipped(stocked: Planner) -> None:

@@ -14,7 +14,7 @@ from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.layer_slots import LayerSlots
 from expertctl.engine.moe.pins import Pins, pinned
 from expertctl.engine.moe.start import StartWishes
-from expertctl.errors import IncompatibleError, UsageError
+from expertctl.errors import UsageError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.schema.strict_json import JsonObject
 
@@ -67,11 +67,7 @@ class ProfileWishes:
             IncompatibleError: when it says nothing of anybody.
             UsageError: when that is nothing, or experts are to be pinned that have no slots.
         """
-        if not any(guide.usage.layers.values()):
-            raise IncompatibleError(
-                f"{guide.what} tells of no expert that was asked for",
-                hint="give one that was counted while texts were answered",
-            )
+        guide.demand_counts()
         pins = started.pins if self.pins is None else self.pins
         if pins is None and self.exchange is None and not started.exchange:
             raise UsageError(

@@ -64,18 +64,27 @@ class CachePlan:
         return sum(self.capacities) + self.pool
 
 
-def fits_whole(size: int, limit: int | None) -> bool:
-    """Tell whether a base of so many bytes is held whole."""
-    return limit is None or size <= WHOLE_SHARE * limit
+def fits_whole(size: int, limit: int | None, *, texts: int = 0) -> bool:
+    """Tell whether a base of so many bytes is held whole, with so many for texts besides."""
+    return limit is None or size <= min(WHOLE_SHARE * limit, limit - texts)
 
 
 def cache_plan(
-    *, layers: int, experts: int, block: int, rest: int, limit: int, miss: MoeMiss, cap: float
+    *,
+    layers: int,
+    experts: int,
+    block: int,
+    rest: int,
+    limit: int,
+    miss: MoeMiss,
+    cap: float,
+    texts: int = 0,
 ) -> CachePlan:
     """Share a memory out: ``rest`` bytes are no routed experts, a ``block`` is one of them.
 
-    Each layer gets as many slots as the rule of `capacity_of` says, or fewer where the pool would
-    not fit besides; none where even that is too much, which whoever reserves it will say.
+    Each layer gets as many slots as the rule of `capacity_of` says, or fewer where the pool, and
+    ``texts`` bytes, would not fit besides; none where even that is too much. So whoever runs in a
+    memory runs in a larger one. Where the pool alone is too large, whoever reserves it will say so.
     """
     slots = capacity_of(
         recommended_gb=limit / _GIB,
@@ -86,7 +95,7 @@ def cache_plan(
     )
     while slots > 0:
         plan = CachePlan(layers=layers, experts=experts, slots=slots, miss=miss, cap=cap)
-        if rest + plan.blocks * block <= WORKING_SHARE * limit:
+        if rest + plan.blocks * block <= min(WORKING_SHARE * limit, limit - texts):
             return plan
         slots -= 1
     return CachePlan(layers=layers, experts=experts, slots=0, miss=miss, cap=cap)

@@ -66,15 +66,19 @@ def copied_experts(
     return found
 
 
-def compact_bytes(copies: QuantisedCopies | None, config: ModelConfig, scheme: Scheme) -> int:
+def compact_bytes(
+    copies: QuantisedCopies | None, config: ModelConfig, scheme: Scheme
+) -> int | None:
     """Return the bytes of a block for an expert of the copy of a base; 0 where he is not compact.
 
-    So it is where no copy was written yet, as before the first run in less memory.
+    None where he will be, in a copy that is still to be written: before the first run in less
+    memory, or after one that is damaged, which a note of the copies tells.
     """
-    shape = copy_shape(config, scheme)
-    copy = copies.open(scheme.value, shape) if copies and can_be_compact(scheme) else None
-    if copy is None:
+    if copies is None or not can_be_compact(scheme):
         return 0
+    copy = copies.open(scheme.value, copy_shape(config, scheme))
+    if copy is None:
+        return None
     with closing(copy):
         return _fitting(copy)
 

@@ -41,6 +41,18 @@ class Guide:
         """Return how often each expert of a layer was asked for; never 0."""
         return dict(self.usage.layers.get(layer, {}))
 
+    def demand_counts(self) -> None:
+        """Demand that it tells of somebody: what is observed with counting off does not.
+
+        Raises:
+            IncompatibleError: when it does not.
+        """
+        if not any(self.usage.layers.values()):
+            raise IncompatibleError(
+                f"{self.what} tells of no expert that was asked for",
+                hint="give one that was counted while texts were answered",
+            )
+
     def check_fits(self, routed: ExpertsConfig) -> None:
         """Demand that it is of a base with these experts.
 
@@ -110,11 +122,13 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
         NotFoundError: when there is no such file.
         StoreError: when it cannot be read.
         InvalidPackageError: when it is neither, malformed or too large.
-        IncompatibleError: when it is of another base.
+        IncompatibleError: when it is of another base, or says nothing of anybody.
     """
     with open_profile(path) as stream:
         document = load_document(stream.read(MAX_BYTES + 1), what=str(path))
-        return guide_in(document, routed, what=str(path))
+        guide = guide_in(document, routed, what=str(path))
+        guide.demand_counts()
+        return guide
 
 
 @contextmanager
@@ -143,9 +157,12 @@ def guide_in(document: JsonObject, routed: ExpertsConfig, *, what: str) -> Guide
         InvalidPackageError: when it is neither, or malformed.
         IncompatibleError: when it is of another base.
     """
-    if "schema" in document:
-        return guide_of(activity_in(document, what=what), routed, what=what)
-    usage = profile_in(document, what=what)
+    try:
+        if "schema" in document:
+            return guide_of(activity_in(document, what=what), routed, what=what)
+        usage = profile_in(document, what=what)
+    except InvalidPackageError as error:
+        raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error
     guide = Guide(what, activity_of(usage), usage)
     guide.check_fits(routed)
     return guide

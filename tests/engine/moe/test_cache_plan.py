@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expertctl.engine.moe.cache_plan import CachePlan, adapted, cache_plan
+from expertctl.engine.moe.cache_plan import CachePlan, adapted, cache_plan, fits_whole
 from expertctl.engine.moe.capacity import WORKING_SHARE, missed
 
 
@@ -19,10 +19,36 @@ def drawn(*skews: float, experts: int = 64, seed: int = 0) -> list[np.ndarray]:
     return found
 
 
-@given(
-    st.integers(1, 8), st.integers(1, 64), st.integers(1, 1 << 20), st.integers(0, 1 << 26),
-    st.integers(1, 1 << 28),
-)  # fmt: skip
+SIZES = st.integers(1, 8), st.integers(1, 64), st.integers(1, 1 << 20), st.integers(0, 1 << 26)
+
+
+@given(*SIZES, st.integers(1, 1 << 28), st.integers(0, 1 << 28), st.integers(0, 1 << 25))
+def test_what_begins_in_a_memory_begins_in_a_larger_one(
+    layers: int, experts: int, block: int, rest: int, limit: int, more: int, texts: int
+) -> None:
+    """Refused is what is too large for the least plan; else texts have their room beside it."""
+
+    def taken(room: int) -> int:
+        size = rest + layers * experts * block
+        if fits_whole(size, room, texts=texts):
+            return size + texts
+        plan = cache_plan(
+            layers=layers,
+            experts=experts,
+            block=block,
+            rest=rest,
+            limit=room,
+            miss="exact",
+            cap=1.0,
+            texts=texts,
+        )
+        return rest + plan.blocks * block + texts
+
+    if taken(limit) <= limit:
+        assert taken(limit + more) <= limit + more
+
+
+@given(*SIZES, st.integers(1, 1 << 28))
 def test_a_plan_is_within_its_share_of_the_budget(
     layers: int, experts: int, block: int, rest: int, limit: int
 ) -> None:

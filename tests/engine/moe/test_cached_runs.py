@@ -64,7 +64,8 @@ def answer(
 
 def asked(*experts: Forced, **route: object) -> RunRequest:
     wishes = SamplingWishes(temperature=0.0, max_tokens=24)
-    wanted = request(*experts, route={"base_alone": True, **route})
+    prompt = "Sort these numbers: 3, 1, 2"  # one whose answer is no end at once, in any dtype
+    wanted = request(*experts, prompt=prompt, route={"base_alone": True, **route})
     return replace(wanted, route=replace(wanted.route, wishes=wishes))
 
 
@@ -78,6 +79,7 @@ def test_a_base_answers_the_same_in_less_memory_than_it_takes(
     engine.close()
     assert whole.moe is not None
     assert whole.moe.residence.blocks == 4 * 32
+    assert len(whole.generated.tokens) == 24
     budget = size * 8 // 10
     partly, engine = answer(house, budget, dtype=dtype)
     assert partly.generated.tokens == whole.generated.tokens
@@ -200,3 +202,44 @@ def test_a_text_that_was_read_with_larger_gaps_is_no_start_under_a_smaller_cap(
     assert again.kv_reused_tokens > 0
     assert capped.kv_reused_tokens == 0
     assert capped.generated.tokens == whole.generated.tokens
+
+
+def test_a_small_base_answers_with_the_same_bits_in_any_memory(base: Path, house: House) -> None:
+    """What is chosen by size alone must not depend on how much of a base fits."""
+    house.bases.add(base)
+    results = []
+    for budget in (LARGE, 64 << 20):
+        engine = Engine(planner(house), budget=budget)
+        results.append(run(engine, asked(dtype="bf16")))
+        engine.close()
+    whole, partly = results
+    for each, held in ((whole, 4 * 32), (partly, 0)):
+        assert each.moe is not None
+        assert each.moe.activity.requests > 0, "counted where all fit, too"
+        assert each.moe.residence.slots == 32 or held == 0
+    assert whole.planned.result.plan.identity == partly.planned.result.plan.identity
+    assert whole.generated.tokens == partly.generated.tokens != ()
+    assert partly.moe is not None
+    assert partly.moe.residence.slots < 32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int4"])
+def test_whoever_runs_in_a_memory_runs_in_a_larger_one(
+    dtype: Dtype, base: Path, house: House
+) -> None:
+    house.bases.add(base)
+    ran = []
+    for megabytes in range(20, 80, 4):
+        engine = Engine(planner(house), budget=megabytes * 10**6)
+        try:
+            result = run(engine, asked(dtype=dtype))
+        except BudgetError:
+            ran.append(False)
+        else:
+            ran.append(True)
+            assert engine.budget.peak <= megabytes * 10**6
+            assert result.generated.tokens
+        finally:
+            engine.close()
+    assert ran == sorted(ran)
+    assert ran[-1]

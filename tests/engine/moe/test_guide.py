@@ -113,6 +113,22 @@ def test_an_expert_that_the_base_does_not_have_is_refused() -> None:
         guide_of(counted, ROUTED, what="a file")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        write_activity(ActivityDocument("off")),
+        b'{"num_prompts": 1, "num_experts": 8, "layers": {"1": {"activation_counts": {"3": 0}}}}',
+    ],
+)
+def test_a_file_that_tells_of_nobody_is_refused(data: bytes, tmp_path: Path) -> None:
+    """So it is with counting off; to take it would forget what was learnt."""
+    path = tmp_path / "off.json"
+    path.write_bytes(data)
+    with pytest.raises(IncompatibleError, match=r"off\.json tells of no expert") as caught:
+        read_guide(path, ROUTED)
+    assert "counted while texts" in caught.value.hint
+
+
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"schema": "other"}', b"\xff", b"{}"])
 def test_a_file_that_is_neither_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "none.json"
