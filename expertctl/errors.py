@@ -25,6 +25,7 @@
     │   ├── DiskFullError
     │   └── TooLargeError                     one object beyond its limit
     ├── InvalidPackageError          exit 8   a package or an input file is malformed
+    ├── DeviceError                  exit 1   a device failed, and the process cannot go on with it
     ├── StoreError                   exit 1   the store cannot be used (read-only, damaged)
     └── NoAnswerError                exit 1   a job ended before there was anything of its answer
         ├── TimedOutError                     the time that was given for it was over
@@ -192,6 +193,12 @@ class TooLargeError(BudgetError):
     """One object is larger than the limit for its kind."""
 
     code = "too_large"
+
+
+class DeviceError(ExpertError):
+    """A device failed; a process whose device failed cannot go on with it."""
+
+    code = "device"
 
 
 class StoreError(ExpertError):

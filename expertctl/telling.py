@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 Tell = Callable[[str], None]
 """Gets a sentence for a person."""
+WARNING = "warning: "
+"""Begins one that is more than news."""
 
 
 def tell_nobody(_: str) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from expertctl.engine.device_streams import LentStream, lend_stream
-from expertctl.errors import BudgetError, ExpertError, NotFoundError
+from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
 from expertctl.routing.request import DeviceName
 
 CUDA = torch.device("cuda")
@@ -90,7 +90,7 @@ def told_when_full() -> Iterator[None]:
 
     Raises:
         BudgetError: in its place, where memory is what is missing.
-        ExpertError: in its place, where the device failed.
+        DeviceError: in its place, where the device failed.
     """
     try:
         yield
@@ -113,7 +113,7 @@ def _told(error: RuntimeError) -> ExpertError | None:
         )
     if not has_failed:
         return None
-    return ExpertError(
+    return DeviceError(
         f"the CUDA device failed: {said}",
         hint="start again, for a process whose device failed cannot go on; see what `nvidia-smi` "
         f"says, {_ON_THE_CPU}",
@@ -128,7 +128,8 @@ def _workspace_of(device: torch.device) -> int:
     the next one takes over, so this one has not had any on that stream, and leaves none besides.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="workspace") as pool:
-        measured = pool.submit(taken_by_products, lend_stream(device)).result()
+        lent = lend_stream(device, computes=True)
+        measured = pool.submit(taken_by_products, lent).result()
     return max(measured, _said_workspace())
 
 

@@ -5,8 +5,8 @@ another owner has. Two of ours must not be one: what is copied on a stream that 
 would become part of the graph, and with the first graph that goes torch lets go of the workspace
 that libraries have for its stream, which graphs of another owner would go on to use.
 
-What was given back is lent again before another stream is taken, since libraries keep a workspace
-for each that they ever saw.
+What was given back is lent again before another stream is taken. Libraries keep a workspace for
+each stream that they ever computed products on, so those go to who computes, and others to copies.
 """
 
 import threading
@@ -35,19 +35,26 @@ class DeviceStreams:
         """Begin with none."""
         self._lock = threading.Lock()
         self._known: list[torch.cuda.Stream] = []
+        self._computed = set[int]()
         self._lent: WeakValueDictionary[int, LentStream] = WeakValueDictionary()
 
-    def lend(self, device: torch.device) -> LentStream:
-        """Lend a stream that nobody else has.
+    def lend(self, device: torch.device, *, computes: bool) -> LentStream:
+        """Lend a stream that nobody else has, to compute products on it or not.
 
         Raises:
             BudgetError: when all that torch has are lent.
         """
         with self._lock:
-            free = (number for number in range(len(self._known)) if number not in self._lent)
-            number = next(free, None)
+            free = [number for number in range(len(self._known)) if number not in self._lent]
+            known = [number for number in free if number in self._computed]
+            if computes:
+                number = next(iter(known or free), None)
+            else:
+                number = next((number for number in free if number not in known), None)
             if number is None:
                 number = self._take(device)
+            if computes:
+                self._computed.add(number)
             lent = self._lent[number] = LentStream(self._known[number])
             return lent
 
@@ -68,9 +75,9 @@ STREAMS = DeviceStreams()
 """Those of this process: torch has one pool for all of it, too."""
 
 
-def lend_stream(device: torch.device) -> LentStream:
+def lend_stream(device: torch.device, *, computes: bool) -> LentStream:
     """Lend a stream of this process, as `DeviceStreams.lend` does and with its errors."""
-    return STREAMS.lend(device)
+    return STREAMS.lend(device, computes=computes)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

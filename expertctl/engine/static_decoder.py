@@ -187,6 +187,7 @@ class StaticDecoder:
         """Return the weights [out, in] of a linear layer, by its module name."""
         return self._prompts.matrix(module)
 
+    @told_when_full()
     def rest(self) -> None:
         """Let go of all but the weights."""
         with self._lock:
@@ -197,6 +198,7 @@ class StaticDecoder:
                 self._staged.rest()
             self._one_more.fetch_asked()
 
+    @told_when_full()
     def fetch_asked(self) -> None:
         """Have fetched from the device which experts were asked for, between two steps."""
         with self._lock:

@@ -74,7 +74,7 @@ class Graphs:
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream(self._device)
-        self._side = self._side or lend_stream(self._device)
+        self._side = self._side or lend_stream(self._device, computes=True)
         side, graph = self._side.stream, torch.cuda.CUDAGraph()
         side.wait_stream(here)
         try:

@@ -40,7 +40,7 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != JSON:
-        raise MediaTypeError(f"the body must be {JSON}")
+        raise MediaTypeError(f"the body must be {JSON}", hint=f"send `Content-Type: {JSON}`")
     try:
         data = await request.body()
     except ClientDisconnect as error:
@@ -60,7 +60,7 @@ def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
     try:
         fields = load_object(data, what="the body", max_bytes=len(data))
     except InvalidPackageError as error:
-        raise UsageError(error.message) from error
+        raise UsageError(error.message, hint=f"send one JSON object; {_DESCRIBED}") from error
     try:
         return shape(fields, kind)
     except msgspec.ValidationError as error:

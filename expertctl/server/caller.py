@@ -20,7 +20,7 @@ class Caller:
     """That of the API key, too, as people say it."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    manages: bool = True
+    manages: bool = False
     """Whether they may change what others get, too."""
 
 

@@ -80,7 +80,7 @@ class Guard:
         """A stat of a file, cheaper here than the way to a thread and back."""
         keys = self._service.keys
         if not (keys.are_demanded or is_exposed(self._service.settings)):
-            return Caller()
+            return Caller(manages=True)
         try:
             key = keys.find(_secret_of(headers), now=time.time())
         except InvalidPackageError as error:  # where the file is concerns nobody out there

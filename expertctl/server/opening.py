@@ -16,10 +16,10 @@ from expertctl.server.readiness import Readiness
 from expertctl.server.service import service_of
 from expertctl.server.settings import ServeSettings
 from expertctl.settings import Settings
+from expertctl.telling import WARNING
 
 LOG = logging.getLogger("expertctl.server")
 LAST_WORDS_SECONDS = 1.0
-_WARNING = "warning: "
 Tell = Callable[[ExpertError | None], None]
 """Gets None when jobs are taken, or why none ever will be."""
 
@@ -92,7 +92,7 @@ def _log(told: str) -> None:
     first, *trace = told.splitlines()
     if trace:
         LOG.error(first, extra={"fields": {"trace": trace}})
-    elif first.startswith(_WARNING):
-        LOG.warning(first.removeprefix(_WARNING))
+    elif first.startswith(WARNING):
+        LOG.warning(first.removeprefix(WARNING))
     else:
         LOG.info(first)

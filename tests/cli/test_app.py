@@ -21,6 +21,7 @@ SUBCLASSES = [
 CONTRACT = {
     "error": 1,
     "store": 1,
+    "device": 1,
     "usage": 2,
     "media_type": 2,
     "not_found": 3,

@@ -17,7 +17,7 @@ from expertctl.engine.accelerator import (
     told_when_full,
 )
 from expertctl.engine.device_streams import DeviceStreams
-from expertctl.errors import BudgetError, ExpertError, NotFoundError, UsageError
+from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError, UsageError
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.M
         ),
         (
             RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel"),
-            ExpertError,
+            DeviceError,
             "^the CUDA device failed: CUDA error: an illegal memory access was encountered$",
         ),
     ],
@@ -147,7 +147,7 @@ def test_what_libraries_keep_for_a_stream_is_measured_once_by_a_thread_that_ends
 
 def test_the_stream_that_was_measured_is_the_next_that_is_lent(workspaces: Workspaces) -> None:
     accelerator.workspace_bytes()
-    lent = device_streams.lend_stream(torch.device("cpu"))
+    lent = device_streams.lend_stream(torch.device("cpu"), computes=True)
     assert accelerator.taken_by_products(lent) == 0, "it has its workspace already"
 
 

@@ -1,5 +1,6 @@
 """Keys are known by their hashes, end when they should, and open nothing by their absence."""
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_a_key_ends_when_it_expires(keys: ApiKeys) -> None:
     made = keys.make("first", now=NOW, expires=NOW + 60)
     assert keys.find(made.secret, now=NOW + 59) == made.key
     assert keys.find(made.secret, now=NOW + 60) is None
+
+
+def test_a_key_that_was_made_before_keys_could_manage_does_not(keys: ApiKeys) -> None:
+    made = keys.make("first", now=NOW, manages=True)
+    found = keys.find(made.secret, now=NOW)
+    assert found is not None
+    assert found.manages
+    text = keys.path.read_text()
+    assert '"manages":true' in text.replace(" ", "")
+    document = json.loads(text)
+    for each in document["keys"]:
+        del each["manages"]
+    keys.path.write_text(json.dumps(document))
+    older = ApiKeys(keys.path).find(made.secret, now=NOW)
+    assert older is not None
+    assert not older.manages
 
 
 @pytest.mark.parametrize("by", ["name", "id"])

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
 
+from expertctl.engine.serving import ticket
 from expertctl.http.log import JsonFormatter
+from tests.server.native.test_jobs import ENDLESS, submit, until
 from tests.server.served import BASE, Served
 
 KEYS = {
@@ -57,12 +60,14 @@ def test_a_job_that_fails_says_why_by_a_code(
 
 
 def test_an_answer_that_was_cut_by_its_time_is_no_success(
-    served: Served, told: pytest.LogCaptureFixture
+    served: Served, told: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {"prompt": "Sort these: 3, 1, 2", "temperature": 0, "max_tokens": 4000}
-    body |= {"timeout_ms": 1000}
-    answer = served.client().post("/v1/infer", json=body).json()
+    client = served.client()
+    job_id = submit(client, {**ENDLESS, "timeout_ms": 1_000_000})
+    until(client, job_id, "text")
+    later = time.monotonic() + 2000
+    monkeypatch.setattr(ticket, "now", lambda: later)
+    until(client, job_id, "ended_at")
     [line] = records(told)
-    assert answer["finish_reason"] == "timeout"
     assert line["finish_reasons"] == ["timeout"]
     assert (line["success"], line["error"], line["output_tokens"] > 0) == (False, None, True)

@@ -72,7 +72,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         """Begin with none under way."""
         is_queue = is_queued(device)
-        self._lent = lend_stream(device) if is_queue else None
+        self._lent = lend_stream(device, computes=False) if is_queue else None
         self._copied = new_event() if is_queue else None
 
     def copy(

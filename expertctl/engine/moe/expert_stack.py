@@ -103,7 +103,7 @@ class ExpertStack:
 
         Raises:
             BudgetError: when the device is full.
-            ExpertError: when it failed.
+            DeviceError: when it failed.
         """
         buffer, row = self._buffers.get(), self.place(number)
         try:

@@ -91,6 +91,16 @@ class Board:
             self.changed.notify_all()
         return done
 
+    def end_by(self, error: ExpertError) -> None:
+        """Have the writer end, with all jobs, by what a thread beside it met."""
+
+        def end() -> None:
+            raise error
+
+        with self.lock:
+            self.errands.append(end)
+            self.changed.notify_all()
+
     def next_to_prepare(self) -> Ticket | None:
         """Take who is next out of the line, if there may soon be a row for it."""
         with self.lock:

@@ -23,7 +23,7 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Finished
 from expertctl.engine.serving.ticket import Ticket
-from expertctl.errors import BudgetError, ExpertError, NoAnswerError
+from expertctl.errors import BudgetError, DeviceError, ExpertError, NoAnswerError
 from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
@@ -98,6 +98,8 @@ class Desk:
             work(ticket)
         except ExpertError as error:
             self.fail(ticket, error)
+            if isinstance(error, DeviceError):
+                self._board.end_by(error)
         except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
             self.fail(ticket, ExpertError("the server failed to answer this"))

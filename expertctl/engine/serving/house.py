@@ -5,10 +5,12 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from expertctl.digest import no_progress
+from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.admission import Admission, Seat
 from expertctl.engine.backend import Model
 from expertctl.engine.budget import PURPOSES, Budget
@@ -52,7 +54,7 @@ from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
 from expertctl.store.base_habits import HabitsFile
-from expertctl.telling import Tell
+from expertctl.telling import WARNING, Tell
 
 _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""
@@ -91,6 +93,12 @@ class House:
             NotFoundError: when there is no such base.
             BudgetError: when it does not fit.
         """
+        try:
+            self._open(session)
+        finally:
+            self.tell_notes()
+
+    def _open(self, session: PlanningSession) -> None:
         route = RouteRequest(prompt=_ANY_PROMPT, base_alone=True)
         first = RunRequest(
             message=UserMessage(prompt=_ANY_PROMPT), route=route, base=self.settings.base
@@ -103,6 +111,7 @@ class House:
             planned,
             torch_below=self._torch_below,
             room=self.budget.limit,
+            rows=self.settings.rows,
             habits=self.residents.habits,
         )
         assert isinstance(base, OpenBase), "only our own engine serves"
@@ -111,13 +120,13 @@ class House:
         self._hold_first_buffers()
         self._model = self.residents.hold_base(base, threads=self.threads)
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
-        self._warm(planned)
-        self.tell_notes()
+        with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
+            thread.submit(self._warm, planned).result()
 
     def tell_notes(self) -> None:
         """Tell what could not be kept on the disk to whoever runs the server, and nobody else."""
         for told in self.residents.take_notes():
-            self._tell(f"warning: {told}")
+            self._tell(f"{WARNING}{told}")
 
     @property
     def model(self) -> Model:
@@ -161,6 +170,7 @@ class House:
         check_fits(needs(self._planner, prepared, {}, rows=rows), limit)
         return prepared
 
+    @told_when_full()
     def in_memory(self, prepared: Prepared, *, again: bool = False) -> InMemory:
         """Bring the experts of a plan and pin what they are compiled to; for the loader.
 
@@ -168,6 +178,7 @@ class House:
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
+            DeviceError: when the device failed.
             ExpertError: whatever is wrong with the experts.
         """
         tiers = self.residents.tiers
@@ -236,7 +247,7 @@ class House:
         try:
             guide = learnt_guide(file, routed)
         except (InvalidPackageError, StoreError) as error:
-            self._tell(f"warning: {file.path}: {error.message}")
+            self._tell(f"{WARNING}{file.path}: {error.message}")
             raise IncompatibleError(
                 f"what was learnt of {name} cannot be read",
                 hint="give a profile as a document, or have the server's machine forget that one",
@@ -272,6 +283,7 @@ class House:
             self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers)
             self._buffers = 0
         self.residents.close()
+        self.tell_notes()
         self._presence.close()
         self._stack.close()
 
@@ -333,7 +345,11 @@ class House:
         self._buffers, self._widest = buffers, widest
 
     def _warm(self, planned: Planned) -> None:
-        """Compile what the base is run with, and read a token with it."""
+        """Compile what the base is run with, and read a token with it.
+
+        That is done in a thread that ends: libraries of a device keep memory for each thread that
+        computes, and whoever comes next takes that of one that ended.
+        """
         base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
         identity = planned.result.plan.identity
         wanted = KVWanted(

@@ -24,7 +24,7 @@ from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.threads import threads
-from expertctl.errors import BudgetError, ExpertError
+from expertctl.errors import BudgetError, DeviceError, ExpertError
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
@@ -79,10 +79,10 @@ class Press:
         try:
             with threads(1 if packed else self._house.threads):  # kernels have their own
                 self._go_round()
-        except Exception:
+        except Exception as error:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
             try:
-                self._board.abandon(_failure())
+                self._board.abandon(error if isinstance(error, DeviceError) else _failure())
             finally:
                 self._broke()
             raise
@@ -328,7 +328,11 @@ class Press:
             self._desk.conclude(ticket)
 
     def _put_out(self, ticket: Ticket, error: ExpertError) -> None:
-        """End a job with all its texts."""
+        """End a job with all its texts.
+
+        Raises:
+            DeviceError: what ended it, where that ends all others, too.
+        """
         self._paused = [text for text in self._paused if text.ticket is not ticket]
         for text in [text for text in self._lent if text.ticket is ticket]:
             self.batch.remove(text)
@@ -336,6 +340,8 @@ class Press:
         self._forget_own(ticket)
         self._lacked = None, 0.0
         self._desk.fail(ticket, error)
+        if isinstance(error, DeviceError):
+            raise error
 
     def _forget_own(self, ticket: Ticket) -> None:
         """Drop what the answers of a job shared and nobody asks for again."""

@@ -1,4 +1,4 @@
-"""What the status page shows of routed experts: how many are in memory, and who was there."""
+"""What the status page shows of routed experts: for how many is room, and who was there."""
 
 from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.schema.strict_json import JsonObject, JsonValue
@@ -15,7 +15,8 @@ def routed(now: Snapshot) -> JsonObject | None:
     return {
         "miss": residence.miss,
         "cold": residence.cold,
-        "experts": residence.layers * residence.experts,
+        "experts": residence.all,
+        "whole": residence.is_whole,
         "in_memory": residence.blocks,
         "loads": did.loads,
         "read_bytes": did.read_bytes,

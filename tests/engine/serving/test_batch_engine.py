@@ -5,10 +5,13 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
 from expertctl.engine.request import RunRequest
@@ -21,6 +24,7 @@ from expertctl.engine.serving.job import Event, Failed, Finished, Job, Piece, St
 from expertctl.errors import (
     BudgetError,
     CancelledError,
+    DeviceError,
     ExpertError,
     NotFoundError,
     RateLimitError,
@@ -464,6 +468,41 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
         Reader(engine, job(request())).end()
     assert engine.is_working
     assert Reader(engine, job(request())).end().results[0].generated.tokens
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["a step", "loading"])
+def test_a_device_that_fails_ends_the_engine_with_its_way_out(
+    where: str, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = list[bool]()
+    engine = BatchEngine(
+        planner(house),
+        BatchSettings(budget=32 << 20, rows=1),
+        tell=lambda _: None,
+        broke=lambda: broken.append(True),
+    )
+    engine.start()
+    press = engine._press
+    assert press is not None
+
+    def fail(*_: Any) -> Any:
+        with told_when_full():
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
+
+    if where == "a step":
+        monkeypatch.setattr(press.batch, "_model", SimpleNamespace(step=fail))
+    else:
+        raised = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
+        plan = Mock(side_effect=raised)
+        monkeypatch.setattr(engine._house.residents, "plan", plan)
+    readers = [Reader(engine, job(request())) for _ in range(3)]
+    for reader in readers:
+        with pytest.raises(DeviceError, match="the CUDA device failed") as told:
+            reader.end()
+        assert "start again" in told.value.hint
+    press.join()
+    assert (engine.is_working, broken) == (False, [True])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -217,6 +217,7 @@ def test_where_there_are_keys_reading_wants_one_and_changing_one_that_manages(
 ) -> None:
     with serving_routed(tmp_path_factory.mktemp("keyed") / "home") as keyed:
         keys, now = keyed.service.keys, time.time()
+        assert keyed.client().post("/moe", json={"mode": "full"}).status_code == 200, "no key yet"
         nobody, anybody = keyed.client(), keyed.client(keys.make("one", now=now).secret)
         somebody = keyed.client(keys.make("ops", now=now, manages=True).secret)
         assert anybody.get("/moe").json()["mode"] == "full"
@@ -339,6 +340,7 @@ def test_a_profile_that_cannot_be_is_refused_and_changes_nothing(
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert words in error["message"] + error["hint"]
+    assert error["hint"]
     assert client.get("/moe").content == before
     check_answer(closed(client.get("/openapi.json").json()), "post", "/moe", answer)
 

@@ -245,7 +245,7 @@ def test_routed_experts_are_shown_layer_by_layer(
     )
     assert "Hits of routed experts" in tab.text("#charts")
     assert "may be left out" in tab.text("#routed-policy")
-    assert re.search(r"in memory\s+\d+ of 72", tab.text("#routed-sums"))
+    assert re.search(r"room in memory\s+\d+ of 72", tab.text("#routed-sums"))
     rows = tab.value(
         "[...document.querySelectorAll('#routed-layers tbody tr')].map(r => r.innerText)"
     )
@@ -253,7 +253,7 @@ def test_routed_experts_are_shown_layer_by_layer(
         re.match(r"[123]\s+(\d+\.\d|100) %\s+\d+ of 24\s+[\d,]+\s+\d+", row) for row in rows
     ), rows
     tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
-    assert re.fullmatch(r"Routed experts\s+(\d+\.\d|100) %\s+hits; \d+ of 72 in memory", tile), tile
+    assert re.fullmatch(r"Routed experts\s+(\d+\.\d|100) %\s+hits; room for \d+ of 72", tile), tile
     module = "import('/status/numbers.js')"
     shares = tab.value(
         f"{module}.then((m) => [[9999, 10000], [2, 2], [0, 0]].map((of) => m.nearPercent(...of)))"
@@ -265,13 +265,20 @@ def test_routed_experts_are_shown_layer_by_layer(
 
 
 def test_where_hits_are_not_counted_no_chart_stands_still(routed: Process, tab: Tab) -> None:
+    is_drawn = "document.querySelector('#charts').innerText.includes('Hits of routed experts')"
+    tab.open(f"{routed.url}/status")
+    tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
+    body = {"prompt": "sort 3, 1, 2", "max_tokens": 4}
+    httpx.post(f"{routed.url}/v1/infer", json=body, timeout=60).raise_for_status()
+    tab.wait(is_drawn)
     httpx.post(f"{routed.url}/moe", json={"mode": "off"}, timeout=60).raise_for_status()
     try:
+        tab.wait(f"!{is_drawn}")
         tab.open(f"{routed.url}/status")
         tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
         assert "Hits of routed experts" not in tab.text("#charts")
         tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
-        assert re.fullmatch(r"Routed experts\s+\d+\s+of 72 in memory", tile), tile
+        assert re.fullmatch(r"Routed experts\s+\d+\s+is the room, of 72", tile), tile
     finally:
         httpx.post(f"{routed.url}/moe", json={"mode": "full"}, timeout=60).raise_for_status()
 

@@ -1,12 +1,15 @@
 """What is shown of routed experts is what results and `/moe` tell of them; of others, nothing."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from starlette.testclient import TestClient
 
+from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.moe.start import StartWishes
 from expertctl.server.status_page.figures import figures
+from expertctl.server.status_page.routed import routed
 from tests.server.routed import EXPERTS, LAYERS, serving_routed
 from tests.server.served import Served
 from tests.server.status_page.test_figures import NONE, snapshot
@@ -27,6 +30,7 @@ def test_layers_are_those_that_were_counted(client: TestClient) -> None:
     shown, counted = client.get("/status/data").json()["routed"], client.get("/moe").json()
     assert (shown["miss"], shown["cold"]) == (told["miss"], told["cold"])
     assert (shown["experts"], shown["in_memory"]) == (LAYERS * EXPERTS, told["in_memory"])
+    assert shown["whole"] is False
     assert shown["loads"] >= told["loads"] > 0
     assert shown["mass"] > 0
     assert shown["skipped"] == 0
@@ -46,6 +50,16 @@ def test_what_is_not_counted_has_no_layers(client: TestClient) -> None:
     shown = client.get("/status/data").json()["routed"]
     assert shown["layers"] == []
     assert shown["in_memory"] > 0
+
+
+def test_room_for_all_is_not_all_in_memory() -> None:
+    """Compact experts leave room for all before each has a slot, and was read."""
+    before = snapshot()
+    for slots, whole in ((5, False), (8, True)):
+        held = Residence(layers=2, experts=8, slots=slots, blocks=16)
+        shown = routed(replace(before, routed=RoutedReport(held, Activity(requests=4))))
+        assert shown is not None
+        assert (shown["experts"], shown["in_memory"], shown["whole"]) == (16, 16, whole)
 
 
 def test_a_dense_base_has_none(served: Served) -> None:

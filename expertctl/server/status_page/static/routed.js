@@ -28,7 +28,7 @@ export class Routed {
     const { routed } = data;
     byId("routed").hidden = routed === null;
     putIf(routed !== null, this.#tile.node, byId("tiles"));
-    const isDrawn = routed !== null && !isWhole(routed) && samples.some((one) => askedOf(one.data) > 0);
+    const isDrawn = routed !== null && !routed.whole && askedOf(data) > 0;
     putIf(isDrawn, this.#chart.figure, byId("charts"));
     if (isDrawn) this.#chart.draw(samples);
     if (routed === null) return;
@@ -38,24 +38,21 @@ export class Routed {
   }
 }
 
-const isWhole = ({ in_memory: inMemory, experts }) => inMemory >= experts;
-
 /** Where all are in memory nobody can be missing; and hits are only told where they are counted. */
 function summary(data) {
   const { routed } = data;
-  if (isWhole(routed)) return [count(routed.experts), "all in memory"];
-  const there = `${count(routed.in_memory)} of ${count(routed.experts)} in memory`;
-  if (routed.layers.length === 0) return [count(routed.in_memory), `of ${count(routed.experts)} in memory`];
-  return [nearPercent(hitsOf(data), askedOf(data)), `hits; ${there}`];
+  if (routed.whole) return [count(routed.experts), "all in memory"];
+  const room = `room for ${count(routed.in_memory)} of ${count(routed.experts)}`;
+  if (routed.layers.length === 0) return [count(routed.in_memory), `is the room, of ${count(routed.experts)}`];
+  return [nearPercent(hitsOf(data), askedOf(data)), `hits; ${room}`];
 }
 
 function showSums(data) {
-  const { experts, in_memory: inMemory, loads, read_bytes: readBytes, waited, mass, skipped, miss } = data.routed;
-  const whole = isWhole(data.routed);
+  const { experts, whole, in_memory: inMemory, loads, read_bytes: readBytes, waited, mass, skipped, miss } = data.routed;
   say(byId("routed-policy"), whole ? `All ${count(experts)} are in memory.` : MISSES[miss]);
   byId("routed-sums").hidden = whole;
   pairs(byId("routed-sums"), [
-    ["in memory", `${count(inMemory)} of ${count(experts)}`],
+    ["room in memory", `${count(inMemory)} of ${count(experts)}`],
     ["there when asked for", nearPercent(hitsOf(data), askedOf(data))],
     ["read", `${count(loads)} experts, ${bytes(readBytes)}`],
     ["waited for", time(waited)],
