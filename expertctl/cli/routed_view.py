@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
     """Say what was missing of routed experts, where any could be."""
-    if moe is None or moe.residence.slots >= moe.residence.experts:
+    if moe is None or moe.residence.is_whole:
         return
     yield (
-        f"routed experts: {moe.residence.blocks} of {moe.residence.all} in memory, "
+        f"routed experts: room for {moe.residence.blocks} of {moe.residence.all}, "
         f"{100 * moe.fallback_rate:.1f} % of requests missed, "
         f"{100 * moe.skipped_mass:.1f} % of weights left out"
     )

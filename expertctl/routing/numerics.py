@@ -116,7 +116,7 @@ def _native(deterministic: bool, device: DeviceName, skip_cap: float | None) -> 
     besides = [
         *([device] if device != "cpu" else ()),
         *(["deterministic"] if deterministic else ()),
-        *([f"skips up to {skip_cap} of a token"] if skip_cap is not None else ()),
+        *([f"skips up to {float(skip_cap)} of a token"] if skip_cap is not None else ()),
     ]
     return ", ".join([str(NUMERIC_VERSION), *besides]) if besides else NUMERIC_VERSION
 

@@ -53,9 +53,12 @@ class HabitsFile:
                 handle = os.open(path, _OPEN)
             except FileNotFoundError:
                 return None
-            with os.fdopen(handle, "rb") as stream:
+            try:
                 _demand_private(os.fstat(handle))
-                data = stream.read(MAX_BYTES + 1)
+                with os.fdopen(handle, "rb", closefd=False) as stream:
+                    data = stream.read(MAX_BYTES + 1)
+            finally:
+                os.close(handle)
         if len(data) > MAX_BYTES:
             raise StoreError(f"{path} is larger than {MAX_BYTES} bytes", hint=f"remove {path}")
         return data

@@ -14,6 +14,8 @@ from tests.cli.test_cold import ASKED, base
 __all__ = ["base", "expertctl"]
 WHOLE = Residence(layers=2, experts=8, slots=8, blocks=16)
 PART = Residence(layers=2, experts=8, slots=3, blocks=8, miss="skip")
+ROOMY = Residence(layers=2, experts=8, slots=5, blocks=16)
+"""Compact experts leave room for all, but some have no slot and were not read yet."""
 
 
 def report(residence: Residence, **did: float) -> RoutedReport:
@@ -28,8 +30,11 @@ def test_nothing_is_told_where_none_could_be_missing(moe: RoutedReport | None) -
 def test_shares_are_of_what_was_asked_for_and_of_what_routers_gave() -> None:
     moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1)
     assert list(routed_text(moe)) == [
-        "routed experts: 8 of 16 in memory, 25.0 % of requests missed, 0.2 % of weights left out"
+        "routed experts: room for 8 of 16, 25.0 % of requests missed, 0.2 % of weights left out"
     ]
+    assert "room for 16 of 16, 50.0 % of requests" in next(
+        routed_text(report(ROOMY, requests=8, misses=4))
+    )
     assert list(loss_text(moe)) == ["0.25 % of the weights of routed experts were left out"]
     assert list(loss_text(report(PART, requests=8, mass=40.0))) == []
 
@@ -39,7 +44,7 @@ def test_a_run_tells_what_was_left_out_and_its_statistics_what_was_missed(
 ) -> None:
     asked = (*ASKED[:-1], *base, "--no-moe-learn")
     assert "routed experts" not in expertctl(*asked).err
-    assert re.search(r"routed experts: \d+ of \d+ in memory", expertctl(*asked, "--stats").err)
+    assert re.search(r"routed experts: room for \d+ of \d+,", expertctl(*asked, "--stats").err)
     told = expertctl(*asked, "--moe-miss", "skip", "--moe-skip-cap", "1").err
     assert "% of the weights of routed experts were left out" in told
 

@@ -84,6 +84,12 @@ def test_a_pipe_is_not_waited_for(habits: HabitsFile) -> None:
         habits.read()
 
 
+def test_a_folder_in_its_place_is_told_by_its_path(habits: HabitsFile) -> None:
+    habits.path.mkdir(parents=True)
+    with pytest.raises(StoreError, match=str(habits.path)):
+        habits.read()
+
+
 def test_a_file_that_is_too_large_is_not_read_whole(habits: HabitsFile) -> None:
     put(habits, b"")
     os.truncate(habits.path, 1 << 40)

@@ -35,6 +35,9 @@ from expertctl.telling import Tell, tell_nobody
 
 COMPILING = "compiling kernels for this machine, once"
 COMPILING_AGAIN = "compiling kernels; they are not kept: the home is not yours alone to write"
+COMPILING_BY_ANOTHER = (
+    "compiling kernels; they are not kept: this numba is newer than what is known"
+)
 
 Code = TypeVar("Code")
 
@@ -92,9 +95,9 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
     The function gets what it has to pass to numba as ``cache``, and must name every signature.
     """
     with _LOCK:
-        folder = _KEEPING.folder
-        if not _are_numbered_apart() or folder is None:
-            _tell(COMPILING_AGAIN)
+        folder, are_apart = _KEEPING.folder, _are_numbered_apart()
+        if folder is None or not are_apart:
+            _tell(COMPILING_AGAIN if folder is None else COMPILING_BY_ANOTHER)
             return compile_code(False)
         try:
             with FileLock(folder.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -209,11 +208,14 @@ class ExpertCache:
 
     def report(self) -> RoutedReport:
         """Return that, with how many experts are in memory at most."""
-        layers, memory = len(self._numbers), self._memory
-        slots = sum(layer.capacity for layer in self.slots) // layers
-        experts, blocks = memory.experts, memory.blocks
-        held = Residence(layers=layers, experts=experts, slots=slots, blocks=blocks)
-        return RoutedReport(replace(held, miss="skip") if self.skips else held, self.activity())
+        held = Residence(
+            miss="skip" if self.skips else "exact",
+            layers=len(self._numbers),
+            experts=self._memory.experts,
+            slots=sum(layer.capacity for layer in self.slots) // len(self._numbers),
+            blocks=self._memory.blocks,
+        )
+        return RoutedReport(held, self.activity())
 
     def _update(self) -> None:
         update = updates_between_tokens(self.slots, self._requests, layer_budget=self._pace.budget)
@@ -371,16 +373,13 @@ class ExpertCache:
 
     def _seat(self, came: Iterable[Expert]) -> None:
         """Give those who came a slot where one is empty."""
-        for expert in came:
-            self._take_a_seat(expert)
-
-    def _take_a_seat(self, expert: Expert) -> None:
-        layer, name = expert
-        for slot in self.slots[layer].free[:1]:
-            self.slots[layer].exchange(slot=slot, expert=name)
-            self._memory.keep(expert)
-            return
-        self._pins_come |= name in self.slots[layer].pinned
+        for layer, name in came:
+            slots = self.slots[layer]
+            if slots.free:
+                slots.exchange(slot=slots.free[0], expert=name)
+                self._memory.keep((layer, name))
+            else:
+                self._pins_come |= name in slots.pinned
 
     def _exchange(self, swap: Swap) -> None:
         """Give a slot to another expert, if it has a block; for another time it is fetched."""

@@ -7,6 +7,7 @@ do not fit it are left out with a note, and replaced when something is learnt; t
 an answer.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,10 +122,10 @@ class _Watched:
     cache: Watchable
     routed: ExpertsConfig
     kept: ActivityDocument = NOTHING
-    kept_at: float = 0.0
+    kept_at: float = -math.inf
     scored: ActivityDocument | None = NOTHING
     """None while nobody exchanges by scores: what was counted before that is no part of them."""
-    scored_at: float = 0.0
+    scored_at: float = -math.inf
 
     @property
     def seen(self) -> ActivityDocument:

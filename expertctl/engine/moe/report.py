@@ -27,6 +27,11 @@ class Residence:
         """How many there are in all layers."""
         return self.layers * self.experts
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether each has a slot; else one may be missing though there is room for all."""
+        return self.slots >= self.experts
+
     def to_json(self) -> JsonObject:
         """Return it as it stands in the ``moe`` object."""
         return {

@@ -1,12 +1,15 @@
 """What several engines learn of one base adds up; what one knows of it stays while it lives."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from expertctl.engine.moe import habit_keeper
 from expertctl.engine.moe.activity_document import ActivityDocument, LayerActivity
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.exchanges import Scores
@@ -102,7 +105,12 @@ def test_what_is_counted_is_kept_once(file: HabitsFile) -> None:
     assert owner.take_notes() == ()
 
 
-def test_it_is_kept_now_and_then(file: HabitsFile) -> None:
+@pytest.mark.parametrize("now", [5.0, 90_000.0], ids=["a machine just begun", "a day later"])
+def test_it_is_kept_now_and_then(
+    now: float, file: HabitsFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    monkeypatch.setattr(habit_keeper, "time", clock)
     cache, owner = used(), keeper(file)
     owner.watch(file.base, ROUTED, cache)
     cache.ask(2, 5)
