@@ -78,7 +78,8 @@ class Opening:
             self._readiness.state = "failed"
             tell(ExpertError("the server failed to load", hint="its log says why"))
             return
-        self._readiness.state = "ready"
+        if self._readiness.state != "failed":  # the engine may have ended meanwhile
+            self._readiness.state = "ready"
         tell(None)
 
     def _break(self) -> None:

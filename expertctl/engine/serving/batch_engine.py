@@ -34,7 +34,7 @@ from expertctl.engine.serving.press import Broke, Press
 from expertctl.engine.serving.snapshot import BLOCK, Snapshot
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.tokenizer import Tokenizer
-from expertctl.errors import IncompatibleError, RateLimitError, UsageError
+from expertctl.errors import DeviceError, IncompatibleError, RateLimitError, UsageError
 from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
@@ -60,7 +60,7 @@ class BatchEngine:
     ) -> None:
         """Hold nothing yet; ``tell`` gets what whoever runs the server should know.
 
-        ``broke`` is called if the engine ends by itself, which only a bug makes it do.
+        ``broke`` is called if the engine ends by itself: by a bug, or a device that failed.
 
         Bases of fewer bytes than ``torch_below`` are run by torch, row after row.
         """
@@ -79,6 +79,7 @@ class BatchEngine:
         Raises:
             NotFoundError: when there is no such base.
             BudgetError: when it does not fit.
+            DeviceError: when the device failed.
         """
         self._desk.open_house()
         self._press = Press(
@@ -197,7 +198,7 @@ class BatchEngine:
             raise IncompatibleError(
                 f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
                 "it",
-                hint="serve a base of routed experts of 64 MiB or more, or one in --dtype int8",
+                hint="serve a base of routed experts whose heads and widths are multiples of 16",
             )
         return self._observation(counters.change(mode=mode, reset=reset))
 
@@ -282,6 +283,8 @@ class BatchEngine:
         while not isinstance(event := events.get(), Finished | Failed):
             pass
         if isinstance(event, Failed):
+            if isinstance(event.error, DeviceError):
+                raise event.error
             prompt = request.route.prompt[:60]
             self._tell(f"warning: warming up with {prompt!r}: {event.error.message}")
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from copy import copy
 
 from expertctl.engine.serving.job import Failed, Finished
 from expertctl.engine.serving.snapshot import Totals
@@ -93,9 +94,10 @@ class Board:
 
     def end_by(self, error: ExpertError) -> None:
         """Have the writer end, with all jobs, by what a thread beside it met."""
+        again = copy(error)  # who failed by it is told by the same one, in a thread of their own
 
         def end() -> None:
-            raise error
+            raise again
 
         with self.lock:
             self.errands.append(end)

@@ -96,10 +96,12 @@ class Desk:
         """Do a stage of a job; where it fails, the job does, and nothing else."""
         try:
             work(ticket)
+        except DeviceError as error:
+            self._tell(f"error: {error.message}; {error.hint}\n{traceback.format_exc()}")
+            self._board.end_by(error)
+            self.fail(ticket, error)
         except ExpertError as error:
             self.fail(ticket, error)
-            if isinstance(error, DeviceError):
-                self._board.end_by(error)
         except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
             self._tell(f"error: a job failed\n{traceback.format_exc()}")
             self.fail(ticket, ExpertError("the server failed to answer this"))

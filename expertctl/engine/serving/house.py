@@ -6,7 +6,7 @@ keys and values, is lent to it. The buffers grow with the widest plan that comes
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 from expertctl.digest import no_progress
@@ -42,6 +42,7 @@ from expertctl.engine.tiers import Tier
 from expertctl.errors import (
     BaseMismatchError,
     BudgetError,
+    DeviceError,
     IncompatibleError,
     InvalidPackageError,
     NotFoundError,
@@ -278,7 +279,8 @@ class House:
     def close(self) -> None:
         """Let go of everything; nothing runs any more."""
         if self._model is not None:
-            self._model.rest()
+            with suppress(DeviceError):  # what it held ends with the process
+                self._model.rest()
         if self._buffers:
             self.residents.tiers.release(Tier.DEVICE, "buffers", self._buffers)
             self._buffers = 0

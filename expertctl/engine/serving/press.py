@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 
 from expertctl.engine.compose import BASE_ALONE
@@ -339,9 +339,12 @@ class Press:
             self._lent.pop(text).stack.close()
         self._forget_own(ticket)
         self._lacked = None, 0.0
+        if isinstance(error, DeviceError):
+            trace = "".join(traceback.format_exception(error))
+            self._tell(f"error: {error.message}; {error.hint}\n{trace}")
         self._desk.fail(ticket, error)
         if isinstance(error, DeviceError):
-            raise error
+            raise copy(error)
 
     def _forget_own(self, ticket: Ticket) -> None:
         """Drop what the answers of a job shared and nobody asks for again."""

@@ -475,27 +475,25 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
 def test_a_device_that_fails_ends_the_engine_with_its_way_out(
     where: str, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = list[bool]()
+    broken, told_all = list[bool](), list[str]()
     engine = BatchEngine(
         planner(house),
         BatchSettings(budget=32 << 20, rows=1),
-        tell=lambda _: None,
+        tell=told_all.append,
         broke=lambda: broken.append(True),
     )
     engine.start()
     press = engine._press
     assert press is not None
 
-    def fail(*_: Any) -> Any:
+    def where_it_broke(*_: Any) -> Any:
         with told_when_full():
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
 
     if where == "a step":
-        monkeypatch.setattr(press.batch, "_model", SimpleNamespace(step=fail))
+        monkeypatch.setattr(press.batch, "_model", SimpleNamespace(step=where_it_broke))
     else:
-        raised = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
-        plan = Mock(side_effect=raised)
-        monkeypatch.setattr(engine._house.residents, "plan", plan)
+        monkeypatch.setattr(engine._house.residents, "plan", where_it_broke)
     readers = [Reader(engine, job(request())) for _ in range(3)]
     for reader in readers:
         with pytest.raises(DeviceError, match="the CUDA device failed") as told:
@@ -503,6 +501,25 @@ def test_a_device_that_fails_ends_the_engine_with_its_way_out(
         assert "start again" in told.value.hint
     press.join()
     assert (engine.is_working, broken) == (False, [True])
+    log = "".join(told_all)
+    assert "in where_it_broke" in log, "not in a thread that was told of it"
+    assert "nvidia-smi" in log
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = BatchSettings(budget=32 << 20, rows=1, warm=("Hello", "there"))
+    engine = BatchEngine(planner(house), settings)
+    error = RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel")
+    monkeypatch.setattr(engine._house.residents, "plan", Mock(side_effect=error))
+    with pytest.raises(DeviceError, match="the CUDA device failed"):
+        engine.start()
+    assert engine._press is not None
+    engine._press.join()
+    assert not engine.is_working
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

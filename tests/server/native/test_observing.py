@@ -190,7 +190,10 @@ def test_a_dense_base_observes_nothing_and_changes_nothing(served: Served) -> No
     assert "expertctl_moe" not in client.get("/metrics").text
     profile = {"profile": pinning({"1": 3}), "pin": 1}
     asked: tuple[dict[str, object], ...] = ({"mode": "off"}, {"mode": "full"}, {"reset": True})
-    for body, hint in (*((each, "64 MiB") for each in asked), (profile, "--memory-budget")):
+    for body, hint in (
+        *((each, "of 16") for each in asked),
+        (profile, "--memory-budget"),
+    ):
         answer = client.post("/moe", json=body)
         assert answer.status_code == 422
         error = answer.json()["error"]

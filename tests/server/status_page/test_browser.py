@@ -278,7 +278,7 @@ def test_where_hits_are_not_counted_no_chart_stands_still(routed: Process, tab: 
         tab.wait(f"location.origin === '{routed.url}' && {LIVE}")
         assert "Hits of routed experts" not in tab.text("#charts")
         tile = tab.value("document.querySelector('#tiles').lastChild.innerText")
-        assert re.fullmatch(r"Routed experts\s+\d+\s+is the room, of 72", tile), tile
+        assert re.fullmatch(r"Routed experts\s+\d+\s+of 72 have room in memory", tile), tile
     finally:
         httpx.post(f"{routed.url}/moe", json={"mode": "full"}, timeout=60).raise_for_status()
 

@@ -43,7 +43,7 @@ function summary(data) {
   const { routed } = data;
   if (routed.whole) return [count(routed.experts), "all in memory"];
   const room = `room for ${count(routed.in_memory)} of ${count(routed.experts)}`;
-  if (routed.layers.length === 0) return [count(routed.in_memory), `is the room, of ${count(routed.experts)}`];
+  if (routed.layers.length === 0) return [count(routed.in_memory), `of ${count(routed.experts)} have room in memory`];
   return [nearPercent(hitsOf(data), askedOf(data)), `hits; ${room}`];
 }
 
