@@ -14,6 +14,7 @@ from pathlib import Path
 
 from expertctl.digest import CHUNK
 
+_DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")
 Write = Callable[[memoryview], None]
 
 
@@ -31,9 +32,13 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_named(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write where a person said: a link is followed, a device or a pipe is written into."""
-    if path.exists() and not path.is_file():
-        with path.open("wb") as stream:
+    """Write where a person said: a link is followed, a device or a pipe is written into.
+
+    So is what is open already, such as ``/dev/stdout``, wherever it leads.
+    """
+    is_open = path.absolute().as_posix().startswith(_DESCRIPTORS)
+    if is_open or (path.exists() and not path.is_file()):
+        with path.open("ab") as stream:
             stream.write(data)
     else:
         write_atomic(path.resolve(), data, mode=mode)

@@ -53,6 +53,12 @@ def test_what_a_person_names_is_followed_and_stays_what_it_is(tmp_path: Path) ->
     assert stat.S_IMODE(link.stat().st_mode) == 0o600
     with pytest.raises(IsADirectoryError):
         write_named(folder, b"no")
+    log = tmp_path / "log"
+    log.write_bytes(b"old\n")
+    with log.open("ab") as stream:
+        write_named(Path(f"/dev/fd/{stream.fileno()}"), b"new\n")
+        stream.write(b"later\n")
+    assert log.read_bytes() == b"old\nnew\nlater\n"
     assert [path.name for path in folder.iterdir()] == ["there"]
 
 

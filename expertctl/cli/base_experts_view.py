@@ -65,7 +65,7 @@ def _lines(plan: "RoutedPlan") -> Iterator[str]:
     if plan.whole:
         yield "all of it fits: nothing is left on the disk"
     elif not plan.fits:
-        yield f"that is too little: {human_size(plan.least)} are the least, for a short text"
+        yield f"that is too little: {human_size(plan.least)} are the least, with room for a text"
         yield from _parts(plan)
     else:
         yield from _parts(plan)

@@ -52,19 +52,21 @@ class DeviceStreams:
             else:
                 number = next((number for number in free if number not in known), None)
             if number is None:
-                number = self._take(device)
+                number = self._take(device, else_=known)
             if computes:
                 self._computed.add(number)
             lent = self._lent[number] = LentStream(self._known[number])
             return lent
 
-    def _take(self, device: torch.device) -> int:
-        """Take one of torch that is not known yet; return its number."""
+    def _take(self, device: torch.device, *, else_: list[int]) -> int:
+        """Take one of torch that is not known yet, else one of those; return its number."""
         for _ in range(_DRAWS):
             stream = _new_stream(device)
             if stream not in self._known:
                 self._known.append(stream)
                 return len(self._known) - 1
+        if else_:
+            return else_[0]
         raise BudgetError(
             f"all {len(self._known)} streams of the CUDA device are in use",
             hint="close engines that are not needed any more",

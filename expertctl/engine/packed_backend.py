@@ -30,7 +30,7 @@ from expertctl.engine.moe.bookkeeping import (
     known_bytes,
     whole_bookkeeping_bytes,
 )
-from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
+from expertctl.engine.moe.cache_plan import USUAL_TOKENS, CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.counters import Counters
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_copies import CopiedExperts, copied_experts
@@ -53,8 +53,6 @@ from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import AdapterDtype, Dtype, MoeColdWish, MoeMiss
 
 _FLOAT_BYTES = 4
-USUAL = 256
-"""Where routed experts share a memory, room is left for a text of so many tokens."""
 SCHEMES: dict[Dtype, Scheme] = {
     "float32": Scheme.FLOAT32,
     "bf16": Scheme.BFLOAT16,
@@ -96,7 +94,8 @@ class PackedBackend:
     ) -> "PackedBackend":
         """Return what runs a base in so many bytes of memory, if that is limited.
 
-        Of that, texts of so many ``rows`` have what they take, up to `USUAL` tokens.
+        Of that, a text that is asked for without further wishes has what it takes, in one of so
+        many ``rows``.
 
         Raises:
             IncompatibleError: when its sizes are not those that kernels support.
@@ -108,7 +107,7 @@ class PackedBackend:
         held = cls(config, dtype, adapter_dtype, whole)
         if config.experts is None or room is None:
             return held
-        texts = held.text_bytes(USUAL, rows=rows)
+        texts = held.text_bytes(rows=rows)
         if fits_whole(whole, room, texts=texts):
             return held
         rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
@@ -185,9 +184,9 @@ class PackedBackend:
         scores = rows * self.config.vocab_size * _FLOAT_BYTES
         return passing + scores + sample_bytes(self.config.vocab_size)
 
-    def text_bytes(self, tokens: int, *, rows: int = 1) -> int:
-        """What a text of so many tokens takes besides weights, read in so many rows, alone."""
-        tokens = min(tokens, self.config.max_positions)
+    def text_bytes(self, *, rows: int = 1) -> int:
+        """What a text of `USUAL_TOKENS` takes besides weights, or as long a one as is read."""
+        tokens = min(USUAL_TOKENS, self.config.max_positions)
         passing = max(self.buffer_bytes(tokens, rows=rows), self.loading_bytes)
         return passing + self.kv_bytes(tokens)
 

@@ -21,7 +21,7 @@ from expertctl.engine.moe.placement import (
 )
 from expertctl.engine.moe.start import Start
 from expertctl.engine.moe.weighting import CURVE, WEIGHTINGS, Weighting, scores
-from expertctl.engine.packed_backend import SCHEMES, USUAL, PackedBackend
+from expertctl.engine.packed_backend import SCHEMES, PackedBackend
 from expertctl.engine.packed_base import expert_shape, packed_bytes
 from expertctl.errors import IncompatibleError
 from expertctl.package.experts_config import ExpertsConfig
@@ -86,8 +86,8 @@ class RoutedPlan:
     plan: CachePlan
     known: str | None
     """Where what is known is from."""
-    text: int
-    """What the shortest text takes besides."""
+    texts: int
+    """What a text takes besides that is asked for without further wishes."""
     layers: tuple[LayerPlan, ...]
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
@@ -100,8 +100,8 @@ class RoutedPlan:
 
     @property
     def least(self) -> int:
-        """What a run takes with the shortest text, without experts that are installed."""
-        return self.planned + self.text
+        """What a run takes so, with a text and without experts that are installed."""
+        return self.planned + self.texts
 
     @property
     def fits(self) -> bool:
@@ -142,7 +142,7 @@ class RoutedPlan:
             "slots": sum(self.plan.capacities),
             "pool": self.pool,
             "planned_bytes": self.planned,
-            "least_bytes": self.least,
+            "texts_bytes": self.texts,
             "known": self.known,
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],
@@ -176,7 +176,7 @@ def routed_plan(
         )
     rest = packed_bytes(config, scheme, experts=False) + known_bytes(routed)
     held = PackedBackend.of(config, dtype)
-    block, texts = expert_shape(config, scheme).nbytes, held.text_bytes(USUAL)
+    block, texts = expert_shape(config, scheme).nbytes, held.text_bytes()
     even = cache_plan(
         layers=len(routed.layers),
         experts=routed.count,
@@ -200,7 +200,7 @@ def routed_plan(
         compact=compact,
         plan=plan,
         known=None if guide is None else guide.what,
-        text=held.text_bytes(1),
+        texts=texts,
         layers=tuple(_layers(routed, even, plan, guide)),
         weightings=_weighted(routed, guide, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),

@@ -190,8 +190,9 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     house.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
     assert not plan["fits"]
+    least = plan["planned_bytes"] + plan["texts_bytes"]
     text = expertctl("base", "plan", "moe", "--memory", "20MB").out
-    assert f"too little: {human_size(plan['least_bytes'])} are the least, for a short" in text
+    assert f"too little: {human_size(least)} are the least, with room for a text" in text
     assert "WEIGHTING" not in text
     run = ("run", "hi", "--base", "moe", "--no-experts", "--dtype", "bf16")
     for dtype, size in (("bf16", "10MB"), ("int8", "5MB")):
@@ -199,9 +200,13 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
             "base", "plan", "moe", "--dtype", dtype, "--memory", size, "--json"
         ).document
         assert (plan["dtype"], plan["fits"]) == (dtype, False)
-    least = human_size(plan["planned_bytes"])
+    size = human_size(plan["planned_bytes"])
     said = expertctl(*run[:-1], "int8", "--memory-budget", "5MB", code=7).err
-    assert f"the base moe: {least} needed" in said
+    assert f"the base moe: {size} needed" in said
+    for memory, fits in ((least - 1, False), (least, True), (2 * least, True)):
+        plan = expertctl("base", "plan", "moe", "--memory", memory, "--json").document
+        assert plan["fits"] is fits
+        expertctl(*run[:-2], "--memory-budget", memory, "--json", code=0 if fits else 7)
 
 
 def test_a_base_of_which_nothing_is_known_is_planned_too(

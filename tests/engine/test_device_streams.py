@@ -79,7 +79,7 @@ def test_where_all_are_lent_the_next_owner_is_refused(in_turn: TakeTurns) -> Non
         streams.lend(CPU, computes=True)
     assert "close" in refused.value.hint
     lent.pop()
-    streams.lend(CPU, computes=True)
+    streams.lend(CPU, computes=False)
 
 
 def test_threads_that_ask_at_once_have_different_streams(in_turn: TakeTurns) -> None:

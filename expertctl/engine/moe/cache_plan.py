@@ -10,8 +10,11 @@ from expertctl.engine.moe.capacity import (
     capacity_of,
     missed,
 )
+from expertctl.routing.presets import PRESETS
 from expertctl.routing.request import MoeColdWish, MoeMiss
 
+USUAL_TOKENS = PRESETS["default"].max_tokens + 256
+"""Of a text that is asked for without further wishes, with its prompt."""
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
 EVIDENCE = 8
@@ -83,8 +86,9 @@ def cache_plan(
     """Share a memory out: ``rest`` bytes are no routed experts, a ``block`` is one of them.
 
     Each layer gets as many slots as the rule of `capacity_of` says, or fewer where the pool, and
-    ``texts`` bytes, would not fit besides; none where even that is too much. So whoever runs in a
-    memory runs in a larger one. Where the pool alone is too large, whoever reserves it will say so.
+    ``texts`` bytes, would not fit besides; none where even that is too much. So texts that have
+    room in a memory have it in a larger one. Where the pool is too large, whoever reserves it says
+    so.
     """
     slots = capacity_of(
         recommended_gb=limit / _GIB,
