@@ -55,7 +55,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keys(home: Path) -> tuple[str, str, str]:
-    return new_key(home, "one"), new_key(home, "other"), new_key(home, "slow", "--per-minute", "10")
+    slow = new_key(home, "slow", "--per-minute", "10")
+    return new_key(home, "one", "--manage"), new_key(home, "other"), slow
 
 
 @pytest.fixture(scope="module")

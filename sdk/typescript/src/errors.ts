@@ -162,6 +162,11 @@ export class InvalidPackageError extends ExpertError {
   static override readonly code: string = "invalid_package";
 }
 
+/** A device of the server failed; the server ends. */
+export class DeviceError extends ExpertError {
+  static override readonly code: string = "device";
+}
+
 /** The store of the server cannot be used. */
 export class StoreError extends ExpertError {
   static override readonly code: string = "store";
@@ -206,6 +211,7 @@ const CLASSES = [
   DiskFullError,
   TooLargeError,
   InvalidPackageError,
+  DeviceError,
   StoreError,
   NoAnswerError,
   TimedOutError,

@@ -4,6 +4,7 @@ import { describe, it } from "node:test";
 import {
   demandResult,
   ExpertClient,
+  ForbiddenError,
   IncompatibleError,
   type InferRequest,
   NoAnswerError,
@@ -228,6 +229,8 @@ describe("routed experts", () => {
     assert.deepEqual((await client.moe()).layers, []);
     await assert.rejects(client.changeMoe({ reset: true }), IncompatibleError);
     await assert.rejects(client.changeMoe({}), UsageError);
+    const other = new ExpertClient({ baseUrl: URL_OF_SERVER, apiKey: OTHER_KEY });
+    await assert.rejects(other.changeMoe({ reset: true }), ForbiddenError);
   });
 });
 
