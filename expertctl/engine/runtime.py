@@ -46,7 +46,7 @@ from expertctl.errors import DigestError, UsageError
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import DeviceName
 from expertctl.routing.session import PlanningSession
-from expertctl.telling import Tell, tell_nobody
+from expertctl.telling import WARNING, Tell, tell_nobody
 
 
 class Engine:
@@ -219,7 +219,7 @@ class Engine:
             yield
         except Exception:
             for told in self.take_notes():
-                self._tell(f"warning: {told}")
+                self._tell(f"{WARNING}{told}")
             raise
 
     def _new_residents(self) -> Residents:

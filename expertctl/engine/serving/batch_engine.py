@@ -40,7 +40,7 @@ from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Forced, RouteRequest
 from expertctl.schema.strict_json import JsonObject
-from expertctl.telling import Tell, tell_nobody
+from expertctl.telling import WARNING, Tell, tell_nobody
 
 WARM_TOKENS = 24
 """How long the answers to prompts are that warm up."""
@@ -286,7 +286,7 @@ class BatchEngine:
             if isinstance(event.error, DeviceError):
                 raise event.error
             prompt = request.route.prompt[:60]
-            self._tell(f"warning: warming up with {prompt!r}: {event.error.message}")
+            self._tell(f"{WARNING}warming up with {prompt!r}: {event.error.message}")
 
     def check_integrity(self) -> None:
         """Assert what always holds."""

@@ -97,9 +97,8 @@ class Desk:
         try:
             work(ticket)
         except DeviceError as error:
-            self._tell(f"error: {error.message}; {error.hint}\n{traceback.format_exc()}")
-            self._board.end_by(error)
             self.fail(ticket, error)
+            self._board.end_by(error)
         except ExpertError as error:
             self.fail(ticket, error)
         except Exception:  # noqa: BLE001  # a bug ends one job and is told; the server goes on
@@ -172,6 +171,9 @@ class Desk:
 
     def fail(self, ticket: Ticket, error: ExpertError) -> None:
         """End a job that has no text in the batch, and count it against its experts, soon."""
+        if isinstance(error, DeviceError):  # soon nobody knows where
+            trace = "".join(traceback.format_exception(error))
+            self._tell(f"error: {error.message}; {error.hint}\n{trace}")
         planned = ticket.planned if ticket.job.remember else None
         if self._board.fail(ticket, error) and not (
             planned is None or isinstance(error, NoAnswerError)

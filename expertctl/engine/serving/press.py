@@ -339,9 +339,6 @@ class Press:
             self._lent.pop(text).stack.close()
         self._forget_own(ticket)
         self._lacked = None, 0.0
-        if isinstance(error, DeviceError):
-            trace = "".join(traceback.format_exception(error))
-            self._tell(f"error: {error.message}; {error.hint}\n{trace}")
         self._desk.fail(ticket, error)
         if isinstance(error, DeviceError):
             raise copy(error)

@@ -470,19 +470,23 @@ def test_a_bug_in_a_pass_ends_its_jobs_and_the_next_is_answered(
     assert Reader(engine, job(request())).end().results[0].generated.tokens
 
 
+def breakable(house: House) -> tuple[BatchEngine, list[str], list[bool]]:
+    """An engine that was started, what it tells, and whether it said that it broke."""
+    told, broken = list[str](), list[bool]()
+    settings = BatchSettings(budget=32 << 20, rows=1)
+    engine = BatchEngine(
+        planner(house), settings, tell=told.append, broke=lambda: broken.append(True)
+    )
+    engine.start()
+    return engine, told, broken
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("where", ["a step", "loading"])
 def test_a_device_that_fails_ends_the_engine_with_its_way_out(
     where: str, house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, told_all = list[bool](), list[str]()
-    engine = BatchEngine(
-        planner(house),
-        BatchSettings(budget=32 << 20, rows=1),
-        tell=told_all.append,
-        broke=lambda: broken.append(True),
-    )
-    engine.start()
+    engine, told_all, broken = breakable(house)
     press = engine._press
     assert press is not None
 
@@ -524,14 +528,7 @@ def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_ends_unforeseen_leaves_nobody_waiting(house: House) -> None:
-    told, broken = list[str](), list[bool]()
-    engine = BatchEngine(
-        planner(house),
-        BatchSettings(budget=32 << 20, rows=1),
-        tell=told.append,
-        broke=lambda: broken.append(True),
-    )
-    engine.start()
+    engine, told, broken = breakable(house)
     readers = [Reader(engine, job(ENDLESS)) for _ in range(4)]
     while not isinstance(readers[0].next(), Piece):
         pass
