@@ -110,9 +110,8 @@ class PackedBackend:
         texts = held.text_bytes(rows=rows)
         if fits_whole(whole, room, texts=texts):
             return held
-        rest, block = packed_bytes(config, scheme, experts=False), expert_shape(config, scheme)
+        rest, block = held.rest_bytes, expert_shape(config, scheme)
         layers, experts = len(config.experts.layers), config.experts.count
-        rest += known_bytes(config.experts)
         plan = cache_plan(
             layers=layers,
             experts=experts,
@@ -154,6 +153,13 @@ class PackedBackend:
     def loading_bytes(self) -> int:
         """What reading its weights takes besides, at most."""
         return packing_scratch(self.config)
+
+    @property
+    def rest_bytes(self) -> int:
+        """What all that is no routed expert takes where not all of them fit."""
+        assert self.config.experts is not None, "a base with routed experts"
+        rest = packed_bytes(self.config, self.scheme, experts=False)
+        return rest + known_bytes(self.config.experts)
 
     @property
     def host_bytes(self) -> int:

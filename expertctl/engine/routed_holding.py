@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import OpenBase
-from expertctl.engine.moe.bookkeeping import known_bytes
 from expertctl.engine.moe.cache_plan import CachePlan
 from expertctl.engine.moe.guide import read_guide
 from expertctl.engine.moe.pins import TopPins
 from expertctl.engine.moe.start import Start, StartWishes
 from expertctl.engine.packed_backend import PackedBackend
-from expertctl.engine.packed_base import expert_shape, packed_bytes
+from expertctl.engine.packed_base import expert_shape
 from expertctl.engine.routed_bench_result import Holding
 from expertctl.errors import UsageError
 from expertctl.package.experts_config import ExpertsConfig
@@ -63,9 +62,8 @@ def held(
     _demand_slots(start, plan, holding)
     if isinstance(backend, CudaBackend):
         return replace(backend, cache=plan).begun(lambda _: start)
-    rest = packed_bytes(config, backend.scheme, experts=False) + known_bytes(config.experts)
     blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
-    packed = replace(backend, cache=plan, weight_bytes=rest + blocks)
+    packed = replace(backend, cache=plan, weight_bytes=backend.rest_bytes + blocks)
     return packed.begun(lambda _: start)
 
 

@@ -8,7 +8,6 @@ engine runs one, on a processor, and plans up to three.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from expertctl.engine.moe.bookkeeping import known_bytes
 from expertctl.engine.moe.cache_plan import CachePlan, cache_plan, fits_whole
 from expertctl.engine.moe.guide import Guide
 from expertctl.engine.moe.placement import (
@@ -22,7 +21,7 @@ from expertctl.engine.moe.placement import (
 from expertctl.engine.moe.start import Start
 from expertctl.engine.moe.weighting import CURVE, WEIGHTINGS, Weighting, scores
 from expertctl.engine.packed_backend import SCHEMES, PackedBackend
-from expertctl.engine.packed_base import expert_shape, packed_bytes
+from expertctl.engine.packed_base import expert_shape
 from expertctl.errors import IncompatibleError
 from expertctl.package.experts_config import ExpertsConfig
 from expertctl.package.model_config import ModelConfig
@@ -174,14 +173,13 @@ def routed_plan(
         raise IncompatibleError(
             f"{base} has no routed experts", hint="`expertctl base list` shows the bases"
         )
-    rest = packed_bytes(config, scheme, experts=False) + known_bytes(routed)
     held = PackedBackend.of(config, dtype)
     block, texts = expert_shape(config, scheme).nbytes, held.text_bytes()
     even = cache_plan(
         layers=len(routed.layers),
         experts=routed.count,
         block=block,
-        rest=rest,
+        rest=held.rest_bytes,
         limit=limit,
         miss="exact",
         cap=1.0,
@@ -195,7 +193,7 @@ def routed_plan(
         dtype=dtype,
         limit=limit,
         whole=fits_whole(held.weight_bytes, limit, texts=texts),
-        rest=rest,
+        rest=held.rest_bytes,
         expert=block,
         compact=compact,
         plan=plan,
