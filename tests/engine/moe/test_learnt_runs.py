@@ -3,12 +3,14 @@
 import gc
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from expertctl.engine.moe import arrivals
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.guide import usage_of
 from expertctl.engine.moe.habit_keeper import habits_in
@@ -29,6 +31,24 @@ __all__ = ["fast", "house"]
 FULL = StartWishes(warmup="full")
 NOT_LEARNT = StartWishes(warmup="full", learns=False)
 Answer = Callable[..., RunResult]
+
+
+class AtOnce(Executor):
+    """Has all that is to be read there at once, so that no clock says how many requests hit."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        done = Future[Any]()
+        done.set_running_or_notify_cancel()
+        done.set_result(fn(*args, **options))
+        return done
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read whoever is wanted, or foreseen, before anything else is done."""
+    monkeypatch.setattr(arrivals, "ThreadPoolExecutor", AtOnce)
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +96,27 @@ def hit_rate(result: RunResult) -> float:
     return 1 - activity.misses / activity.requests
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_was_learnt_makes_the_next_start_hit_more(answer: Answer, house: House) -> None:
-    """Of what the same text asks for: 0.83 without anything known, 0.91 after it."""
+    """Of what the same text asks for: 0.906 without anything known, 0.951 after it."""
     cold = answer(NOT_LEARNT)
     assert file_of(house).read() is None
     first, second, third = answer(), answer(), answer()
-    assert 0.75 < hit_rate(cold) < 0.87
-    assert abs(hit_rate(first) - hit_rate(cold)) < 0.04, "nothing was known yet"
-    assert hit_rate(second) > 0.88
-    assert hit_rate(third) > 0.88
+    assert hit_rate(first) == hit_rate(cold), "nothing was known yet"
+    assert hit_rate(second) > hit_rate(first) + 0.02
+    assert hit_rate(third) >= hit_rate(second)
     results = (cold, first, second, third)
     assert len({result.generated.tokens for result in results}) == 1
     assert len(cold.generated.tokens) == 24
+
+
+@pytest.mark.usefixtures("at_once")
+def test_who_is_there_from_the_start_is_hit(answer: Answer) -> None:
+    """Of the same text: 0.912 where nobody is read beforehand, 0.951 where somebody is."""
+    answer()
+    answer()
+    none, hybrid, full = (hit_rate(answer(StartWishes(warmup=warmup))) for warmup in WARMUPS)
+    assert min(hybrid, full) > none + 0.02
 
 
 def test_what_is_kept_is_what_was_asked_for(answer: Answer, house: House) -> None:
@@ -131,7 +160,6 @@ def test_however_a_base_begins_its_answer_is_the_same(
     first = answer()
     again = answer(StartWishes(warmup=warmup, exchange=exchange))
     assert again.generated.tokens == first.generated.tokens
-    assert hit_rate(again) > 0.65
 
 
 def test_nothing_is_learnt_where_nobody_wants_it(answer: Answer, house: House) -> None:
@@ -184,10 +212,13 @@ def test_a_profile_of_another_base_is_refused(answer: Answer, tmp_path: Path) ->
         answer(StartWishes(profile=path))
 
 
+@pytest.mark.usefixtures("at_once")
 def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
     base: Path, house: House, answer: Answer
 ) -> None:
     """The same text asks for the same experts, wherever they are; so the next run hits more."""
+    house.bases.add(base)
+    cold = answer(NOT_LEARNT)
     engine = Engine(planner(house), budget=LARGE, torch_below=0)
     whole = run(engine, asked())
     engine.close()
@@ -203,7 +234,7 @@ def test_a_base_that_is_whole_in_memory_is_learnt_from_for_when_it_is_not(
     assert fewer.generated.tokens == whole.generated.tokens
     assert fewer.moe is not None
     assert fewer.moe.activity.requests == whole.moe.activity.requests
-    assert hit_rate(fewer) > 0.86
+    assert hit_rate(fewer) > hit_rate(cold) + 0.02
 
 
 def test_a_base_that_is_left_gives_back_its_memory_though_it_was_learnt_from(
