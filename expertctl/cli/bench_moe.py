@@ -12,7 +12,6 @@ import typer
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counted, counting, emit, note, warn
 from expertctl.cli.run_options import (
-    SKIP_CAP,
     Device,
     Dtype,
     MemoryBudget,
@@ -24,6 +23,7 @@ from expertctl.cli.run_options import (
     MoeWarmup,
     Numerics,
     budget_of,
+    cap_of,
     chosen_device,
     cold_of,
     numerics_of,
@@ -82,7 +82,7 @@ def bench_moe(
     base: BenchBase = None,
     resident: Resident = SHARES,
     moe_miss: Misses = None,
-    moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_skip_cap: MoeSkipCap = None,
     prompt: Prompts = None,
     prompt_tokens: PromptTokens = 64,
     tokens: Tokens = 64,
@@ -112,12 +112,12 @@ def bench_moe(
     cold = cold_of(moe_cold, settings)
     _check_request(chosen, held, cold)
     budget = budget_of(memory_budget, settings)
-    shares, cap = _shares(resident), _cap(moe_skip_cap)
+    shares, misses = _shares(resident), _misses(moe_miss or ())
     _check_plot(plot, shares)
     wanted = _engine(as_json=as_json)(
         shares=shares,
-        misses=_misses(moe_miss or ()),
-        cap=cap,
+        misses=misses,
+        cap=_share(cap_of(moe_skip_cap, misses)),
         prompts=tuple(prompt or ()),
         prompt_tokens=prompt_tokens,
         tokens=tokens,
@@ -177,7 +177,7 @@ def _misses(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
     return tuple(miss for miss in known if not words or miss in words)
 
 
-def _cap(share: float) -> float:
+def _share(share: float) -> float:
     if not 0 <= share <= 1:
         raise UsageError(
             f"--moe-skip-cap {share} is not a share of the weights of a token",

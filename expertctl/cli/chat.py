@@ -30,7 +30,6 @@ from expertctl.cli.output import (
     write_piece,
 )
 from expertctl.cli.run_options import (
-    SKIP_CAP,
     AdapterDtype,
     Base,
     Deterministic,
@@ -65,6 +64,7 @@ from expertctl.cli.run_options import (
     VerifyBase,
     body_of,
     budget_of,
+    cap_of,
     chosen_device,
     cold_of,
     numerics_of,
@@ -112,7 +112,7 @@ def chat(
     adapter_dtype: AdapterDtype = None,
     deterministic: Deterministic = None,
     moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_skip_cap: MoeSkipCap = None,
     moe_cold: MoeCold = None,
     moe_profile: MoeProfile = None,
     moe_pin: MoePin = None,
@@ -167,7 +167,7 @@ def chat(
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
             moe_miss=moe_miss,
-            moe_skip_cap=moe_skip_cap,
+            moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
             moe_cold=cold_of(moe_cold, settings),
             device=chosen,
             memory_budget=budget_of(memory_budget, settings),

@@ -15,7 +15,6 @@ from expertctl.cli.exit_codes import FAILURE
 from expertctl.cli.opening import importing_engine, open_planner
 from expertctl.cli.output import JsonFlag, counting, emit, note, warn
 from expertctl.cli.run_options import (
-    SKIP_CAP,
     AdapterDtype,
     Base,
     Deterministic,
@@ -25,6 +24,7 @@ from expertctl.cli.run_options import (
     MoeSkipCap,
     Numerics,
     budget_of,
+    cap_of,
     check_processor,
     numerics_of,
 )
@@ -90,7 +90,7 @@ def evaluate(
     adapter_dtype: AdapterDtype = None,
     deterministic: Deterministic = None,
     moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_skip_cap: MoeSkipCap = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure an expert against its base, or routing.
@@ -108,6 +108,7 @@ def evaluate(
         "--adapter-dtype": adapter_dtype,
         "--deterministic": deterministic,
         "--moe-miss": None if moe_miss == "exact" else moe_miss,
+        "--moe-skip-cap": moe_skip_cap,
     }
     if routing is not None:
         from expertctl.cli.evaluating_routing import RoutingAsked, evaluate_routing
@@ -141,7 +142,7 @@ def evaluate(
         held,
         budget,
         moe_miss,
-        moe_skip_cap,
+        cap_of(moe_skip_cap, (moe_miss,)),
     )
     _evaluate_answers(asked, settings, plot=plot, as_json=as_json)
 

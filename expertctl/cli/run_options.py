@@ -79,9 +79,12 @@ MoeMiss = Annotated[
 SKIP_CAP = 0.25
 """What `expertctl.routing.request` says; importing it takes time that ``--help`` has not."""
 MoeSkipCap = Annotated[
-    float,
+    float | None,
     typer.Option(
-        "--moe-skip-cap", metavar="SHARE", help="The most to leave out of a token, from 0 to 1."
+        "--moe-skip-cap",
+        metavar="SHARE",
+        help="The most to leave out of a token, from 0 to 1.",
+        show_default=str(SKIP_CAP),
     ),
 ]
 MoeColdName = Literal["auto", "read", "map", "direct"]
@@ -296,6 +299,20 @@ def numerics_of(
         adapter_dtype=cast(AdapterDtypeName, experts or "published"),
         deterministic=settings.deterministic if deterministic is None else deterministic,
     )
+
+
+def cap_of(cap: float | None, misses: Sequence[str]) -> float:
+    """Return the most that is left out of a token: what the option says, else a quarter.
+
+    Raises:
+        UsageError: when it is given where nothing is left out, whatever it says.
+    """
+    if cap is not None and "skip" not in misses:
+        raise UsageError(
+            f"--moe-skip-cap {cap}: nothing is left out of a token with --moe-miss exact",
+            hint="say --moe-miss skip, or give no cap",
+        )
+    return SKIP_CAP if cap is None else cap
 
 
 def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:

@@ -16,7 +16,6 @@ import typer
 from expertctl.cli.opening import open_planner, without_engine
 from expertctl.cli.output import JsonFlag, emit, note, table, warn
 from expertctl.cli.run_options import (
-    SKIP_CAP,
     AdapterDtype,
     Base,
     Deterministic,
@@ -32,6 +31,7 @@ from expertctl.cli.run_options import (
     MoeSkipCap,
     MoeWarmup,
     budget_of,
+    cap_of,
     chosen_device,
     cold_of,
     numerics_of,
@@ -87,7 +87,7 @@ def serve(
     device: Device = None,
     deterministic: Deterministic = None,
     moe_miss: MoeMiss = "exact",
-    moe_skip_cap: MoeSkipCap = SKIP_CAP,
+    moe_skip_cap: MoeSkipCap = None,
     moe_cold: MoeCold = None,
     moe_profile: MoeProfile = None,
     moe_pin: MoePin = None,
@@ -172,7 +172,7 @@ def serve(
             adapter_dtype=held.adapter_dtype,
             deterministic=held.deterministic,
             moe_miss=moe_miss,
-            moe_skip_cap=moe_skip_cap,
+            moe_skip_cap=cap_of(moe_skip_cap, (moe_miss,)),
             moe_cold=cold_of(moe_cold, settings),
             moe=start_of(
                 settings,

@@ -65,9 +65,31 @@ def test_skipping_is_said_beside_the_figures(data: Path, expertctl: Commands) ->
 
 def test_what_makes_no_sense_is_refused(data: Path, expertctl: Commands) -> None:
     words = ("eval", "./sums.expert", "--data", data)
-    err = expertctl(*words, "--moe-skip-cap", "2", code=2).err
+    err = expertctl(*words, "--moe-miss", "skip", "--moe-skip-cap", "2", code=2).err
     assert "--moe-skip-cap 2.0 is not a share" in err
     err = expertctl(*words, "--moe-miss", "skip", "--deterministic", code=2).err
     assert "--deterministic promises bits" in err
-    err = expertctl("eval", "--routing", data, "--moe-miss", "skip", code=2).err
-    assert "--moe-miss: --routing measures who is chosen" in err
+    skip = ("--moe-miss", "skip", "--moe-skip-cap", "0.5")
+    err = expertctl("eval", "--routing", data, *skip, code=2).err
+    assert "--moe-miss, --moe-skip-cap: --routing measures who is chosen" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("eval", "./sums.expert", "--data", "data.jsonl"),
+        ("run", "2+2"),
+        ("route", "2+2"),
+        ("chat",),
+        ("serve",),
+        ("bench", "moe", "--moe-miss", "exact"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize("cap", ["0.25", "2.0"])
+def test_a_cap_of_nothing_is_refused(
+    cap: str, words: tuple[str, ...], data: Path, expertctl: Commands
+) -> None:
+    """Whoever gives one wants experts to be left out, and none is."""
+    told = f"--moe-skip-cap {cap}: nothing is left out of a token with --moe-miss exact"
+    assert told in expertctl(*words, "--moe-skip-cap", cap, code=2).err
