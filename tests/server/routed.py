@@ -35,10 +35,11 @@ def write_routed(folder: Path) -> Path:
 
 @contextmanager
 def serving_routed(
-    root: Path, budget: int = BUDGET, *, moe: StartWishes = USUAL
+    root: Path, budget: int = BUDGET, *, moe: StartWishes = USUAL, warm: tuple[str, ...] = ()
 ) -> Iterator[Served]:
     """Serve it, with nothing else in the home."""
     house = House(root)
     house.bases.add(write_routed(root.parent / "routed"), name=BASE)
-    with serving(house, ServeSettings(batch=BatchSettings(budget=budget, rows=2, moe=moe))) as one:
+    batch = BatchSettings(budget=budget, rows=2, moe=moe, warm=warm)
+    with serving(house, ServeSettings(batch=batch)) as one:
         yield one

@@ -90,6 +90,8 @@ class BatchEngine:
             self._answer_first(_request("?", force=(Forced(expert.digest),), max_tokens=2))
         for prompt in self.settings.warm:
             self._answer_first(_request(prompt, max_tokens=WARM_TOKENS))
+        if (counters := self._house.model.counters) is not None:
+            counters.reset()  # what is observed is what others ask for
 
     @property
     def is_working(self) -> bool:

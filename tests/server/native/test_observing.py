@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +64,16 @@ def test_the_document_is_a_profile_and_says_what_it_is_of(client: TestClient) ->
     assert body["base"] == BASE
     same = ("miss", "layers", "experts", "slots", "in_memory", "cold")
     assert body["residence"] == {name: told[name] for name in same}
+
+
+def test_what_a_server_asked_itself_is_observed_by_nobody(tmp_path: Path) -> None:
+    """Its first token is, as those of all it is warmed with: the first job is counted alone."""
+    moe = StartWishes(learns=False)
+    with serving_routed(tmp_path / "home", moe=moe, warm=("Hello",)) as one:
+        client = one.client()
+        assert client.get("/moe").json()["summary"]["requests"] == 0
+        told = answered(client)["moe"]
+        assert client.get("/moe").json()["summary"]["requests"] == told["requests"] > 0
 
 
 def test_whoever_reads_changes_nothing(client: TestClient) -> None:
