@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from expertctl.cli.named_file import write_file
 from expertctl.cli.opening import importing_engine
 from expertctl.cli.output import JsonFlag, emit, note, warn
 from expertctl.cli.run_options import Dtype, MoePin, MoeProfile, budget_of, numerics_of
-from expertctl.durable import write_named
 from expertctl.errors import IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import load_settings, parse_size
 from expertctl.store.base_habits import HabitsFile
@@ -86,11 +86,7 @@ def export(
         data = write_activity(guide.activity)
     else:
         data = write_profile(usage_of(guide.activity, experts=routed.count, model=base.name))
-    try:
-        write_named(file, data + b"\n", mode=0o600)
-    except OSError as error:
-        message = f"{file} cannot be written: {error.strerror or error}"
-        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+    write_file(file, data + b"\n", mode=0o600)
     note("it tells something of what was written about: share it only as you would a history")
     document = {"base": base.name, "path": str(file), "kind": kind, "size": len(data) + 1}
     emit(document, f"wrote {file}", as_json=as_json)

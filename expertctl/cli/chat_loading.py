@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expertctl.durable import write_named
-from expertctl.errors import NotFoundError
+from expertctl.cli.named_file import write_file
 
 if TYPE_CHECKING:
     from expertctl.digest import Progress
@@ -40,11 +39,8 @@ def save_plan(path: Path, document: dict[str, object]) -> None:
     """Write a plan as JSON.
 
     Raises:
+        DiskFullError: when there is no room.
         NotFoundError: when the file cannot be written.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2)
-    try:
-        write_named(path, text.encode() + b"\n")
-    except OSError as error:
-        message = f"{path} cannot be written: {error.strerror or error}"
-        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
+    write_file(path, text.encode() + b"\n")

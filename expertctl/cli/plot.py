@@ -12,8 +12,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertctl.cli.named_file import write_file
 from expertctl.cli.output import printable
-from expertctl.durable import write_named
 from expertctl.errors import NotFoundError, UsageError
 from expertctl.package.write import demand_folder
 
@@ -66,7 +66,7 @@ def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
         mpl.rcParams["svg.hashsalt"] = "expertctl"
         warnings.simplefilter("ignore", UserWarning)  # a glyph that no font has is a box
         make().savefig(picture, format=kind, dpi=200, metadata=_metadata(kind))
-    write_named(path, picture.getvalue())
+    write_file(path, picture.getvalue())
 
 
 def figure_of(found: "Evaluated") -> "Figure":

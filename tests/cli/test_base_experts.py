@@ -252,6 +252,12 @@ def test_a_profile_is_written_where_it_was_said(
     assert read_activity((tmp_path / "there.json").read_bytes(), what="there").is_usable
 
 
+def test_a_profile_that_has_no_room_says_so(learnt: Any, expertctl: Commands) -> None:
+    said = expertctl("base", "profile", "export", "moe", "/dev/full", code=7)
+    assert "/dev/full: no space left" in said.err
+    assert "hint: free some space, or name a file elsewhere" in said.err
+
+
 def test_more_pins_than_slots_want_memory_by_no_option_that_is_not_there(
     learnt: Any, expertctl: Commands
 ) -> None:

@@ -1,0 +1,26 @@
+"""Files that a person names for a command to write."""
+
+import errno
+from pathlib import Path
+
+from expertctl.durable import write_named
+from expertctl.errors import DiskFullError, NotFoundError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Write where a person said, through links and into pipes.
+
+    Raises:
+        DiskFullError: when there is no room.
+        NotFoundError: when it cannot be written there for any other reason.
+    """
+    try:
+        write_named(path, data, mode=mode)
+    except OSError as error:
+        if error.errno in _FULL:
+            hint = "free some space, or name a file elsewhere"
+            raise DiskFullError(f"{path}: no space left", hint=hint) from error
+        message = f"{path} cannot be written: {error.strerror or error}"
+        raise NotFoundError(message, hint="name a file in a folder that you may write") from error
