@@ -77,6 +77,8 @@ class Bounds:
     """What is said of the server: ``this registry``."""
     host_hint: str = ""
     """How it gets another name."""
+    origin_hint: str = ""
+    """How a page of its own gets another address."""
     stall_seconds: float = STALL_SECONDS
     large_bodies: int | None = None
     """The most bytes of bodies above `SMALL_BODY`, of all requests together; None: any number."""
@@ -155,7 +157,8 @@ class RequestLimits:
         origins = headers.getlist("origin")  # only browsers name the page that asks
         if scope["method"] not in bounds.open_methods and not bounds.origins.issuperset(origins):
             verb = "write" if bounds.open_methods else "ask"
-            return Refusal(403, ForbiddenError(f"a page of another site may not {verb} here"))
+            fact = f"a page of another site may not {verb} here"
+            return Refusal(403, ForbiddenError(fact, hint=bounds.origin_hint))
         return None
 
     def _unreadable(self, scope: Scope, headers: Headers) -> Refusal | None:

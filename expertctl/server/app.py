@@ -85,11 +85,15 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        fact = UsageError(f"{request.method} is not allowed here")
+        allowed = ", ".join(sorted(_methods(request)))
+        fact = UsageError(f"{request.method} is not allowed here", hint=f"it takes {allowed}")
         answer = error_response(fact, request.scope, status=405)
-        answer.headers["Allow"] = ", ".join(sorted(_methods(request)))
+        answer.headers["Allow"] = allowed
         return answer
-    return error_response(NotFoundError("there is nothing at this address"), request.scope)
+    nothing = NotFoundError(
+        "there is nothing at this address", hint=f"GET {description.DOCUMENT} says what is where"
+    )
+    return error_response(nothing, request.scope)
 
 
 def _methods(request: Request) -> set[str]:

@@ -49,6 +49,7 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
         refuse=_refused,
         whose="this server",
         host_hint="give --url the address that users see",
+        origin_hint="ask from a server of that site, or give --url the address of the page",
         named_below=b"/v1/models/",
     )
     return RequestLimits(app, bounds)

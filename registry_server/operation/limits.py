@@ -26,6 +26,7 @@ def request_limits(
         refuse=partial(_refused, settings),
         whose="this registry",
         host_hint="set `url` in registry.toml to the address that users see",
+        origin_hint="set `url` in registry.toml to the address of the page that asks",
         stall_seconds=stall_seconds,
     )
     return RequestLimits(app, bounds)

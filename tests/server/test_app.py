@@ -114,6 +114,19 @@ def test_an_address_that_is_none_is_not_found(served: Served, path: str) -> None
     assert served.client().get(path).status_code in {400, 404}
 
 
+def test_what_is_not_there_is_answered_with_the_way_out(served: Served) -> None:
+    """In the native shape; those of others have no place for it."""
+    client = served.client()
+    nowhere, other = client.get("/nothing"), client.put("/v1/jobs/x")
+    page = client.post("/v1/infer", json=ASKED, headers={"Origin": "https://evil.example"})
+    hints = [answer.json()["error"]["hint"] for answer in (nowhere, other, page)]
+    assert hints == [
+        "GET /openapi.json says what is where",
+        "it takes DELETE, GET, HEAD",
+        "ask from a server of that site, or give --url the address of the page",
+    ]
+
+
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [(CHAT, "POST"), ("/v1/models", "GET, HEAD"), ("/v1/jobs/x", "DELETE, GET, HEAD")],

@@ -86,6 +86,7 @@ def test_attack_80_a_page_of_another_site_writes_nothing(
     answer = client(tmp_path).request(method, "/v2/a/b/blobs/uploads/", headers={"Origin": origin})
     assert (answer.status_code, answer.headers["Connection"]) == (403, "close")
     assert "evil" not in answer.text
+    assert "set `url` in registry.toml" in answer.text
 
 
 def test_a_page_of_our_own_writes_and_every_page_may_read(tmp_path: Path) -> None:
