@@ -28,11 +28,12 @@ from expertctl.routing.presets import SamplingWishes
 from expertctl.routing.request import Dtype, Forced
 from expertctl.settings import Home
 from tests.engine.market import Market
+from tests.engine.moe.at_once import at_once
 from tests.engine.test_runtime import planner, request, run
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house"]
+__all__ = ["at_once", "fast", "house"]
 
 FREE = 64 << 20
 SQL = Forced(Reference.parse("acme/sql"))
@@ -260,6 +261,7 @@ def test_a_copy_that_a_device_cannot_do_is_told_with_its_way_out_and_the_next_ru
         engine.close()
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House, size: int) -> None:
     house.bases.add(base)
     budget, loads = size * 85 // 100, []
@@ -273,6 +275,7 @@ def test_what_is_learnt_of_a_base_says_who_comes_first(base: Path, house: House,
     assert loads[1].misses < loads[0].misses
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_a_base_that_is_whole_was_asked_for_says_who_comes_first(
     base: Path, house: House, size: int
 ) -> None:

@@ -19,12 +19,13 @@ from expertctl.engine.routed_holding import held
 from expertctl.errors import BudgetError, IncompatibleError, NotFoundError, UsageError
 from expertctl.routing.planner import Planner
 from expertctl.store.base_habits import HabitsFile
+from tests.engine.moe.at_once import at_once
 from tests.engine.test_loaded_base import loaded, slot
 from tests.engine.test_runtime import planner
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house"]
+__all__ = ["at_once", "fast", "house"]
 LAYERS, EXPERTS, USED = 3, 8, 2
 WANTED = RoutedWanted(shares=(1.0, 0.5), prompt_tokens=6, tokens=8, rounds=2, threads=1)
 BUDGET = 128 << 20
@@ -96,6 +97,7 @@ def test_a_way_to_hold_experts_takes_what_it_says(share: float, tmp_path: Path) 
     place.drop()
 
 
+@pytest.mark.usefixtures("at_once")
 def test_what_follows_a_prompt_is_the_same_wherever_nothing_is_skipped(stocked: Planner) -> None:
     """Then all ways ask for the same experts, token by token."""
     wanted = RoutedWanted(

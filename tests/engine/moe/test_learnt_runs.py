@@ -3,14 +3,12 @@
 import gc
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from expertctl.engine.moe import arrivals
 from expertctl.engine.moe.expert_memory import ExpertMemory
 from expertctl.engine.moe.guide import usage_of
 from expertctl.engine.moe.habit_keeper import habits_in
@@ -21,34 +19,17 @@ from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
 from expertctl.errors import IncompatibleError, UsageError
 from expertctl.store.base_habits import HabitsFile
+from tests.engine.moe.at_once import at_once
 from tests.engine.moe.test_cached_runs import LARGE, asked
 from tests.engine.test_runtime import planner, run
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
 
-__all__ = ["fast", "house"]
+__all__ = ["at_once", "fast", "house"]
 
 FULL = StartWishes(warmup="full")
 NOT_LEARNT = StartWishes(warmup="full", learns=False)
 Answer = Callable[..., RunResult]
-
-
-class AtOnce(Executor):
-    """Has all that is to be read there at once, so that no clock says how many requests hit."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        done = Future[Any]()
-        done.set_running_or_notify_cancel()
-        done.set_result(fn(*args, **options))
-        return done
-
-
-@pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read whoever is wanted, or foreseen, before anything else is done."""
-    monkeypatch.setattr(arrivals, "ThreadPoolExecutor", AtOnce)
 
 
 @pytest.fixture(scope="module")
