@@ -29,11 +29,11 @@ class MisledCache(ExpertCache):
         self._drawn = wrong, others
         self._next = 0
 
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
         """Have read what was chosen, and ahead what is said to be likely."""
-        if layer + 1 < len(self.slots):
+        if foresees and layer + 1 < len(self.slots):
             likely = room.likely[layer + 1, :tokens]
             begin, self._next = self._next, (self._next + likely.size) % _DRAWS
             wrong, others = (np.resize(each[begin:], likely.shape) for each in self._drawn)
             np.copyto(likely, others, where=wrong)
-        return super().ask(layer, room, tokens)
+        return super().ask(layer, room, tokens, foresees=foresees)

@@ -57,7 +57,7 @@ class LoadOnMiss:
         row: Numbers = self._hits[layer]
         return row
 
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
         """Read what tokens chose and is missing; then nobody has to be waited for."""
         wanted = np.unique(room.selected[layer, :tokens]).tolist()
         held = self._held[layer]

@@ -182,12 +182,19 @@ class Decoder:
         return part if start >= virtual else torch.cat((before[start:end], part))
 
     def _forward(self, x: Tensor, cache: KVCache, deltas: Deltas, phase: Phase) -> Tensor:
-        """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden]."""
+        """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden].
+
+        Of a prompt only the last row comes out: the last layer writes the keys and values of all
+        tokens, and nobody reads what it would make of the others.
+        """
         tokens = len(x)
-        step = self._step(cache.length, tokens)
+        step = asking = self._step(cache.length, tokens)
         for number, layer in enumerate(self._layers):
+            if phase is Phase.PROMPT and number == len(self._layers) - 1:
+                asking = self._step(cache.length + tokens - 1, 1)
             with self._spent(f"layers.{number}.attention"):
-                x = x + self._attention(x, layer, number, step, cache, deltas)
+                made = self._attention(x, layer, number, step, asking, cache, deltas)
+                x = x[-len(made) :] + made
             with self._spent(f"layers.{number}.mlp"):
                 x = x + layer.mlp(self._normed(x, layer.mlp_norm), deltas)
         if self._experts is not None:
@@ -196,15 +203,23 @@ class Decoder:
         return x
 
     def _attention(
-        self, x: Tensor, layer: Layer, number: int, step: _Step, cache: KVCache, deltas: Deltas
+        self,
+        x: Tensor,
+        layer: Layer,
+        number: int,
+        step: _Step,
+        asking: _Step,
+        cache: KVCache,
+        deltas: Deltas,
     ) -> Tensor:
+        """Write what rows are seen by, and return what those at the end see who are ``asking``."""
         x = self._normed(x, layer.input_norm)
-        queries = self._heads(layer.query(x, deltas), layer.query_norm)
         keys = self._heads(layer.key(x, deltas), layer.key_norm)
         values = self._heads(layer.value(x, deltas), None)
         keys, values = cache.write(number, rotate(keys, step.cos, step.sin), values)
-        view = step.views[layer.window]
-        out = attend(rotate(queries, step.cos, step.sin), keys, values, view)
+        queries = self._heads(layer.query(x[-len(asking.cos) :], deltas), layer.query_norm)
+        view = asking.views[layer.window]
+        out = attend(rotate(queries, asking.cos, asking.sin), keys, values, view)
         return layer.output(out, deltas)
 
     def _heads(self, x: Tensor, norm: Tensor | None) -> Tensor:

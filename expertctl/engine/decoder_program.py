@@ -40,7 +40,6 @@ from expertctl.engine.packed_delta import (
     SHARED_GATE,
     SHARED_INPUTS,
     SHARED_OUTPUT,
-    PackedDeltas,
     sites,
 )
 from expertctl.engine.packed_layer import (
@@ -50,6 +49,7 @@ from expertctl.engine.packed_layer import (
     PackedMlp,
     PackedRouting,
 )
+from expertctl.engine.program_variant import Variant
 from expertctl.engine.rope import inverse_frequencies
 from expertctl.package.model_config import ModelConfig
 
@@ -57,38 +57,6 @@ Numbers = np.ndarray[Any, Any]
 
 _LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What a program allows for.
-
-    ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
-    pages hold. Plans in some schemes, and with ``scales`` such as have factors. What they add is
-    ``fused`` with the products of the base where that can be; the bits are the same.
-    """
-
-    together: bool
-    numbers: Scheme
-    adapters: frozenset[Scheme]
-    scales: bool
-    fused: bool = True
-    routed: frozenset[Scheme] = frozenset()
-    """Those of plans that change routed experts."""
-    scales_routed: bool = False
-    """Whether one of them has factors of what those read."""
-
-
-def variant(
-    *, together: bool, numbers: Scheme, plans: Sequence[PackedDeltas], fused: bool = True
-) -> Variant:
-    """Return what a batch with these plans needs."""
-    adapters = frozenset(plan.scheme for plan in plans if plan.width)
-    scales = any(plan.has_scales for plan in plans)
-    routed = frozenset(plan.scheme for plan in plans if plan.routed is not None)
-    scales_routed = any(plan.scales_routed for plan in plans)
-    fused = fused or not adapters
-    return Variant(together, numbers, adapters, scales, fused, routed, scales_routed)
 
 
 def program_bytes(
@@ -114,8 +82,10 @@ class Stage:
     """
 
     program: Program
-    chosen: int | None
+    chosen: int | None = None
     lanes: "Lanes | None" = None
+    foresees: bool = False
+    """Whether the room says then what the next routed layer is likely to be asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,14 +103,16 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderProgram:
-    """What reads tokens in a room; run `embed`, then the stages of `layers`, then `score`.
+    """What reads tokens in a room; run `embed`, then the stages of `layers`, `last` and `score`.
 
     Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores the rows
-    that `set` said, from the first.
+    that `set` said, from the first. Of a stretch of a prompt so does `last`, the end of the last
+    layer: it comes where keys and values are written, and nobody asks for more of other rows.
     """
 
     embed: Program
     layers: tuple["Stage", ...]
+    last: tuple["Stage", ...]
     score: Program
     _counts: BatchCounts
     _tables: dict[Scheme | None, BatchTable]
@@ -193,6 +165,8 @@ class _Decoder:
         self._sites = sites(config.linear_shapes())
         self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
         self._stages: list[Stage] = []
+        self._wide = 0
+        """After how many stages there are only rows that are scored; 0: they all are."""
         self._counts = BatchCounts(
             self._shape, variant.adapters, self._sites, together=variant.together
         )
@@ -229,7 +203,7 @@ class _Decoder:
         self._angles()
         for number, layer in enumerate(base.layers):
             self._layer(number, layer)
-        self._stages.append(Stage(self._built(), None))
+        self._stages.append(Stage(self._built()))
         self._builder.begin("head")
         self._norm(base.norm)
         head = self._layers("lm_head", base.head, (base.config.vocab_size,), None)
@@ -239,8 +213,12 @@ class _Decoder:
         tables = {scheme: room.batch(scheme) for scheme in used}
         used = _with_scales(wanted.routed, wanted.scales_routed)
         routed = {scheme: room.routed_batch(scheme) for scheme in used}
-        stages, score = tuple(self._stages), self._built()
-        return DecoderProgram(embed, stages, score, self._counts, tables, routed, self._routed)
+        wide = self._wide or len(self._stages)
+        layers, last = self._stages[:wide], self._stages[wide:]
+        return DecoderProgram(
+            embed, tuple(layers), tuple(last), self._built(), self._counts, tables, routed,
+            self._routed,
+        )  # fmt: skip
 
     def _angles(self) -> None:
         rope, room = self._base.config.rope, self._room
@@ -299,8 +277,7 @@ class _Decoder:
             self._routed.share()
         place = self._routed.choose(number, routing)
         if not self._routed.is_whole:
-            self._foresee(number, place)
-            self._border(number, place)
+            self._border(number, place, foresees=self._foresee(number, place))
         if self._routed.is_whole or not self._parts:
             self._routed.compute(place)
 
@@ -310,12 +287,12 @@ class _Decoder:
         assert self._routed is not None
         return self._routed.may_part
 
-    def _border(self, number: int, place: int) -> None:
+    def _border(self, number: int, place: int, *, foresees: bool) -> None:
         """End a stage where the experts of a layer are chosen."""
         assert self._routed is not None
         before, name = self._built(), f"layers.{number}.experts"
         if not self._parts:
-            self._stages.append(Stage(before, place))
+            self._stages.append(Stage(before, place, foresees=foresees))
             self._builder.begin(name)
             return
         ways, routed = [], self._routed
@@ -324,7 +301,7 @@ class _Decoder:
             self._builder.begin(name)
             compute(place)
             ways.append(self._built())
-        self._stages.append(Stage(before, place, Lanes(*ways)))
+        self._stages.append(Stage(before, place, Lanes(*ways), foresees))
 
     def _attention(self, number: int, layer: PackedLayer) -> None:
         shape, room, numbers = self._shape, self._room, self._variant.numbers
@@ -344,6 +321,10 @@ class _Decoder:
             count=tokens,
         )
         self._builder.add(heads_kernel(numbers), arguments, self._counts.heads)
+        if self._narrows(number):
+            self._stages.append(Stage(self._built()))
+            self._wide = len(self._stages)
+            self._builder.begin(f"layers.{number}.attention")
         arguments = attend_arguments(
             rows=room.heads,
             shape=shape,
@@ -358,13 +339,20 @@ class _Decoder:
         attend = attend_prompt_kernel if self._variant.together else attend_step_kernel
         self._builder.add(attend(numbers), arguments, self._counts.attending)
 
-    def _foresee(self, number: int, place: int) -> None:
-        """Let the next routed layer judge, if there is one."""
+    def _narrows(self, number: int) -> bool:
+        """Whether from here on only rows that are scored are computed: in the last layer."""
+        return self._variant.together and number == len(self._base.layers) - 1
+
+    def _foresee(self, number: int, place: int) -> bool:
+        """Let the next routed layer judge, if there is one that all rows ask; tell whether."""
         assert self._routed is not None
-        for layer in self._base.layers[number + 1 :]:
+        for later, layer in enumerate(self._base.layers[number + 1 :], number + 1):
             if isinstance(layer.mlp, PackedRouting):
+                if self._narrows(later):
+                    return False
                 self._routed.foresee(place + 1, layer)
-                return
+                return True
+        return False
 
     def _layers(
         self, first: str, matrix: PackedMatrix, rows: Sequence[int], bias: Numbers | None

@@ -6,19 +6,14 @@ What they take at most follows from a configuration, so it is known before any w
 from collections.abc import Collection, Sequence
 
 from expertctl.engine.decoder import PREFILL_CHUNK
-from expertctl.engine.decoder_program import (
-    DecoderProgram,
-    Variant,
-    decoder_program,
-    program_bytes,
-    variant,
-)
+from expertctl.engine.decoder_program import DecoderProgram, decoder_program, program_bytes
 from expertctl.engine.decoder_room import DecoderRoom, factor_bytes, plan_bytes, room_bytes
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.moe.routed_experts import RoutedExperts
 from expertctl.engine.packed_base import PackedBase
 from expertctl.engine.packed_delta import PackedDeltas
+from expertctl.engine.program_variant import Variant, variant
 from expertctl.package.model_config import ModelConfig
 
 PROGRAMS = 4

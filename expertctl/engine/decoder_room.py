@@ -12,6 +12,7 @@ from expertctl.engine.kernels.lanes import LANES
 from expertctl.engine.kernels.memory import aligned
 from expertctl.engine.kernels.rows import PreparedRows, room_for_rows
 from expertctl.engine.kernels.scheme import FLOATING, Scheme
+from expertctl.engine.moe.choices import end_asking
 from expertctl.engine.moe.routed_room import RoutedRoom, routed_bytes
 from expertctl.package.model_config import ModelConfig
 
@@ -53,6 +54,16 @@ class DecoderRoom:
         batches = (*self._batches.values(), *self._routed_batches.values())
         tables = sum(batch.nbytes for batch in batches)
         return room_bytes(self._config, self._scheme, tokens=tokens, rows=rows) + of_plans + tables
+
+    def keep_row(self, row: int, *, of: int) -> None:
+        """Have one row go on as the first, ``of`` so many whose keys and values are written.
+
+        What others choose in the last routed layer from there on they do not choose.
+        """
+        for each in (self.hidden, self.heads, self.positions, self.tables):
+            each[0] = each[row]
+        if self.routed is not None and self._config.is_routed(self._config.layers - 1):
+            end_asking(self.routed, 1, of)
 
     def prepared(self, scheme: Scheme, columns: int) -> PreparedRows | None:
         """Return room for rows as a scheme wants them; None where it takes them as they are."""

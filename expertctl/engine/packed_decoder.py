@@ -21,7 +21,7 @@ from expertctl.digest import Progress, no_progress
 from expertctl.engine.batch_counts import stretches_of
 from expertctl.engine.decoder import PREFILL_CHUNK, DecodeResult, PrefillResult
 from expertctl.engine.decoder_inputs import check_modules, check_soft_prompt, checked_tokens
-from expertctl.engine.decoder_program import DecoderProgram, Lanes
+from expertctl.engine.decoder_program import DecoderProgram, Lanes, Stage
 from expertctl.engine.decoder_programs import DecoderPrograms
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
@@ -222,7 +222,11 @@ class PackedDecoder:
         deltas: PackedDeltas | None,
         logits: Tensor | None,
     ) -> None:
-        """Read one stretch of a prompt; score its last token where that is wanted."""
+        """Read one stretch of a prompt; score its last token where that is wanted.
+
+        The last layer writes the keys and values of all tokens; the rest of it is for the last one
+        alone, since nobody reads what it would make of the others.
+        """
         count = part.end - part.start
         room = self._programs.room(tokens=count, rows=1)
         program = self._program(room, [cache], [deltas], together=True)
@@ -233,11 +237,13 @@ class PackedDecoder:
         with self._workers(("prompt", count)) as workers:
             self._run(program.embed, workers)
             room.hidden[: len(virtual), : virtual.shape[1]] = virtual
-            self._run_layers(program, room, count, workers, phase=Phase.PROMPT)
+            self._run_stages(program.layers, room, count, workers)
+            room.keep_row(count - 1, of=count)
+            program.set(1, stretches_of([deltas]))
+            self._run_stages(program.last, room, 1, workers)
+            self._passed(room, count, phase=Phase.PROMPT)
         cache.advance(count)
         if logits is not None:
-            room.hidden[0] = room.hidden[count - 1]
-            program.set(1, stretches_of([deltas]))
             self._run(program.score, workers)
             logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
 
@@ -254,32 +260,30 @@ class PackedDecoder:
         program.set(len(rows), stretches_of(plans))
         with self._workers(("step", len(rows))) as workers:
             self._run(program.embed, workers)
-            self._run_layers(program, room, len(rows), workers, phase=Phase.DECODE)
+            self._run_stages(program.layers, room, len(rows), workers)
+            self._passed(room, len(rows), phase=Phase.DECODE)
             self._run(program.score, workers)
         for place, number in enumerate(order):
             logits[number] = room.logits[place, : self.config.vocab_size]
         for row in mine:
             row.cache.advance(1)
 
-    def _run_layers(
-        self,
-        program: DecoderProgram,
-        room: DecoderRoom,
-        tokens: int,
-        workers: int | None,
-        *,
-        phase: Phase,
+    def _run_stages(
+        self, stages: Sequence[Stage], room: DecoderRoom, tokens: int, workers: int | None
     ) -> None:
-        """Run all layers; where experts may be missing, have them brought when they are chosen."""
-        if room.routed is not None:
-            room.routed.absent[0] = 0
-        for stage in program.layers:
+        """Run a part of all layers; have experts brought, where some may be missing."""
+        for stage in stages:
             self._run(stage.program, workers)
             if stage.chosen is not None:
                 assert self._experts is not None
                 assert room.routed is not None
-                waits = self._experts.ask(stage.chosen, room.routed, tokens)
+                waits = self._experts.ask(
+                    stage.chosen, room.routed, tokens, foresees=stage.foresees
+                )
                 self._run_lanes(stage.lanes, workers, waits=waits)
+
+    def _passed(self, room: DecoderRoom, tokens: int, *, phase: Phase) -> None:
+        """Tell the owner of routed experts that all layers were run."""
         if self._experts is not None and room.routed is not None:
             assert not room.routed.absent[0], "nobody was computed who was not there"
             self._experts.passed(room.routed, tokens, phase=phase)

@@ -388,7 +388,7 @@ def test_a_pass_needs_no_more_memory_than_it_says(
 
 def test_the_masks_of_a_long_prompt_are_counted(tmp_path: Path) -> None:
     base = write_base(
-        tmp_path, layers=1, heads=2, kv_heads=2, head_dim=16, max_position_embeddings=16384
+        tmp_path, layers=2, heads=2, kv_heads=2, head_dim=16, max_position_embeddings=16384
     )
     decoder = Decoder(read_config(base), load_base(base, read_config(base)))
     promised = decoder.buffer_bytes(16384)

@@ -12,7 +12,7 @@ from torch import Tensor
 from expertctl.engine.allocations import allocations
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.batch_counts import Stretch
-from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder_program import decoder_program, program_bytes
 from expertctl.engine.decoder_programs import PROGRAMS, buffer_bytes
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
@@ -21,6 +21,7 @@ from expertctl.engine.kv_pages import KVPages
 from expertctl.engine.packed_base import pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_delta import AdapterDtype, PackedDeltas
+from expertctl.engine.program_variant import variant
 from expertctl.errors import BudgetError, IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import FITTING, Oracle, build_oracle

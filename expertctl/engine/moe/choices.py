@@ -8,19 +8,28 @@ from typing import Any, Protocol
 import numpy as np
 
 Numbers = np.ndarray[Any, Any]
+NOBODY = -1
+"""Stands where a token asked for no expert; kernels write it where one is left out."""
 
 
 class Choices(Protocol):
     """The choices of up to so many tokens; layers are routed ones, counted from 0."""
 
     selected: Numbers
-    """The experts of each token, int64 [layers, tokens, used]."""
+    """The experts of each token, int64 [layers, tokens, used]; `NOBODY` where it did not ask."""
     weights: Numbers
     """Their weights, float32 [layers, tokens, used]."""
     skipped: Numbers
     """How much of the weights of a token was left out, float32 [layers, tokens]."""
     likely: Numbers
     """What a layer will be asked for, as the one before it foresaw; of the first nothing."""
+
+
+def end_asking(choices: Choices, first: int, tokens: int) -> None:
+    """Have tokens from the ``first`` on, of so many, ask nobody in the last layer."""
+    choices.selected[-1, first:tokens] = NOBODY
+    choices.weights[-1, first:tokens] = 0
+    choices.skipped[-1, first:tokens] = 0
 
 
 class HostChoices:

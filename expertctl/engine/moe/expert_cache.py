@@ -113,7 +113,7 @@ class ExpertCache:
         """What the lanes of each layer did until now; another thread may ask."""
         return self._log.counters
 
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
         """Have read what tokens chose in a layer and may not be skipped; tell whether to `wait`.
 
         Raises:
@@ -133,7 +133,7 @@ class ExpertCache:
         self._spared = frozenset(asked)
         self._missing = self._not_skipped(layer, room, tokens, asked) if asked else []
         self._likely = None
-        if self._policy.reads_ahead and layer + 1 < len(self._numbers):
+        if foresees and self._policy.reads_ahead and layer + 1 < len(self._numbers):
             self._likely = layer + 1, room.likely[layer + 1, :tokens]
         if not self._missing:
             self._arrivals.end_guesses(self._spared)
@@ -375,7 +375,7 @@ class ExpertCache:
         """Give those who came a slot where one is empty."""
         for layer, name in came:
             slots = self.slots[layer]
-            if slots.free:
+            if slots.free and (layer, name) in self._memory:  # or he had to go again
                 slots.exchange(slot=slots.free[0], expert=name)
                 self._memory.keep((layer, name))
             else:

@@ -61,17 +61,22 @@ class Followers:
         return found
 
     def passed(self, asked: Sequence[Ids]) -> None:
-        """Learn from a pass that is over; ``asked`` is [tokens, k] of each layer."""
+        """Learn from a pass that is over; ``asked`` is [tokens, k] of each layer.
+
+        Of a prompt the last layer may be asked for its last token alone, which follows nobody then.
+        """
+        tokens = len(asked[0])
         base = np.arange(self._layers)[:, None] * self._experts
-        rows = np.asarray(asked).swapaxes(0, 1) + base  # [tokens, layers, used]
-        if len(rows) <= MOST_TEXTS:
+        last = np.array([ids[-1] for ids in asked]) + base  # [layers, used]
+        layers = len(asked) - (len(asked[-1]) < tokens)
+        rows = np.asarray(asked[:layers]).swapaxes(0, 1) + base[:layers]  # [tokens, layers, used]
+        if tokens <= MOST_TEXTS and layers == len(asked):
             self._follow(self._before, rows)
             self._before = rows
             return
-        late = rows[-MOST_PAIRS - 1 :]
-        for before, after in pairwise(late):
+        for before, after in pairwise(rows[-MOST_PAIRS - 1 :]):
             self._learn(before, after)
-        self._before = rows[-1:].copy()  # or all of the prompt would stay
+        self._before = last[None]
 
     def _follow(self, before: NDArray[np.int64] | None, after: NDArray[np.int64]) -> None:
         """Learn what tokens are followed by, where each has its own text."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.moe.choices import Choices
+from expertctl.engine.moe.choices import NOBODY, Choices
 from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.skipping import SkipTotals, skip_totals
 
@@ -29,7 +29,7 @@ class _Pass:
     """What is known of a pass, layer by layer."""
 
     asked: list[Numbers] = field(default_factory=list)
-    """[tokens, used] of each layer."""
+    """[tokens, used] of each layer; of the last it may be fewer tokens."""
     hits: list[Numbers] = field(default_factory=list)
     """Who was in memory then, [experts] of each layer."""
     waited: list[int] = field(default_factory=list)
@@ -38,10 +38,7 @@ class _Pass:
     """When that was, and at the end when the pass was over."""
     weights: Numbers | None = None
     skipped: Numbers | None = None
-
-    @property
-    def tokens(self) -> int:
-        return len(self.asked[0])
+    tokens: int = 0
 
 
 class PassLog:
@@ -97,6 +94,7 @@ class PassLog:
         if len(now.brought) < self._layers:
             return None
         now.brought.append(time.perf_counter_ns())
+        now.tokens = tokens
         now.weights = room.weights[:, :tokens].copy()
         if self._skips:
             now.skipped = room.skipped[:, :tokens].copy()
@@ -122,8 +120,8 @@ class PassLog:
     def _count(self, passes: Sequence[_Pass]) -> None:
         """Count passes that read the same number of tokens."""
         layers = len(passes) * self._layers
-        asked = np.array([each.asked for each in passes]).reshape(layers, -1)
-        requests = requested_by_layer(asked, self._experts)
+        asked = [_flat(ids, passes[0].tokens) for each in passes for ids in each.asked]
+        requests = requested_by_layer(np.array(asked), self._experts)
         hits = np.array([each.hits for each in passes]).reshape(layers, -1)
         shape = (len(passes), self._layers, self._experts)
         waited = np.array([each.waited for each in passes])
@@ -141,6 +139,13 @@ class PassLog:
             skipped = np.array([each.skipped for each in passes]).reshape(layers, -1)
             mass = np.where(mass > 0, mass, skipped)  # who stays has taken over the weights of all
         self._totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
+
+
+def _flat(ids: Numbers, tokens: int) -> Numbers:
+    """Return what so many tokens asked for; those who did not asked for nobody."""
+    found = np.full(tokens * ids.shape[1], NOBODY)
+    found[: ids.size] = ids.ravel()
+    return found
 
 
 def _parts(passes: list[_Pass]) -> Iterator[list[_Pass]]:

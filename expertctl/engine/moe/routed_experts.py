@@ -36,10 +36,11 @@ class RoutedExperts(Protocol):
     def hits(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
         """Ask for what tokens chose in a layer; tell whether somebody has to be waited for.
 
-        Until then those who have a place may be computed.
+        Until then those who have a place may be computed. ``foresees``: the room says what the next
+        layer is likely to be asked for. The last layer may be asked for fewer tokens than others.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.

@@ -22,7 +22,7 @@ from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.moe.asked_experts import AskedExperts
 from expertctl.engine.moe.cache_plan import CachePlan
-from expertctl.engine.moe.choices import HostChoices
+from expertctl.engine.moe.choices import HostChoices, end_asking
 from expertctl.engine.moe.copy_order import is_queued
 from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.moe.expert_memory import ExpertMemory
@@ -128,19 +128,21 @@ class StackedExperts:
         """Ask for what tokens chose in a layer, [tokens, used]; tell whether to `wait`.
 
         Until then those who are there may be computed. ``likely`` is what the next layer will be
-        asked for.
+        asked for. The last layer may be asked for fewer tokens than others.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
         tokens, choices = len(selected), self._room_for(len(selected))
         choices.selected[place, :tokens] = selected
+        if place == len(self.config.layers) - 1:
+            end_asking(choices, tokens, choices.tokens)
         if self.cache is None:
             return False
         choices.weights[place, :tokens] = weights
         if likely is not None:
             choices.likely[place + 1, :tokens] = likely
-        waits = self.cache.ask(place, choices, tokens)
+        waits = self.cache.ask(place, choices, tokens, foresees=likely is not None)
         self._send(place)
         if not waits:
             self._note_skipped(place, tokens)

@@ -38,6 +38,8 @@ class Foresight:
 
     scale: Tensor  # the norm of that layer by the norm of this, [hidden]
     route: Router
+    is_last: bool
+    """Whether that layer is the last of the base, which a prompt asks for one token alone."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return experts of tokens, [tokens, hidden] -> int64 [tokens, used]."""
@@ -65,9 +67,7 @@ class StackedMlp:
         """
         routed = self.route(x)
         selected, weights = routed.selected.cpu().numpy(), routed.weights.cpu().numpy()
-        likely = None
-        if self.foresee is not None and not self.experts.is_whole:
-            likely = self.foresee(x).cpu().numpy()
+        likely = self._likely(x)
         waits = self.experts.ask(self.place, selected, weights, likely)
         rows = self.experts.rows(self.place)
         lanes = build_worklist(
@@ -83,6 +83,13 @@ class StackedMlp:
         weighed = self.experts.weights(routed, found)
         merged = merge(out.view(*selected.shape, -1), weighed)
         return merged if self.shared is None else merged + self.shared(x, deltas)
+
+    def _likely(self, x: Tensor) -> Numbers | None:
+        """Return what the next layer is likely to be asked for by all of these tokens."""
+        if self.foresee is None or self.experts.is_whole or (self.foresee.is_last and len(x) > 1):
+            return None
+        found: Numbers = self.foresee(x).cpu().numpy()
+        return found
 
     def _compute(self, x: Tensor, lane: Lane, out: Tensor, deltas: Deltas) -> None:
         """Write what the experts of a lane make of their tokens; who is missing makes nothing."""
@@ -122,7 +129,8 @@ def stacked_layers(
     routers = [router_of(tensors, routed, layer=_prefix(number)) for number in routed.layers]
     norms = [tensors[f"{_prefix(n)}.post_attention_layernorm.weight"] for n in routed.layers]
     scales = [_divided(after, norm) for norm, after in pairwise(norms)]
-    foresights = [Foresight(scale, to) for scale, to in zip(scales, routers[1:], strict=True)]
+    nexts = zip(scales, routers[1:], routed.layers[1:], strict=True)
+    foresights = [Foresight(scale, to, n == config.layers - 1) for scale, to, n in nexts]
     mlps = {
         number: StackedMlp(
             layer=number,

@@ -83,7 +83,7 @@ class WholeExperts:
         row: Numbers = self._hits[layer]
         return row
 
-    def ask(self, layer: int, room: Choices, tokens: int) -> bool:
+    def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
         """Return False: all are there."""
         return False
 

@@ -36,7 +36,7 @@ def crew() -> Iterator[Crew]:
 class Seen(LoadOnMiss):
     """A rival that remembers what was chosen, a list of layers for each token."""
 
-    def ask(self, layer: int, room: RoutedRoom, tokens: int) -> bool:
+    def ask(self, layer: int, room: RoutedRoom, tokens: int, *, foresees: bool = True) -> bool:
         waits = super().ask(layer, room, tokens)
         if layer == 0:
             self.asked.append([])

@@ -1,6 +1,7 @@
 """Whoever is asked for is there, and is who he should be; what is left out is within the cap."""
 
 import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from threading import Event
@@ -169,6 +170,41 @@ def test_who_is_asked_for_is_there_and_no_other_in_his_place(
             cache.check_integrity()
         requests = cache.activity().requests
         assert 0 < requests <= sum(min(EXPERTS, tokens * USED) * LAYERS for tokens in passes)
+
+
+def test_who_came_and_had_to_go_again_gets_no_slot(config: ModelConfig) -> None:
+    """He has a free slot and is worth nothing yet; behind him stands a guess that was wrong."""
+    reader, room = Slow((NUMBERS[2], 5)), RoutedRoom(config, Scheme.FLOAT32, tokens=TOKENS)
+
+    def ask(tokens: Sequence[Sequence[Sequence[int]]], likely: Sequence[Sequence[int]]) -> None:
+        count = len(tokens)
+        room.selected[:, :count] = np.array(tokens).swapaxes(0, 1)
+        room.likely[:, :count] = np.array(likely)[:, None]
+        room.weights[:, :count] = 0.5
+        for layer in range(LAYERS):
+            cache.bring(layer, room, count)
+        cache.passed(room, count, phase=Phase.DECODE)
+        cache.check_integrity()
+
+    def some(layer: int, *, there: bool, count: int) -> list[int]:
+        found = [e for e in range(EXPERTS) if bool(cache.hits(layer)[e]) is there]
+        return found[-count:] if layer == 0 else found[:count]
+
+    with closing(new_cache(reader, slots=3, policy=EXACT)) as cache:
+        cache.expect([[], [], [5]])
+        assert reader.has_begun.wait(20)
+        firsts = [[0, 1]] * LAYERS
+        ask([[pair, pair, [0, 1]] for pair in ([0, 1], [2, 3], [4, 5], [6, 7])], firsts)
+        for _ in range(2):  # layer 0 takes blocks of layer 1
+            absent = [e for e in range(EXPERTS) if not cache.hits(0)[e]][:2]
+            ask([[absent, some(1, there=True, count=2), [0, 1]]], firsts)
+        here, held = some(0, there=True, count=2), some(1, there=True, count=2)
+        gone = some(1, there=False, count=3)
+        guessed = [[0, 1], [gone[0], held[0]], [0, 1]]
+        ask([[here, held, [0, 1]]], guessed)  # a wrong guess, behind the slow one
+        assert len(cache._arrivals) == 2
+        threading.Timer(0.1, reader.goes_on.set).start()
+        ask([[here, gone[:2], [0, 1]], [here, [gone[0], gone[2]], [0, 1]]], guessed)
 
 
 def test_an_expert_is_read_once_as_long_as_it_is_there(config: ModelConfig) -> None:

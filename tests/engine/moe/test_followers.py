@@ -13,6 +13,7 @@ from expertctl.engine.moe.followers import MOST_PAIRS, MOST_TEXTS, RATE, Followe
 LAYERS, EXPERTS, USED = 2, 6, 2
 token = st.permutations(range(EXPERTS)).map(lambda order: order[:USED])
 one_pass = st.lists(st.tuples(token, token), min_size=1, max_size=9)
+one_text = st.lists(st.tuples(token, token), min_size=2, max_size=30)
 
 
 def asked(*tokens: tuple[list[int], ...]) -> list[np.ndarray]:
@@ -62,6 +63,26 @@ def test_chances_are_what_the_formula_says(passes: list[list[tuple[list[int], ..
         for layer, selected in enumerate(asked(*tokens)):
             wanted = [plain.chance(layer, tokens, other) for other in range(EXPERTS)]
             assert followers.chances(layer, selected) == pytest.approx(wanted, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(one_text, st.tuples(token, token))
+def test_who_is_asked_for_one_token_of_a_prompt_follows_nobody_there(
+    prompt: list[tuple[list[int], ...]], after: tuple[list[int], ...]
+) -> None:
+    """The last layer: what follows the prompt follows its last token, there as elsewhere."""
+    followers, plain = Followers(layers=LAYERS, experts=EXPERTS), Plain()
+    first, last = asked(*prompt)
+    followers.passed([first, last[-1:]])
+    for one, next_one in pairwise(prompt):
+        plain.learn(one, next_one)
+    for place in [place for place in plain.chances if place[0] == LAYERS - 1]:
+        del plain.chances[place]
+    followers.passed(asked(after))
+    plain.learn(prompt[-1], after)
+    for layer, selected in enumerate(asked(after)):
+        wanted = [plain.chance(layer, [after], other) for other in range(EXPERTS)]
+        assert followers.chances(layer, selected) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_at_first_nobody_is_likely() -> None:

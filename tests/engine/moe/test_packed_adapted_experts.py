@@ -12,7 +12,7 @@ from torch import Tensor
 from expertctl.engine.adapter_load import LoadedAdapter
 from expertctl.engine.allocations import allocations
 from expertctl.engine.compose import Weighted, compose
-from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder_program import decoder_program, program_bytes
 from expertctl.engine.decoder_programs import buffer_bytes
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.ia3 import Ia3Tensors
@@ -32,6 +32,7 @@ from expertctl.engine.packed_delta import (
     routed_modules,
     sites,
 )
+from expertctl.engine.program_variant import variant
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import TOLERANCE, MakeOracle, Oracle, build_oracle

@@ -1,7 +1,7 @@
 """Bases of routed experts on kernels: all experts in memory, or fewer, to the same bit."""
 
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from threading import Event
@@ -13,8 +13,8 @@ import torch
 
 from expertctl.engine.allocations import allocations
 from expertctl.engine.base_weights import load_base
-from expertctl.engine.decoder import Decoder
-from expertctl.engine.decoder_program import decoder_program, program_bytes, variant
+from expertctl.engine.decoder import PREFILL_CHUNK, Decoder
+from expertctl.engine.decoder_program import decoder_program, program_bytes
 from expertctl.engine.decoder_room import DecoderRoom
 from expertctl.engine.kernels.crew import Crew
 from expertctl.engine.kernels.packed import pack, unpack
@@ -29,6 +29,7 @@ from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.packed_base import expert_shape, pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_load import load_packed_base
+from expertctl.engine.program_variant import variant
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from tests.engine.conftest import MakeOracle, Oracle, run_decoder
@@ -113,6 +114,26 @@ def test_fewer_experts_in_memory_change_no_bit(
         assert cache.nbytes < decoder.config.experts.count * 3 * cache.shape.nbytes
 
 
+@pytest.mark.parametrize("slots", [None, 2])
+def test_a_prompt_asks_the_last_layer_for_its_last_token_alone(
+    slots: int | None, olmoe: Oracle, crew: Crew
+) -> None:
+    """Of each stretch: nobody reads what that layer would make of the others."""
+    with ExitStack() as stack:
+        if slots is None:
+            decoder = whole(olmoe, crew, chunk=7)
+        else:
+            decoder, cache = stack.enter_context(cached(olmoe, crew, slots=slots, chunk=7))
+        owner: Any = decoder._experts
+        decoder.prefill(IDS[:20], KVPages(decoder.config, 40))
+        counted = [layer.hits + layer.misses for layer in owner.counters.observed().layers.values()]
+        routed = decoder.config.experts
+        assert routed is not None
+        assert counted == [20 * routed.used] * (len(routed.layers) - 1) + [3 * routed.used]
+        if slots is not None:
+            cache.check_integrity()
+
+
 @pytest.mark.parametrize("scheme", [Scheme.FLOAT32, Scheme.INT8])
 @pytest.mark.parametrize("prefill", [1, 20])
 def test_those_who_are_there_are_computed_while_others_are_read(
@@ -126,8 +147,8 @@ def test_those_who_are_there_are_computed_while_others_are_read(
         scores(decoder, IDS, prefill=prefill)
         ask, wait, run = cache.ask, cache.wait_for_some, crew.run
 
-        def asked(*arguments: Any) -> bool:
-            waits = ask(*arguments)
+        def asked(*arguments: Any, **named: Any) -> bool:
+            waits = ask(*arguments, **named)
             events.append("waits" if waits else "has all")
             return waits
 
@@ -255,6 +276,7 @@ def cached(
     *,
     slots: int,
     policy: MissPolicy = EXACT,
+    chunk: int = PREFILL_CHUNK,
 ) -> Iterator[tuple[PackedDecoder, ExpertCache]]:
     """A decoder whose layers have so few slots, and as many blocks besides as it must have."""
     config = read_config(oracle.directory)
@@ -276,4 +298,4 @@ def cached(
         policy=policy,
     )
     with closing(cache):
-        yield PackedDecoder(trunk, crew, experts=cache), cache
+        yield PackedDecoder(trunk, crew, experts=cache, chunk=chunk), cache

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.moe.choices import NOBODY, end_asking
 from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.routed_room import RoutedRoom
@@ -33,8 +34,12 @@ def config() -> ModelConfig:
     )
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
-def test_counts_are_those_of_each_pass_by_itself(config: ModelConfig, skips: bool) -> None:
+def test_counts_are_those_of_each_pass_by_itself(
+    config: ModelConfig, skips: bool, narrow: bool
+) -> None:
+    """Of a prompt the last layer may be asked for one token alone."""
     drawn, room = np.random.default_rng(0), RoutedRoom(config, Scheme.FLOAT32, tokens=MOST)
     log = PassLog(NUMBERS, experts=EXPERTS, skips=skips)
     expected, totals = Counters(NUMBERS, experts=EXPERTS), SkipTotals()
@@ -43,10 +48,15 @@ def test_counts_are_those_of_each_pass_by_itself(config: ModelConfig, skips: boo
         room.selected[:, :tokens] = drawn.integers(0, EXPERTS, (LAYERS, tokens, USED))
         room.weights[:, :tokens] = drawn.random((LAYERS, tokens, USED))
         room.skipped[:, :tokens] = drawn.random((LAYERS, tokens))
+        last = 1 if narrow else tokens
+        end_asking(room, last, tokens)
         for layer in range(LAYERS):
-            log.ask(layer, room.selected[layer, :tokens], hits[layer])
+            mine = last if layer == LAYERS - 1 else tokens
+            log.ask(layer, room.selected[layer, :mine], hits[layer])
             log.brought()
-        assert log.passed(room, tokens) is not None
+        asked = log.passed(room, tokens)
+        assert asked is not None
+        assert [len(ids) for ids in asked] == [tokens, tokens, last]
         requests = requested_by_layer(room.selected[:, :tokens], EXPERTS)
         expected.count_pass(requests, hits.astype(np.int64) - 1)
         mass = room.weights[:, :tokens].sum(-1)
@@ -61,6 +71,17 @@ def test_counts_are_those_of_each_pass_by_itself(config: ModelConfig, skips: boo
     assert (log.totals.requests, log.totals.misses) == (totals.requests, totals.misses)
     assert log.totals.mass == pytest.approx(totals.mass, rel=1e-6)
     assert log.totals.skipped == pytest.approx(totals.skipped, rel=1e-6)
+
+
+def test_whoever_ends_asking_asks_for_nobody(config: ModelConfig) -> None:
+    room = RoutedRoom(config, Scheme.FLOAT32, tokens=4)
+    for each in (room.selected, room.weights, room.skipped):
+        each[...] = 3
+    end_asking(room, 1, 3)
+    assert room.selected[-1].tolist() == [[3, 3], [NOBODY] * 2, [NOBODY] * 2, [3, 3]]
+    assert room.weights[-1].tolist() == [[3, 3], [0, 0], [0, 0], [3, 3]]
+    assert room.skipped[-1].tolist() == [3, 0, 0, 3]
+    assert (room.selected[:-1] == 3).all()
 
 
 def test_a_pass_that_failed_is_not_counted(config: ModelConfig) -> None:

@@ -1,0 +1,39 @@
+"""What a program of a decoder allows for: who attends together, and what plans the rows have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from expertctl.engine.kernels.scheme import Scheme
+from expertctl.engine.packed_delta import PackedDeltas
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a program allows for.
+
+    ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
+    pages hold. Plans in some schemes, and with ``scales`` such as have factors. What they add is
+    ``fused`` with the products of the base where that can be; the bits are the same.
+    """
+
+    together: bool
+    numbers: Scheme
+    adapters: frozenset[Scheme]
+    scales: bool
+    fused: bool = True
+    routed: frozenset[Scheme] = frozenset()
+    """Those of plans that change routed experts."""
+    scales_routed: bool = False
+    """Whether one of them has factors of what those read."""
+
+
+def variant(
+    *, together: bool, numbers: Scheme, plans: Sequence[PackedDeltas], fused: bool = True
+) -> Variant:
+    """Return what a batch with these plans needs."""
+    adapters = frozenset(plan.scheme for plan in plans if plan.width)
+    scales = any(plan.has_scales for plan in plans)
+    routed = frozenset(plan.scheme for plan in plans if plan.routed is not None)
+    scales_routed = any(plan.scales_routed for plan in plans)
+    fused = fused or not adapters
+    return Variant(together, numbers, adapters, scales, fused, routed, scales_routed)
