@@ -6,7 +6,7 @@ the reading, so that it delays nobody.
 """
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Container, Iterable, Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,8 @@ class _Coming:
     block: int
     reading: Future[int]
     is_foreseen: bool
+    begun: int
+    """By which `Arrivals.begin` it was, if it was by one."""
     dropped: Event | None = None
     """Set when nobody wants it any more; only guesses have one."""
 
@@ -48,6 +50,7 @@ class Arrivals:
         self._wanted = ThreadPoolExecutor(threads, thread_name_prefix="experts")
         self._foreseen = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
         self._coming: dict[Expert, _Coming] = {}
+        self._begun = 0
         self._unread: set[Expert] = set()
         self._untold = deque[str]()
         """Why those could not be read of whom nobody was told yet."""
@@ -75,6 +78,7 @@ class Arrivals:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
+        self._begun += 1
         self.end_guesses(spared)
         self._give_up_others(spared)
         came = self._after_dropped(missing)
@@ -125,8 +129,9 @@ class Arrivals:
     def land(self, wanted: Container[Expert] = ()) -> list[Expert]:
         """Take in what has come, and return who that is; they are in the pool.
 
-        What did not come is an error where it is wanted; whoever wants it later reads it again, and
-        nobody foresees it any more until then. A mistake of ours is an error in any case.
+        What did not come is an error where it is wanted; but what was begun before that is read
+        again. Nobody foresees it any more until somebody wants it. A mistake of ours is an error in
+        any case.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -135,6 +140,9 @@ class Arrivals:
         failed: list[BaseException] = []
         for expert, coming in [(e, c) for e, c in self._coming.items() if c.reading.done()]:
             del self._coming[expert]
+            if coming.reading.cancelled():
+                self._memory.give_back(coming.block)
+                continue
             error = coming.reading.exception()
             if error is None:
                 self._unread.discard(expert)
@@ -144,10 +152,14 @@ class Arrivals:
                 self.read_bytes += coming.reading.result()
                 came.append(expert)
                 continue
+            is_ours = not isinstance(error, ExpertError | OSError)
+            if expert in wanted and coming.begun < self._begun and not is_ours:
+                self._read(expert, coming.block)
+                continue
             self._memory.give_back(coming.block)
             if isinstance(error, Dropped):
                 self.read_bytes += error.read_bytes
-            elif expert in wanted or not isinstance(error, ExpertError | OSError):
+            elif expert in wanted or is_ours:
                 failed.append(error)
             else:
                 self._unread.add(expert)
@@ -223,14 +235,26 @@ class Arrivals:
         if dropped is not None:
             read = partial(read, is_wanted=lambda: not dropped.is_set())
         readers = self._foreseen if is_foreseen else self._wanted
+        reading = Future[int]()
         try:
-            reading = readers.submit(self._memory.fill, number, read)
+            self._coming[expert] = _Coming(number, reading, is_foreseen, self._begun, dropped)
+            readers.submit(_do, reading, partial(self._memory.fill, number, read))
         except BaseException:  # no thread can be started, or somebody interrupts
-            self._coming.pop(expert, None)
-            self._memory.give_back(number)
+            if reading.cancel():  # or it is being read, which may be waiting for a thread
+                self._coming.pop(expert, None)
+                self._memory.give_back(number)
             raise
-        self._coming[expert] = _Coming(number, reading, is_foreseen, dropped)
 
     def _await_one(self, wanted: Container[Expert]) -> list[Expert]:
         wait([coming.reading for coming in self._coming.values()], return_when=FIRST_COMPLETED)
         return self.land(wanted)
+
+
+def _do(reading: Future[int], read: Callable[[], int]) -> None:
+    """Read, unless that was cancelled: a pool may keep what it could find no thread for."""
+    if not reading.set_running_or_notify_cancel():
+        return
+    try:
+        reading.set_result(read())
+    except BaseException as error:  # noqa: BLE001  # whoever waits for it is told
+        reading.set_exception(error)
