@@ -105,6 +105,9 @@ class Model(Protocol):
     def is_at_rest(self) -> bool:
         """Whether it holds nothing but its weights."""
 
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+
     def close(self) -> None:
         """End what it does in the background; it is not run after that."""
 

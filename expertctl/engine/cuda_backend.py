@@ -334,6 +334,11 @@ class CudaModel:
         """Whether it holds nothing but its weights."""
         return self.decoder.is_at_rest
 
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+        if self.stacked is not None:
+            self.stacked.check_integrity()
+
     def close(self) -> None:
         """End what is being read, and let go of all graphs."""
         if self.stacked is not None:

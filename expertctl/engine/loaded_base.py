@@ -250,3 +250,4 @@ class BaseSlot:
         if self._model is not None and self._base is not None:
             assert self._model.nbytes == self._base.weight_bytes
             assert self._model.is_at_rest
+            self._model.check_integrity()

@@ -376,6 +376,11 @@ class PackedModel:
         """Whether it holds nothing but its weights."""
         return self.decoder.is_at_rest
 
+    def check_integrity(self) -> None:
+        """Assert what always holds between two passes."""
+        if self.experts is not None:
+            self.experts.check_integrity()
+
     def close(self) -> None:
         """End the threads."""
         self._crew.close()

@@ -166,7 +166,7 @@ class Residents:
         """Whether the next run may build on this; where nothing is asserted, nobody knows."""
         try:
             self.check_integrity()
-        except (AssertionError, KeyError):
+        except (AssertionError, KeyError, RuntimeError):  # of a device, too
             return False
         return __debug__
 

@@ -176,6 +176,9 @@ class TorchModel:
         """Whether it holds nothing but its weights."""
         return self.decoder.is_at_rest
 
+    def check_integrity(self) -> None:
+        """Do nothing: its weights are only read."""
+
     def close(self) -> None:
         """Do nothing: torch's threads are everybody's."""
 

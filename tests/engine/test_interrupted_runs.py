@@ -4,7 +4,7 @@ import linecache
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -49,13 +49,15 @@ def is_whole(line: Line) -> bool:
 
 
 class Watch:
-    """Hears of the lines that this thread runs, and is called with each."""
+    """Hears of the lines of some files that this thread runs, and is called with each."""
 
-    def __init__(self, at_line: Callable[[Line], None]) -> None:
-        self._at_line = at_line
+    def __init__(
+        self, at_line: Callable[[Line], None], files: Collection[str | None] = FILES
+    ) -> None:
+        self._at_line, self._files = at_line, files
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> "Watch | None":
-        if frame.f_code.co_filename not in FILES or frame.f_code.co_name.startswith("check_"):
+        if frame.f_code.co_filename not in self._files or frame.f_code.co_name.startswith("check_"):
             return None
         line = (frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and not is_whole(line):
@@ -71,7 +73,9 @@ class Watch:
             sys.settrace(was)
 
 
-def interrupted_at(line: Line, time: int, work: Callable[[], object]) -> bool:
+def interrupted_at(
+    line: Line, time: int, work: Callable[[], object], files: Collection[str | None] = FILES
+) -> bool:
     """Interrupt some work when it comes to a line for the so many-th time; tell if it did."""
     left = time
 
@@ -82,7 +86,7 @@ def interrupted_at(line: Line, time: int, work: Callable[[], object]) -> bool:
             raise KeyboardInterrupt
 
     try:
-        Watch(count).during(work)
+        Watch(count, files).during(work)
     except KeyboardInterrupt:
         return True
     return False

@@ -281,10 +281,10 @@ class ExpertCache:
 
     def check_integrity(self) -> None:
         """Assert what always holds between two passes."""
-        self._memory.check_integrity(coming=len(self._arrivals))
-        for layer, slots in enumerate(self.slots):
+        kept = [(n, expert) for n, slots in enumerate(self.slots) for expert in slots.residents]
+        self._memory.check_integrity(coming=len(self._arrivals), kept=kept)
+        for slots in self.slots:
             slots.check_integrity()
-            assert all((layer, expert) in self._memory for expert in slots.residents)
 
     def _go_on_filling(self, count: int) -> None:
         """Read some of those who are expected, again where others were more urgent."""

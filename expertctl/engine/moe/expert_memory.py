@@ -183,14 +183,17 @@ class ExpertMemory:
                 self.places[expert], self.hits[expert] = 0, 0
         self._lent.clear()
 
-    def check_integrity(self, *, coming: int = 0) -> None:
-        """Assert what always holds; so many blocks are on their way."""
+    def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
+        """Assert what always holds; so many blocks are on their way, and these have slots."""
         held = list(self._held.values())
         assert len(held) == len(set(held))
         assert len(held) + len(self._free) + coming == len(self._blocks)
         assert not set(held) & set(self._free)
-        assert self._pool.members <= self._held.keys()
+        assert self._pool.members | set(kept) == self._held.keys()
+        assert not self._pool.members & set(kept)
         places = np.zeros_like(self.places)
+        for expert in self._lent:  # until the next pass, if one failed
+            places[expert] = self.places[expert]
         for expert, number in self._held.items():
             places[expert] = self._blocks.place(number)
         assert np.array_equal(places, self.places)

@@ -236,6 +236,7 @@ class Press:
         except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
             over = self.batch.abandon(_failure())
+            self._house.model.check_integrity()  # or it ends: others would get wrong answers
         for text in over:
             if text.error is not None:
                 self._put_out(text.ticket, text.error)

@@ -32,7 +32,7 @@ def arriving(memory: ExpertMemory, reader: Marked) -> closing[Arrivals]:
 
 def check(memory: ExpertMemory, arrivals: Arrivals, *there: Expert) -> None:
     """All blocks are known, and whoever is there is who he should be."""
-    memory.check_integrity(coming=len(arrivals))
+    memory.check_integrity(coming=len(arrivals))  # nobody has a slot
     for expert in there:
         assert expert in memory
         layer, name = expert

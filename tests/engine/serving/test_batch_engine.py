@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -14,6 +15,7 @@ import pytest
 from expertctl.engine.accelerator import told_when_full
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
+from expertctl.engine.moe.expert_cache import ExpertCache
 from expertctl.engine.request import RunRequest
 from expertctl.engine.run_result import RunResult
 from expertctl.engine.runtime import Engine
@@ -38,6 +40,7 @@ from expertctl.routing.request import Forced, RouteRequest
 from expertctl.settings import Home, Settings
 from tests.engine.market import Market
 from tests.engine.serving.workshop import market
+from tests.server.routed import write_routed
 from tests.store.shop import House, fast, house
 
 __all__ = ["fast", "house", "market"]
@@ -524,6 +527,31 @@ def test_a_device_that_fails_while_all_is_warmed_up_fails_the_start(
     assert engine._press is not None
     engine._press.join()
     assert not engine.is_working
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_routed_experts_in_disorder_answer_nobody(house: House, tmp_path: Path) -> None:
+    """A pass that failed left the table of experts half written; whoever asks next is not told."""
+    house.bases.add(write_routed(tmp_path / "routed"), name="routed")
+    broken = list[bool]()
+    settings = BatchSettings(base="routed", budget=64 << 20, rows=1)
+    engine = BatchEngine(planner(house), settings, broke=lambda: broken.append(True))
+    engine.start()
+    assert Reader(engine, job(request())).end().results[0].generated.tokens
+    cache = engine._house.model.experts
+    assert isinstance(cache, ExpertCache)
+
+    def lose_all() -> None:
+        cache._memory.places[...] = 0
+
+    engine._board.errands.append(lose_all)
+    for _ in range(2):
+        with pytest.raises((ExpertError, RateLimitError)):
+            Reader(engine, job(request())).end()
+    assert engine._press is not None
+    engine._press.join()
+    assert (engine.is_working, broken) == (False, [True])
+    engine.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

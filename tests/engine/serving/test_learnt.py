@@ -14,6 +14,7 @@ from expertctl.errors import IncompatibleError
 from expertctl.store.base_habits import HabitsFile
 from tests.engine.moe.test_cached_runs import LARGE
 from tests.engine.moe.test_learnt_runs import base
+from tests.engine.serving.test_batch_engine import Reader, job
 from tests.engine.serving.workshop import request, workshop
 from tests.engine.test_runtime import planner
 from tests.store.shop import House, fast, house
@@ -68,6 +69,10 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     settings = BatchSettings(budget=LARGE, warm=("Sort these numbers: 41, 17, 23",))
     engine = BatchEngine(planner(house), settings, torch_below=0)
     engine.start()
+    counters = engine._house.model.counters
+    assert counters is not None
+    own = counters.in_all()
+    Reader(engine, job(request())).end()
     seen = engine.observation()
     assert seen.document.is_usable
     asked = [sum(layer.hits.values()) for layer in seen.document.layers]
@@ -76,7 +81,8 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     assert (seen.residence.slots, seen.guidance) == (32, None)
     snapshot = engine.snapshot()
     assert snapshot.routed is not None
-    assert snapshot.routed.activity.requests == sum(each.requests for each in seen.document.layers)
+    both = own.summary.requests + sum(each.requests for each in seen.document.layers)
+    assert snapshot.routed.activity.requests == both
     assert engine.observe(reset=True).document.layers[0].hits == {}
     assert engine.observe(mode="off").document.mode == "off"
     with pytest.raises(IncompatibleError, match="all of them are in memory"):
@@ -84,4 +90,5 @@ def test_a_base_that_is_whole_in_memory_tells_who_is_asked_for_and_is_learnt_fro
     engine.close()
     habits = habits_in(HabitsFile(house.bases, stored))
     assert habits is not None
-    assert [sum(layer.hits.values()) for layer in habits.activity.layers] == asked
+    learnt = [sum(layer.hits.values()) for layer in habits.activity.layers]
+    assert learnt == [a + layer.hits for a, layer in zip(asked, own.layers.values(), strict=True)]

@@ -1,0 +1,66 @@
+"""An interrupt at any line of what owns routed experts: the next answer is as if there was none."""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine.moe import (
+    arrivals,
+    expert_cache,
+    expert_memory,
+    expert_pool,
+    layer_slots,
+    lending,
+    pass_log,
+)
+from expertctl.engine.moe.start import StartWishes
+from expertctl.engine.runtime import Engine
+from tests.engine.moe.test_cached_runs import asked
+from tests.engine.moe.test_learnt_runs import base
+from tests.engine.test_interrupted_runs import Line, Watch, interrupted_at
+from tests.engine.test_runtime import planner, run
+from tests.store.shop import House, fast, house
+
+__all__ = ["base", "fast", "house"]
+
+BOOKS = (arrivals, expert_cache, expert_memory, expert_pool, layer_slots, lending, pass_log)
+FILES = {module.__file__ for module in BOOKS}
+
+
+@pytest.fixture
+def make(base: Path, house: House) -> Callable[[], Engine]:
+    """Make engines that have memory for four fifths of the base, and learn nothing."""
+    house.bases.add(base)
+    size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    wishes = StartWishes(learns=False)
+    return lambda: Engine(planner(house), budget=size * 8 // 10, torch_below=0, moe=wishes)
+
+
+@pytest.mark.parametrize("step", [23, pytest.param(3, marks=pytest.mark.all)])
+def test_after_an_interrupt_at_any_line_the_next_answer_is_right(
+    step: int, make: Callable[[], Engine]
+) -> None:
+    engine, lines = make(), Counter[Line]()
+    right = run(engine, asked()).generated.tokens
+    engine.close()
+    engine = make()
+    Watch(lambda line: lines.update([line]), FILES).during(partial(run, engine, asked()))
+    engine.close()
+    places = sorted({(line, time) for line, most in lines.items() for time in (1, most // 2 + 1)})
+    assert len(places) > 200
+    interrupted = 0
+    for line, time in places[::step]:
+        engine = make()
+        interrupted += interrupted_at(line, time, partial(run, engine, asked()), FILES)
+        try:
+            for _ in range(2):
+                assert run(engine, asked()).generated.tokens == right
+                engine.check_integrity()
+        except BaseException as error:
+            error.add_note(f"interrupted at {line}, time {time}")
+            raise
+        engine.close()
+    assert interrupted > 0.8 * len(places[::step])
