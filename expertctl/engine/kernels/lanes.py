@@ -87,10 +87,10 @@ class Lanes:
         """Load one int64."""
         return self._load(address, INT)
 
-    def fetch(self, address: Value) -> None:
-        """Bring what lies there into the cache; the address may be of nothing."""
+    def fetch(self, address: Value, *, cache: int = 1) -> None:
+        """Bring what lies there into the first cache, or the second; it may be nothing."""
         pointer = self._b.inttoptr(address, _I8.as_pointer())
-        hints = (ir.Constant(_I32, number) for number in (0, 3, 1))
+        hints = (ir.Constant(_I32, number) for number in (0, 4 - cache, 1))
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
     def store_halves(self, floats: Value, address: Value) -> None:

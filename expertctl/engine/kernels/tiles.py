@@ -5,6 +5,10 @@ whatever the tile: its bits do not depend on who else is in the batch. Integers 
 within a group of columns, then scaled; so the instruction and its substitutes agree bit by bit, and
 a token on its own, which waits for memory, has several accumulators within a group.
 
+A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
+for the others. While those are computed, the next strip is fetched into it, a block by each tile:
+else every strip would begin by waiting for memory.
+
 Where registers are narrow, a sum takes two or four of them, and a tile is one block.
 """
 
@@ -56,14 +60,23 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *oper
         lanes, operands = Lanes(builder), Operands(*found)
         for first, tokens in lanes.stretches(operands.tokens, _tokens_of_tiles(scheme, cpu)):
             shape = _Shape(scheme, high, tokens, cpu, goes_on=bool(on))
-            _emit_tokens(lanes, shape, operands.from_token(lanes, first))
+            ahead = _ahead(lanes, shape, operands, first)
+            _emit_tokens(lanes, shape, operands.from_token(lanes, first), ahead)
         return context.get_dummy_value()
 
     rest = types.StarArgTuple.from_types((types.int64,) * OPERANDS)
     return types.void(*constants, rest), emit
 
 
-def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
+def _ahead(lanes: Lanes, shape: "_Shape", operands: Operands, token: Value) -> Value:
+    """Return where the block of the next strip begins that the tile from a token on fetches."""
+    turn, blocks = lanes.quotient(token, lanes.constant(shape.tokens)), lanes.constant(shape.blocks)
+    whole = lanes.product(lanes.quotient(turn, blocks), blocks)
+    block = lanes.sum(blocks, lanes.subtract(turn, whole))
+    return lanes.at(operands.weights, block, operands.weights_stride)
+
+
+def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, ahead: Value) -> None:
     """Emit the tile of some tokens, or one block after the other.
 
     One where integers meet one token, for memory gives more to who reads it in its order than to
@@ -80,13 +93,20 @@ def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands) -> None:
             one = replace(shape, blocks=1, spread=spread)
             _Tile(lanes, one, operands.from_block(lanes, block)).emit()
     else:
-        _Tile(lanes, shape, operands).emit()
+        fetches = shape.tokens == shape.scheme.layout.tokens  # fewer wait for memory themselves
+        _Tile(lanes, shape, operands, ahead if fetches else None).emit()
 
 
 def _tokens_of_tiles(scheme: Scheme, cpu: Cpu) -> tuple[int, ...]:
-    """Return how many tokens tiles have, the largest first."""
+    """Return how many tokens tiles have, the largest first.
+
+    Each reads the strip anew, so two tiles for the last few tokens cost more than one. Those of
+    integers, whose code is longer, keep to three sizes.
+    """
     layout = scheme.layout
-    return (layout.tokens, 2, 1) if cpu.wide else _NARROW_TOKENS[layout.is_grouped]
+    if not cpu.wide:
+        return _NARROW_TOKENS[layout.is_grouped]
+    return (layout.tokens, 2, 1) if layout.is_grouped else tuple(range(layout.tokens, 0, -1))
 
 
 def _cpu(plain: bool) -> Cpu:
@@ -108,8 +128,10 @@ class _Shape:
 class _Tile:
     """Emits one tile."""
 
-    def __init__(self, lanes: Lanes, shape: _Shape, operands: Operands) -> None:
-        self._lanes, self._shape, self._at = lanes, shape, operands
+    def __init__(
+        self, lanes: Lanes, shape: _Shape, operands: Operands, ahead: Value | None = None
+    ) -> None:
+        self._lanes, self._shape, self._at, self._ahead = lanes, shape, operands, ahead
         self._layout: Layout = shape.scheme.layout
         self._blocks, self._tokens = range(shape.blocks), range(shape.tokens)
         self._parts = self._layout.columns // 4
@@ -138,6 +160,8 @@ class _Tile:
         lanes, add = self._lanes, self._product()
         load = lanes.every_float if self._shape.scheme in FLOATING else lanes.every_int
         weights = [self._weights(vector, block) for block in self._blocks]
+        if self._ahead is not None:
+            lanes.fetch(lanes.at(self._ahead, vector, self._layout.vector_bytes), cache=2)
         for token in self._tokens:
             row = load(self._row(vector, token))
             for block in self._blocks:
