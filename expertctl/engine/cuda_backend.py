@@ -67,10 +67,16 @@ class CudaBackend:
         room: int | None = None,
         miss: MoeMiss = "exact",
         cap: float = 1.0,
+        beside: int = 0,
     ) -> "CudaBackend":
-        """Return what runs a base in so many bytes of the device, if that is limited."""
+        """Return what runs a base in so many bytes of the device, if that is limited.
+
+        Of that, a run has what it takes ``beside`` the base.
+        """
         whole = cls(config, dtype)
-        if config.experts is None or room is None or fits_whole(whole.weight_bytes, room):
+        if config.experts is None or room is None:
+            return whole
+        if fits_whole(whole.weight_bytes, room, texts=beside):
             return whole
         workspaces = _STAGED_STREAMS * accelerator.workspace_bytes()
         plan = cache_plan(
@@ -81,6 +87,7 @@ class CudaBackend:
             limit=room,
             miss=miss,
             cap=cap,
+            texts=beside,
         )
         return replace(whole, cache=plan)
 

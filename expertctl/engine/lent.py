@@ -77,6 +77,12 @@ class Lent:
         now = self.ready.routed
         return now if now is None or self.routed is None else now.since(self.routed)
 
+    @property
+    def bytes_read(self) -> BytesRead:
+        """What was moved for it, with the routed experts that were read while it was computed."""
+        moe = self.moe
+        return self.moved if moe is None else self.moved.with_files(moe.activity.read_bytes)
+
 
 def told_of(
     request: RunRequest, lent: Lent, generated: Generated, form: Checked

@@ -49,6 +49,8 @@ class Wish:
     moe_cold: MoeColdWish = "auto"
     room: int | None = None
     """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
+    beside: int = 0
+    """Bytes that a run is known to take besides the base; slots of routed experts leave them."""
     rows: int = 1
     """How many texts are read at once."""
     start: StartOf = nowhere
@@ -161,8 +163,14 @@ def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
     from expertctl.engine.cuda_backend import CudaBackend
 
     assert not wish.needs_kernels, "a CUDA device holds float32 and bf16, experts as published"
-    room, miss, cap = wish.room, wish.moe_miss, wish.moe_skip_cap
-    return CudaBackend.of(config, wish.dtype, room=room, miss=miss, cap=cap).begun(wish.start)
+    return CudaBackend.of(
+        config,
+        wish.dtype,
+        room=wish.room,
+        miss=wish.moe_miss,
+        cap=wish.moe_skip_cap,
+        beside=wish.beside,
+    ).begun(wish.start)
 
 
 def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
@@ -178,6 +186,7 @@ def _packed(config: ModelConfig, wish: Wish) -> "PackedBackend":
         cap=wish.moe_skip_cap,
         cold=wish.moe_cold,
         rows=wish.rows,
+        beside=wish.beside,
     )
 
 

@@ -36,7 +36,7 @@ class Outcome:
             generated,
             kv_reused_tokens=lent.ready.reused,
             threads=lent.threads,
-            bytes_read=lent.moved,
+            bytes_read=lent.bytes_read,
         )
         unsaved = record(
             catalogue,
@@ -67,7 +67,7 @@ class Outcome:
             numerics=prepared.numerics,
             threads=lent.threads,
             warnings=(*told_of(self.request, lent, generated, self.form), *told),
-            bytes_read=lent.moved,
+            bytes_read=lent.bytes_read,
             laps=lent.clock.laps,
             trace=self.trace,
             moe=lent.moe,

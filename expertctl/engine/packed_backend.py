@@ -91,11 +91,12 @@ class PackedBackend:
         cap: float = 1.0,
         cold: MoeColdWish = "auto",
         rows: int = 1,
+        beside: int = 0,
     ) -> "PackedBackend":
         """Return what runs a base in so many bytes of memory, if that is limited.
 
         Of that, a text that is asked for without further wishes has what it takes, in one of so
-        many ``rows``.
+        many ``rows``; and so has a run that takes so much ``beside`` the base.
 
         Raises:
             IncompatibleError: when its sizes are not those that kernels support.
@@ -107,7 +108,7 @@ class PackedBackend:
         held = cls(config, dtype, adapter_dtype, whole)
         if config.experts is None or room is None:
             return held
-        texts = held.text_bytes(rows=rows)
+        texts = max(held.text_bytes(rows=rows), beside)
         if fits_whole(whole, room, texts=texts):
             return held
         rest, block = held.rest_bytes, expert_shape(config, scheme)

@@ -133,6 +133,7 @@ def prepare(
     *,
     torch_below: int = TORCH_BELOW,
     room: int | None = None,
+    beside: int = 0,
     habits: HabitKeeper | None = None,
 ) -> Prepared:
     """Open the base of a plan and fit the conversation into its context.
@@ -141,7 +142,15 @@ def prepare(
         BaseMismatchError: when the base is not what was added.
         UsageError: when the conversation does not fit.
     """
-    base = opened(planner, request, planned, torch_below=torch_below, room=room, habits=habits)
+    base = opened(
+        planner,
+        request,
+        planned,
+        torch_below=torch_below,
+        room=room,
+        beside=beside,
+        habits=habits,
+    )
     return prepare_on(base, planner, request, planned, files)
 
 
@@ -207,6 +216,19 @@ def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) 
     ]
 
 
+def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -> int:
+    """Return what a run takes besides its base, if slots of routed experts left less; else 0.
+
+    Raises:
+        IncompatibleError: when an expert does not fit the base.
+    """
+    base = prepared.base
+    if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
+        return 0
+    beside = sum(need.size for need in needs(planner, prepared, files) if need.purpose != "base")
+    return beside if base.weight_bytes + beside > limit else 0
+
+
 def check_fits(wanted: Iterable[Need], limit: int) -> int:
     """Return the sum of what is needed, which fits into a limit.
 
@@ -240,13 +262,14 @@ def opened(
     *,
     torch_below: int = TORCH_BELOW,
     room: int | None = None,
+    beside: int = 0,
     rows: int = 1,
     habits: HabitKeeper | None = None,
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
 
-    In ``room`` bytes of memory, with texts in so many ``rows``, what of its routed experts does not
-    fit stays on the disk; its ``habits`` say who comes first.
+    In ``room`` bytes of memory, with texts in so many ``rows`` and so much ``beside``, what of its
+    routed experts does not fit stays on the disk; its ``habits`` say who comes first.
 
     Raises:
         BaseMismatchError: when the base is not what was added.
@@ -254,7 +277,7 @@ def opened(
     bases, rehash, wish = planner.bases, request.verify_base, _wish(request, planned.base)
     if request.route.engine == "transformers":
         return open_compat(bases, planned.base, dtype=wish.dtype, rehash=rehash)
-    wish = replace(wish, room=room, rows=rows)
+    wish = replace(wish, room=room, beside=beside, rows=rows)
     if habits is not None:
         wish = replace(wish, start=partial(habits.start, planned.base))
     base = open_base(bases, planned.base, wish, rehash=rehash, torch_below=torch_below)

@@ -56,6 +56,10 @@ class BytesRead:
         """Return what was added to what was known before."""
         return BytesRead(self.ssd - before.ssd, self.ram - before.ram)
 
+    def with_files(self, size: int) -> "BytesRead":
+        """Return the same, with so many bytes of files more."""
+        return BytesRead(self.ssd + size, self.ram)
+
     def to_json(self) -> JsonObject:
         """Return the ``bytes_read`` object."""
         return {"ssd": self.ssd, "ram": self.ram}

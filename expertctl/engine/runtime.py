@@ -27,8 +27,8 @@ from expertctl.engine.preparation import (
     Prepared,
     certain_needs,
     check_fits,
+    lacking,
     needs,
-    opened,
     paths_of,
     plan_request,
     prepare,
@@ -85,6 +85,8 @@ class Engine:
         self._answer: object | None = None
         """The answer that is not at its end."""
         self._is_doubtful = False
+        self._beside = 0
+        """What a run took besides its base for which slots of routed experts left no room."""
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -267,13 +269,30 @@ class Engine:
         }
 
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
-        planner, below, limit = self._planner, self._torch_below, self.budget.limit
-        habits = self._residents.habits
+        """Prepare a run; where slots of routed experts left too little for it, with fewer of them.
+
+        They stay as few for the runs that come, which would read the base anew each time.
+        """
+        planner, limit = self._planner, self.budget.limit
+        prepared = self._opened(request, planned, files)
+        beside = lacking(planner, prepared, files, limit=limit)
+        if beside > self._beside:
+            self._beside = beside
+            prepared = self._opened(request, planned, files)
         if request.on_budget == "fewer":
-            base = opened(planner, request, planned, torch_below=below, room=limit, habits=habits)
-            return prepare_fewer(base, planner, request, planned, files, limit=limit)
+            return prepare_fewer(prepared.base, planner, request, planned, files, limit=limit)
+        return prepared
+
+    def _opened(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
         return prepare(
-            planner, request, planned, files, torch_below=below, room=limit, habits=habits
+            self._planner,
+            request,
+            planned,
+            files,
+            torch_below=self._torch_below,
+            room=self.budget.limit,
+            beside=self._beside,
+            habits=self._residents.habits,
         )
 
     def _seat(

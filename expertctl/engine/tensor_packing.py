@@ -118,7 +118,7 @@ def portions(tensor: StoredTensor, first: int = 0, rows: int | None = None) -> I
     rows, height = shape[0] if rows is None else rows, portion_rows(columns)
     buffer = np.empty(min(rows, height) * columns, dtype)
     try:
-        with tensor.path.open("rb", buffering=0) as stream:
+        with tensor.open() as stream:
             stream.seek(tensor.offset + first * columns * dtype.itemsize)
             for begin in range(0, rows, height):
                 part = buffer[: min(height, rows - begin) * columns]
@@ -135,7 +135,7 @@ def read_numbers(tensor: StoredTensor, numbers: Numbers) -> None:
         InvalidPackageError: when the file cannot be read to its end.
     """
     try:
-        with tensor.path.open("rb", buffering=0) as stream:
+        with tensor.open() as stream:
             stream.seek(tensor.offset)
             _read_into(numbers, stream)
     except OSError as error:

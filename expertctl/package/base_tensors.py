@@ -4,8 +4,10 @@ What a base must hold follows from its configuration (`ModelConfig.tensor_shapes
 here, from the headers alone, for whoever names a base and for whoever loads it.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from expertctl.errors import IncompatibleError, InvalidPackageError, NotFoundError
@@ -27,6 +29,20 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
+class FileState:
+    """By what a file is known again; no byte of it is read for that."""
+
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> "FileState":
+        """Return the state that a stat tells."""
+        return cls(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One tensor of a base: its file, what it is, and the byte in the file where it begins.
 
@@ -38,11 +54,27 @@ class StoredTensor:
     offset: int
     stored: str
     row: int = 0
+    file: FileState | None = None
+    """What the file was like when its table was read."""
 
     @property
     def size(self) -> int:
         """How many bytes the tensor has."""
         return self.info.end - self.info.begin
+
+    def open(self) -> FileIO:
+        """Open its file, which is read long after its table where a base does not fit.
+
+        Raises:
+            InvalidPackageError: when the file was replaced or written since.
+            OSError: when it cannot be opened.
+        """
+        stream = FileIO(self.path)
+        if self.file is not None and FileState.of(os.fstat(stream.fileno())) != self.file:
+            stream.close()
+            changed = "it was changed while the base is in memory; load the base again"
+            raise InvalidPackageError(str(self.path), [changed])
+        return stream
 
 
 def base_tensors(directory: Path, config: ModelConfig) -> dict[str, StoredTensor]:
@@ -135,11 +167,13 @@ def _read_tables(directory: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
     for path in weight_files(directory):
+        state = FileState.of(path.stat())
         table = read_table(path, limits=BASE_LIMITS)
         for name, info in table.tensors.items():
             if name in tensors:
                 problems.append(f"{name}: in {tensors[name].path.name} and in {path.name}")
-            tensors[name] = StoredTensor(path, info, table.data_offset + info.begin, name)
+            offset = table.data_offset + info.begin
+            tensors[name] = StoredTensor(path, info, offset, name, file=state)
     problems += _index_problems(directory, tensors)
     if problems:
         raise InvalidPackageError(str(directory), problems[:_SHOWN])
@@ -159,7 +193,7 @@ def _canonical(
 
 def _part(whole: StoredTensor, source: Source) -> StoredTensor:
     offset = whole.offset + source.info.begin - whole.info.begin
-    return StoredTensor(whole.path, source.info, offset, source.stored, source.row)
+    return StoredTensor(whole.path, source.info, offset, source.stored, source.row, whole.file)
 
 
 def _problems(found: Mapping[str, StoredTensor], config: ModelConfig) -> list[str]:

@@ -30,6 +30,7 @@ from expertctl.engine.packed_base import expert_shape, pack_base
 from expertctl.engine.packed_decoder import PackedDecoder, StepRow
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.engine.program_variant import variant
+from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from tests.engine.conftest import MakeOracle, Oracle, run_decoder
@@ -224,6 +225,31 @@ def test_a_file_that_cannot_be_read_ends_the_text_and_the_next_goes_on(
             scores(decoder, IDS, prefill=9)
         hidden.rename(file)
         cache.check_integrity()
+        assert torch.equal(scores(decoder, IDS, prefill=9), expected)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_file_of_other_weights_is_no_part_of_a_base_in_memory(
+    in_place: bool, olmoe: Oracle, crew: Crew
+) -> None:
+    """Somebody updates the model's folder; those who are in memory are of the old one."""
+    [file] = olmoe.directory.glob("*.safetensors")
+    expected, old = scores(whole(olmoe, crew), IDS, prefill=9), file.read_bytes()
+    new = old[: len(old) // 2] + bytes(len(old) - len(old) // 2)
+    try:
+        with cached(olmoe, crew, slots=2) as (decoder, cache):
+            if in_place:
+                file.write_bytes(new)
+            else:
+                other = file.with_suffix(".new")
+                other.write_bytes(new)
+                other.rename(file)
+            with pytest.raises(InvalidPackageError, match="load the base again"):
+                scores(decoder, IDS, prefill=9)
+            cache.check_integrity()
+    finally:
+        file.write_bytes(old)
+    with cached(olmoe, crew, slots=2) as (decoder, _):
         assert torch.equal(scores(decoder, IDS, prefill=9), expected)
 
 
