@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from expertctl.engine.routed_plan import RoutedPlan, WeightedPlan
     from expertctl.package.experts_config import ExpertsConfig
 
+_MEGABYTE = 10**6
 _FIRST = 8
 """How many experts of a layer are shown."""
 
@@ -42,7 +43,7 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
     from expertctl.engine.moe.guide import TOKENS
 
     usage = guide.usage
-    head = ["LAYER", "ASKED FOR", "MOST"]
+    head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
     rows = [
         [
             str(number),
@@ -52,7 +53,8 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
         for number in routed.layers
     ]
     what = "token" if usage.preset == TOKENS else "prompt"
-    return f"{base}: {counted(usage.prompts, what)} count\n\n{table(head, rows)}"
+    learnt = f"{base}: learnt from {counted(usage.prompts, what)}; the older, the less they count"
+    return f"{learnt}\n\n{table(head, rows)}"
 
 
 def plan_text(plan: "RoutedPlan") -> str:
@@ -65,12 +67,13 @@ def _lines(plan: "RoutedPlan") -> Iterator[str]:
     if plan.whole:
         yield "all of it fits: nothing is left on the disk"
     elif not plan.fits:
-        yield f"that is too little: {human_size(plan.least)} are the least, with room for a text"
+        least = f"{-(-plan.least // _MEGABYTE)}MB"  # as it is typed
+        yield f"that is too little: {least} is the least for a usual text; shorter ones take less"
         yield from _parts(plan)
     else:
         yield from _parts(plan)
         yield from _layers(plan)
-    if plan.has_lanes or (plan.fits and not plan.whole):
+    if plan.has_lanes:
         yield from _lanes(plan)
 
 
@@ -79,15 +82,16 @@ def _parts(plan: "RoutedPlan") -> Iterator[str]:
     yield f"  {human_size(plan.rest):>10}  all that is no routed expert"
     yield f"  {human_size(slots * size):>10}  {slots} slots of {human_size(size)}"
     yield f"  {human_size(pool * size):>10}  the pool: {pool} experts that have no slot"
+    yield f"  {human_size(plan.texts):>10}  a usual text: keys and values, and what it is read with"
     if plan.grows:
-        yield "              a larger one once a run has kept its copy: experts are shorter there"
+        yield "              a larger pool once a run has kept its copy: experts are shorter there"
 
 
 def _layers(plan: "RoutedPlan") -> Iterator[str]:
     yield ""
     yield f"what is asked for: {'nothing is known yet' if plan.known is None else plan.known}"
     yield table(
-        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED", "IF ALL WERE ALIKE"],
+        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", "IF ALL HAD AS MANY"],
         [
             [
                 str(each.layer),
@@ -104,7 +108,8 @@ def _layers(plan: "RoutedPlan") -> Iterator[str]:
 
 def _lanes(plan: "RoutedPlan") -> Iterator[str]:
     yield ""
-    yield "lanes, by weighting; a layer that has experts in a lane pays for a dummy there"
+    yield "the lanes, by weighting; planned alone, for a run has one"
+    yield "a layer that has experts in a lane pays for one more there, a dummy of zeros"
     yield table(
         ["WEIGHTING", "SERVED", "LANE", "EXPERTS", "BYTES", "OF WHICH DUMMIES"],
         [row for each in plan.weightings for row in _rows(each)],

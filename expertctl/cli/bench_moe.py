@@ -55,7 +55,7 @@ Misses = Annotated[
         "--moe-miss",
         metavar="exact|skip",
         help="When one is not in memory: read it, or leave it out; repeatable.",
-        show_default="both",
+        show_default="exact and skip",
     ),
 ]
 Prompts = Annotated[
@@ -173,7 +173,9 @@ def _misses(words: Sequence[str]) -> "tuple[MoeMiss, ...]":
     known: tuple[MoeMiss, ...] = get_args(MoeMiss)
     wrong = [word for word in words if word not in known]
     if wrong:
-        raise UsageError(f"--moe-miss {wrong[0]!r}: nothing that can happen", hint="exact, or skip")
+        raise UsageError(
+            f"--moe-miss {wrong[0]!r} is neither exact nor skip", hint="give it twice for both"
+        )
     return tuple(miss for miss in known if not words or miss in words)
 
 

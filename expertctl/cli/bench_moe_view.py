@@ -9,9 +9,10 @@ if TYPE_CHECKING:
 
 _HEADER = ["RESIDENT", "MISS", "WRITE", "READ", "HITS", "MISSED", "LEFT OUT", "WAITED", "MEMORY"]
 _FOOT = [
-    "WRITE and READ are tokens a second. Of what tokens asked for, HITS were there.",
-    "Of the experts that a pass asked for, MISSED were not. LEFT OUT is the share of",
-    "the weights that was; WAITED is for experts, for each token that was written.",
+    "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
+    "expert was in memory. MISSED: of the different experts that one pass asked for,",
+    "those that were not. LEFT OUT: of the weights of routers, those of experts that",
+    "were left out. WAITED: for experts, for each token that was written.",
 ]
 
 

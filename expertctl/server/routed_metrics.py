@@ -18,15 +18,31 @@ _SECONDS = 1e-9
 """Of a nanosecond."""
 _COUNTED: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
     ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
-    ("hits", "Routed slots of tokens whose expert was in memory.", lambda layer: layer.hits),
-    ("misses", "Those whose expert was not.", lambda layer: layer.misses),
-    ("requests", "Experts asked for, each once for a pass.", lambda layer: layer.requests),
-    ("missed_requests", "Those that were not in memory.", lambda layer: layer.missed_requests),
-    ("swaps", "Experts that got the slot of another.", lambda layer: layer.swaps),
+    ("hits", "Choices of tokens whose routed expert was in memory.", lambda layer: layer.hits),
+    (
+        "misses",
+        "Choices of tokens whose routed expert was not in memory.",
+        lambda layer: layer.misses,
+    ),
+    ("requests", "Routed experts asked for, each once a pass.", lambda layer: layer.requests),
+    (
+        "missed_requests",
+        "Routed experts asked for that were not in memory, each once a pass.",
+        lambda layer: layer.missed_requests,
+    ),
+    ("swaps", "Routed experts that got the slot of another.", lambda layer: layer.swaps),
 )
 _RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
-    ("fallback_rate", "Missed requests by requests.", lambda layer: layer.fallback_rate),
-    ("hot_slot_ratio", "Hits by hits and misses.", lambda layer: layer.hot_slot_ratio),
+    (
+        "fallback_rate",
+        "The share of requests for routed experts that missed.",
+        lambda layer: layer.fallback_rate,
+    ),
+    (
+        "hot_slot_ratio",
+        "The share of choices whose routed expert was in memory.",
+        lambda layer: layer.hot_slot_ratio,
+    ),
 )
 
 
@@ -41,17 +57,21 @@ def routed_families(now: Snapshot) -> Iterator[Family]:
 def _whole(report: RoutedReport) -> Iterator[Family]:
     residence, did = report.residence, report.activity
     yield GaugeMetricFamily(
-        "expertctl_moe_experts", "Routed experts.", value=residence.layers * residence.experts
+        "expertctl_moe_experts",
+        "Routed experts of the base.",
+        value=residence.layers * residence.experts,
     )
     yield GaugeMetricFamily(
-        "expertctl_moe_experts_in_memory", "Of them in memory at most.", value=residence.blocks
+        "expertctl_moe_experts_in_memory",
+        "Routed experts that memory has room for.",
+        value=residence.blocks,
     )
     for name, text, value in (
-        ("loads", "Experts that were read.", did.loads),
-        ("read_bytes", "Bytes of files for that.", did.read_bytes),
-        ("waited_seconds", "How long passes waited for them.", did.waited_ms / 1e3),
-        ("mass", "The weights that routers gave.", did.mass),
-        ("skipped_mass", "What of them was left out.", did.skipped),
+        ("loads", "Routed experts that were read from files.", did.loads),
+        ("read_bytes", "Bytes of files that were read for routed experts.", did.read_bytes),
+        ("waited_seconds", "How long passes waited for routed experts.", did.waited_ms / 1e3),
+        ("mass", "The weights that routers gave to experts.", did.mass),
+        ("skipped_mass", "The weights of routers whose experts were left out.", did.skipped),
     ):
         yield CounterMetricFamily(f"expertctl_moe_{name}", text, value=value)
 
@@ -70,14 +90,16 @@ def _by_layer(seen: Observed) -> Iterator[Family]:
     yield _seconds(seen)
     yield CounterMetricFamily(
         "expertctl_moe_overflow_resets",
-        "How often a counter was full, and all began again.",
+        "How often a counter of routed experts was full, and all began again.",
         value=seen.overflow_resets,
     )
 
 
 def _seconds(seen: Observed) -> Family:
     family = CounterMetricFamily(
-        f"{_LAYER}_seconds", "Computing, and waiting for experts.", labels=["layer", "lane"]
+        f"{_LAYER}_seconds",
+        "Time of computing, and of waiting for, routed experts.",
+        labels=["layer", "lane"],
     )
     for number, layer in seen.layers.items():
         family.add_metric([str(number), "compute"], layer.hot_ns * _SECONDS)

@@ -101,7 +101,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) 
         (["--moe-skip-cap", "nan"], 2, "--moe-skip-cap nan is not a share"),
         (["--moe-pin", "2"], 2, "--moe-pin: by no profile"),
         (["--moe-exchange", "0.5"], 2, "--moe-exchange: by no profile"),
-        (["--moe-pin", "some"], 2, "'some' says of no experts that they are pinned"),
+        (["--moe-pin", "some"], 2, "'some' is neither a number of experts to pin"),
         (["--moe-exchange", "2"], 2, "--moe-exchange 2.0 is not a share"),
         (["--moe-cold", "warm"], 2, "--moe-cold"),
         (["--moe-profile", "nothing.json"], 3, "nothing.json"),

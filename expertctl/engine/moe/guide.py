@@ -25,6 +25,8 @@ from expertctl.schema.strict_json import JsonObject
 
 TOKENS = "tokens"
 """What the prompts of a profile are called that counts tokens."""
+_OF_PROMPTS = {"num_prompts", "num_experts", "layers"}
+"""Fields of usage profiles; what has none of them is none."""
 _HINT = "name a profile: `expertctl base profile export` writes one"
 
 
@@ -160,6 +162,9 @@ def guide_in(document: JsonObject, routed: ExpertsConfig, *, what: str) -> Guide
     try:
         if "schema" in document:
             return guide_of(activity_in(document, what=what), routed, what=what)
+        if not _OF_PROMPTS & document.keys():
+            neither = "it is neither an activity document (schema) nor a profile (num_prompts)"
+            raise InvalidPackageError(what, [neither])
         usage = profile_in(document, what=what)
     except InvalidPackageError as error:
         raise InvalidPackageError(error.what, error.problems, hint=_HINT) from error

@@ -50,7 +50,7 @@ def parse_pins(text: str) -> Pins:
     if match and not match[2] and number <= MAX_COUNT:
         return TopPins(number)
     raise UsageError(
-        f"{text[:40]!r} says of no experts that they are pinned",
+        f"{text[:40]!r} is neither a number of experts to pin nor a share up to 100%",
         hint="write 8, the first of each layer, or 50%, those that half of all tokens ask for",
     )
 

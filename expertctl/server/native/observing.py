@@ -80,7 +80,7 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """What of the profile is to count.
 
         Raises:
-            FieldError: when ``pin`` says of no experts that they are pinned.
+            FieldError: when ``pin`` is neither a number of experts nor a share.
         """
         return ProfileWishes(pins=self._pins, exchange=self.exchange)
 

@@ -137,6 +137,17 @@ def test_a_file_that_is_neither_is_refused(data: bytes, tmp_path: Path) -> None:
         read_guide(path, ROUTED)
 
 
+def test_another_document_is_told_from_a_profile_that_is_malformed(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text('{"text": "Hello", "plan": {}}')
+    with pytest.raises(InvalidPackageError, match="neither an activity document") as told:
+        read_guide(path, ROUTED)
+    assert len(told.value.problems) == 1
+    path.write_text('{"num_prompts": 3}')
+    with pytest.raises(InvalidPackageError, match="required"):
+        read_guide(path, ROUTED)
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         read_guide(tmp_path / "gone.json", ROUTED)
