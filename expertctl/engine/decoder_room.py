@@ -55,6 +55,11 @@ class DecoderRoom:
         tables = sum(batch.nbytes for batch in batches)
         return room_bytes(self._config, self._scheme, tokens=tokens, rows=rows) + of_plans + tables
 
+    def begin_pass(self) -> None:
+        """Forget what went wrong in the pass before."""
+        if self.routed is not None:
+            self.routed.absent[0] = 0
+
     def keep_row(self, row: int, *, of: int) -> None:
         """Have one row go on as the first, ``of`` so many whose keys and values are written.
 

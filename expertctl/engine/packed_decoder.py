@@ -230,6 +230,7 @@ class PackedDecoder:
         count = part.end - part.start
         room = self._programs.room(tokens=count, rows=1)
         program = self._program(room, [cache], [deltas], together=True)
+        room.begin_pass()
         virtual = part.fill(room.tokens)
         room.positions[:count] = np.arange(cache.length, cache.length + count)
         room.tables[:count] = cache.table
@@ -254,6 +255,7 @@ class PackedDecoder:
         mine = [rows[number] for number in order]
         plans = [row.deltas for row in mine]
         program = self._program(room, [row.cache for row in mine], plans, together=False)
+        room.begin_pass()
         for place, (number, row) in enumerate(zip(order, mine, strict=True)):
             room.tokens[place], room.positions[place] = tokens[number], row.cache.length
             room.tables[place] = row.cache.table

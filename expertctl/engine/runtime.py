@@ -244,7 +244,7 @@ class Engine:
 
     def _begin_anew(self) -> None:
         """Let go of what can be found, and have another ledger and owners that hold nothing."""
-        with suppress(AssertionError, KeyError, ValueError):
+        with suppress(AssertionError, KeyError, ValueError, RuntimeError):  # of a device, too
             self._residents.close()
         self.budget = self._presence.budget = Budget(self.budget.limit)
         self._residents = self._new_residents()
@@ -271,19 +271,23 @@ class Engine:
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
         """Prepare a run; where slots of routed experts left too little for it, with fewer of them.
 
-        They stay as few for the runs that come, which would read the base anew each time.
+        They stay as few for the runs that come, which would read the base anew each time. Where
+        even none would not do, they are as many as before.
         """
         planner, limit = self._planner, self.budget.limit
-        prepared = self._opened(request, planned, files)
+        prepared = self._opened(request, planned, files, beside=self._beside)
         beside = lacking(planner, prepared, files, limit=limit)
         if beside > self._beside:
-            self._beside = beside
-            prepared = self._opened(request, planned, files)
+            fewer = self._opened(request, planned, files, beside=beside)
+            if not lacking(planner, fewer, files, limit=limit):
+                self._beside, prepared = beside, fewer
         if request.on_budget == "fewer":
             return prepare_fewer(prepared.base, planner, request, planned, files, limit=limit)
         return prepared
 
-    def _opened(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
+    def _opened(
+        self, request: RunRequest, planned: Planned, files: Files, *, beside: int
+    ) -> Prepared:
         return prepare(
             self._planner,
             request,
@@ -291,7 +295,7 @@ class Engine:
             files,
             torch_below=self._torch_below,
             room=self.budget.limit,
-            beside=self._beside,
+            beside=beside,
             habits=self._residents.habits,
         )
 

@@ -81,7 +81,7 @@ class Arrivals:
         self._begun += 1
         self.end_guesses(spared)
         self._give_up_others(spared)
-        came = self._after_dropped(missing)
+        came = [*self.land(), *self._after_dropped(missing)]
         for expert in missing:
             if not self._hurry(expert):
                 came += self._begin(expert, spared)
@@ -180,6 +180,8 @@ class Arrivals:
 
     def close(self) -> None:
         """End what is being read."""
+        for coming in self._coming.values():
+            coming.reading.cancel()
         for pool in (self._wanted, self._foreseen):
             pool.shutdown(cancel_futures=True)
 

@@ -178,7 +178,7 @@ class ExpertCache:
             return  # it failed
         self._requests.append(asked)
         if self._some_go:
-            self._followers.passed(asked)
+            self._followers.passed(asked, tokens)
         begins = phase is not Phase.DECODE and cache_phase(phase, tokens) is Phase.PROMPT
         if begins:
             self._pace = UpdatePolicy()

@@ -60,16 +60,16 @@ class Followers:
         found /= last.shape[1]
         return found
 
-    def passed(self, asked: Sequence[Ids]) -> None:
-        """Learn from a pass that is over; ``asked`` is [tokens, k] of each layer.
+    def passed(self, asked: Sequence[Ids], tokens: int) -> None:
+        """Learn from a pass over so many tokens; ``asked`` is [tokens, k] of each layer.
 
         Of a prompt the last layer may be asked for its last token alone, which follows nobody then.
         """
-        tokens = len(asked[0])
         base = np.arange(self._layers)[:, None] * self._experts
         last = np.array([ids[-1] for ids in asked]) + base  # [layers, used]
         layers = len(asked) - (len(asked[-1]) < tokens)
-        rows = np.asarray(asked[:layers]).swapaxes(0, 1) + base[:layers]  # [tokens, layers, used]
+        shape = layers, tokens, last.shape[1]
+        rows = np.array(asked[:layers], np.int64).reshape(shape).swapaxes(0, 1) + base[:layers]
         if tokens <= MOST_TEXTS and layers == len(asked):
             self._follow(self._before, rows)
             self._before = rows

@@ -99,10 +99,16 @@ def guide_of(activity: ActivityDocument, routed: ExpertsConfig, *, what: str) ->
 
 
 def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> UsageProfile:
-    """Return counts as a profile: of tokens, or of the prompts that they were made of."""
+    """Return counts as a profile: of tokens, or of the prompts that they were made of.
+
+    A prompt asks the last layer of a base for its last token alone, so fewer tokens ask there.
+    """
     layers = {layer.layer: dict(sorted(layer.hits.items())) for layer in activity.layers}
     preset = activity.preset if activity.prompts else TOKENS
-    return UsageProfile(model, tokens_of(activity), experts, layers, preset=preset)
+    told, used = tokens_of(activity), 0 if activity.prompts else activity.used
+    tokens = {n: -(-sum(counts.values()) // used) for n, counts in layers.items()} if used else {}
+    asking = {n: count for n, count in tokens.items() if count < told}
+    return UsageProfile(model, told, experts, layers, preset=preset, asking=asking)
 
 
 def activity_of(usage: UsageProfile) -> ActivityDocument:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertctl.engine.moe.cache_plan import CachePlan, adapted
 from expertctl.engine.moe.guide import Guide
@@ -20,6 +21,7 @@ from expertctl.engine.moe.saved_state import SavedState, restore
 from expertctl.errors import UsageError
 from expertctl.package.experts_config import ExpertsConfig
 
+_Counts = NDArray[np.float64]
 Warmup = Literal["none", "hybrid", "full"]
 """Experts come when they are asked for; those that are known beside the work; all before it."""
 WARMUPS: tuple[Warmup, ...] = get_args(Warmup)
@@ -72,7 +74,7 @@ class Start:
         if guide is None:
             return plan
         counts = [guide.counts(number) for number in numbers]
-        activations = [_dense(counted, plan.experts) for counted in counts]
+        activations = _alike([_dense(counted, plan.experts) for counted in counts])
         least = pins.count if isinstance(pins, TopPins) else 1
         plan = adapted(plan, activations, least=min(least, plan.slots))
         if pins is None:
@@ -164,8 +166,18 @@ def parse_rate(rate: float) -> float:
     return rate
 
 
-def _dense(counts: Mapping[int, int], experts: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    dense = np.zeros(experts, np.int64)
+def _alike(counts: Sequence[_Counts]) -> list[_Counts]:
+    """Return counts of layers as if each was asked by as few tokens as the one that fewest asked.
+
+    A prompt asks the last layer for its last token alone; while texts are written all are asked.
+    """
+    sums = [each.sum() for each in counts]
+    least = min(sums, default=0.0)
+    return [each * (least / max(total, 1.0)) for each, total in zip(counts, sums, strict=True)]
+
+
+def _dense(counts: Mapping[int, int], experts: int) -> _Counts:
+    dense = np.zeros(experts)
     for expert, count in counts.items():
         dense[expert] = count
     return dense

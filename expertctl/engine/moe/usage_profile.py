@@ -8,7 +8,7 @@ threshold. Profiles of one base can be merged and compared.
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,11 +35,13 @@ class UsageProfile:
     """How many slots a layer had when this was recorded; 0 where nobody counted."""
     preset: str = ""
     """Which prompts these were."""
+    asking: Mapping[int, int] = field(default_factory=dict)
+    """How many of them asked a layer, where those were not all."""
 
     def universal(self, layer: int) -> list[int]:
         """Return the experts of a layer that the threshold's share of prompts activate."""
-        counts = self.layers.get(layer, {})
-        return sorted(e for e, count in counts.items() if count >= self.threshold * self.prompts)
+        counts, asking = self.layers.get(layer, {}), self.asking.get(layer, self.prompts)
+        return sorted(e for e, count in counts.items() if count >= self.threshold * asking)
 
     def ranked(self, layer: int) -> list[int]:
         """Return the experts of a layer that were activated, the most universal first."""

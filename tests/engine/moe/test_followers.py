@@ -58,7 +58,7 @@ class Plain:
 def test_chances_are_what_the_formula_says(passes: list[list[tuple[list[int], ...]]]) -> None:
     followers, plain = Followers(layers=LAYERS, experts=EXPERTS), Plain()
     for tokens in passes:
-        followers.passed(asked(*tokens))
+        followers.passed(asked(*tokens), len(tokens))
         plain.passed(tokens)
         for layer, selected in enumerate(asked(*tokens)):
             wanted = [plain.chance(layer, tokens, other) for other in range(EXPERTS)]
@@ -73,16 +73,26 @@ def test_who_is_asked_for_one_token_of_a_prompt_follows_nobody_there(
     """The last layer: what follows the prompt follows its last token, there as elsewhere."""
     followers, plain = Followers(layers=LAYERS, experts=EXPERTS), Plain()
     first, last = asked(*prompt)
-    followers.passed([first, last[-1:]])
+    followers.passed([first, last[-1:]], len(prompt))
     for one, next_one in pairwise(prompt):
         plain.learn(one, next_one)
     for place in [place for place in plain.chances if place[0] == LAYERS - 1]:
         del plain.chances[place]
-    followers.passed(asked(after))
+    followers.passed(asked(after), 1)
     plain.learn(prompt[-1], after)
     for layer, selected in enumerate(asked(after)):
         wanted = [plain.chance(layer, [after], other) for other in range(EXPERTS)]
         assert followers.chances(layer, selected) == pytest.approx(wanted, abs=1e-6)
+
+
+def test_where_only_the_last_layer_is_routed_prompts_follow_nobody() -> None:
+    """Neither tokens that it was not asked for nor the end of the text before."""
+    followers = Followers(layers=1, experts=4)
+    followers.passed([np.array([[0, 1]])], 9)
+    followers.passed([np.array([[2, 3]])], 5)
+    assert not followers.chances(0, np.array([[0, 1]])).any()
+    followers.passed([np.array([[1, 2]])], 1)
+    assert followers.chances(0, np.array([[2, 3]])) == pytest.approx([0, RATE, RATE, 0])
 
 
 def test_at_first_nobody_is_likely() -> None:
@@ -95,7 +105,7 @@ def test_who_always_follows_is_certain_in_the_end() -> None:
     followers = Followers(layers=1, experts=4)
     for _ in range(300):
         for pair in ([0, 1], [2, 3]):
-            followers.passed([np.array([pair])])
+            followers.passed([np.array([pair])], 1)
     assert followers.chances(0, np.array([[0, 1]])) == pytest.approx([0, 0, 1, 1], abs=0.01)
     assert followers.chances(0, np.array([[0, 3]])) == pytest.approx([0.5] * 4, abs=0.01)
 
@@ -106,7 +116,7 @@ def test_where_tokens_do_not_depend_on_each_other_it_is_how_often_each_is_asked_
     found = []
     for number in range(6000):
         token = drawn.choice(3, 1, p=often)
-        followers.passed([token[None]])
+        followers.passed([token[None]], 1)
         if number > 1000:
             found.append(followers.chances(0, token[None]))
     assert np.mean(found, axis=0) == pytest.approx(often, abs=0.03)
@@ -115,24 +125,24 @@ def test_where_tokens_do_not_depend_on_each_other_it_is_how_often_each_is_asked_
 def test_of_a_prompt_the_last_tokens_are_learnt_from() -> None:
     prompt = [([0], [0])] * 50 + [([1], [1])] * (MOST_PAIRS + 1)
     followers = Followers(layers=2, experts=3)
-    followers.passed(asked(*prompt))
+    followers.passed(asked(*prompt), len(prompt))
     assert not followers.chances(0, np.array([[0]])).any()
     kept = 1 - (1 - RATE) ** MOST_PAIRS
     assert followers.chances(1, np.array([[1]])) == pytest.approx([0, kept, 0])
-    followers.passed(asked(([2], [2])))
+    followers.passed(asked(([2], [2])), 1)
     assert followers.chances(0, np.array([[1]]))[2] == pytest.approx(RATE), "its first follower"
 
 
 def test_texts_that_begin_or_end_are_not_taken_for_each_other() -> None:
     followers = Followers(layers=1, experts=4)
-    followers.passed([np.array([[0], [1]])])
-    followers.passed([np.array([[2]])])
+    followers.passed([np.array([[0], [1]])], 2)
+    followers.passed([np.array([[2]])], 1)
     assert not followers.chances(0, np.array([[0], [1]])).any()
 
 
 def test_of_a_prompt_only_its_last_token_stays() -> None:
     followers = Followers(layers=2, experts=8)
-    followers.passed([np.zeros((512, 3), np.int64)] * 2)
+    followers.passed([np.zeros((512, 3), np.int64)] * 2, 512)
     before = followers._before
     assert before is not None
     assert before.shape == (1, 2, 3)

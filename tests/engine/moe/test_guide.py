@@ -13,6 +13,7 @@ from expertctl.engine.moe.activity_document import (
     write_activity,
 )
 from expertctl.engine.moe.guide import activity_of, guide_in, guide_of, read_guide, usage_of
+from expertctl.engine.moe.pins import SharePins, pinned
 from expertctl.engine.moe.usage_profile import UsageProfile, write_profile
 from expertctl.errors import (
     ExpertError,
@@ -46,6 +47,15 @@ def test_counts_of_tokens_are_a_profile_whose_prompts_are_tokens() -> None:
     usage = usage_of(COUNTED, experts=8, model="acme/moe")
     assert usage == UsageProfile("acme/moe", 7, 8, {1: {0: 7, 3: 6}}, preset="tokens")
     assert usage.universal(1) == [0, 3]
+
+
+def test_a_layer_that_fewer_tokens_asked_is_measured_by_those() -> None:
+    """A prompt asks the last layer for one token: a share of pins means the same in each."""
+    first, last = LayerActivity(0, raw={0: 60, 1: 60, 2: 40}), LayerActivity(1, raw={5: 6, 6: 4})
+    usage = usage_of(ActivityDocument("update", (first, last), experts=8, used=2), experts=8)
+    assert (usage.prompts, usage.asking) == (80, {1: 5})
+    pins = [pinned(SharePins(0.7), usage, layer, capacity=8) for layer in (0, 1)]
+    assert pins == [frozenset({0, 1}), frozenset({5, 6})]
 
 
 def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
 from tests.engine.market import Market
 from tests.engine.moe.test_cached_runs import LARGE, PARTS, SQL, answer, asked
@@ -64,6 +65,26 @@ def test_the_next_run_reads_no_base_anew_for_more_slots(house: House, size: int)
     again = run(engine, asked(SQL, base_alone=False))
     assert again.generated.tokens == first.generated.tokens
     engine.check_integrity()
+    engine.close()
+
+
+@pytest.mark.parametrize("share", [12, 16])
+def test_where_no_slot_would_do_the_base_alone_has_as_many_as_ever(
+    share: int, house: House, size: int
+) -> None:
+    budget = size * share // 10
+    alone, engine = answer(house, budget)
+    engine.close()
+    with pytest.raises(BudgetError):
+        run(engine, asked(SQL, base_alone=False))
+    after = run(engine, asked())
+    assert alone.moe is not None
+    assert after.moe is not None
+    assert after.moe.residence.slots == alone.moe.residence.slots > 0
+    fewer = run(engine, replace(asked(SQL, base_alone=False), on_budget="fewer"))
+    assert fewer.moe is not None
+    assert len(fewer.dropped) == 1
+    assert fewer.moe.residence.slots == alone.moe.residence.slots
     engine.close()
 
 

@@ -146,6 +146,21 @@ def test_layers_that_ask_for_more_get_more_slots() -> None:
     assert found.blocks <= plan.blocks
 
 
+def test_a_layer_that_fewer_tokens_asked_gets_no_fewer_slots() -> None:
+    """Which is the last: of a prompt it is asked for one token."""
+    counts = np.r_[[20_000] * 20, [10] * 44]
+    layers = tuple(
+        LayerActivity(n, hot={e: int(c) // (10 if n == 11 else 1) for e, c in enumerate(counts)})
+        for n in range(12)
+    )
+    activity = ActivityDocument("update", layers, experts=64, used=8)
+    usage = UsageProfile("", 1, 64, {layer.layer: layer.hits for layer in layers})
+    plan = CachePlan(layers=12, experts=64, slots=16)
+    found = Start(StartWishes(), Guide("", activity, usage)).planned(plan, range(12))
+    assert len(set(found.capacities)) <= 2
+    assert max(found.capacities) - min(found.capacities) <= 1
+
+
 def test_an_exchange_that_is_wished_waits_for_what_is_learnt(config: ModelConfig) -> None:
     with closing(new_cache(Marked(), slots=2, policy=EXACT)) as cache:
         begin(cache, Start(StartWishes(exchange=0.5)), by_number(cache))
