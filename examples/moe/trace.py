@@ -58,7 +58,9 @@ def traces(
     crew = Crew(threads)
     decoder = PackedDecoder(base, crew, experts=experts)
     for document in documents:
-        decoder.prefill(document.ids, KVPages(config, LENGTH))
+        cache = KVPages(config, LENGTH)
+        for token in document.ids:  # one by one: a prompt asks the last layer for its end alone
+            decoder.decode(token, cache)
     crew.close()
     chosen, foreseen = zip(*experts.noted, strict=True)
     guesses = np.concatenate(foreseen)

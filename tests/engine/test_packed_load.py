@@ -174,7 +174,7 @@ def test_a_file_that_is_cut_between_its_header_and_its_numbers_is_refused(
         return read
 
     monkeypatch.setattr(packed_load, "base_tensors", cut_then)
-    with pytest.raises(InvalidPackageError, match=r"model\.safetensors: .*it is cut short"):
+    with pytest.raises(InvalidPackageError, match=r"model\.safetensors: .*it was changed"):
         load(base)
 
 

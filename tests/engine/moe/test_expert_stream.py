@@ -174,7 +174,7 @@ def test_a_base_that_is_cut_short_meanwhile_is_an_error_and_leaves_nothing(tmp_p
         if sum(counted) >= rest:
             os.truncate(path, path.stat().st_size // 2)
 
-    with pytest.raises(InvalidPackageError, match="cut short"):
+    with pytest.raises(InvalidPackageError, match="changed while"):
         load(directory, Scheme.INT8, copies, progress=cut)
     assert list(copies.path("int8").parent.iterdir()) == []
 

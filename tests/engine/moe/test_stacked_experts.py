@@ -220,7 +220,7 @@ def test_a_file_that_is_cut_short_is_told_and_the_next_text_is_refused_too(
         whole = file.rename(file.with_suffix(".whole"))  # what is mapped of it stays
         file.write_bytes(whole.read_bytes()[:5000])
         for _ in range(2):
-            with pytest.raises(InvalidPackageError, match="cut short"):
+            with pytest.raises(InvalidPackageError, match="changed while"):
                 scores(decoder, IDS, prefill=3)
         assert experts.cache is not None
         wait(coming.reading for coming in experts.cache._arrivals._coming.values())
@@ -235,7 +235,7 @@ def test_a_file_that_is_cut_short_is_told_where_all_are_brought(oracle: MakeOrac
     with stacked(model) as (_, experts):
         whole = file.rename(file.with_suffix(".whole"))  # what is mapped of it stays
         file.write_bytes(whole.read_bytes()[:5000])
-        with pytest.raises(InvalidPackageError, match="cut short"):
+        with pytest.raises(InvalidPackageError, match="changed while"):
             experts.fill_all()
 
 
