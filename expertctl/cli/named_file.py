@@ -1,12 +1,10 @@
 """Files that a person names for a command to write."""
 
-import errno
 from pathlib import Path
 
 from expertctl.durable import write_named
 from expertctl.errors import DiskFullError, NotFoundError
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+from expertctl.store.disk import FULL
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -19,7 +17,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     try:
         write_named(path, data, mode=mode)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             hint = "free some space, or name a file elsewhere"
             raise DiskFullError(f"{path}: no space left", hint=hint) from error
         message = f"{path} cannot be written: {error.strerror or error}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from expertctl.errors import DiskFullError, ExpertError, StoreError
 
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def disk_errors(what: object) -> Iterator[None]:
 
 
 def _told(error: OSError, what: str) -> ExpertError:
-    if error.errno in _FULL:
+    if error.errno in FULL:
         hint = "free some space (`expertctl gc` removes what nothing needs), then repeat"
         return DiskFullError(f"{what}: {error.strerror}", hint=hint)
     if error.errno in READ_ONLY:
