@@ -240,10 +240,9 @@ def test_routed_experts_are_shown_layer_by_layer(
     body = {"prompt": "sort 3, 1, 2", "max_tokens": 40}
     httpx.post(f"{routed.url}/v1/infer", json=body, timeout=60).raise_for_status()
     tab.wait("document.querySelectorAll('#routed-layers tbody tr').length === 3")
-    tab.wait(
-        "[...document.querySelectorAll('figure')].at(-1).querySelector('.line[d*=M]') !== null"
-    )
-    assert "Hits of routed experts" in tab.text("#charts")
+    chart = "[...document.querySelectorAll('figure')].at(-1)"
+    tab.wait(f"{chart}.innerText.includes('Hits of routed experts')")
+    tab.wait(f"{chart}.querySelector('.line[d*=M]') !== null")
     assert "may be left out" in tab.text("#routed-policy")
     assert re.search(r"room in memory\s+\d+ of 72", tab.text("#routed-sums"))
     rows = tab.value(
