@@ -216,8 +216,12 @@ def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) 
     ]
 
 
-def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -> int:
+def lacking(
+    planner: Planner, prepared: Prepared, files: Files, *, limit: int, rows: int = 1
+) -> int:
     """Return what a run takes besides its base, if slots of routed experts left less; else 0.
+
+    It is alone in a batch of so many rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
@@ -225,7 +229,8 @@ def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
-    beside = sum(need.size for need in needs(planner, prepared, files) if need.purpose != "base")
+    wanted = needs(planner, prepared, files, rows=rows)
+    beside = sum(need.size for need in wanted if need.purpose != "base")
     return beside if base.weight_bytes + beside > limit else 0
 
 

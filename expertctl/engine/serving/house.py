@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from expertctl.digest import no_progress
 from expertctl.engine.accelerator import told_when_full
@@ -36,6 +37,7 @@ from expertctl.engine.residents import Ready, Residents, kv_wanted
 from expertctl.engine.run_result import MemoryUse
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
+from expertctl.engine.serving.largest_experts import LargestExperts
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -106,6 +108,19 @@ class House:
         )
         request = self._as_held(first)
         planned = session.plan(request.route, base=request.base)
+        open_beside = partial(self._opened, request, planned)
+        experts = LargestExperts(
+            self._planner, session, request, limit=self.budget.limit, rows=self.settings.rows
+        )
+        self.base = base = experts.beside(open_beside(0), open_beside)
+        self.threads = choose_threads(base.weight_bytes)
+        self._hold_first_buffers()
+        self._model = self.residents.hold_base(base, threads=self.threads)
+        self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
+        with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
+            thread.submit(self._warm, planned).result()
+
+    def _opened(self, request: RunRequest, planned: Planned, beside: int) -> OpenBase:
         base = opened(
             self._planner,
             request,
@@ -113,16 +128,11 @@ class House:
             torch_below=self._torch_below,
             room=self.budget.limit,
             rows=self.settings.rows,
+            beside=beside,
             habits=self.residents.habits,
         )
         assert isinstance(base, OpenBase), "only our own engine serves"
-        self.base = base
-        self.threads = choose_threads(base.weight_bytes)
-        self._hold_first_buffers()
-        self._model = self.residents.hold_base(base, threads=self.threads)
-        self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
-        with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
-            thread.submit(self._warm, planned).result()
+        return base
 
     def tell_notes(self) -> None:
         """Tell what could not be kept on the disk to whoever runs the server, and nobody else."""
