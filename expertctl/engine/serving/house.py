@@ -56,6 +56,7 @@ from expertctl.routing.candidate import Installed, misfit
 from expertctl.routing.planner import Planned, Planner
 from expertctl.routing.request import RouteRequest
 from expertctl.routing.session import PlanningSession
+from expertctl.settings import human_size
 from expertctl.store.base_habits import HabitsFile
 from expertctl.telling import WARNING, Tell
 
@@ -115,6 +116,7 @@ class House:
         self.base = base = experts.beside(open_beside(0), open_beside)
         self.threads = choose_threads(base.weight_bytes)
         self._hold_first_buffers()
+        self._tell(f"loading {base.stored.name}, {human_size(base.weight_bytes)} in memory")
         self._model = self.residents.hold_base(base, threads=self.threads)
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
