@@ -39,6 +39,7 @@ class LargestExperts:
         Where it has none beside no slots at all, the next one counts. ``open_beside`` opens the
         base so that as many bytes are left beside it.
         """
+        least = base
         for expert in self._fitting(base):
             request = self._asking_for(expert)
             with suppress(ExpertError):  # who asks for it is told
@@ -46,9 +47,11 @@ class LargestExperts:
                 missing = self._lacking(base, request, planned)
                 if not missing:
                     return base
-                fewer = open_beside(missing)
-                if not self._lacking(fewer, request, planned):
-                    return fewer
+                if least is base or not self._lacking(least, request, planned):
+                    fewer = open_beside(missing)
+                    if not self._lacking(fewer, request, planned):
+                        return fewer
+                    least = fewer  # too large an expert left no slots
         return base
 
     def _fitting(self, base: OpenBase) -> list[Installed]:
