@@ -345,18 +345,6 @@ class Lanes:
         with cgutils.for_range(self._b, times) as loop:
             yield loop.index
 
-    def stretches(self, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple[Value, int]]:
-        """Emit what the caller emits in turn, for each size as often as it fits in what is left.
-
-        Yields where the stretch begins, and its size; the last size is 1.
-        """
-        done = self.constant(0)
-        for size in sizes:
-            times = self.quotient(self.subtract(count, done), self.constant(size))
-            with self.count(times) as turn:
-                yield self.sum(done, self.product(turn, self.constant(size))), size
-            done = self.sum(done, self.product(times, self.constant(size)))
-
     def either(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
         """Emit what the caller emits in turn: with ``yes`` where the flag is set, then for else."""
         with self._b.if_else(flag) as (then, otherwise):

@@ -15,6 +15,7 @@ from numba.extending import intrinsic
 
 from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes, Value
+from expertctl.engine.kernels.stretches import stretches
 
 TOGETHER = 4
 """Pages of a chunk, whose keys share a correction of the softmax."""
@@ -190,16 +191,6 @@ class _Sums:
                 self._lanes.store(self._lanes.read(place), target(query, number))
 
 
-def _tiles(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple[Value, int]]:
-    """Emit what the caller emits in turn, for tiles of each size as often as it fits."""
-    done = lanes.constant(0)
-    for size in sizes:
-        times = lanes.quotient(lanes.subtract(count, done), lanes.constant(size))
-        with lanes.count(times) as turn:
-            yield lanes.sum(done, lanes.product(turn, lanes.constant(size))), size
-        done = lanes.sum(done, lanes.product(times, lanes.constant(size)))
-
-
 def _heights(lanes: Lanes, count: int, queries: int) -> Iterator[tuple[Value, int]]:
     """Emit what the caller emits for ``count`` pages or blocks, so many of them at a time."""
     high = count if host_cpu().wide else min(_NARROW_HEIGHTS[queries], count)
@@ -260,7 +251,7 @@ class _Scoring:
 
     def emit(self) -> None:
         lanes = self.lanes
-        for first, size in _tiles(lanes, self.queries, _QUERIES):
+        for first, size in stretches(lanes, self.queries, _QUERIES):
             for page, high in _heights(lanes, TOGETHER, size):
                 self._tile(page, high, first, size)
 
@@ -325,8 +316,8 @@ class _Adding:
 
     def emit(self) -> None:
         lanes = self.lanes
-        for block, high in _tiles(lanes, self.blocks, _BLOCKS):
-            for first, size in _tiles(lanes, self.queries, _QUERIES):
+        for block, high in stretches(lanes, self.blocks, _BLOCKS):
+            for first, size in stretches(lanes, self.queries, _QUERIES):
                 for part, most in _heights(lanes, high, size):
                     self._tile(lanes.sum(block, part), most, first, size)
 

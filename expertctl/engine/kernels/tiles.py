@@ -6,13 +6,14 @@ within a group of columns, then scaled; so the instruction and its substitutes a
 a token on its own, which waits for memory, has several accumulators within a group.
 
 A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
-for the others. While those are computed, the next strip is fetched into it, a block by each tile:
-else every strip would begin by waiting for memory.
+for the others. While those are computed, the next strip is fetched into it, a block by each tile,
+of which there are enough for that wherever there are tokens: else every strip would begin by
+waiting for memory.
 
 Where registers are narrow, a sum takes two or four of them, and a tile is one block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +25,15 @@ from expertctl.engine.kernels.cpu import Cpu, host_cpu
 from expertctl.engine.kernels.lanes import VECTOR_BYTES, Lanes, Value
 from expertctl.engine.kernels.operands import Operands
 from expertctl.engine.kernels.scheme import FLOATING, GROUP, Layout, Scheme
+from expertctl.engine.kernels.stretches import even_stretches, stretches
 from expertctl.engine.kernels.widened_tiles import HIGH_HALF, WidenedTiles
 
 _SCHEMES = tuple(Scheme)
 _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens of tiles where registers are narrow, the largest first: with integers, with floats."""
+_LEAST = 3
+"""Tokens of a tile that fetches for the next strip; fewer wait for memory themselves."""
 _SPREAD = 4
 """Accumulators of a token on its own within a group, so that no sum waits for the one before."""
 
@@ -58,9 +62,9 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *oper
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         found = [builder.extract_value(values[4], place) for place in range(OPERANDS)]
         lanes, operands = Lanes(builder), Operands(*found)
-        for first, tokens in lanes.stretches(operands.tokens, _tokens_of_tiles(scheme, cpu)):
+        for turn, first, tokens in _tiles(lanes, operands.tokens, high, scheme, cpu):
             shape = _Shape(scheme, high, tokens, cpu, goes_on=bool(on))
-            ahead = _ahead(lanes, shape, operands, first)
+            ahead = _ahead(lanes, high, operands, turn)
             _emit_tokens(lanes, shape, operands.from_token(lanes, first), ahead)
         return context.get_dummy_value()
 
@@ -68,11 +72,33 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *oper
     return types.void(*constants, rest), emit
 
 
-def _ahead(lanes: Lanes, shape: "_Shape", operands: Operands, token: Value) -> Value:
-    """Return where the block of the next strip begins that the tile from a token on fetches."""
-    turn, blocks = lanes.quotient(token, lanes.constant(shape.tokens)), lanes.constant(shape.blocks)
-    whole = lanes.product(lanes.quotient(turn, blocks), blocks)
-    block = lanes.sum(blocks, lanes.subtract(turn, whole))
+def _tiles(
+    lanes: Lanes, tokens: Value, blocks: int, scheme: Scheme, cpu: Cpu
+) -> Iterator[tuple[Value, Value, int]]:
+    """Emit each tile in turn; yields its number, its first token, and how many it has.
+
+    Each reads the strip anew, so they are as few as registers allow; and of equal size, for a tile
+    of one or two waits for its sums. But where there are tokens for a tile for each block of the
+    next strip, there are as many. Those of integers, whose code is longer, keep to three sizes.
+    """
+    layout = scheme.layout
+    if cpu.wide and not layout.is_grouped:
+        each = lanes.constant(blocks)
+        enough = lanes.quotient(tokens, lanes.constant(_LEAST * blocks))
+        fetching = lanes.chosen(enough, each, lanes.constant(0))
+        several = lanes.most(lanes.parts(tokens, lanes.constant(layout.tokens)), fetching)
+        yield from even_stretches(lanes, tokens, several, layout.tokens)
+        return
+    sizes = (layout.tokens, 2, 1) if cpu.wide else _NARROW_TOKENS[layout.is_grouped]
+    for first, size in stretches(lanes, tokens, sizes):
+        yield lanes.quotient(first, lanes.constant(size)), first, size
+
+
+def _ahead(lanes: Lanes, blocks: int, operands: Operands, turn: Value) -> Value:
+    """Return where the block of the next strip begins that a tile fetches, each another in turn."""
+    several = lanes.constant(blocks)
+    whole = lanes.product(lanes.quotient(turn, several), several)
+    block = lanes.sum(several, lanes.subtract(turn, whole))
     return lanes.at(operands.weights, block, operands.weights_stride)
 
 
@@ -93,20 +119,7 @@ def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, ahead: Value
             one = replace(shape, blocks=1, spread=spread)
             _Tile(lanes, one, operands.from_block(lanes, block)).emit()
     else:
-        fetches = shape.tokens == shape.scheme.layout.tokens  # fewer wait for memory themselves
-        _Tile(lanes, shape, operands, ahead if fetches else None).emit()
-
-
-def _tokens_of_tiles(scheme: Scheme, cpu: Cpu) -> tuple[int, ...]:
-    """Return how many tokens tiles have, the largest first.
-
-    Each reads the strip anew, so two tiles for the last few tokens cost more than one. Those of
-    integers, whose code is longer, keep to three sizes.
-    """
-    layout = scheme.layout
-    if not cpu.wide:
-        return _NARROW_TOKENS[layout.is_grouped]
-    return (layout.tokens, 2, 1) if layout.is_grouped else tuple(range(layout.tokens, 0, -1))
+        _Tile(lanes, shape, operands, ahead if shape.tokens >= _LEAST else None).emit()
 
 
 def _cpu(plain: bool) -> Cpu:
@@ -193,7 +206,7 @@ class _Tile:
             first = lanes.product(group, per_group)
             self._begin(group, totals)
             left = lanes.subtract(self._at.vectors, first)
-            for begin, count in lanes.stretches(lanes.least(per_group, left), at_once):
+            for begin, count in stretches(lanes, lanes.least(per_group, left), at_once):
                 for number in range(count):
                     vector = lanes.sum(lanes.sum(first, begin), lanes.constant(number))
                     self._add_bytes(vector, totals[number * self._parts :])

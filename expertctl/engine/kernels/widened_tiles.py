@@ -10,6 +10,7 @@ from functools import cached_property
 
 from expertctl.engine.kernels.lanes import LANES, VECTOR_BYTES, Lanes, Value
 from expertctl.engine.kernels.operands import Operands
+from expertctl.engine.kernels.stretches import stretches
 
 HIGH_HALF = 0xFFFF0000
 """The bits of the second bfloat16 of a pair."""
@@ -60,7 +61,7 @@ class WidenedTiles:
     def _widen(self, row: Value, out: Value, count: Value) -> None:
         """Widen pairs of a token, sixteen at a time and then one by one."""
         lanes = self.lanes
-        for begin, size in lanes.stretches(count, (LANES, 1)):
+        for begin, size in stretches(lanes, count, (LANES, 1)):
             pairs, place = lanes.at(row, begin, 4), lanes.at(out, begin, 4)
             second = lanes.sum(place, lanes.constant(_SIDE_BYTES))
             load, store = (

@@ -85,7 +85,7 @@ def test_sums_of_the_largest_integers_do_not_overflow(scheme: Scheme, plain: boo
 @pytest.mark.parametrize("plain", [False, True], ids=["this processor", "every processor"])
 def test_a_token_has_the_same_bits_alone_and_in_any_batch(scheme: Scheme, plain: bool) -> None:
     matrix = pack(random_numbers(6, 100, 333), scheme)
-    tokens = random_numbers(7, 17, 333)
+    tokens = random_numbers(7, 40, 333)
     alone = np.concatenate([multiply(matrix, each[None], plain=plain) for each in tokens])
     for count in range(1, len(tokens) + 1):
         batch = multiply(matrix, tokens[-count:], plain=plain)

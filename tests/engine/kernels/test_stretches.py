@@ -1,0 +1,81 @@
+"""Loops over stretches cover a count once, whatever it is."""
+
+from typing import Any
+
+import numba
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import types
+from numba.extending import intrinsic
+
+from expertctl.engine.kernels.lanes import Lanes, Value
+from expertctl.engine.kernels.stretches import even_stretches, stretches
+
+MOST, SIZES = 6, (6, 4, 1)
+_ROW = 3 * 8
+
+
+def _keep(builder: Any, lanes: Lanes, row: Value, *numbers: Value) -> None:
+    for place, number in enumerate(numbers):
+        address = lanes.sum(row, lanes.constant(place * 8))
+        builder.store(number, builder.inttoptr(address, number.type.as_pointer()))
+
+
+@intrinsic
+def _write_even(_context: Any, out: Any, count: Any, several: Any) -> Any:
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (place, total, parts) = Lanes(builder), values
+        for turn, first, size in even_stretches(lanes, total, parts, MOST):
+            row = lanes.at(place, turn, _ROW)
+            _keep(builder, lanes, row, turn, first, lanes.constant(size))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), emit
+
+
+@intrinsic
+def _write_greedy(_context: Any, out: Any, count: Any) -> Any:
+    def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+        lanes, (place, total) = Lanes(builder), values
+        for first, size in stretches(lanes, total, SIZES):
+            row = lanes.at(place, first, _ROW)
+            _keep(builder, lanes, row, first, first, lanes.constant(size))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 2), emit
+
+
+@numba.njit
+def _even(out: int, count: int, several: int) -> None:
+    _write_even(out, count, several)
+
+
+@numba.njit
+def _greedy(out: int, count: int) -> None:
+    _write_greedy(out, count)
+
+
+@given(st.integers(0, 200), st.data())
+def test_even_ones_cover_a_count_and_differ_by_one_at_most(count: int, data: st.DataObject) -> None:
+    several = data.draw(st.integers(-(-count // MOST), count))
+    found = np.full((several + 1, 3), -1)
+    _even(found.ctypes.data, count, several)
+    *rows, beyond = found.tolist()
+    assert beyond == [-1, -1, -1]
+    sizes = [count // several + (turn < count % several) for turn in range(several)]
+    begins = [sum(sizes[:turn]) for turn in range(several)]
+    assert rows == [list(row) for row in zip(range(several), begins, sizes, strict=True)]
+
+
+@given(st.integers(0, 200))
+def test_others_have_each_size_as_often_as_it_fits(count: int) -> None:
+    found = np.full((count + 1, 3), -1)
+    _greedy(found.ctypes.data, count)
+    sixes, left = divmod(count, 6)
+    fours, ones = divmod(left, 4)
+    sizes = [6] * sixes + [4] * fours + [1] * ones
+    begins = [sum(sizes[:number]) for number in range(len(sizes))]
+    assert [row[1:] for row in found.tolist() if row[0] >= 0] == [
+        list(row) for row in zip(begins, sizes, strict=True)
+    ]
