@@ -14,6 +14,8 @@ from pathlib import Path
 
 from expertctl.digest import CHUNK
 
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
+"""What the system says where a disk, or somebody's share of it, is full."""
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")
 Write = Callable[[memoryview], None]
 

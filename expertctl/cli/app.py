@@ -23,6 +23,7 @@ from expertctl.cli.exit_codes import FAILURE, INTERRUPTED, OK, USAGE, exit_code
 from expertctl.cli.garbage import search_no_more, search_seldom
 from expertctl.cli.interruption import heed_signals, tell_stopped
 from expertctl.cli.output import fail, note
+from expertctl.durable import NO_SPACE
 from expertctl.errors import BudgetError, DiskFullError, ExpertError, StoreError, UsageError
 from expertctl.settings import find_home
 
@@ -205,7 +206,7 @@ def _refuse_disk(error: OSError, *, as_json: bool) -> int:
         sys.stderr.close()
         return FAILURE
     name = error.filename or "the disk"
-    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+    if error.errno in NO_SPACE:
         full = DiskFullError(f"{name}: no space left", hint="free some space, or `expertctl gc`")
         fail(full, as_json=as_json)
         return exit_code(full)

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from expertctl.durable import write_named
+from expertctl.durable import NO_SPACE, write_named
 from expertctl.errors import DiskFullError, NotFoundError
-from expertctl.store.disk import FULL
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -17,7 +16,7 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     try:
         write_named(path, data, mode=mode)
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in NO_SPACE:
             hint = "free some space, or name a file elsewhere"
             raise DiskFullError(f"{path}: no space left", hint=hint) from error
         message = f"{path} cannot be written: {error.strerror or error}"

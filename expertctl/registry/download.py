@@ -4,7 +4,6 @@ Bytes are only ever appended to bytes of the same registry and ETag; a whole blo
 target by one rename, on the disk. What is half here is in `expertctl.registry.partial`.
 """
 
-import errno
 import re
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -15,7 +14,7 @@ from threading import Event, Lock
 from typing import Protocol
 
 from expertctl.digest import Digest, FileDigest, Progress, no_progress
-from expertctl.durable import make_folders, publish
+from expertctl.durable import NO_SPACE, make_folders, publish
 from expertctl.errors import (
     DigestError,
     DiskFullError,
@@ -40,7 +39,6 @@ KEPT_BYTES = 1 << 20
 MAX_ETAG = 1024
 ALTERED = "the registry, or a proxy between, does not send what was published"
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15}|\*)")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class BlobTarget(Protocol):
@@ -176,7 +174,7 @@ def _fetch(job: _Job, target: BlobTarget, progress: Progress) -> None:
             publish(partial.path, target.path(job.file.digest))
             partial.forget()
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in NO_SPACE:
             hint = "free some space, or `expertctl gc`; then again: what is here is kept"
             raise DiskFullError(f"{job.what}: no space left", hint=hint) from error
         raise

@@ -4,10 +4,11 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from expertctl.durable import NO_SPACE
 from expertctl.errors import DiskFullError, ExpertError, StoreError
 
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL = NO_SPACE | {errno.EFBIG}
 
 
 @contextmanager
@@ -25,7 +26,7 @@ def disk_errors(what: object) -> Iterator[None]:
 
 
 def _told(error: OSError, what: str) -> ExpertError:
-    if error.errno in FULL:
+    if error.errno in _FULL:
         hint = "free some space (`expertctl gc` removes what nothing needs), then repeat"
         return DiskFullError(f"{what}: {error.strerror}", hint=hint)
     if error.errno in READ_ONLY:
