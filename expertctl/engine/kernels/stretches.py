@@ -19,9 +19,9 @@ def stretches(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tu
 
 
 def even_stretches(
-    lanes: Lanes, count: Value, several: Value, most: int
+    lanes: Lanes, count: Value, *, several: Value, most: int
 ) -> Iterator[tuple[Value, Value, int]]:
-    """Emit what the caller emits in turn, for so many stretches, none longer than ``most``.
+    """Emit what the caller emits in turn, for ``several`` stretches, none longer than ``most``.
 
     Some may be one longer than the others, and come first. Yields the number of a stretch, where it
     begins, and its size.

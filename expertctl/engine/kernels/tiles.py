@@ -6,9 +6,9 @@ within a group of columns, then scaled; so the instruction and its substitutes a
 a token on its own, which waits for memory, has several accumulators within a group.
 
 A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
-for the others. While those are computed, the next strip is fetched into it, a block by each tile,
-of which there are enough for that wherever there are tokens: else every strip would begin by
-waiting for memory.
+for the others. While those of floats are computed, the next strip is fetched into it, a block by
+each tile, of which there are enough for that where there are tokens: else every strip would begin
+by waiting for memory.
 
 Where registers are narrow, a sum takes two or four of them, and a tile is one block.
 """
@@ -64,8 +64,7 @@ def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *oper
         lanes, operands = Lanes(builder), Operands(*found)
         for turn, first, tokens in _tiles(lanes, operands.tokens, high, scheme, cpu):
             shape = _Shape(scheme, high, tokens, cpu, goes_on=bool(on))
-            ahead = _ahead(lanes, high, operands, turn)
-            _emit_tokens(lanes, shape, operands.from_token(lanes, first), ahead)
+            _emit_tokens(lanes, shape, operands.from_token(lanes, first), turn)
         return context.get_dummy_value()
 
     rest = types.StarArgTuple.from_types((types.int64,) * OPERANDS)
@@ -87,7 +86,7 @@ def _tiles(
         enough = lanes.quotient(tokens, lanes.constant(_LEAST * blocks))
         fetching = lanes.chosen(enough, each, lanes.constant(0))
         several = lanes.most(lanes.parts(tokens, lanes.constant(layout.tokens)), fetching)
-        yield from even_stretches(lanes, tokens, several, layout.tokens)
+        yield from even_stretches(lanes, tokens, several=several, most=layout.tokens)
         return
     sizes = (layout.tokens, 2, 1) if cpu.wide else _NARROW_TOKENS[layout.is_grouped]
     for first, size in stretches(lanes, tokens, sizes):
@@ -102,7 +101,7 @@ def _ahead(lanes: Lanes, blocks: int, operands: Operands, turn: Value) -> Value:
     return lanes.at(operands.weights, block, operands.weights_stride)
 
 
-def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, ahead: Value) -> None:
+def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, turn: Value) -> None:
     """Emit the tile of some tokens, or one block after the other.
 
     One where integers meet one token, for memory gives more to who reads it in its order than to
@@ -119,7 +118,9 @@ def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, ahead: Value
             one = replace(shape, blocks=1, spread=spread)
             _Tile(lanes, one, operands.from_block(lanes, block)).emit()
     else:
-        _Tile(lanes, shape, operands, ahead if shape.tokens >= _LEAST else None).emit()
+        fetches = not shape.scheme.layout.is_grouped and shape.tokens >= _LEAST
+        ahead = _ahead(lanes, shape.blocks, operands, turn) if fetches else None
+        _Tile(lanes, shape, operands, ahead).emit()
 
 
 def _cpu(plain: bool) -> Cpu:

@@ -1,18 +1,24 @@
 """Loops over stretches cover a count once, whatever it is."""
 
+from dataclasses import replace
 from typing import Any
 
 import numba
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numba import types
 from numba.extending import intrinsic
 
+from expertctl.engine.kernels.cpu import host_cpu
 from expertctl.engine.kernels.lanes import Lanes, Value
+from expertctl.engine.kernels.scheme import Scheme
 from expertctl.engine.kernels.stretches import even_stretches, stretches
+from expertctl.engine.kernels.tiles import _tiles
 
 MOST, SIZES = 6, (6, 4, 1)
+WIDE = replace(host_cpu(), wide=True)
 _ROW = 3 * 8
 
 
@@ -26,7 +32,7 @@ def _keep(builder: Any, lanes: Lanes, row: Value, *numbers: Value) -> None:
 def _write_even(_context: Any, out: Any, count: Any, several: Any) -> Any:
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
         lanes, (place, total, parts) = Lanes(builder), values
-        for turn, first, size in even_stretches(lanes, total, parts, MOST):
+        for turn, first, size in even_stretches(lanes, total, several=parts, most=MOST):
             row = lanes.at(place, turn, _ROW)
             _keep(builder, lanes, row, turn, first, lanes.constant(size))
         return context.get_dummy_value()
@@ -44,6 +50,28 @@ def _write_greedy(_context: Any, out: Any, count: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 2), emit
+
+
+def _writer_of_tiles(blocks: int) -> Any:
+    @intrinsic
+    def write(_context: Any, out: Any, count: Any) -> Any:
+        def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            lanes, (place, total) = Lanes(builder), values
+            for turn, first, size in _tiles(lanes, total, blocks, Scheme.BFLOAT16, WIDE):
+                row = lanes.at(place, turn, _ROW)
+                _keep(builder, lanes, row, turn, first, lanes.constant(size))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 2), emit
+
+    @numba.njit
+    def tiles(out: int, count: int) -> None:
+        write(out, count)
+
+    return tiles
+
+
+_tiles_of_four_blocks, _tiles_of_a_block = _writer_of_tiles(4), _writer_of_tiles(1)
 
 
 @numba.njit
@@ -79,3 +107,27 @@ def test_others_have_each_size_as_often_as_it_fits(count: int) -> None:
     assert [row[1:] for row in found.tolist() if row[0] >= 0] == [
         list(row) for row in zip(begins, sizes, strict=True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (1, [1]),
+        (7, [4, 3]),
+        (11, [6, 5]),
+        (12, [3, 3, 3, 3]),
+        (18, [5, 5, 4, 4]),
+        (24, [6, 6, 6, 6]),
+        (31, [6, 5, 5, 5, 5, 5]),
+    ],
+)
+def test_tiles_of_a_strip_are_enough_to_fetch_the_next_one(tokens: int, sizes: list[int]) -> None:
+    found = np.full((tokens + 1, 3), -1)
+    _tiles_of_four_blocks(found.ctypes.data, tokens)
+    assert found[found[:, 0] >= 0, 2].tolist() == sizes
+
+
+def test_tiles_of_a_block_on_its_own_are_as_few_as_do() -> None:
+    found = np.full((19, 3), -1)
+    _tiles_of_a_block(found.ctypes.data, 18)
+    assert found[found[:, 0] >= 0, 2].tolist() == [6, 6, 6]
