@@ -216,12 +216,8 @@ def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) 
     ]
 
 
-def lacking(
-    planner: Planner, prepared: Prepared, files: Files, *, limit: int, rows: int = 1
-) -> int:
+def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -> int:
     """Return what a run takes besides its base, if slots of routed experts left less; else 0.
-
-    It is alone in a batch of so many rows.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
@@ -229,9 +225,18 @@ def lacking(
     base = prepared.base
     if not (prepared.planned.experts and isinstance(base, OpenBase) and base.config.experts):
         return 0
-    wanted = needs(planner, prepared, files, rows=rows)
-    beside = sum(need.size for need in wanted if need.purpose != "base")
+    beside = beside_base(planner, prepared, files)
     return beside if base.weight_bytes + beside > limit else 0
+
+
+def beside_base(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) -> int:
+    """Return what a run takes besides its base, alone in a batch of so many rows.
+
+    Raises:
+        IncompatibleError: when an expert does not fit the base.
+    """
+    wanted = needs(planner, prepared, files, rows=rows)
+    return sum(need.size for need in wanted if need.purpose != "base")
 
 
 def check_fits(wanted: Iterable[Need], limit: int) -> int:

@@ -48,7 +48,9 @@ def test_it_is_ready_when_it_says_so_and_answers(server: Running) -> None:
     answer = server.json("POST", CHAT, asked(5))
     assert answer["usage"]["completion_tokens"] <= 5
     log = server.log.read_text()
-    assert 0 < log.index(f"loading {BASE}, ") < log.index(f"ready on http://127.0.0.1:{server.port}")
+    assert (
+        0 < log.index(f"loading {BASE}, ") < log.index(f"ready on http://127.0.0.1:{server.port}")
+    )
 
 
 def test_the_process_that_listens_for_signals_has_no_torch(server: Running) -> None:

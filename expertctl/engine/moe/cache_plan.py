@@ -13,7 +13,9 @@ from expertctl.engine.moe.capacity import (
 from expertctl.routing.presets import PRESETS
 from expertctl.routing.request import MoeColdWish, MoeMiss
 
-USUAL_TOKENS = PRESETS["default"].max_tokens + 256
+USUAL_PROMPT = 256
+"""Tokens of a usual prompt."""
+USUAL_TOKENS = PRESETS["default"].max_tokens + USUAL_PROMPT
 """Of a text that is asked for without further wishes, with its prompt."""
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""

@@ -37,7 +37,7 @@ from expertctl.engine.residents import Ready, Residents, kv_wanted
 from expertctl.engine.run_result import MemoryUse
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
-from expertctl.engine.serving.largest_experts import LargestExperts
+from expertctl.engine.serving.room_for_experts import RoomForExperts
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -110,10 +110,8 @@ class House:
         request = self._as_held(first)
         planned = session.plan(request.route, base=request.base)
         open_beside = partial(self._opened, request, planned)
-        experts = LargestExperts(
-            self._planner, session, request, limit=self.budget.limit, rows=self.settings.rows
-        )
-        self.base = base = experts.beside(open_beside(0), open_beside)
+        room = RoomForExperts(session, request, self.budget.limit, self.settings.rows, self._tell)
+        self.base = base = room.leave(open_beside(0), open_beside)
         self.threads = choose_threads(base.weight_bytes)
         self._hold_first_buffers()
         self._tell(f"loading {base.stored.name}, {human_size(base.weight_bytes)} in memory")

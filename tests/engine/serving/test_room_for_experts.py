@@ -1,26 +1,75 @@
 """A server of routed experts leaves its installed experts the room that they take."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from expertctl.engine.moe.pins import TopPins
+from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.job import Failed
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
+from expertctl.routing.presets import NO_WISHES
 from tests.engine.market import Market
 from tests.engine.moe.test_cached_runs import LARGE, PARTS
-from tests.engine.serving.workshop import request, workshop
+from tests.engine.serving.workshop import Workshop, request, workshop
 from tests.factories import write_base
 from tests.store.shop import House, fast, house
 
 __all__ = ["fast", "house"]
 EXPERTS = 16
+PROMPT = "Sort: 3, 1, 2"
+CHANGED = ("q_proj", *(f"experts.{n}.{part}" for n in range(EXPERTS) for part in PARTS))
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A base of routed experts, what it takes, and experts that change all of them."""
+
+    house: House
+    market: Market
+    size: int
+
+    def install(self, name: str, rank: int, *, dtype: str = "float32", **manifest: Any) -> None:
+        options = {"targets": CHANGED, "rank": rank, "scale": 0.4, "seed": rank, "dtype": dtype}
+        package = self.market.package(f"acme/{name}", adapters=[("lora", options)], **manifest)
+        self.house.install(package)
+
+    def settings(self, tenths: int, *, rows: int = 1, moe: StartWishes = USUAL) -> BatchSettings:
+        return BatchSettings(budget=self.size * tenths // 10, rows=rows, moe=moe)
+
+    def answers(self, settings: BatchSettings, *names: str) -> "Answers":
+        with workshop(self.house.home, settings, torch_below=0) as shop:
+            tokens = [answer(shop, name) for name in names]
+            (alone,) = shop.answer(request()).results
+            assert alone.moe is not None
+            return Answers(tokens, alone.moe.residence.slots, "\n".join(shop.told))
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Tokens of an answer with each of some experts (None: refused), slots, and what was told."""
+
+    tokens: list[list[int] | None]
+    slots: int
+    told: str
+
+
+def answer(shop: Workshop, name: str) -> list[int] | None:
+    asked = shop.answer(request(PROMPT, name))
+    *_, last = asked.events
+    if isinstance(last, Failed):
+        assert isinstance(last.error, BudgetError)
+        return None
+    (result,) = asked.results
+    return list(result.generated.tokens)
 
 
 @pytest.fixture
-def size(house: House, tmp_path: Path) -> int:
-    """What a small base takes, for which there are experts that change all of its experts."""
+def shelf(house: House, tmp_path: Path) -> Shelf:
     base = write_base(
         tmp_path / "base",
         arch="qwen3_moe",
@@ -32,49 +81,83 @@ def size(house: House, tmp_path: Path) -> int:
         num_experts=EXPERTS,
         num_experts_per_tok=3,
         moe_intermediate_size=576,
+        max_position_embeddings=16384,
     )
     house.bases.add(base)
-    market = Market(tmp_path / "market", base, read_base(base))
-    names = (f"experts.{number}.{part}" for number in range(EXPERTS) for part in PARTS)
-    targets = ("q_proj", *names)
-    for name, rank in (("small", 2), ("large", 16)):
-        adapter = ("lora", {"targets": targets, "rank": rank, "scale": 0.4, "seed": rank})
-        house.install(market.package(f"acme/{name}", adapters=[adapter]))
-    return sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    return Shelf(house, Market(tmp_path / "market", base, read_base(base)), size)
 
 
-def answers(house: House, budget: int, *names: str) -> tuple[list[list[int]], int]:
-    """Return the tokens of an answer with each of some experts, and how many slots a layer has."""
-    settings = BatchSettings(budget=budget, rows=1)
-    with workshop(house.home, settings, torch_below=0) as shop:
-        found = []
-        for name in names:
-            (result,) = shop.answer(request("Sort: 3, 1, 2", name)).results
-            found.append(list(result.generated.tokens))
-        (alone,) = shop.answer(request()).results
-        assert alone.moe is not None
-        return found, alone.moe.residence.slots
-
-
-@pytest.mark.parametrize("tenths", [18, 20])
-def test_the_largest_has_room_and_the_others_take_turns_with_it(
-    tenths: int, house: House, size: int
+@pytest.mark.parametrize(("tenths", "rows"), [(20, 1), (22, 1), (22, 2)])
+def test_who_takes_most_has_room_and_the_others_take_turns(
+    tenths: int, rows: int, shelf: Shelf
 ) -> None:
+    shelf.install("small", 2)
+    shelf.install("large", 16)
     names = ("large", "small", "large")
-    right, all_slots = answers(house, LARGE, *names)
-    assert all_slots == EXPERTS
-    found, slots = answers(house, size * tenths // 10, *names)
-    assert found == right
-    assert 0 < slots < EXPERTS
+    right = shelf.answers(BatchSettings(budget=LARGE, rows=rows), *names)
+    assert right.slots == EXPERTS
+    assert "room" not in right.told
+    found = shelf.answers(shelf.settings(tenths, rows=rows), *names)
+    assert found.tokens == right.tokens
+    assert 0 < found.slots < EXPERTS
+    assert "slots of routed experts leave room for acme/large" in found.told
 
 
-def test_where_the_largest_cannot_have_room_the_next_one_has(house: House, size: int) -> None:
-    right, _ = answers(house, LARGE, "small")
-    budget = size * 14 // 10
-    found, slots = answers(house, budget, "small")
-    assert found == right
-    assert 0 < slots < EXPERTS
-    with workshop(house.home, BatchSettings(budget=budget, rows=1), torch_below=0) as shop:
-        *_, last = shop.answer(request("Sort: 3, 1, 2", "large")).events
-    assert isinstance(last, Failed)
-    assert isinstance(last.error, BudgetError)
+def test_who_takes_most_is_not_who_has_the_largest_files(shelf: Shelf) -> None:
+    shelf.install("long", 16)
+    shelf.install("narrow", 30, dtype="bfloat16")
+    sizes = {e.ref: e.resident_bytes for e in inventory(shelf)}
+    assert sizes["acme/narrow@1.0.0"] < sizes["acme/long@1.0.0"]
+    found = shelf.answers(shelf.settings(24), "long", "narrow")
+    assert None not in found.tokens
+    assert "leave room for acme/narrow" in found.told
+
+
+def test_where_one_cannot_have_room_the_next_one_has(shelf: Shelf) -> None:
+    shelf.install("small", 2)
+    shelf.install("large", 16)
+    right = shelf.answers(BatchSettings(budget=LARGE, rows=1), "small")
+    found = shelf.answers(shelf.settings(16), "small", "large")
+    assert found.tokens == [*right.tokens, None]
+    assert 0 < found.slots < EXPERTS
+    assert "leave room for acme/small" in found.told
+    assert "no room for 1 of the installed experts" in found.told
+
+
+def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: Shelf) -> None:
+    shelf.install("code", 4, routing={"task": "code_generation"})
+    wanted = request(PROMPT, "code")
+    wanted = replace(wanted, route=replace(wanted.route, wishes=NO_WISHES))
+    with workshop(shelf.house.home, shelf.settings(20), torch_below=0) as shop:
+        asked = shop.submit(wanted)
+        shop.turn_until(lambda: asked.is_over or asked.ticket.stage == "running")
+        assert not asked.is_over, asked.events
+        assert shop.house.base.backend.cache is not None, "not all slots"
+
+
+def test_whoever_pins_more_than_that_is_told_who_has_no_room(shelf: Shelf) -> None:
+    shelf.install("small", 2)
+    plain = shelf.settings(16)
+    assert None not in shelf.answers(plain, "small").tokens  # and something is learnt
+    pinned = shelf.answers(shelf.settings(16, moe=StartWishes(pins=TopPins(9))), "small")
+    assert pinned.tokens == [None]
+    assert "warning: there is no room for acme/small" in pinned.told
+    assert "pin" in pinned.told
+
+
+def test_a_damaged_expert_takes_no_room_from_the_others(shelf: Shelf) -> None:
+    shelf.install("small", 2)
+    shelf.install("large", 16)
+    (large,) = (e for e in inventory(shelf) if "large" in e.ref)
+    for file in large.stored.files:
+        blob = shelf.house.store.paths.blob(file.digest)
+        blob.chmod(0o600)
+        blob.write_bytes(b"\0" * 8)
+    found = shelf.answers(shelf.settings(17), "small")
+    assert None not in found.tokens
+
+
+def inventory(shelf: Shelf) -> list[Any]:
+    with workshop(shelf.house.home, BatchSettings(budget=LARGE), torch_below=0) as shop:
+        return list(shop.desk.inventory().result().experts)
