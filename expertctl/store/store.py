@@ -77,10 +77,15 @@ class Store:
 
         Raises:
             DigestError: when it was changed.
-            StoreError: when it is missing.
+            StoreError: when it is missing, or cannot be read.
         """
         file = expert.file(path)
-        data = self.blob_path(file.digest).read_bytes()
+        blob = self.blob_path(file.digest)
+        try:
+            data = blob.read_bytes()
+        except OSError as error:
+            message = f"{expert.ref}: {blob} cannot be read: {error.strerror}"
+            raise StoreError(message, hint=expert.again) from error
         if Digest.of(data) != file.digest:
             hint = f"{expert.again}; `expertctl doctor` checks all of {self.root}"
             raise DigestError(f"{expert.ref}: {path} was changed in the store", hint=hint)
