@@ -4,7 +4,8 @@ Slots are given out once, when the base is read; which experts will be asked for
 So they leave room for a text with the one that takes most; the others take turns with it.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,21 @@ from expertctl.routing.request import Forced
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import WARNING, Tell
 
-MEASURED = 100
-"""Of so many experts it is worked out what they take: of those with the largest files."""
+MEASURED, SECONDS = 100, 10.0
+"""Of so many experts, those with the largest files, it is worked out what they take. That may last
+so long, and so may looking for room for one after the other; one is looked at in any case."""
+_TRIES = 2
+_NAMED = 3
+"""So many of those who have no room are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """What a text with an expert takes beside the base."""
+
+    size: int
+    ref: str
+    planned: Planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,56 +56,70 @@ class RoomForExperts:
         """Return the base, with fewer slots where an expert has no room but for that.
 
         ``open_beside`` opens the base so that as many bytes are left beside it. Who would have no
-        room beside no slots at all does not count.
+        room beside no slots at all, or beside those that are pinned, does not count.
         """
         if base.config.experts is None:
             return base
-        without, fewest = 0, base
-        wanted = sorted(self._measured(base), key=lambda one: one[0], reverse=True)
-        for size, ref, planned in wanted:
-            if self._fits(base, planned):
+        wishes = sorted(self._wishes(base), key=lambda one: one.size, reverse=True)
+        until, found, without = time.monotonic() + SECONDS, base, list[str]()
+        for wish in wishes:
+            if base.weight_bytes + wish.size <= self.limit:
                 break
-            if fewest is base or self._fits(fewest, planned):
-                try:
-                    fewest = open_beside(size)
-                except ExpertError as error:  # as many slots are pinned, say
-                    self.tell(f"{WARNING}there is no room for {ref}: {error.message}")
-                    break
-                if self._fits(fewest, planned):
-                    self.tell(f"slots of routed experts leave room for {ref}")
-                    self._tell_who_is_without(without)
-                    return fewest
-            without += 1
-        self._tell_who_is_without(without)
-        return base
+            in_time = not without or time.monotonic() < until
+            fewer = self._with_room(wish, open_beside) if in_time else None
+            if fewer is not None:
+                self.tell(f"slots of routed experts leave room for {wish.ref}")
+                found = fewer
+                break
+            without.append(wish.ref)
+        if without:
+            self.tell(f"{WARNING}there is no room for {_named(without)}")
+        return found
 
-    def _measured(self, base: OpenBase) -> Iterator[tuple[int, str, Planned]]:
-        """Yield what experts take beside a base, their names, and plans of each on its own."""
+    def _wishes(self, base: OpenBase) -> Iterator[_Wish]:
+        """Yield what experts take, each on its own; who cannot answer takes nothing."""
+        until = time.monotonic() + SECONDS
         identity, installed = base.stored.identity, self.session.inventory.experts
-        fitting = (one for one in installed if not misfit(one, identity, allow_mismatch=False))
-        by_size = sorted(fitting, key=lambda expert: expert.resident_bytes, reverse=True)
-        for expert in by_size[:MEASURED]:
+        fitting = [one for one in installed if not misfit(one, identity, allow_mismatch=False)]
+        fitting.sort(key=lambda expert: expert.resident_bytes, reverse=True)
+        for number, expert in enumerate(fitting):
+            if number == MEASURED or (number and time.monotonic() > until):
+                self.tell(f"what experts take was worked out for {number} of {len(fitting)}")
+                return
             with suppress(ExpertError):  # who asks for it is told
                 planned = self._planned(expert)
-                yield self._beside(base, planned), expert.ref, planned
+                yield _Wish(self._beside(base, planned), expert.ref, planned)
+
+    def _with_room(self, wish: _Wish, open_beside: Callable[[int], OpenBase]) -> OpenBase | None:
+        """Return the base with room for an expert; None where it can have none.
+
+        It may take more than beside the base as it was: what its gains are computed from is read
+        where slots come and go.
+        """
+        size = wish.size
+        for _ in range(_TRIES):
+            try:
+                fewer = open_beside(size)
+                size = self._beside(fewer, wish.planned)
+            except ExpertError as error:  # as many slots are pinned, say
+                self.tell(f"{WARNING}{wish.ref}: {error.message}")
+                return None
+            if fewer.weight_bytes + size <= self.limit:
+                return fewer
+        return None
 
     def _planned(self, expert: Installed) -> Planned:
         route = replace(self.request.route, base_alone=False, force=(Forced(expert.digest),))
         return self.session.plan(route, base=self.request.base)
 
-    def _fits(self, base: OpenBase, planned: Planned) -> bool:
-        return base.weight_bytes + self._beside(base, planned) <= self.limit
-
     def _beside(self, base: OpenBase, planned: Planned) -> int:
-        """Return what a text takes whose prompt is a usual one, and whose answer as long as ever.
-
-        Some depends on the base: gains of an expert that is not in memory are read for.
-        """
+        """Return what a text takes: a usual prompt, and as long an answer as there may be."""
         planner, message = self.session.planner, UserMessage(prompt="? " * USUAL_PROMPT)
         request = replace(self.request, message=message, truncate=True)
         prepared = prepare_on(base, planner, request, planned, {})
         return beside_base(planner, prepared, {}, rows=self.rows)
 
-    def _tell_who_is_without(self, count: int) -> None:
-        if count:
-            self.tell(f"{WARNING}there is no room for {count} of the installed experts")
+
+def _named(refs: Sequence[str]) -> str:
+    others = len(refs) - _NAMED
+    return ", ".join(refs[:_NAMED]) + (f" and {others} others" if others > 0 else "")

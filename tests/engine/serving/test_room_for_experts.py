@@ -8,6 +8,7 @@ import pytest
 
 from expertctl.engine.moe.pins import TopPins
 from expertctl.engine.moe.start import USUAL, StartWishes
+from expertctl.engine.serving import room_for_experts
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.job import Failed
 from expertctl.errors import BudgetError
@@ -122,7 +123,7 @@ def test_where_one_cannot_have_room_the_next_one_has(shelf: Shelf) -> None:
     assert found.tokens == [*right.tokens, None]
     assert 0 < found.slots < EXPERTS
     assert "leave room for acme/small" in found.told
-    assert "no room for 1 of the installed experts" in found.told
+    assert "there is no room for acme/large@1.0.0" in found.told
 
 
 def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: Shelf) -> None:
@@ -138,24 +139,50 @@ def test_room_is_for_an_answer_as_long_as_the_expert_says(shelf: Shelf) -> None:
 
 def test_whoever_pins_more_than_that_is_told_who_has_no_room(shelf: Shelf) -> None:
     shelf.install("small", 2)
-    plain = shelf.settings(16)
-    assert None not in shelf.answers(plain, "small").tokens  # and something is learnt
+    shelf.install("large", 16)
+    plain = shelf.answers(shelf.settings(16), "small")
+    assert None not in plain.tokens  # and something is learnt
     pinned = shelf.answers(shelf.settings(16, moe=StartWishes(pins=TopPins(9))), "small")
     assert pinned.tokens == [None]
-    assert "warning: there is no room for acme/small" in pinned.told
-    assert "pin" in pinned.told
+    assert "warning: acme/small@1.0.0: 9 routed experts of each layer are to be" in pinned.told
+    assert "there is no room for acme/large@1.0.0, acme/small@1.0.0" in pinned.told
+    fewer = shelf.answers(shelf.settings(16, moe=StartWishes(pins=TopPins(2))), "small")
+    assert fewer.tokens == plain.tokens
+    assert "leave room for acme/small" in fewer.told
+    assert "there is no room for acme/large@1.0.0" in fewer.told
 
 
-def test_a_damaged_expert_takes_no_room_from_the_others(shelf: Shelf) -> None:
+def test_damaged_and_unreadable_experts_keep_no_server_from_starting(shelf: Shelf) -> None:
     shelf.install("small", 2)
     shelf.install("large", 16)
-    (large,) = (e for e in inventory(shelf) if "large" in e.ref)
-    for file in large.stored.files:
-        blob = shelf.house.store.paths.blob(file.digest)
-        blob.chmod(0o600)
-        blob.write_bytes(b"\0" * 8)
+    shelf.install("gone", 4)
+    for expert in inventory(shelf):
+        for file in () if "small" in expert.ref else expert.stored.files:
+            blob = shelf.house.store.paths.blob(file.digest)
+            if "gone" in expert.ref:
+                blob.unlink()
+            else:
+                blob.chmod(0o600)
+                blob.write_bytes(b"\0" * 8)
     found = shelf.answers(shelf.settings(17), "small")
     assert None not in found.tokens
+
+
+def test_of_many_experts_no_more_than_so_many_are_looked_at(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room_for_experts, "MEASURED", 2)
+    for number in range(1, 6):
+        shelf.install(f"rank-{number}", 13 + number)
+    few = shelf.answers(shelf.settings(13))
+    assert "there is no room for acme/rank-5@1.0.0, acme/rank-4@1.0.0" in few.told
+    assert "what experts take was worked out for 2 of 5" in few.told
+    monkeypatch.setattr(room_for_experts, "MEASURED", 100)
+    many = shelf.answers(shelf.settings(13)).told
+    assert "acme/rank-5@1.0.0, acme/rank-4@1.0.0, acme/rank-3@1.0.0 and 2 others" in many
+    monkeypatch.setattr(room_for_experts, "SECONDS", 0.0)
+    hasty = shelf.answers(shelf.settings(13)).told
+    assert "what experts take was worked out for 1 of 5" in hasty
 
 
 def inventory(shelf: Shelf) -> list[Any]:
