@@ -1,7 +1,7 @@
 """``expertctl base``: the base models that this machine knows."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from expertctl.settings import load_settings
 from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 from expertctl.store.store import Store
+
+if TYPE_CHECKING:
+    from expertctl.package.experts_config import ExpertsConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,12 +48,16 @@ def add(
     identity = base.identity
     text = f"{base.name}  {human_size(base.size)}  {base.path}\n"
     text += f"arch {identity.arch}\nweights {identity.weights}\ntokenizer {identity.tokenizer}"
+    routed = _routed(base)
+    if routed is not None:
+        share = f"{routed.used} of {routed.count}"
+        text += f"\nrouted experts {share} for a token; `expertctl base plan {base.name}`"
     if base.foreign:
         note(
             f"only `run --engine transformers` runs {base.name}: slowly, with one expert; "
             "it needs pip install 'expertctl[compat]'"
         )
-    emit(_document(base), text, as_json=as_json)
+    emit(_document(base, routed), text, as_json=as_json)
 
 
 @app.command("list")
@@ -63,13 +70,14 @@ def list_(as_json: JsonFlag = False) -> None:
     known = bases.bases()
     if not known:
         note("no bases yet; add one with `expertctl base add DIR`")
-    states = [_state(bases, base) for base in known]
-    documents = [{**_document(b), "state": s} for b, s in zip(known, states, strict=True)]
-    rows = [
-        [b.name, b.identity.revision or "-", human_size(b.size), _engine(b), s, str(b.path)]
-        for b, s in zip(known, states, strict=True)
-    ]
-    header = ["NAME", "REVISION", "SIZE", "ENGINE", "STATE", "PATH"]
+    documents, rows = [], []
+    for base in known:
+        state, routed = _state(bases, base), _routed(base)
+        documents.append({**_document(base, routed), "state": state})
+        revision, size = base.identity.revision or "-", human_size(base.size)
+        share = "-" if routed is None else f"{routed.used} of {routed.count}"
+        rows.append([base.name, revision, size, share, _engine(base), state, str(base.path)])
+    header = ["NAME", "REVISION", "SIZE", "ROUTED EXPERTS", "ENGINE", "STATE", "PATH"]
     emit({"bases": documents}, table(header, rows) if rows else "", as_json=as_json)
 
 
@@ -112,11 +120,21 @@ def _state(bases: BaseStore, base: StoredBase) -> str:
 
 
 def _engine(base: StoredBase) -> str:
-    """Return the engine that runs a base; what the native one runs, transformers may run too."""
+    """Return the engine that runs a base; transformers may run a native base, too."""
     return "transformers" if base.foreign else "native"
 
 
-def _document(base: StoredBase) -> dict[str, object]:
+def _routed(base: StoredBase) -> "ExpertsConfig | None":
+    """Return the routed experts of a native base; None if it has none, or cannot be read."""
+    from expertctl.package.model_config import read_config
+
+    try:
+        return None if base.foreign else read_config(base.path).experts
+    except ExpertError:  # the state of the base says so
+        return None
+
+
+def _document(base: StoredBase, routed: "ExpertsConfig | None") -> dict[str, object]:
     identity = base.identity
     return {
         "name": base.name,
@@ -125,6 +143,9 @@ def _document(base: StoredBase) -> dict[str, object]:
         "copied": base.copied,
         "engine": _engine(base),
         "size": base.size,
+        "routed_experts": None
+        if routed is None
+        else {"count": routed.count, "used": routed.used, "layers": len(routed.layers)},
         "arch": str(identity.arch),
         "weights": str(identity.weights) if identity.weights else None,
         "tokenizer": str(identity.tokenizer),

@@ -1,6 +1,8 @@
 """``expertctl base`` as a person types it."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -38,11 +40,44 @@ def test_a_base_is_added_and_listed(expertctl: Commands, house: House, shop: Sho
         "copied": False,
         "engine": "native",
         "size": house.bases.find(BASE_NAME).size,
+        "routed_experts": None,
         "arch": str(identity.arch),
         "weights": str(identity.weights),
         "tokenizer": str(identity.tokenizer),
         "state": "ok",
     }
+
+
+def test_routed_experts_are_shown_where_a_base_has_some(
+    expertctl: Commands, shop: Shop, tmp_path: Path
+) -> None:
+    moe = write_base(
+        tmp_path / "moe",
+        arch="qwen3_moe",
+        tie=False,
+        layers=3,
+        hidden=32,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        mlp_only_layers=[1],
+    )
+    expertctl("base", "add", shop.base_dir)
+    said = expertctl("base", "add", moe).out.splitlines()
+    assert said[4] == "routed experts 2 of 8 for a token; `expertctl base plan moe`"
+    listed = expertctl("base", "list", "--json").document["bases"]
+    assert [base["routed_experts"] for base in listed] == [
+        {"count": 8, "used": 2, "layers": 2},
+        None,
+    ]
+    rows = [re.split("  +", line) for line in expertctl("base", "list").out.splitlines()]
+    assert [row[3] for row in rows] == ["ROUTED EXPERTS", "2 of 8", "-"]
+    (moe / "config.json").write_text("[")
+    rows = [re.split("  +", line) for line in expertctl("base", "list").out.splitlines()]
+    assert [(row[3], row[5]) for row in rows[1:]] == [("-", "changed"), ("-", "ok")]
+    shutil.rmtree(moe)
+    assert "changed" in expertctl("base", "list").out
 
 
 def test_a_copy_is_named_and_dated(expertctl: Commands, house: House, shop: Shop) -> None:
