@@ -1,7 +1,7 @@
 """Room for the experts of a server beside the slots of routed experts.
 
 Slots are given out once, when the base is read; which experts will be asked for is not known then.
-So they leave room for a text with the one that takes most; the others take turns with it.
+So they leave room for a text with the expert that takes most; the others take turns with it.
 """
 
 import time
@@ -22,11 +22,11 @@ from expertctl.routing.session import PlanningSession
 from expertctl.telling import WARNING, Tell
 
 MEASURED, SECONDS = 100, 10.0
-"""Of so many experts, those with the largest files, it is worked out what they take. That may last
-so long, and so may looking for room for one after the other; one is looked at in any case."""
+"""Of so many experts, those with the largest files, the need is worked out; that may last so long,
+and so may the search for room, expert by expert. Each looks at one expert in any case."""
 _TRIES = 2
 _NAMED = 3
-"""So many of those who have no room are named."""
+"""How many of the experts that have no room are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class _Wish:
 
 @dataclass(frozen=True, slots=True)
 class RoomForExperts:
-    """Finds out how much that is, and has the base opened with fewer slots where it has to be.
+    """Finds out how much room experts need, and opens the base with fewer slots where necessary.
 
     ``request`` is any that the base answers alone, ``limit`` all of the memory; a batch has
-    ``rows``. ``tell`` gets what whoever runs the server should know.
+    ``rows``. ``tell`` gets what the operator of the server should know.
     """
 
     session: PlanningSession
@@ -53,31 +53,34 @@ class RoomForExperts:
     tell: Tell
 
     def leave(self, base: OpenBase, open_beside: Callable[[int], OpenBase]) -> OpenBase:
-        """Return the base, with fewer slots where an expert has no room but for that.
+        """Return the base, with fewer slots where an expert would have no room otherwise.
 
-        ``open_beside`` opens the base so that as many bytes are left beside it. Who would have no
-        room beside no slots at all, or beside those that are pinned, does not count.
+        ``open_beside`` opens the base so that so many bytes are left beside it. An expert that has
+        no room even without slots, or beside those that are pinned, does not count.
         """
         if base.config.experts is None:
             return base
         wishes = sorted(self._wishes(base), key=lambda one: one.size, reverse=True)
-        until, found, without = time.monotonic() + SECONDS, base, list[str]()
+        until, found = time.monotonic() + SECONDS, base
+        without, refusals = list[str](), list[str]()
         for wish in wishes:
             if base.weight_bytes + wish.size <= self.limit:
                 break
             in_time = not without or time.monotonic() < until
-            fewer = self._with_room(wish, open_beside) if in_time else None
+            fewer = self._with_room(wish, open_beside, refusals) if in_time else None
             if fewer is not None:
                 self.tell(f"slots of routed experts leave room for {wish.ref}")
                 found = fewer
                 break
             without.append(wish.ref)
+        for first in refusals[:1]:  # the other refusals say nearly the same
+            self.tell(f"{WARNING}{first}")
         if without:
             self.tell(f"{WARNING}there is no room for {_named(without)}")
         return found
 
     def _wishes(self, base: OpenBase) -> Iterator[_Wish]:
-        """Yield what experts take, each on its own; who cannot answer takes nothing."""
+        """Yield what each expert takes on its own, except for those that cannot answer."""
         until = time.monotonic() + SECONDS
         identity, installed = base.stored.identity, self.session.inventory.experts
         fitting = [one for one in installed if not misfit(one, identity, allow_mismatch=False)]
@@ -86,23 +89,25 @@ class RoomForExperts:
             if number == MEASURED or (number and time.monotonic() > until):
                 self.tell(f"what experts take was worked out for {number} of {len(fitting)}")
                 return
-            with suppress(ExpertError):  # who asks for it is told
+            with suppress(ExpertError):  # told to requests that ask for it
                 planned = self._planned(expert)
                 yield _Wish(self._beside(base, planned), expert.ref, planned)
 
-    def _with_room(self, wish: _Wish, open_beside: Callable[[int], OpenBase]) -> OpenBase | None:
+    def _with_room(
+        self, wish: _Wish, open_beside: Callable[[int], OpenBase], refusals: list[str]
+    ) -> OpenBase | None:
         """Return the base with room for an expert; None where it can have none.
 
-        It may take more than beside the base as it was: what its gains are computed from is read
-        where slots come and go.
+        The reason why the base cannot be opened so goes to ``refusals``. An expert may take more
+        than beside a whole base: routed experts that its gains are computed from are read anew.
         """
         size = wish.size
         for _ in range(_TRIES):
             try:
                 fewer = open_beside(size)
                 size = self._beside(fewer, wish.planned)
-            except ExpertError as error:  # as many slots are pinned, say
-                self.tell(f"{WARNING}{wish.ref}: {error.message}")
+            except ExpertError as error:  # too many slots are pinned, for example
+                refusals.append(f"{wish.ref}: {error.message}")
                 return None
             if fewer.weight_bytes + size <= self.limit:
                 return fewer
