@@ -48,6 +48,7 @@ def assert_exact(ours: torch.Tensor, oracle: Oracle, ids: list[int]) -> None:
     lost = float((oracle.logits(ids)[-len(ours) :] - theirs).abs().max())
     assert float(theirs.abs().max()) > 0.5, "the numbers are too small for an absolute tolerance"
     assert float((ours - theirs).abs().max()) <= max(TOLERANCE, 3 * lost)
+    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
 def packed(oracle: Oracle, crew: Crew, scheme: Scheme = Scheme.FLOAT32, **options: Any) -> Any:

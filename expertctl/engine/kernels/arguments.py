@@ -1,7 +1,7 @@
 """The arguments of kernels: int64 that compiled code reads in the order in which they stand.
 
-An array is only an address there, so another one in its place would pass unseen. That is why what
-returns arguments takes arrays by name, and why the numbers in them are checked here.
+An array is only an address there, so a wrong one in its place would go unnoticed. That is why
+functions that return arguments take arrays by name, and why dtypes are checked here.
 """
 
 from typing import Any

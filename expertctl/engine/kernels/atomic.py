@@ -1,7 +1,7 @@
 """Numbers that several threads change at once, and how a thread waits, in compiled code.
 
-Addresses are of int64 that stand at multiples of eight. Whoever reads a number sees all that was
-written before it by whoever stored it.
+Addresses are of int64 at multiples of eight. A thread that reads a number sees all that the thread
+that stored it had written before.
 """
 
 from typing import Any
@@ -64,7 +64,7 @@ def replace_now(_context: Any, address: Any, old: Any, new: Any) -> Any:
 
 @intrinsic
 def breathe(_context: Any) -> Any:
-    """Tell the processor that this thread only waits: its twin and its power may go elsewhere."""
+    """Tell the processor that this thread only waits, so its core can serve another or rest."""
 
     def emit(context: Any, builder: Any, _signature: Any, _values: Any) -> Any:
         machine = binding.get_default_triple().partition("-")[0]

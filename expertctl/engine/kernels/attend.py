@@ -1,8 +1,8 @@
 """Attention over pages of keys and values, with a softmax that is corrected chunk by chunk.
 
 A chunk is four pages whose place in the text is fixed, so a token's bits do not depend on the
-tokens it was read with. (The running softmax is that of FlashAttention, Dao et al. 2022.) Tokens of
-a prompt gather a chunk before they read it, for many queries; a token on its own reads pages.
+tokens it was read with. (The running softmax is that of FlashAttention, Dao et al. 2022.) For the
+tokens of a prompt a chunk is gathered first, for many queries; a token on its own reads pages.
 """
 
 from functools import cache
@@ -68,7 +68,7 @@ def attend_step_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
 def prompt_items(tokens: int, shape: HeadsShape) -> int:
     """Return how many items a prompt has: some tokens and some query heads of one KV head each.
 
-    All heads of the first tokens are first.
+    All heads of the first tokens come first.
     """
     heads = -(-(shape.queries // shape.keys) // HEADS_AN_ITEM)
     return -(-tokens // TOKENS_AN_ITEM) * shape.keys * heads
@@ -86,10 +86,10 @@ def attend_arguments(
     scale: Numbers,
     count: Numbers,
 ) -> Numbers:
-    """Return the arguments of either; most are those of `heads_arguments`.
+    """Return the arguments of either kernel; most are those of `heads_arguments`.
 
     ``out`` is float32 [tokens, query heads * dim], ``scale`` float32 [1], ``count`` int64 [1] the
-    tokens of the run; without a window all tokens before are seen.
+    tokens of the run; without a window all earlier tokens are seen.
     """
     return words_of(
         *rows_at(rows),
@@ -159,7 +159,7 @@ def _attend_together(
     half: Any, rows: Any, stride: Any, count: Any, heads: Any, position: Any, table: Any,
     keys: Any, values: Any, out: Any, out_stride: Any, dim: Any, window: Any, scale: Any,
 ) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Attend with some heads of ``count`` tokens; each stands a position behind the one before."""
+    """Attend with some heads of ``count`` tokens at consecutive positions."""
     pages, near = stack_floats(_PAGES), stack_floats(_PAGES)
     gathered, scores, totals = (
         stack_floats(_GATHERED), stack_floats(_ALL_SCORES), stack_floats(_ALL_TOTALS),
@@ -199,7 +199,7 @@ def _score(
     half: Any, pages: Any, near: Any, keys: Any, values: Any, rows: Any, stride: Any, scores: Any,
     dim: Any, count: Any, heads: Any,
 ) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Write the scores of a chunk for some heads, whose keys are gathered once."""
+    """Write the scores of a chunk for some heads; the keys are gathered once."""
     for begin in range(0, dim, GATHERED):
         numbers = min(dim - begin, GATHERED)
         gather_pages(half, pages, keys, pages, values, longs_at(near, 1)[0], begin, numbers)
@@ -264,7 +264,7 @@ def _weigh(
     scores: Any, low: Any, high: Any, ahead: Any, scale: Any, largest: Any, totals: Any,
     corrections: Any, count: Any,
 ) -> None:  # fmt: skip # pragma: no cover - compiled
-    """Weigh the scores of queries, each of which stands ``ahead`` positions behind the last."""
+    """Weigh the scores of queries, each ``ahead`` positions after the one before."""
     for query in range(count):
         floats_at(corrections, count)[query] = weigh_scores(
             scores + query * CHUNK_BYTES, low + ahead * query, high + ahead * query, scale,
@@ -301,6 +301,6 @@ def _fill(row: Any) -> None:  # pragma: no cover - compiled
 def _find(
     pages: Any, table: Any, chunk: Any, first: Any, last: Any
 ) -> None:  # pragma: no cover - compiled
-    """Find the pages of a chunk and the next; where nobody reads one, the nearest that is read."""
+    """Find the pages of a chunk and the next; for one that is unread, the nearest that is read."""
     for number in range(2 * TOGETHER):
         pages[number] = table[min(max(chunk * TOGETHER + number, first), last)]

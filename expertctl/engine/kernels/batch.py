@@ -2,7 +2,7 @@
 
 A *plan table* has a record for each linear layer of the base: where the plan's matrices and
 vectors for it lie. A *batch table* begins with where the rows between A and B lie and goes on with
-an entry for each plan: its table, its first row, how many rows. Rows without a plan are in none.
+an entry for each plan: its table, its first row, how many rows. Rows without a plan have none.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class ModulePart:
 
 
 def column_step(scheme: Scheme) -> int:
-    """Return what columns between A and B begin at a multiple of: a module's groups are its own."""
+    """Return the multiple at which columns between A and B begin: modules share no group."""
     return GROUP if scheme.layout.is_grouped else LANES
 
 
@@ -60,7 +60,7 @@ class BatchTable:
     """The table of one batch, and the rows between A and B of adapters in one scheme."""
 
     def __init__(self, scheme: Scheme, *, rows: int) -> None:
-        """Make room for so many rows, each of a plan of its own at most."""
+        """Make room for so many rows, each of which may have a plan of its own."""
         self.words = aligned(BEGIN_WORDS + ENTRY_WORDS * rows, np.int64)
         self._scheme, self._rows, self._width = scheme, rows, 0
         self._inner = aligned((rows, 0), np.float32)

@@ -1,21 +1,21 @@
 """bfloat16 in some eleven bits a number, exactly: exponents of weights are all much alike.
 
 A weight's sign and fraction look like noise, but its exponent has an entropy of 2.6 of its 8 bits
-(Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here three bits are kept of it, which say
-where it is among eight exponents in a row, the *window* of a chunk; the few numbers beyond it are
-kept whole. That takes a twelfth more than the best prefix code, and no code has to be followed
-bit by bit: sixty-four numbers are put together at a time.
+(Zhang et al. 2025, "70% Size, 100% Accuracy", section 2). Here three bits of it are kept: its place
+among eight consecutive exponents, the *window* of a chunk; the few numbers beyond the window are
+kept whole. That takes a twelfth more than the best prefix code, but no code is decoded bit by bit:
+sixty-four numbers are put together at a time.
 
 A stretch, four blocks of sixteen rows or what is left of a matrix, is chunks of 128 columns. Each
-part of a chunk is filled to a multiple of 64 bytes::
+part of a chunk is padded to a multiple of 64 bytes::
 
     head      uint16 how many are beyond the window, uint8 where the window begins
     groups    of 512 numbers each: three planes of a bit for each, bit s of byte j for number
               64 s + j, then uint8 of each number, its sign and its fraction
     beyond    uint16 which number of the chunk, uint16 its bits
 
-Where that would be longer than the numbers, or they are no whole groups, they follow the head as
-they are. A chunk unpacked is small enough to stay in a core's first cache.
+Where that would be no shorter than the numbers, or they do not fill whole groups, they follow the
+head as they are. An unpacked chunk is small enough to stay in a core's first cache.
 """
 
 from functools import cache
@@ -45,9 +45,9 @@ CHUNK_BYTES = TOGETHER * VECTORS * VECTOR_BYTES
 CHUNK_FLOATS = CHUNK_BYTES // 4
 HEAD = 64
 AS_THEY_ARE = 0xFFFF
-"""In the place of how many numbers are beyond the window."""
+"""Stands in the place of how many are beyond the window where all numbers are kept as they are."""
 LEAST_BITS = 11
-"""Of each number: three planes, and a byte."""
+"""Bits of each number: three planes, and a byte."""
 _WINDOW, _EXPONENTS = 8, 256
 _STRIPS, _PLANES, _AT_ONCE = 8, 3, 64
 _GROUP_BYTES = GROUP * LEAST_BITS // 8
@@ -62,11 +62,12 @@ def most_bytes(blocks: int, vectors: int) -> int:
 
 @cache
 def pack_kernel() -> Kernel:
-    """Return the kernel that packs stretches that lie behind each other; its one item is all.
+    """Return the kernel that packs consecutive stretches; its one item is all of them.
 
-    Its arguments are the address of the numbers, that of int64 [stretches, 2], how many blocks each
-    has and how many vectors each of these, how many stretches there are, and where to write: uint32
-    [stretches + 1], where each begins and the last one ends, counted from there, then stretches.
+    Its arguments are the address of the numbers; that of int64 [stretches, 2], the blocks of each
+    stretch and the vectors of each block; the number of stretches; and where to write. There it
+    writes uint32 [stretches + 1], the offset from there at which each begins and the last one ends,
+    then the stretches.
     """
     return compile_kernel("pack compact", _pack)
 
@@ -94,7 +95,7 @@ def _pack(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover 
 
 @register_jitable
 def filled(count: Any) -> Any:  # pragma: no cover - compiled
-    """Return so many bytes filled to whole lines of a cache."""
+    """Return a number of bytes, rounded up to whole cache lines."""
     return (count + _AT_ONCE - 1) // _AT_ONCE * _AT_ONCE
 
 
@@ -125,7 +126,7 @@ def _pack_chunk(numbers: Any, size: Any, out: Any, seen: Any) -> Any:  # pragma:
 
 @register_jitable
 def _found_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no cover - compiled
-    """Return where the window begins that most exponents are in, and how many are not."""
+    """Return where the window with the most exponents begins, and how many are beyond it."""
     whole, seen = halves_at(numbers, size), ints_at(seen_at, _EXPONENTS)
     for k in range(_EXPONENTS):
         seen[k] = 0
@@ -144,11 +145,11 @@ def _found_window(numbers: Any, size: Any, seen_at: Any) -> Any:  # pragma: no c
 
 @cache
 def check_kernel() -> Kernel:
-    """Return the kernel that tells whether stretches can be unpacked; its one item is all.
+    """Return the kernel that tells whether stretches can be unpacked; its one item is all of them.
 
     Its arguments are the address of what was packed, how many bytes it may have, the address of
-    int64 [stretches, 2] and how many these are, as for `pack_kernel`, and that of an int64, which
-    is 1 then, and else 0.
+    int64 [stretches, 2] and the number of stretches, as for `pack_kernel`, and the address of an
+    int64 that is set to 1 if they can, else to 0.
     """
     return compile_kernel("check compact", _check)
 
@@ -171,7 +172,7 @@ def _check(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover
 
 @register_jitable
 def chunk_bytes(packed: Any, end: Any, size: Any) -> Any:  # pragma: no cover - compiled
-    """Return how many bytes a chunk of so many numbers has; 0 where it is none.
+    """Return how many bytes a chunk of so many numbers has; 0 where it is no chunk.
 
     Nothing from ``end`` on is read.
     """
@@ -193,9 +194,9 @@ def _beyond(packed: Any) -> Any:  # pragma: no cover - compiled
 
 @register_jitable
 def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: no cover - compiled
-    """Write so many numbers of a chunk; return how many bytes it had, 0 where it is none.
+    """Write so many numbers of a chunk; return how many bytes it had, 0 where it is no chunk.
 
-    Whatever is there, nothing from ``end`` on is read, and nothing is written but the numbers.
+    Whatever is there, nothing from ``end`` on is read, and only the numbers are written.
     """
     length = chunk_bytes(packed, end, size)
     if length == 0:
@@ -217,7 +218,7 @@ def unpack_chunk(packed: Any, end: Any, size: Any, out: Any) -> Any:  # pragma: 
 
 @register_jitable
 def long_of(number: Any) -> Any:  # pragma: no cover - compiled
-    """Return an int64 of a byte, which shifted would stay one."""
+    """Return a byte as int64, for a byte that is shifted would stay one."""
     return number + 0
 
 
@@ -294,7 +295,7 @@ class _Vectors:
         return _constant(_BYTES, 0)
 
     def every(self, number: Value) -> Value:
-        """Return the last byte of an int64 in every lane."""
+        """Return the lowest byte of an int64 in every lane."""
         nothing, first = ir.Constant(_BYTES, ir.Undefined), ir.Constant(ir.IntType(32), 0)
         one = self._b.insert_element(nothing, self._b.trunc(number, ir.IntType(8)), first)
         order = ir.Constant(ir.VectorType(ir.IntType(32), _AT_ONCE), [0] * _AT_ONCE)
@@ -329,7 +330,7 @@ class _Vectors:
         return self._b.or_(self._b.zext(low, _SHORTS), upper)
 
     def _pointer(self, address: Value, index: int, kind: Any) -> Value:
-        """Return where the vector is that stands so many times sixty-four bytes behind."""
+        """Return a pointer to the vector at ``index`` times sixty-four bytes from an address."""
         place = self._b.add(address, ir.Constant(INT, index * _AT_ONCE))
         return self._b.inttoptr(place, kind.as_pointer())
 

@@ -1,9 +1,9 @@
 """Compiled code on disk: made once for a machine and these sources, then only loaded.
 
 What is kept is loaded as code, by numba with pickle. So it lies in folders that belong to this user
-and that nobody else may write; where that is not so, nothing is read or kept. A folder is named
+and that no other user may write; where that is not so, nothing is read or kept. A folder is named
 after all that its content depends on: the sources of every kernel (numba looks at one file only),
-numba, llvmlite, Python and the processor. Compiled code belongs to the process, and so does this.
+numba, llvmlite, Python and the processor. Compiled code belongs to the process; so does this state.
 """
 
 import hashlib
@@ -44,9 +44,9 @@ Code = TypeVar("Code")
 _PATIENCE = 60.0
 """Seconds to wait for another process that compiles the same."""
 _NUMBER_BITS = 100
-"""Of what functions are numbered from: no two processes come to meet."""
+"""Bits of the number that functions are counted from: no two processes collide."""
 _UNUSED_DAYS = 30
-"""After so many without use the code of another version is removed."""
+"""After so many days without use the code of another version is removed."""
 _NAME = re.compile(r"[0-9a-f]{32}")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _DAMAGE = (
@@ -65,7 +65,7 @@ _DAMAGE = (
 
 @dataclass(slots=True)
 class _Keeping:
-    """Where this process keeps code, and who has still to be told that it takes a while."""
+    """Where this process keeps code, and whether `tell` was told that it takes a while."""
 
     folder: Path | None = None
     tell: Tell = tell_nobody
@@ -79,7 +79,7 @@ _LOCK = threading.RLock()
 def compiled_cache(home: Home, *, tell: Tell = tell_nobody) -> Path | None:
     """Keep below a home what is compiled from now on; return where, None if it is not safe there.
 
-    ``tell`` gets a sentence when something has to be compiled, once.
+    ``tell`` gets a sentence, once, when something has to be compiled.
     """
     with _LOCK:
         folder = _KEEPING.folder = _folder(home)
@@ -102,7 +102,7 @@ def compiled(name: str, compile_code: Callable[[bool], Code]) -> Code:
         try:
             with FileLock(folder.with_suffix(".lock"), timeout=_PATIENCE, mode=0o600):
                 return _kept(name, compile_code, folder)
-        except OSError:  # a process that stands still with the lock, or a folder that is gone
+        except OSError:  # a stuck process holds the lock, or the folder is gone
             return compile_code(False)
 
 
@@ -111,8 +111,8 @@ def _are_numbered_apart() -> bool:
 
     numba tells functions of one name apart by a count that begins at one in each process, and what
     is loaded calls the first function of a name and number (numba issue 10486). So a kernel that
-    one process kept would call what another kept, for a scheme that is not its own. Where a numba
-    counts otherwise, which nobody has seen yet, nothing may be kept.
+    one process kept would call what another kept, for a scheme that is not its own. Where numba
+    counts in another way, as no known version does, nothing may be kept: return False.
     """
     first = secrets.randbits(_NUMBER_BITS)
     FunctionIdentity._unique_ids = itertools.count(first)
@@ -120,7 +120,7 @@ def _are_numbered_apart() -> bool:
 
 
 def _kept(name: str, compile_code: Callable[[bool], Code], folder: Path) -> Code:
-    """Load or compile, and keep; alone, for numba numbers its files as if nobody else did."""
+    """Load, or compile and keep; alone, for numba numbers its files as if no other process did."""
     mark = folder / f"{name}.kept"
     if not mark.exists():
         _tell(COMPILING)
@@ -168,7 +168,7 @@ def _folder(home: Home) -> Path | None:
 
 
 def _remove_unused(current: Path) -> None:
-    """Remove folders of other versions, or other processors, that nobody has used for a while."""
+    """Remove folders of other versions, or other processors, that were not used for a while."""
     oldest = time.time() - _UNUSED_DAYS * 86_400
     for folder in sorted(current.parent.iterdir()):
         if folder == current or not _NAME.fullmatch(folder.name):
@@ -183,12 +183,12 @@ def _remove_unused(current: Path) -> None:
 
 
 def _last_used(folder: Path) -> float:
-    """Return when something of it was loaded or kept; loading touches a mark."""
+    """Return when something of it was last loaded or kept; loading touches a mark."""
     return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _is_ours(folder: Path) -> bool:
-    """Tell whether nobody else may put files there; a link to a folder may be changed later."""
+    """Tell whether only this user may put files there; a link may be changed later."""
     found = folder.lstat()
     is_folder = stat.S_ISDIR(found.st_mode)
     return is_folder and found.st_uid == os.geteuid() and not found.st_mode & _OTHERS
@@ -210,4 +210,4 @@ def _sources() -> "hashlib._Hash":
 
 
 _SOURCES = _sources()
-"""As they are when they are imported: who is updated while it runs still compiles these."""
+"""As they are at import: a process whose files are updated while it runs still compiles these."""

@@ -1,4 +1,4 @@
-"""What the processor can do that the kernels have a path of their own for."""
+"""The features of the processor for which the kernels have paths of their own."""
 
 import platform
 import sys
@@ -53,7 +53,7 @@ def host_cpu() -> Cpu:
 def compiled_features() -> frozenset[str]:
     """Return the features that code is compiled for.
 
-    Of ``NUMBA_CPU_FEATURES`` it is those that are named, whatever the name of the processor says.
+    If ``NUMBA_CPU_FEATURES`` is set, only those that it names, whatever the processor's name says.
     """
     told = numba.config.CPU_FEATURES
     listed = get_host_cpu_features() if told is None else told
@@ -64,7 +64,7 @@ def compiled_features() -> frozenset[str]:
 
 
 def _has_half(features: frozenset[str], machine: str) -> bool:
-    """AArch64 always has it; elsewhere it is not known, and integers are always right."""
+    """AArch64 always has it; elsewhere a feature must say so. Integers are always right."""
     if machine in {"aarch64", "arm64"}:
         return True
     return "avx512f" in features or {"avx", "f16c"} <= features

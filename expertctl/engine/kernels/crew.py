@@ -1,8 +1,8 @@
-"""Those who compute: threads that run a program's operations together, the caller among them.
+"""The crew: threads that run a program's operations together, the caller's among them.
 
-Whoever is free claims the next items of an operation (`sharing`); which worker does an item
+A worker that is free claims the next items of an operation (`sharing`); which worker does an item
 changes no bit of it. Between runs the threads sleep (`waiting`). A run is one call of compiled
-code: no signal breaks it in two, and it holds no lock of the interpreter.
+code: no signal interrupts it, and it does not hold the interpreter's lock.
 """
 
 import os
@@ -32,9 +32,9 @@ _FIRST_ROOM = 512
 
 
 class Crew:
-    """So many workers at most. Two callers wait for each other.
+    """So many workers at most. The runs of several callers take turns.
 
-    The threads begin when they are first needed, and again in a process forked from this one;
+    The threads start when they are first needed, and anew in a process forked from this one;
     they end with `close`, with the crew, or with the interpreter.
     """
 
@@ -60,7 +60,7 @@ class Crew:
         return spent / 1e9
 
     def close(self) -> None:
-        """End the threads; there is no run after that."""
+        """End the threads; no run is possible after that."""
         self._closed = True
         team = self._teams.get(os.getpid())
         if team is not None:
@@ -80,7 +80,7 @@ class Crew:
             team.run(table, max(min(workers or self.workers, self.workers), 1), times)
 
     def _team(self) -> "_Team":
-        """Return the team of this process; of two made by callers who meet here, one stays."""
+        """Return the team of this process; of two that callers make at once, one stays."""
         process = os.getpid()
         return self._teams.get(process) or self._teams.setdefault(process, _Team(process))
 
@@ -92,7 +92,7 @@ class Crew:
 class _Team:
     """The threads of one crew in one process, and the memory that they share.
 
-    Whoever runs something holds the lock.
+    The caller that runs something holds the lock.
     """
 
     def __init__(self, process: int) -> None:
@@ -148,7 +148,7 @@ class _Team:
 
 
 def _attend(sharing: Sharing, shared: Numbers, post: Numbers, _rooms: list[Numbers]) -> None:
-    """Work, on a thread that keeps alive what it looks at."""
+    """Work, on a thread that keeps alive what it reads."""
     sharing.attend(shared.ctypes.data, post.ctypes.data)
 
 

@@ -1,7 +1,7 @@
 """A routed expert in one block of memory: gate and up as one matrix, then down.
 
-Of each matrix the numbers come first and then the scales, and each begins at a multiple of 64. So
-an expert is one read, and one address says where it is, wherever it is.
+Of each matrix the numbers come first, then the scales, and both begin at multiples of 64. So an
+expert is one read, and one address says where it is.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Numbers = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """One of its matrices: its shape, and the bytes from the start of the block to it."""
+    """One matrix of an expert: its shape, and the bytes from the start of the block to it."""
 
     scheme: Scheme
     rows: int
@@ -68,7 +68,7 @@ class ExpertShape:
     hidden: int
     intermediate: int
     compact: int = 0
-    """Bytes of the block of one that is compact; 0: it lies there as it is computed."""
+    """Bytes of the block of a compact expert; 0: experts lie there as they are computed."""
 
     @property
     def gate_up_part(self) -> ExpertPart:
@@ -82,7 +82,7 @@ class ExpertShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one as it is computed."""
+        """Bytes of an expert as it is computed."""
         return self.down_part.end
 
     @property

@@ -11,7 +11,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LEAST, MOST = -87.3, 88.37
-"""Below and above, the value at the limit is returned: no infinity, no denormal."""
+"""Beyond them, the value at the limit is returned: no infinity, no denormal."""
 _PER_OCTAVE, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to an integer, which the lowest bits then hold
 _SERIES = (

@@ -1,8 +1,7 @@
 """Numbers of float16 from float32 and back, by an instruction or, where there is none, by integers.
 
-Without the instruction LLVM would call functions that compiled code does not find. Both ways have
-the same bits: halves between two go to the even one, what is too large becomes infinite, and what
-is no number stays none.
+Without the instruction LLVM would call functions that compiled code does not find. Both ways give
+the same bits: ties go to even, what is too large becomes infinite, and NaN stays NaN.
 """
 
 from typing import Any, TypeAlias
@@ -13,11 +12,11 @@ Value: TypeAlias = Any
 
 _EXPONENT = 23
 _LESS_EXACT = 13
-"""Bits that float32 has more than float16, of those behind the point."""
+"""Fraction bits that float32 has more than float16."""
 _NORMAL = 113 << _EXPONENT
 """float32 with the exponent of the smallest normal float16, 2⁻¹⁴."""
 _SHIFT = 112 << _EXPONENT
-"""By how much the exponents of the two begin apart."""
+"""The difference between the exponent biases of the two."""
 _INFINITE, _INFINITE_HALF = 0x7F800000, 0x7C00
 _TOO_LARGE = 0x477FF000
 """65520, the first that is nearer to infinity than to 65504."""
@@ -81,13 +80,13 @@ class _Bits:
         return b.trunc(b.or_(found, sign), self._short)
 
     def _of_subnormal(self, size: Value) -> Value:
-        """Its steps are those behind the point of 2⁻¹⁴, so that is what it is too much."""
+        """Read its bits as the fraction of 2⁻¹⁴, whose steps are the same, and subtract 2⁻¹⁴."""
         b, least = self._b, self._number(_NORMAL)
         above = b.bitcast(b.or_(size, least), self._float)
         return b.bitcast(b.fsub(above, b.bitcast(least, self._float)), self._int)
 
     def _to_subnormal(self, size: Value) -> Value:
-        """Adding 0.5 rounds to its last bit, as the processor rounds any sum."""
+        """Add 0.5, which rounds to its last bit as the processor rounds any sum."""
         b, half = self._b, self._number(_ONE_HALF)
         total = b.fadd(b.bitcast(size, self._float), b.bitcast(half, self._float))
         return b.sub(b.bitcast(total, self._int), half)

@@ -37,19 +37,19 @@ class HeadsShape:
     numbers: Scheme = Scheme.FLOAT32
 
     def __post_init__(self) -> None:
-        """Heads are whole vectors, and each KV head has as many query heads."""
+        """Check that heads are whole vectors and KV heads have equally many query heads."""
         assert self.dim % PAGE == 0
         assert self.queries % self.keys == 0
         assert self.numbers in (Scheme.FLOAT32, Scheme.FLOAT16)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the keys of one head in a page, and of its values."""
+        """Bytes of the keys of one head in a page; its values take as many."""
         return self.dim * self.numbers.layout.vector_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the keys of a page in one layer, and of its values."""
+        """Bytes of the keys of a page in one layer; its values take as many."""
         return self.keys * self.head_bytes
 
 
@@ -57,9 +57,9 @@ class HeadsShape:
 def heads_kernel(numbers: Scheme = Scheme.FLOAT32) -> Kernel:
     """Return the kernel for pages of these numbers.
 
-    One item is one head of one token: of each sixteen tokens all of one head, for their keys share
-    cache lines, then all of the next; queries first, then keys, then values. Numbers beyond 65504
-    are infinite in float16.
+    One item is one head of one token. Of each sixteen tokens, the items of one head come first, for
+    its keys share cache lines, then those of the next: heads of queries, then keys, then values.
+    Numbers beyond 65504 are infinite in float16.
     """
     return compile_kernel(f"heads {numbers.value}", _function(int(numbers is Scheme.FLOAT16)))
 

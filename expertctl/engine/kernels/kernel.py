@@ -1,8 +1,8 @@
 """A kernel: compiled code that does a range of an operation's items, called by its address.
 
 Its three int64 are the first item, the one after the last, and the address of its arguments.
-An item is always computed by one worker in one order, so results have the same bits whoever
-computes them. Compiled code is kept on disk where `compiled_cache` said.
+An item is always computed by one worker in one order, so which worker that is changes no bit of a
+result. Compiled code is kept on disk where `compiled_cache` said.
 """
 
 from collections.abc import Callable
@@ -55,9 +55,9 @@ def _code(name: str, function: KernelFunction, *, cache: bool) -> Any:
 class _KeptByName(FunctionCache):
     """Kept code of one kernel.
 
-    numba looks for a function by a hash of all that it closes over; functions and intrinsics among
+    numba looks for a function by a hash of all that it closes over. Functions and intrinsics among
     that have a random number in each process, so a kernel made of others would never be found. The
-    folder stands for all sources already (`compiled`).
+    folder already stands for all sources (`compiled`).
     """
 
     def __init__(self, function: KernelFunction, name: str) -> None:

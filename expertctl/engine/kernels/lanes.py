@@ -88,7 +88,7 @@ class Lanes:
         return self._load(address, INT)
 
     def fetch(self, address: Value, *, cache: int = 1) -> None:
-        """Bring what lies there into the first cache, or the second; it may be nothing."""
+        """Prefetch what lies there into the first cache, or the second; there may be nothing."""
         pointer = self._b.inttoptr(address, _I8.as_pointer())
         hints = (ir.Constant(_I32, number) for number in (0, 4 - cache, 1))
         self._call("llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
@@ -133,7 +133,7 @@ class Lanes:
         return self._b.and_(ints, ir.Constant(_INTS, [signed] * LANES))
 
     def exclusive(self, a: Value, b: Value) -> Value:
-        """Return the bits that only one of int32 has."""
+        """Return the bits that only one of two int32 has."""
         return self._b.xor(a, b)
 
     def down(self, ints: Value, bits: int, *, signed: bool = False) -> Value:
@@ -146,7 +146,7 @@ class Lanes:
         return self._b.shl(ints, ir.Constant(_INTS, [bits] * LANES))
 
     def as_floats(self, ints: Value) -> Value:
-        """Take the bits of int32 for float32."""
+        """Take the bits of int32 as float32."""
         return self._b.bitcast(ints, _FLOATS)
 
     def to_floats(self, ints: Value) -> Value:
@@ -317,7 +317,7 @@ class Lanes:
         return self._b.udiv(a, b)
 
     def parts(self, count: Value, size: Value) -> Value:
-        """Return into how many parts of a size a count falls, the last maybe smaller."""
+        """Return how many parts of a size a count has; the last may be smaller."""
         return self.quotient(self.sum(count, self.subtract(size, self.constant(1))), size)
 
     def room(self, vectors: int) -> Value:
@@ -346,7 +346,7 @@ class Lanes:
             yield loop.index
 
     def either(self, flag: Value, yes: Choice, no: Choice) -> Iterator[Choice]:
-        """Emit what the caller emits in turn: with ``yes`` where the flag is set, then for else."""
+        """Emit what the caller emits: with ``yes`` where the flag is set, and with ``no`` else."""
         with self._b.if_else(flag) as (then, otherwise):
             with then:
                 yield yes

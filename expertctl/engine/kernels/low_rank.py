@@ -1,8 +1,9 @@
 """The low-rank products of all plans of a batch, in two operations for layers that share an input.
 
-``inner = rows A^T``, then ``out += inner B^T``: the rows of a plan meet its own matrices, which are
-read once for all of them. However many plans there are, an operation has the blocks of all of them
-as items. The tile is that of every product, so a row's bits do not depend on who else is there.
+``inner = rows A^T``, then ``out += inner B^T``: the rows of a plan are multiplied with its own
+matrices, which are read once for all of them. However many plans there are, the items of an
+operation are the blocks of all of them. The tile is that of every product, so a row's bits do not
+depend on other rows.
 """
 
 from functools import cache
@@ -32,13 +33,13 @@ Numbers = np.ndarray[Any, Any]
 EXPAND_BLOCKS = 8
 """Blocks of B in an item."""
 _SPINS = 500
-"""How often to look for what others do before giving way to other threads."""
+"""How often to look whether other workers are done before giving way to other threads."""
 
 
 def reduce_blocks(scheme: Scheme, *, together: bool) -> int:
     """Return how many blocks of A an item has; few where single tokens are read.
 
-    Rows between A and B are int8 by groups of 128, so one item has whole groups.
+    Where rows between A and B are int8 by groups of 128, an item has whole groups.
     """
     if scheme.layout.is_grouped:
         return GROUP // LANES
@@ -47,7 +48,7 @@ def reduce_blocks(scheme: Scheme, *, together: bool) -> int:
 
 @cache
 def reduce_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
-    """Return the kernel of ``inner = rows A^T``, which leaves inner as B takes it.
+    """Return the kernel of ``inner = rows A^T``, which writes inner in the form that B takes.
 
     Items are blocks of the A of all modules of all plans; `reduce_blocks` of them make one.
     ``plain`` keeps to what every processor has, here and below.
@@ -93,8 +94,8 @@ def adapted_kernel(base: Scheme, scheme: Scheme, *, plain: bool = False) -> Kern
     """Return the kernel of ``out = rows W^T``, or ``+=``, and all that plans add to it.
 
     Items are those of `reduce_kernel`, then those of `multiply_kernel`, each of which adds to its
-    own blocks what `expand_kernel` would. Who gets there before all of the former are done waits:
-    they were claimed before, by those who do not wait.
+    own blocks what `expand_kernel` would. A worker that gets there before all of the former are
+    done waits: they were claimed before, by workers that do not wait.
     """
     name = f"multiply {base.value}, adapted {scheme.value}{' plainly' * plain}"
     return compile_kernel(name, _adapted_function(base, scheme, plain=plain))
@@ -111,7 +112,7 @@ def adapted_arguments(
 ) -> Numbers:
     """Return its arguments: those of the three, and how many items the former two have.
 
-    ``done``, int64 [1], begins with 0; who does the last item of a run sets it to 0 again.
+    ``done``, int64 [1], begins with 0; the worker that finishes last in a run sets it to 0 again.
     """
     parts = (reduce, multiply, expand, reduce_items, done)
     return words_of(*(address(part, np.int64) for part in parts), multiply_items)
@@ -260,7 +261,7 @@ def _adding(scheme: Scheme, *, plain: bool) -> Any:
 
 
 def _preparing(scheme: Scheme) -> Any:
-    """Return what leaves some columns of rows between A and B as B takes them."""
+    """Return what turns some columns of rows between A and B into the form that B takes."""
     if scheme in FLOATING:
 
         @register_jitable

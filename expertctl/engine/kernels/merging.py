@@ -1,4 +1,4 @@
-"""What experts made of their rows, back in the rows of tokens."""
+"""The results of experts, added back to the rows of tokens."""
 
 from functools import cache
 from typing import Any
@@ -20,8 +20,8 @@ def merge_kernel() -> Kernel:
     """Return the kernel of ``out += sum_j weight_j * row_j``; one item is one token.
 
     The sum begins at 0 and runs over a token's choices from first to last, each product rounded
-    before it is added; where experts were computed changes no bit of it. What asks for nobody adds
-    nothing.
+    before it is added; where experts were computed changes no bit of it. A choice without an
+    expert adds nothing.
     """
     return compile_kernel("merge", _merge)
 
@@ -31,7 +31,7 @@ def merge_arguments(
 ) -> Numbers:
     """Return its arguments; ``weights`` is float32 [tokens, used].
 
-    ``rows``, a row a position, and ``out``, a row a token, are float32 and at least so wide.
+    ``rows``, one per position, and ``out``, one row per token, are float32 and at least so wide.
     """
     assert weights.flags.c_contiguous
     assert weights.size <= len(order.inverse)

@@ -1,9 +1,9 @@
 """int4 of a group of columns, with the scale that fits it best.
 
-Steps go from -8 to 7 and a group's largest is stretched to -7, ..., -10, where what is beyond -8 or
-7 is cut off: a finer step for most may be worth a larger error of a few. Of these choices, the one
-with the smallest sum of squared errors is taken, each with its best scale, ``sum(x q) / sum(q q)``.
-So a scale may be negative. The error is a sixth smaller than with the largest at 7.
+Steps go from -8 to 7. A group's largest is stretched to -7, ..., -10, and what is beyond -8 or 7 is
+clipped: a finer step for most may be worth a larger error of a few. Of these choices, each with its
+best scale, ``sum(x q) / sum(q q)``, the one with the smallest sum of squared errors is taken. So a
+scale may be negative. The error is a sixth smaller than with the largest at 7.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ from expertctl.engine.kernels.rows import largest_lanes
 from expertctl.engine.kernels.scheme import GROUP
 
 STRETCHES = (7.0, 7.6, 8.0, 8.6, 9.2, 10.0)
-"""Where the largest of a group may come to lie, never half-way between two steps."""
+"""Where the largest of a group may be put, never half-way between two steps."""
 _LOWEST, _HIGHEST = -8, 7
 _VECTORS, _STEP_FLOATS = GROUP // LANES, GROUP // 4
 _INFINITY, _LEAST = 0x7F800000, (127 - 100) << 23
@@ -53,7 +53,7 @@ def _quantise(first: int, last: int, arguments: int) -> None:  # pragma: no cove
 
 @numba.njit
 def _fill(place: Any, count: Any, room: Any) -> None:  # pragma: no cover - compiled
-    """Fill a group with zeros behind the columns that there are."""
+    """Copy the columns that there are, and fill the group with zeros."""
     numbers, filled = floats_at(place, count), floats_at(room, GROUP)
     for k in range(GROUP):
         filled[k] = numbers[k] if k < count else np.float32(0)

@@ -22,12 +22,12 @@ from expertctl.engine.kernels.scheme import GROUP, Scheme
 
 Shape = int | tuple[int, ...]
 Take = Callable[[Shape, Any], "np.ndarray[Any, Any]"]
-"""What gives memory of a shape and dtype that begins where a vector does, such as `aligned`."""
+"""Gives memory of a shape and dtype that begins where a vector may, such as `aligned`."""
 _STORED = {Scheme.FLOAT32: np.float32, Scheme.FLOAT16: np.float16, Scheme.BFLOAT16: np.uint16}
 _AT_ONCE = 1 << 17
-"""Numbers that are packed in one go, so that what lies between fits a core's cache."""
+"""Numbers that are packed in one go, so that intermediate data fits a core's cache."""
 _SIGNS = 0x80808080
-"""Turning the upper bit of a signed byte adds 128 and makes it unsigned."""
+"""Flipping the upper bit of a signed byte adds 128 and makes it unsigned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class PackedMatrix:
 
 
 def empty_matrix(scheme: Scheme, rows: int, columns: int, *, take: Take = aligned) -> PackedMatrix:
-    """Return room for a matrix, which it or some of its rows are packed into."""
+    """Return room into which a matrix, or some of its rows, can be packed."""
     high, layout = -(-rows // LANES), scheme.layout
     data = take(high * layout.vectors(columns) * layout.vector_bytes, np.uint8)
     scales = take((high, layout.groups(columns), LANES), np.float32)
@@ -77,7 +77,7 @@ def pack(numbers: "np.ndarray[Any, Any]", scheme: Scheme) -> PackedMatrix:
 
 
 def pack_into(matrix: PackedMatrix, numbers: "np.ndarray[Any, Any]") -> None:
-    """Pack numbers into room that is there: that of a matrix, or a part of one."""
+    """Pack numbers into existing room: that of a matrix, or of a part of one."""
     assert numbers.shape == (matrix.rows, matrix.columns)
     for first, some in _portions(numbers):
         part = matrix.part(first, len(some))
@@ -199,14 +199,17 @@ def _interleave_nibbles(
             begin = (block * LANES + lane) * (stride // 4)
             end = block * vectors * LANES + lane
             for vector in range(vectors):
-                # Of a step's lower four bits, turning the upper one adds 8.
+                # Flipping the upper one of a step's lower four bits adds 8.
                 low = (source[begin + 2 * vector] & nibbles) ^ zeros
                 high = (source[begin + 2 * vector + 1] & nibbles) ^ zeros
                 target[end + vector * LANES] = low | (high << np.uint32(4))
 
 
 def unpack(matrix: PackedMatrix) -> "np.ndarray[Any, Any]":
-    """Return what a packed matrix stands for, float32 [rows, columns]; a few megabytes besides."""
+    """Return what a packed matrix stands for, float32 [rows, columns].
+
+    Beside the result it takes a few megabytes.
+    """
     numbers = np.empty((matrix.rows, matrix.columns), np.float32)
     height = portion_rows(matrix.columns)
     for first in range(0, matrix.rows, height):

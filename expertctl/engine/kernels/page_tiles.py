@@ -26,7 +26,7 @@ CHUNK_BYTES = CHUNK * 4
 NOTHING = -1e30
 """The largest score of a query that has seen no key."""
 _UNSEEN = -1.0
-"""The weight of a token that a query does not see; those that it sees have none below zero."""
+"""The weight of a token that a query does not see; weights of seen ones are never negative."""
 
 GATHERED = 128
 """Vectors of each page that are gathered at once, at most."""
@@ -36,7 +36,7 @@ GATHERED_BYTES = GATHERED * VECTOR_BYTES
 _QUERIES, _BLOCKS = (6, 4, 2, 1), (4, 1)
 """Sizes of tiles; the largest sums stay in registers."""
 _NARROW_HEIGHTS = {6: 1, 4: 1, 2: 2, 1: 4}
-"""Pages or blocks that so many queries meet at once where registers are few: a sum is two."""
+"""Pages or blocks of a tile, by its queries, where registers are narrow: a sum takes two."""
 
 
 @intrinsic(prefer_literal=True)
@@ -64,10 +64,10 @@ def gather_pages(_context: Any, half: Any, *operands: Any) -> Any:
 def weigh_scores(
     _context: Any, scores: Any, low: Any, high: Any, scale: Any, largest: Any, totals: Any
 ) -> Any:
-    """Turn the scores of a chunk into weights; return what the weights before are worth now.
+    """Turn the scores of a chunk into weights; return what earlier weights are worth now.
 
     Only keys from ``low`` to ``high`` of the chunk count, the others are marked. ``largest`` is the
-    address of the largest score so far, ``totals`` of sixteen sums of weights.
+    address of the largest score so far, ``totals`` that of sixteen sums of weights.
     """
 
     def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -89,7 +89,7 @@ def total_at(_context: Any, address: Any) -> Any:
 
 
 def _emitted(part: Any, half: Any, operands: Any) -> Any:
-    """Return what an intrinsic of a part of attention is: its types, and what writes it."""
+    """Return what an intrinsic of a part of attention consists of: its types and its emitter."""
     is_half = _constant(half)
 
     def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
@@ -134,7 +134,7 @@ def _weigh(
 
 
 def _largest(lanes: Lanes, vectors: list[Value]) -> Value:
-    """Return the largest of each lane; NaN is none, but becomes the weight of its key."""
+    """Return the largest of each lane; NaN is skipped, but becomes the weight of its key."""
     result = vectors[0]
     for vector in vectors[1:]:
         result = lanes.where(lanes.less(result, vector), vector, result)
@@ -178,7 +178,7 @@ class _Sums:
             lanes.write(lanes.fma(vector, factor, lanes.read(place)), place)
 
     def add_seen(self, query: int, vectors: list[Value], factor: Value) -> None:
-        """Add where the factor does not say that the query must not see the vectors."""
+        """Add, except where the factor says that the query must not see the vectors."""
         lanes = self._lanes
         unseen = lanes.less(factor, lanes.no_floats())
         for vector, place in zip(vectors, self._places[query], strict=True):
@@ -202,8 +202,8 @@ def _heights(lanes: Lanes, count: int, queries: int) -> Iterator[tuple[Value, in
 class _Gathering:
     """``out`` [pages][128][16] = ``count`` vectors of each of four pages, from ``first`` on.
 
-    ``pages`` is the address of four addresses, to which ``offset`` is added; what stands at the
-    same place from ``near`` on, four addresses too, with ``near_offset``, is brought near.
+    ``pages`` is the address of four addresses, to which ``offset`` is added. The same vectors of
+    the four addresses at ``near``, with ``near_offset`` added, are prefetched.
     """
 
     lanes: Lanes
@@ -232,9 +232,9 @@ class _Gathering:
 class _Scoring:
     """``out`` [queries][4][16] = products of float32 queries with the keys of four pages.
 
-    ``pages`` is the address of four addresses, to which ``offset`` is added; of queries and keys
-    ``dim`` numbers are multiplied, and added to what is in ``out`` where ``adds`` is not 0. What
-    lies ``ahead`` bytes behind the keys is brought near meanwhile, where queries are few.
+    ``pages`` is the address of four addresses, to which ``offset`` is added; ``dim`` numbers of
+    queries and keys are multiplied, and added to what is in ``out`` where ``adds`` is not 0. Where
+    queries are few, what lies ``ahead`` bytes after the keys is prefetched meanwhile.
     """
 
     lanes: Lanes
@@ -292,10 +292,10 @@ class _Adding:
     ``pages`` is the address of addresses, to which ``offset`` is added, ``weights``
     [queries][4][16] begin at the first of these pages, ``corrections`` are float32 [queries]. The
     first query sees the values from ``low`` to ``high``, counted from the first of these pages,
-    each further one those that are ``ahead`` behind. What a query does not see may be anything, NaN
-    too: a page that all queries of a tile see whole is only multiplied and added, of any other the
-    marked weights are left out. At and behind ``tokens`` nothing is read. Behind the addresses of a
-    chunk stand those of the next, whose keys, ``before`` bytes from its values, are brought near.
+    each further query a range that is ``ahead`` later. What a query does not see may be anything,
+    even NaN: a page that all queries of a tile see whole is just multiplied and added; of any other
+    the marked weights are left out. Nothing from ``tokens`` on is read. The addresses of a chunk
+    are followed by those of the next, whose keys, ``before`` bytes from its values, are prefetched.
     """
 
     lanes: Lanes
@@ -383,7 +383,7 @@ class _Adding:
             add(query, values, lanes.every_float(place))
 
     def _fetch(self, start: Value, high: int, sums: _Sums) -> None:
-        """Bring keys near, where few queries wait for memory."""
+        """Prefetch keys where queries are few, and so wait for memory."""
         lanes, pages = self.lanes, _Pages(self.lanes, self.is_half)
         for number in range(high if sums.queries < _QUERIES[0] else 0):
             lanes.fetch(pages.at(start, lanes.constant(number * LANES)))

@@ -1,6 +1,6 @@
-"""The most arithmetic that the processor does: what tiles are made of, on registers alone.
+"""The most arithmetic that the processor can do: what tiles are made of, on registers alone.
 
-It is the roof of products whose operands never have to be waited for. Every number is one, so the
+It is the upper bound of products that never wait for their operands. Every number is one, so the
 sums say how many products were added.
 """
 
@@ -22,7 +22,7 @@ from expertctl.engine.kernels.scheme import Scheme
 Numbers = np.ndarray[Any, Any]
 
 TURNS = 4096
-"""How often each sum of an item is added to; float32 holds what comes out exactly."""
+"""How often each sum of an item is added to; float32 holds the result exactly."""
 
 _ITEMS_A_WORKER = 64
 _FMA, _BF16, _BYTES = range(3)
@@ -68,7 +68,7 @@ def _way(scheme: Scheme) -> int:
 
 
 def _chains() -> int:
-    """Return how many sums fit into registers; several hide how long each addition takes."""
+    """Return how many sums fit into registers; several hide the latency of an addition."""
     return 20 if host_cpu().wide else 6
 
 
@@ -88,7 +88,7 @@ def _function(way: int) -> KernelFunction:
 
 @intrinsic(prefer_literal=True)
 def _add_products(_context: Any, way: Any, ones: Any, turns: Any, out: Any) -> Any:
-    """Add products of ones into all sums so many times; write what they come to together."""
+    """Add products of ones to all sums so many times; write the total of the sums."""
     if not isinstance(way, types.IntegerLiteral):
         raise RequireLiteralValue("how products are added is a constant")
     number = way.literal_value

@@ -1,7 +1,7 @@
 """A program: what is computed, in order, on memory that is there before and stays after.
 
 It is the execution plan of one base, one plan of experts and one size of batch. Running it
-allocates nothing; a run differs from the one before by what stands in its inputs.
+allocates nothing; runs differ only in the contents of its inputs.
 """
 
 from dataclasses import dataclass

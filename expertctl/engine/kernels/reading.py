@@ -1,7 +1,7 @@
-"""What memory gives: every byte of some matrices read once, and nothing done with them.
+"""What memory gives: every byte of some matrices is read once, and nothing else is done with it.
 
-It has to be as fast as reading can be, for shares of it are told. So all matrices are one
-operation, whose workers claim long stretches and meet once.
+This has to be as fast as reading can be, for other speeds are told as shares of it. So all matrices
+are one operation, whose workers claim long stretches and wait for each other once.
 """
 
 from collections.abc import Iterable

@@ -1,9 +1,9 @@
 """The products of rows with the matrices of the experts that they were routed to.
 
 Rows lie in the order of `sort_kernel`, so an expert's matrix is read once for all of its rows. The
-tile is that of every product: a row's bits do not depend on who else is there. Experts lie wherever
-their ``places`` say, int64 [experts], the address of each one's block and 0 where there is none; an
-expert that has rows and no place is not read, and ``absent``, int64 [1], is then 1 + its id.
+tile is that of every product: a row's bits do not depend on other rows. ``places``, int64
+[experts], has the address of each expert's block, 0 where there is none; an expert that has rows
+and no place is not read, and ``absent``, int64 [1], is then 1 + its id.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def routed_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
     """Return the kernel of ``out = rows W^T``, with W of the expert of each row.
 
     Which experts have rows is known only when it runs. So an item is an even share of all blocks
-    that there are then, however many `routed_items` said. An expert without a place makes zeros.
+    that there are then, whatever `routed_items` said. An expert without a place makes zeros.
     ``plain`` keeps to what every processor has, here and below.
     """
     name = f"routed {scheme.value}{' plainly' * plain}"
@@ -74,7 +74,7 @@ def routed_merge_kernel(scheme: Scheme, *, plain: bool = False) -> Kernel:
     """Return the kernel of ``out[token] += weight * row W^T``, added expert by expert.
 
     One item is some blocks of all experts, so no two add to the same numbers. It equals what
-    `routed_kernel` and `merge_kernel` do, but for the order of additions.
+    `routed_kernel` and `merge_kernel` do, except for the order of additions.
     """
     name = f"routed merge {scheme.value}{' plainly' * plain}"
     return compile_kernel(name, _routed_merge_function(scheme, plain=plain))
@@ -114,7 +114,7 @@ def routed_merge_arguments(
 def of_experts(
     part: ExpertPart, places: Numbers, order: RoutedOrder, rows: PreparedRows, absent: Numbers
 ) -> tuple[int, ...]:
-    """Return the arguments that all kernels of routed products have, one to fourteen."""
+    """Return the first fourteen arguments, which all kernels of routed products share."""
     assert len(places) == order.experts
     layout = part.scheme.layout
     return (

@@ -1,8 +1,8 @@
-"""The products of rows with experts in bfloat16 that are compact, as they lie in memory.
+"""The products of rows with compact experts in bfloat16, which are read as they lie in memory.
 
-A compact expert is the stretches of gate and up, then of down (`compact`). Chunk by chunk a stretch
-is unpacked on the stack and multiplied there, each sum going on where it was. So a sum runs over
-the columns from first to last as in every product, and has the bits of it.
+A compact expert is the stretches of gate and up, then of down (`compact`). A stretch is unpacked
+chunk by chunk on the stack and multiplied there; each sum goes on where it was. So a sum runs over
+the columns from first to last as in every product, and has the same bits.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class CompactPart:
 
     @classmethod
     def of(cls, shape: ExpertShape, *, down: bool) -> "CompactPart":
-        """Return one of the two."""
+        """Return the part of gate and up, or that of down."""
         before = -(-shape.gate_up_part.blocks // BLOCKS_AN_ITEM) if down else 0
         part = shape.down_part if down else shape.gate_up_part
         return cls(part, before, shape.compact)
@@ -58,7 +58,7 @@ class CompactPart:
 def routed_compact_kernel(*, plain: bool = False) -> Kernel:
     """Return the kernel of ``out = rows W^T`` of `routed_kernel`, for experts that are compact.
 
-    One whose bytes are those of no expert makes zeros, as one without a place does.
+    An expert whose bytes are malformed makes zeros, as one without a place does.
     """
     name = f"routed compact{' plainly' * plain}"
     return compile_kernel(name, _routed_compact_function(plain=plain))
@@ -74,7 +74,7 @@ def routed_compact_arguments(
     items: Numbers,
     absent: Numbers,
 ) -> Numbers:
-    """Return its arguments, which are those of `routed_arguments` otherwise."""
+    """Return its arguments; all but ``compact`` are those of `routed_arguments`."""
     part = compact.part
     assert out.shape[1] >= part.blocks * LANES
     return words_of(

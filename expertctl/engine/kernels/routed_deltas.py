@@ -1,12 +1,12 @@
 """What plans change in the products of routed experts: each position has what its token's plan has.
 
-Records of routed experts stand behind each other in a plan's table: of a layer's experts in the
-order of their numbers, each with its gate, its up and its down. A batch table for them leads to the
-first of all, and has the plans that change routed experts, no other.
+Records of routed experts follow one another in a plan's table: those of a layer's experts in the
+order of their numbers, each with its gate, its up and its down. A batch table for them points to
+the first of all, and has only the plans that change routed experts.
 
 Positions of an expert lie together and their tokens ascend, so rows that share a plan share its
-matrices. The tile is that of every product and rows are taken by groups of columns, whoever else is
-there: a row's bits do not depend on that. Nothing is kept between A and B but on the stack.
+matrices. The tile is that of every product and rows are always taken by groups of columns, so a
+row's bits do not depend on other rows. Between A and B everything is on the stack.
 """
 
 from functools import cache
@@ -31,7 +31,7 @@ Numbers = np.ndarray[Any, Any]
 MODULES = 3
 """Records of an expert."""
 GATE, DOWN = 0, 2
-"""Which of them are those of gate and of down; up comes behind gate."""
+"""Which of them are those of gate and of down; that of up follows gate's."""
 _EXPERT_BYTES = MODULES * RECORD_BYTES
 _ROWS_AT_ONCE = 24
 """Rows of one expert and plan that are on the stack; whole tiles."""
@@ -71,8 +71,8 @@ def routed_delta_arguments(
     """Return its arguments.
 
     ``layer`` counts routed layers; so many modules from the ``first`` share rows, and write
-    ``width`` columns each behind each other. ``rows`` are float32, each of a token or, where not
-    ``of_tokens``, of a position; ``out`` is float32 [positions, at least blocks * 16].
+    ``width`` columns each, side by side. ``rows`` are float32, one per token or, where not
+    ``of_tokens``, one per position; ``out`` is float32 [positions, at least blocks * 16].
     """
     columns = rows.shape[1]
     assert modules == 1 or width % LANES == 0
@@ -188,7 +188,7 @@ def _scale(first: int, last: int, arguments: int) -> None:  # pragma: no cover -
 def _alike(
     batch: Any, sources: Any, used: Any, begin: Any, end: Any
 ) -> Any:  # pragma: no cover - compiled
-    """Return the plan of a position, or 0, and how many from it on have the same for sure."""
+    """Return the plan of a position, or 0, and how many from it on are sure to have the same."""
     found = longs_at(sources, end)
     token = found[begin] // used
     for entry in range(words(batch, 1)[0]):
@@ -205,7 +205,7 @@ def _alike(
 def _find_rows(
     places: Any, rows: Any, stride: Any, sources: Any, of_tokens: Any, begin: Any, count: Any
 ) -> None:  # pragma: no cover - compiled
-    """Write where the rows of positions are; ``of_tokens``: how many share one of a token, or 0."""
+    """Write where the rows of positions are; ``of_tokens``: how many share a token's row, or 0."""
     found, sourced = longs_at(places, count), longs_at(sources, begin + count)
     for k in range(count):
         row = sourced[begin + k] // of_tokens if of_tokens > 0 else begin + k
@@ -267,13 +267,13 @@ def _adding(scheme: Scheme, *, plain: bool) -> Any:
 
 @register_jitable
 def _clear(place: Any, count: Any) -> None:  # pragma: no cover - compiled
-    """Write so many bytes of 0, for what fills a vector must be no NaN."""
+    """Write so many bytes of 0, for what fills a vector must not be NaN."""
     for k in range(count):
         bytes_at(place, count)[k] = 0
 
 
 def _taking(scheme: Scheme) -> Any:
-    """Return what leaves some columns of a row as matrices of a scheme take them."""
+    """Return what turns some columns of a row into the form that matrices of a scheme take."""
     if scheme is Scheme.BFLOAT16:
         return round_row
     return _copy_row if scheme in FLOATING else quantise_row

@@ -1,8 +1,8 @@
 """Which experts a token asks for and with which weights, and what is left where some are missed.
 
-The rule is that of `expertctl.engine.moe.routing.route`. Equal values: the lower id goes first. A
-NaN goes before all numbers, so tokens whose logits are no numbers get experts that there are, with
-weights that may be NaN.
+The rule is that of `expertctl.engine.moe.routing.route`. Of equal values, the lower id goes first.
+NaN goes before all numbers, so tokens whose logits are NaN get experts that exist, with weights
+that may be NaN.
 """
 
 from functools import cache
@@ -21,7 +21,7 @@ Scoring = Literal["softmax", "sigmoid"]
 
 SMALLEST_SUM = 2.0**-14
 """Weights are not divided by less."""
-NOBODY = -1
+NO_EXPERT = -1
 """Stands where a token has no expert."""
 
 
@@ -30,7 +30,7 @@ def route_kernel(scoring: Scoring) -> Kernel:
     """Return the kernel that chooses experts by their scores; one item is one token.
 
     A bias takes part in the choice and not in the weights. Without one the logits themselves are
-    compared: scores have their order, and rounding adds no ties.
+    compared: scores have the same order, and rounding adds no ties.
     """
     return compile_kernel(f"route by {scoring}", _route_function(scoring))
 
@@ -128,7 +128,7 @@ def _goes_before(a: Any, b: Any) -> Any:  # pragma: no cover - compiled
 def _insert(
     selected: Any, orders: Any, found: Any, expert: Any, order: Any
 ) -> None:  # pragma: no cover - compiled
-    """Put an expert among the best ``found``, behind those that are as good."""
+    """Put an expert among the best ``found``, after those that are as good."""
     place = found
     if found == len(selected):
         if not _goes_before(order, orders[found - 1]):
@@ -156,7 +156,7 @@ def _scale(weights: Any, normalised: Any, factor: Any) -> None:  # pragma: no co
 
 @cache
 def skip_kernel() -> Kernel:
-    """Return the kernel that leaves experts out that are not at hand; one item is one token.
+    """Return the kernel that leaves out experts that are missing; one item is one token.
 
     The weights that are left are multiplied so that their sum is that of all. Where none is left
     all are zero.
@@ -167,7 +167,7 @@ def skip_kernel() -> Kernel:
 def skip_arguments(
     *, hits: Numbers, selected: Numbers, weights: Numbers, skipped: Numbers
 ) -> Numbers:
-    """Return its arguments; ``hits`` is float32 [experts], 1 where one is at hand and else 0.
+    """Return its arguments; ``hits`` is float32 [experts], 1 where one is resident, else 0.
 
     ``selected`` and ``weights`` are as `route_kernel` wrote them and are changed; ``skipped``,
     float32 [tokens], gets the sum of the weights that were left out.
@@ -197,7 +197,7 @@ def _skip(first: int, last: int, arguments: int) -> None:  # pragma: no cover - 
                 kept += weights[place]
             else:
                 missed += weights[place]
-                selected[place] = NOBODY
+                selected[place] = NO_EXPERT
                 left_out += 1
         if left_out > 0:
             _share_out(selected, weights, kept, total)
@@ -208,9 +208,9 @@ def _skip(first: int, last: int, arguments: int) -> None:  # pragma: no cover - 
 def _share_out(
     selected: Any, weights: Any, kept: Any, total: Any
 ) -> None:  # pragma: no cover - compiled
-    """Give those who stay, with a sum of ``kept``, the weights of all; a divisor may be tiny."""
+    """Scale the weights that stay, in sum ``kept``, to the sum of all; ``kept`` may be tiny."""
     for place in range(len(weights)):
-        if selected[place] == NOBODY or kept == 0:
+        if selected[place] == NO_EXPERT or kept == 0:
             weights[place] = 0
         else:
             weights[place] = weights[place] / kept * total

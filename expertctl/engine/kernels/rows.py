@@ -31,7 +31,7 @@ LARGEST_STEP = 127
 
 _NUMBERS = {Scheme.BFLOAT16: np.uint16, Scheme.INT8: np.int8, Scheme.INT4: np.int8}
 _MAGNITUDE, _INFINITY, _LEAST = 0x7FFFFFFF, 0x7F800000, (127 - 100) << 23
-"""Of the bits of a float32, which are in the order of the numbers."""
+"""Bits of a float32 magnitude, which are in the order of the numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class PreparedRows:
 
 
 def room_for_rows(scheme: Scheme, tokens: int, columns: int) -> PreparedRows:
-    """Return room for tokens that meet matrices of a scheme that is not a wide float."""
+    """Return room for tokens of products with matrices in bfloat16, int8 or int4."""
     layout = scheme.layout
     wide, groups = layout.vectors(columns) * layout.columns, layout.groups(columns)
     return PreparedRows(
@@ -186,7 +186,7 @@ def largest_lanes(_context: Any, row: Any, vectors: Any) -> Any:
 
 @numba.njit
 def _scale(largest: Any, most: Any) -> Any:  # pragma: no cover - compiled
-    """Return what a step is worth and how many steps 1 is; no steps where that is no number."""
+    """Return what a step is worth and how many steps 1 is; 0 steps where that is no number."""
     if largest >= _INFINITY:
         return np.float32(np.nan), np.float32(0)
     if largest < _LEAST:
@@ -199,7 +199,7 @@ def _scale(largest: Any, most: Any) -> Any:  # pragma: no cover - compiled
 def _to_steps(row: Any, steps: Any, count: Any, factor: Any) -> Any:  # pragma: no cover - compiled
     """Write the steps of a group at an address; return their sum."""
     numbers, stored, total = floats_at(row, count), bytes_at(steps, count), np.int32(0)
-    if not factor > 0:  # the products may be no numbers, and those have no integers
+    if not factor > 0:  # the products may be NaN, which has no integer
         for k in range(count):
             stored[k] = 0
         return total

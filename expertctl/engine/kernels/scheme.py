@@ -1,4 +1,4 @@
-"""How the numbers of a packed matrix are stored, and what the rows that meet them look like.
+"""How the numbers of a packed matrix are stored, and what the rows for its products look like.
 
 Sixteen rows lie together, so that one vector holds some columns of all sixteen and no sum ever
 runs across lanes; decode and prompts read the same bytes.
@@ -33,7 +33,7 @@ class Layout:
     columns: int
     vector_bytes: int
     row_bytes: int
-    """Bytes of one number of the rows that meet it: float32, bfloat16 or int8."""
+    """Bytes of one number of the rows for its products: float32, bfloat16 or int8."""
     zero: int
     """What stands for 0 where numbers are stored unsigned."""
     tokens: int
@@ -62,4 +62,4 @@ _LAYOUTS = {
 }
 
 FLOATING = frozenset({Scheme.FLOAT32, Scheme.FLOAT16})
-"""Schemes that meet float32 rows as they are."""
+"""Schemes whose products take float32 rows as they are."""

@@ -1,15 +1,15 @@
 """How workers share out the items of a program, in compiled code.
 
 The state is one number, the ticket: which run, which operation, which item is next. It does not
-come back to an earlier value (within 2^25 runs), so a claim, which replaces it by comparison,
-fails for whoever looked at a run that is over. What workers look at before they claim is the
-crew's own memory, which stays: `SHARED_WORDS` int64 and room for the operations. The
-next operation begins when all items of the last one are done, not when all workers have said so:
-a worker that the system holds up is waited for only while it has items in hand. So it may look at
-any moment of a later run: the length that is written there names its run, as the ticket does.
+come back to an earlier value (within 2^25 runs), so a claim, which is a compare-and-swap, fails for
+a worker that looked at a run that is over. What workers read before they claim is the crew's own
+memory, which stays: `SHARED_WORDS` int64 and room for the operations. The next operation begins
+when all items of the last one are done, not when all workers have said so: a worker that the system
+delays is waited for only while it has claimed items. So it may look at any moment of a later run:
+the length that is written there names its run, as the ticket does.
 
-Whoever claims takes half of its fair share of what is left, so each reads long stretches of memory
-and claims are few, while the last ones are small enough that all end together.
+A claim takes half of the worker's fair share of what is left, so each worker reads long stretches
+of memory and claims are few, while the last ones are small enough that all workers end together.
 """
 
 import time
@@ -39,9 +39,9 @@ Numbers = np.ndarray[Any, Any]
 
 _LINE = 64
 _TICKET, _DONE, _LENGTH, _ROOM, _TIMES, _BEFORE, _CLOCK, _SHARE = (k * _LINE for k in range(8))
-"""Where in the shared memory; each number that all workers write has a cache line of its own.
+"""Offsets in the shared memory; each number that all workers write has a cache line of its own.
 
-The length is what the ticket comes to, without items: the run, and how many operations it has. The
+The length is what the ticket ends at, without items: the run, and how many operations it has. The
 share is of what is left of an operation: a claim takes one in so many items.
 """
 SHARED_WORDS = 8 * _LINE // 8
@@ -52,7 +52,7 @@ _LENGTH_SHIFT = _RUN_SHIFT - _OPERATION_SHIFT
 MOST_ITEMS, MOST_OPERATIONS = (1 << 24) - 1, (1 << 14) - 1
 _RUN_MASK = (1 << 25) - 1
 _SPINS = 500
-"""How often to look for the others' last items before giving way to other threads."""
+"""How often to look whether other workers are done before giving way to other threads."""
 _CLOCK_NUMBER = time.CLOCK_MONOTONIC
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
 
@@ -62,15 +62,15 @@ _LONG = types.int64
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is compiled: called without the interpreter's lock.
+    """The compiled functions, called without the interpreter's lock.
 
-    It gets addresses, for numba would allocate something for each array.
+    They get addresses, for numba would allocate something for each array.
     """
 
     run_alone: Callable[[int, int, int, int], None]
     """Run a table on this thread: table, operations, shared memory, times (or 0)."""
     run_shared: Callable[[int, int, int, int, int, int], bool]
-    """The same with others: ..., shared memory, posts, how many of them, times (or 0)."""
+    """The same with other workers: ..., shared memory, posts, how many of them, times (or 0)."""
     attend: Callable[[int, int], None]
     """Take part in every run that is posted until the post is closed: shared memory, post."""
     begin_post: Callable[[int], None]
@@ -79,7 +79,7 @@ class Sharing:
 
 @cache
 def sharing() -> Sharing:
-    """Return it, compiled or loaded."""
+    """Return the functions, compiled or loaded."""
     return compiled("sharing", _compile)
 
 
@@ -123,7 +123,7 @@ def _run_alone(
 def _run_shared(
     table: int, operations: int, shared: int, posts: int, others: int, times: int
 ) -> bool:  # pragma: no cover (compiled)
-    """Run every operation with the first ``others`` of those who wait at posts.
+    """Run every operation with the first ``others`` of the workers that wait at posts.
 
     Returns False, and runs nothing, where there is more than a ticket can count.
     """
@@ -200,7 +200,8 @@ def _take_part(shared: int, run: int) -> None:  # pragma: no cover (compiled)
 def _is_over(ticket: int, length: int) -> bool:  # pragma: no cover (compiled)
     """Return whether the ticket's run has no more operations.
 
-    The length of the next run is written before its ticket: who sees it looked at an old ticket.
+    The length of the next run is written before its ticket, so a worker that sees it looked at an
+    old ticket.
     """
     return length >> _LENGTH_SHIFT != ticket >> _RUN_SHIFT or ticket >> _OPERATION_SHIFT >= length
 
@@ -223,7 +224,7 @@ def _begin_clock(shared: int, times: int) -> None:  # pragma: no cover (compiled
 
 @numba.njit
 def _clock(shared: int, place: int) -> None:  # pragma: no cover (compiled)
-    """Note how long the operation took that has just ended, where that was asked for."""
+    """Note how long the operation that has just ended took, where that was asked for."""
     times = read_now(shared + _TIMES)
     if times != 0:
         now = _nanoseconds(shared)

@@ -1,8 +1,8 @@
-"""What tokens asked for, in the order of experts: the rows of an expert lie behind each other.
+"""The choices of tokens, in the order of experts: the rows of an expert lie next to each other.
 
-A token's j-th choice has the number ``src = token * used + j``. Sorted it has a position; what
-asks for nobody has none. Those who are there may be sorted first and others behind them, once they
-have come: all write positions of one list, so what is merged at the end does not tell.
+A token's j-th choice has the number ``src = token * used + j``. Sorted it has a position; a choice
+without an expert has none. Choices of resident experts may be sorted first, the others behind them
+once those experts are loaded: all write positions of one list, so the merged result is the same.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from expertctl.engine.kernels.rows import PreparedRows
 
 Numbers = np.ndarray[Any, Any]
 NOWHERE = -1
-"""The position of what asks for nobody."""
+"""The position of a choice without an expert."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class RoutedOrder:
     counts: Numbers
     """[experts]: how many rows each has."""
     begins: Numbers
-    """[experts + 1]: the position of its first row, and at the end how many positions there are."""
+    """[experts + 1]: where each one's rows begin, and at the end how many positions there are."""
     active: Numbers
     """[experts]: those that have rows, in ascending order."""
     actives: Numbers
@@ -61,7 +61,7 @@ def room_for_order(experts: int, positions: int) -> RoutedOrder:
 def sort_kernel() -> Kernel:
     """Return the kernel that writes the order; there is one item.
 
-    An id that is below 0, or of no expert, asks for nobody.
+    A choice whose id is below 0, or not that of an expert, is without an expert.
     """
     return compile_kernel("sort", _sort)
 
@@ -76,9 +76,9 @@ def sort_arguments(
 ) -> Numbers:
     """Return its arguments; ``selected`` is int64 [tokens, used].
 
-    ``tokens``, int64 [1], is read at each run. With ``places``, int64 [experts], only those are
-    sorted whose place is not 0. What was left out of an order is sorted ``behind`` it; then it
-    tells of that alone, and positions stay what they were.
+    ``tokens``, int64 [1], is read at each run. With ``places``, int64 [experts], only choices of
+    experts whose place is not 0 are sorted. With ``behind``, what an order left out is sorted
+    behind it; the order then tells of that alone, and earlier positions stay what they were.
     """
     assert selected.flags.c_contiguous
     assert selected.size <= min(len(order.sources), len(order.inverse))
@@ -139,7 +139,7 @@ def _sort(_first: int, _last: int, arguments: int) -> None:  # pragma: no cover 
 
 @register_jitable
 def _is_wanted(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no cover - compiled
-    """Tell whether an expert exists, and is there where only such are wanted."""
+    """Tell whether an expert exists and, where only resident ones are wanted, is resident."""
     if not 0 <= expert < experts:
         return False
     return there == 0 or longs_at(there, experts)[expert] != 0
@@ -147,9 +147,9 @@ def _is_wanted(expert: Any, experts: Any, there: Any) -> Any:  # pragma: no cove
 
 @cache
 def gather_kernel() -> Kernel:
-    """Return the kernel that brings the row of a token to each position; items are positions.
+    """Return the kernel that copies the row of its token to each position; items are positions.
 
-    Items may be more than there are positions: so many as there are are read at each run.
+    There may be more items than positions: how many positions there are is read at each run.
     """
     return compile_kernel("gather", _gather)
 
@@ -157,7 +157,7 @@ def gather_kernel() -> Kernel:
 def gather_arguments(
     *, order: RoutedOrder, used: int, rows: PreparedRows, gathered: PreparedRows
 ) -> Numbers:
-    """Return its arguments; ``gathered`` has the shape of ``rows``, but a row a position."""
+    """Return its arguments; ``gathered`` has the shape of ``rows``, but one row per position."""
     assert gathered.data.dtype == rows.data.dtype
     assert gathered.data.shape[1] == rows.data.shape[1]
     assert gathered.scales.shape[1] == rows.scales.shape[1]

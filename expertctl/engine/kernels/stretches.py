@@ -1,4 +1,4 @@
-"""Loops over stretches of a count, whose sizes are constants where what they do is emitted."""
+"""Loops over stretches of a count; where code is emitted for one, its size is a constant."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from expertctl.engine.kernels.lanes import Lanes, Value
 
 
 def stretches(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tuple[Value, int]]:
-    """Emit what the caller emits in turn, for each size as often as it fits in what is left.
+    """Emit what the caller emits for each size in turn, as often as it fits in what is left.
 
     Yields where the stretch begins, and its size; the last size is 1.
     """
@@ -21,7 +21,7 @@ def stretches(lanes: Lanes, count: Value, sizes: tuple[int, ...]) -> Iterator[tu
 def even_stretches(
     lanes: Lanes, count: Value, *, several: Value, most: int
 ) -> Iterator[tuple[Value, Value, int]]:
-    """Emit what the caller emits in turn, for ``several`` stretches, none longer than ``most``.
+    """Emit what the caller emits for ``several`` stretches in turn, none longer than ``most``.
 
     Some may be one longer than the others, and come first. Yields the number of a stretch, where it
     begins, and its size.

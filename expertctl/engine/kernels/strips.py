@@ -53,7 +53,7 @@ def strips_of(scheme: Scheme, *, plain: bool) -> Any:
 def spans_of(scheme: Scheme, *, plain: bool, goes_on: bool = False) -> Any:
     """Return what computes the first blocks of a matrix, or of some columns of it.
 
-    Where it ``goes_on``, each sum begins with what is in ``out``, of the columns before.
+    Where it ``goes_on``, each sum begins with what is in ``out``, from the columns before.
     ``high`` and ``high_scales`` are the bytes from a block to the next; ``vectors`` are those of
     the columns. The others are those of `strips_of`.
     """

@@ -1,14 +1,14 @@
 """The tile of every product: blocks of sixteen rows of a matrix times tokens, kept in registers.
 
 A sum of one row and one token has one accumulator and runs over the columns from first to last,
-whatever the tile: its bits do not depend on who else is in the batch. Integers are summed exactly
+whatever the tile: its bits do not depend on the rest of the batch. Integers are summed exactly
 within a group of columns, then scaled; so the instruction and its substitutes agree bit by bit, and
 a token on its own, which waits for memory, has several accumulators within a group.
 
 A strip, the blocks of a tile, is read from memory for the first tokens and from the second cache
-for the others. While those of floats are computed, the next strip is fetched into it, a block by
-each tile, of which there are enough for that where there are tokens: else every strip would begin
-by waiting for memory.
+for the others. While a strip of floats is computed, each tile prefetches a block of the next one
+into that cache, or every strip would begin by waiting for memory; where there are enough tokens,
+there are tiles enough for all blocks.
 
 Where registers are narrow, a sum takes two or four of them, and a tile is one block.
 """
@@ -33,7 +33,7 @@ _LOW_NIBBLES, _EVEN_BYTES = 0x0F0F0F0F, 0x00FF00FF
 _NARROW_TOKENS = {True: (4, 2, 1), False: (6, 4, 1)}
 """Tokens of tiles where registers are narrow, the largest first: with integers, with floats."""
 _LEAST = 3
-"""Tokens of a tile that fetches for the next strip; fewer wait for memory themselves."""
+"""The fewest tokens of a tile that prefetches for the next strip; fewer wait for memory."""
 _SPREAD = 4
 """Accumulators of a token on its own within a group, so that no sum waits for the one before."""
 
@@ -48,7 +48,7 @@ OPERANDS = len(Operands.__slots__)
 
 @intrinsic(prefer_literal=True)
 def strip(_context: Any, code: Any, plain: Any, blocks: Any, goes_on: Any, *operands: Any) -> Any:
-    """Compute some blocks for all tokens; the first four are constants, then the `Operands`.
+    """Compute some blocks for all tokens; arguments are four constants, then the `Operands`.
 
     ``plain`` not 0: without the instructions that only some processors have. ``goes_on`` not 0:
     sums of floats begin with what is in ``out``.
@@ -77,8 +77,8 @@ def _tiles(
     """Emit each tile in turn; yields its number, its first token, and how many it has.
 
     Each reads the strip anew, so they are as few as registers allow; and of equal size, for a tile
-    of one or two waits for its sums. But where there are tokens for a tile for each block of the
-    next strip, there are as many. Those of integers, whose code is longer, keep to three sizes.
+    of one or two tokens waits for its sums. But where tokens suffice for a tile for each block of
+    the next strip, there are as many. Tiles of integers, whose code is longer, have three sizes.
     """
     layout = scheme.layout
     if cpu.wide and not layout.is_grouped:
@@ -94,7 +94,7 @@ def _tiles(
 
 
 def _ahead(lanes: Lanes, blocks: int, operands: Operands, turn: Value) -> Value:
-    """Return where the block of the next strip begins that a tile fetches, each another in turn."""
+    """Return where the block of the next strip that a tile prefetches begins; tiles take turns."""
     several = lanes.constant(blocks)
     whole = lanes.product(lanes.quotient(turn, several), several)
     block = lanes.sum(several, lanes.subtract(turn, whole))
@@ -104,8 +104,8 @@ def _ahead(lanes: Lanes, blocks: int, operands: Operands, turn: Value) -> Value:
 def _emit_tokens(lanes: Lanes, shape: "_Shape", operands: Operands, turn: Value) -> None:
     """Emit the tile of some tokens, or one block after the other.
 
-    One where integers meet one token, for memory gives more to who reads it in its order than to
-    who reads in four places; and where sums of more would not stay in registers.
+    The latter where integers meet one token, for memory is faster when it is read in order than in
+    four places at once; and where the sums of more blocks would not stay in registers.
     """
     alone = shape.tokens == 1
     if shape.scheme is Scheme.BFLOAT16 and not (alone or shape.cpu.wide):
@@ -224,13 +224,13 @@ class _Tile:
                     lanes.write(none if number else starts[token], column[token])
 
     def _start(self, group: Value, token: int) -> Value:
-        """Begin below 0 by what the zero of the weights is going to add."""
+        """Begin below 0 by what the zero of the weights will add."""
         place = self._of_group(self._at.row_sums, group, token)
         start = self._lanes.times(self._lanes.every_int(place), -self._layout.zero)
         return start if self._in_ints else self._lanes.to_floats(start)
 
     def _add_bytes(self, vector: Value, totals: list[list[list[Value]]]) -> None:
-        """Add one vector of each block, its parts in turn to the totals."""
+        """Add one vector of each block: its parts, to the totals in turn."""
         lanes = self._lanes
         add = self._byte_product()
         stored = [self._weights(vector, block) for block in self._blocks]

@@ -1,8 +1,8 @@
 """Threads that sleep until they are called, in compiled code, without the interpreter.
 
-A post is three cache lines of memory: the number that was posted last, a lock, and what its one
-sleeper sleeps on. Nothing here takes the interpreter's lock, so a sleeper wakes up at once even
-where Python is busy.
+A post is four cache lines of memory: the number that was posted last, a lock, and the condition
+variable of its one sleeping thread. Nothing here takes the interpreter's lock, so a sleeper wakes
+up at once even where Python is busy.
 """
 
 from typing import Any
@@ -14,10 +14,10 @@ from expertctl.engine.kernels.atomic import breathe, read_now, write_now
 
 POST_BYTES = 256
 CLOSED = -1
-"""Posted to those who shall go home."""
+"""Posted to threads that are to end."""
 _LOCK, _SLEEPER = 64, 128
 _LINGER = 1000
-"""How often a sleeper looks before it lies down: some 30 µs, the time between two programs."""
+"""How often a thread looks before it sleeps: some 30 µs, the time between two programs."""
 
 _init_lock = types.ExternalFunction("pthread_mutex_init", types.int32(types.int64, types.int64))
 _init_sleeper = types.ExternalFunction("pthread_cond_init", types.int32(types.int64, types.int64))
@@ -36,7 +36,7 @@ def begin_post(post: Any) -> None:  # pragma: no cover (compiled)
 
 @numba.njit
 def send(post: Any, number: Any) -> None:  # pragma: no cover (compiled)
-    """Post a number and wake who sleeps there; a closed post stays closed."""
+    """Post a number and wake the thread that sleeps there; a closed post stays closed."""
     _lock(post + _LOCK)
     if read_now(post) != CLOSED:
         write_now(post, number)

@@ -2,7 +2,7 @@
 
 Widening a token's numbers for every block takes as long as multiplying them. So some columns of
 some tokens are widened once, for all blocks of a strip, whose sums wait on the stack meanwhile.
-Each sum runs from the first column to the last all the same.
+Each sum still runs from the first column to the last.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from expertctl.engine.kernels.stretches import stretches
 HIGH_HALF = 0xFFFF0000
 """The bits of the second bfloat16 of a pair."""
 _PAIRS = 256
-"""Pairs of columns that are widened at once: what four blocks need of them stays near."""
+"""Pairs of columns that are widened at once: what four blocks need of them stays in cache."""
 _SIDE_BYTES, _ROW_BYTES = _PAIRS * 4, 2 * _PAIRS * 4
 """Bytes of the first numbers of a token's pairs, and of both."""
 

@@ -1,13 +1,13 @@
 """What a run observed of its routed experts, as JSON: a profile to plan from, and telemetry.
 
-The document is that of llama.cpp's hot cache, so that profiles go both ways. Its *full* schema has
-all times, its *update* schema only what an exchange of experts needs; the document of a run that
-observes nothing is always the same bytes. Requests that missed, swaps and the number of prompts are
-ours; others read over them.
+The format is that of llama.cpp's hot cache, so profiles can be exchanged with it both ways. Its
+*full* schema has all times, its *update* schema only what an exchange of experts needs; a run that
+observes nothing always gives the same bytes. Missed requests, swaps and the number of prompts are
+our additions, which other readers skip.
 
-Reading drops zero counts, adds up those of one expert and sorts layers. What is counted as hot and
-cold overrides raw counts. A layer whose number is no whole number is ignored, as llama.cpp ignores
-it. Everything else that is malformed is refused, and sizes are bounded.
+Reading drops zero counts, adds up the counts of one expert and sorts layers. Hot and cold counts
+override raw ones. A layer whose number is not a whole number is ignored, as in llama.cpp.
+Everything else that is malformed is refused, and sizes are bounded.
 """
 
 import json
@@ -42,7 +42,7 @@ def _time_key(name: str) -> str:
 
 
 class LayerTimes(msgspec.Struct, frozen=True, rename=_time_key):
-    """Microseconds for each call of a layer; 0 where nobody measured."""
+    """Microseconds per call of a layer; 0 where nothing was measured."""
 
     total_moe: float = 0.0
     routing: float = 0.0
@@ -62,14 +62,14 @@ class LayerTimes(msgspec.Struct, frozen=True, rename=_time_key):
 
 TIMES = LayerTimes.__struct_fields__
 LANE_TIMES = ("parallel_hot_lane_wall", "parallel_cold_lane_wall", "parallel_join_wait")
-"""Those that the update schema has."""
+"""The times that the update schema has."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerActivity:
     """What one layer was asked for, and what that took.
 
-    ``raw`` are counts of which nobody knows whether they were hot: there are none beside others.
+    ``raw`` are counts not known to be hot or cold: empty where ``hot`` or ``cold`` has any.
     """
 
     layer: int
@@ -80,9 +80,9 @@ class LayerActivity:
     cold_per_call: float = 0.0
     hot1_slots: int = 0
     hot2_slots: int = 0
-    """Hot slots that the second and the third lane computed; ``hot`` has them, too."""
+    """Hot slots that the second and the third lane computed; ``hot`` includes them."""
     requests: int = 0
-    """Experts that calls asked for, each once for a call."""
+    """Experts that calls asked for, each counted once per call."""
     missed_requests: int = 0
     """Those of them that were not hot."""
     swaps: int = 0
@@ -103,8 +103,8 @@ class LayerActivity:
     def pressure(self) -> float:
         """How much a call suffers from cold experts.
 
-        It is the first of these that is more than nothing: its wait, how much longer its cold lane
-        takes, its cold slots.
+        It is the first of these that is above zero: the call's wait, how much longer its cold lane
+        takes than its hot one, its cold slots.
         """
         times = self.times
         behind = times.parallel_cold_lane_wall - times.parallel_hot_lane_wall
@@ -131,7 +131,7 @@ class ActivityDocument:
     updates: int = 0
     overflow_resets: int = 0
     prompts: int = 0
-    """Of how many prompts it tells, tokens among them; 0: of tokens alone, as its counts say."""
+    """How many prompts were counted, tokens of added documents included; 0: only tokens were."""
     preset: str = ""
     """Which prompts these were."""
 
@@ -145,16 +145,16 @@ def read_activity(data: bytes, *, what: str) -> ActivityDocument:
     """Read a document of either schema.
 
     Raises:
-        InvalidPackageError: when it is none of ours, malformed or too large.
+        InvalidPackageError: when it is no such document, malformed or too large.
     """
     return activity_in(load_document(data, what=what), what=what)
 
 
 def activity_in(document: JsonObject, *, what: str) -> ActivityDocument:
-    """Return what an object of either schema tells.
+    """Return what a parsed document of either schema says.
 
     Raises:
-        InvalidPackageError: when it is none of ours, or malformed.
+        InvalidPackageError: when it is no such document, or malformed.
     """
     told = checked(document, _Document, what=what, schema="moe-activity")
     numbered = [record for record in told.layers if _is_number(record.get("layer"))]
@@ -236,19 +236,19 @@ def _is_number(value: object) -> bool:
 
 
 def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
-    """Yield what a schema cannot say: layers twice or too high, experts there are none of.
+    """Yield what a schema cannot rule out: duplicate or too high layers, unknown experts.
 
-    Nor may more requests have missed than there were.
+    More missed requests than requests are wrong, too.
     """
     seen = set[int]()
     for layer in layers:
         if layer.layer in seen:
             yield f"layer {layer.layer} is there twice"
         if layer.layer >= MAX_LAYERS:
-            yield f"layer {layer.layer} is none of {MAX_LAYERS}"
+            yield f"layer {layer.layer} is not below {MAX_LAYERS}"
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
-            yield f"layer {layer.layer}: expert {highest} is none of {experts}"
+            yield f"layer {layer.layer}: expert {highest} of only {experts}"
         missed, asked = layer.missed_requests, layer.requests
         if missed > asked:
             yield f"layer {layer.layer}: {missed} of {asked} requests missed"

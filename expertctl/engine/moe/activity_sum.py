@@ -1,9 +1,9 @@
 """Sums and differences of activity documents: what was learnt of a base grows, and fades.
 
-Counts are added; times and cold slots of a call are means, weighted by calls. A sum that tells of
-more than `FADED_AT` tokens is halved: so what was asked for long ago is worth half as much with
-each so many tokens, and what is not asked for any more is forgotten. Counts of which nobody knows
-whether they were hot count as cold beside others.
+Counts are added; times and cold slots per call are means, weighted by calls. A sum of more than
+`FADED_AT` tokens is halved, so old requests lose half of their weight again and again, and experts
+that are no longer asked for are forgotten. Raw counts, which are not known to be hot or cold, count
+as cold where a layer has hot or cold ones.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ from expertctl.engine.moe.activity_document import (
 from expertctl.errors import IncompatibleError
 
 FADED_AT = 1 << 17
-"""Tokens of which a sum tells at most."""
+"""A sum covers at most so many tokens."""
 NOTHING = ActivityDocument("update")
 _Key = TypeVar("_Key")
 
 
 def tokens_of(document: ActivityDocument) -> int:
-    """Return of how many tokens a document tells, or of how many prompts; never less than a count.
+    """Return how many tokens, or prompts, a document covers; never less than a count.
 
-    Each token asks for as many experts of a layer as the document says; where it does not, the
-    largest count is a lower bound. A prompt asks for as many as it likes.
+    Each token asks for as many experts of a layer as the document says; where it does not say, the
+    largest count is a lower bound. A prompt may ask for any number.
     """
     most = document.prompts
     for layer in document.layers:
@@ -43,10 +43,10 @@ def tokens_of(document: ActivityDocument) -> int:
 
 
 def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
-    """Return what two documents tell together, faded.
+    """Return the sum of two documents, faded.
 
     Raises:
-        IncompatibleError: when they are of bases with other experts.
+        IncompatibleError: when their numbers of experts, or of experts used, differ.
     """
     for name in ("experts", "used"):
         here, there = getattr(one, name), getattr(other, name)
@@ -78,9 +78,9 @@ def added(one: ActivityDocument, other: ActivityDocument) -> ActivityDocument:
 def grown(
     scores: Sequence[Mapping[int, float]], more: ActivityDocument, numbers: Sequence[int]
 ) -> list[dict[int, float]]:
-    """Return what experts are worth, by layer, after more was counted; it fades as sums do.
+    """Return the scores of experts, by layer, with further counts added; they fade as sums do.
 
-    ``numbers`` are those of the layers in the base.
+    ``numbers`` are the numbers of the layers in the base.
     """
     counted = {layer.layer: layer.hits for layer in more.layers}
     total = [
@@ -97,10 +97,10 @@ def grown(
 
 
 def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
-    """Return what the same counters counted after another document.
+    """Return what the same counters counted since an earlier document.
 
-    That is all of it where they went over in between, for then they began again. Means are those
-    of all that was counted now.
+    That is everything where they overflowed in between, for then they began again. Means are those
+    of all counts in ``now``.
     """
     if now.overflow_resets != before.overflow_resets:
         return now
@@ -112,7 +112,7 @@ def since(now: ActivityDocument, before: ActivityDocument) -> ActivityDocument:
 
 
 def _prompts(one: ActivityDocument, other: ActivityDocument) -> int:
-    """Return of how many prompts both tell, if one of them does not tell of tokens alone."""
+    """Return how many prompts both cover together; 0 where both count tokens alone."""
     if not (one.prompts or other.prompts):
         return 0
     return _capped(tokens_of(one) + tokens_of(other))

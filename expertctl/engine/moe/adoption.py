@@ -1,8 +1,8 @@
-"""A profile for a base that runs: checked whole in any thread, taken over between two passes.
+"""A profile for a running base: checked as a whole in any thread, applied between two passes.
 
-What is wrong with it is told before anything is changed. It says whom to pin from then on, and for
-whom updates may exchange residents; slots stay as many as each layer has. Answers stay the same
-where nothing is left out. It lasts as long as the base is in memory: habits are left as they are.
+Errors in it are reported before anything is changed. It says which experts to pin from then on, and
+for which ones updates may exchange residents; each layer keeps its number of slots. Answers stay
+the same where no expert is left out. It lasts as long as the base is in memory: habits stay as is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,40 +20,40 @@ from expertctl.schema.strict_json import JsonObject
 
 
 class Guided(Protocol):
-    """What takes a profile over: `ExpertCache`. Its own thread does so, between two passes."""
+    """What a profile is applied to: `ExpertCache`, in its own thread, between two passes."""
 
     @property
     def slots(self) -> tuple[LayerSlots, ...]:
-        """Who has a slot in each layer, and who is pinned there."""
+        """The slots of each layer: which experts are resident and which are pinned."""
 
     @property
     def exchange_rate(self) -> float:
         """The share of all residents that a profile may exchange in an update."""
 
     def pin(self, experts: Sequence[frozenset[int]]) -> None:
-        """Have these of each layer stay, and those come who are absent."""
+        """Pin these experts of each layer, and bring those that are absent."""
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
-        """Let updates exchange experts for those that score more, too."""
+        """Let updates also exchange experts for ones with higher scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What a base in memory is to do from now on, layer by layer."""
+    """The pins and scores of a base in memory from now on, layer by layer."""
 
     pinned: tuple[frozenset[int], ...]
     scores: tuple[Scores, ...]
     rate: float
 
     def apply(self, cache: Guided) -> None:
-        """Have it done; between two passes."""
+        """Apply it to a cache; between two passes."""
         cache.pin(self.pinned)
         cache.guide(self.scores, rate=self.rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileWishes:
-    """What of a profile is to count; None: what was wished when the base was opened."""
+    """How to apply a profile; None: as wished when the base was opened."""
 
     pins: Pins | None = None
     exchange: float | None = None
@@ -61,17 +61,17 @@ class ProfileWishes:
     def adoption(
         self, guide: Guide, cache: Guided, routed: ExpertsConfig, *, started: StartWishes
     ) -> Adoption:
-        """Return what a base does by a profile that fits it.
+        """Return what a profile that fits a base makes it do.
 
         Raises:
-            IncompatibleError: when it says nothing of anybody.
-            UsageError: when that is nothing, or experts are to be pinned that have no slots.
+            IncompatibleError: when the profile counts no expert.
+            UsageError: when that changes nothing, or a layer has fewer slots than pins.
         """
         guide.demand_counts()
         pins = started.pins if self.pins is None else self.pins
         if pins is None and self.exchange is None and not started.exchange:
             raise UsageError(
-                "a profile changes nothing where nobody is pinned and nothing exchanged for it",
+                "a profile changes nothing where it neither pins experts nor exchanges any",
                 hint='give "pin", such as 8 or "50%", or "exchange", such as 0.1, too',
             )
         return Adoption(
@@ -88,11 +88,11 @@ class ProfileWishes:
 
 @dataclass(frozen=True, slots=True)
 class Guidance:
-    """What a profile does to a base in memory now, for whoever asks."""
+    """What a profile does to a base in memory now."""
 
     exchange: float
     pinned: Mapping[int, frozenset[int]]
-    """By the number of the layer; of layers that have pins alone."""
+    """By the number of the layer; only of layers that have pins."""
 
     def to_json(self) -> JsonObject:
         """Return the ``guide`` object."""
@@ -104,7 +104,7 @@ class Guidance:
 
 
 def guidance_of(cache: Guided, routed: ExpertsConfig) -> Guidance:
-    """Return what is done now; any thread may ask."""
+    """Return what a profile does now; any thread may call this."""
     each = zip(routed.layers, cache.slots, strict=True)
     by_layer = {number: slots.pinned for number, slots in each if slots.pinned}
     return Guidance(cache.exchange_rate, by_layer)

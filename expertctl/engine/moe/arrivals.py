@@ -1,8 +1,8 @@
-"""Routed experts on their way into memory: who reads them, and what became of it.
+"""Routed experts on their way into memory: which threads read them, and with what result.
 
-What a pass waits for is read by several threads. What is only foreseen is read by one; who is
-needed after all does not wait in its row, and a guess that was wrong is *dropped* in the middle of
-the reading, so that it delays nobody.
+Several threads read what a pass waits for. One thread reads what is only foreseen: an expert that
+is needed after all does not wait in its queue, and a wrong guess is *dropped* in the middle of the
+read, so that it delays no other expert.
 """
 
 from collections import deque
@@ -18,34 +18,34 @@ from expertctl.errors import ExpertError
 from expertctl.store.copy_file import Dropped
 
 _WAVES, _LEAST_WAVE = 3, 8
-"""In how many parts those who come are computed at most, and how many make one."""
+"""Missing experts are computed in at most so many parts, each but the last of at least so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """What is being read, and into which block."""
+    """A read under way, and the block that it fills."""
 
     block: int
     reading: Future[int]
     is_foreseen: bool
     begun: int
-    """By which `Arrivals.begin` it was, if it was by one."""
+    """How often `Arrivals.begin` had been called when this read was begun."""
     dropped: Event | None = None
-    """Set when nobody wants it any more; only guesses have one."""
+    """Set when the expert is no longer wanted; only guesses have one."""
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it will not come, or may not."""
+        """Whether it was dropped; then it may still come, or not."""
         return self.dropped is not None and self.dropped.is_set()
 
 
 class Arrivals:
-    """The one owner of what is being read into the blocks of a memory; one thread asks it."""
+    """The one owner of all reads into the blocks of a memory; one thread uses it."""
 
     def __init__(
         self, memory: ExpertMemory, reader: ExpertReader, numbers: Sequence[int], *, threads: int
     ) -> None:
-        """Read with so many threads, and one more; ``numbers`` are those of layers in the base."""
+        """Read with so many threads, and one more; ``numbers`` are layer numbers in the base."""
         self._memory, self._reader, self._numbers = memory, reader, numbers
         self._wanted = ThreadPoolExecutor(threads, thread_name_prefix="experts")
         self._foreseen = ThreadPoolExecutor(1, thread_name_prefix="experts-ahead")
@@ -53,27 +53,27 @@ class Arrivals:
         self._begun = 0
         self._unread: set[Expert] = set()
         self._untold = deque[str]()
-        """Why those could not be read of whom nobody was told yet."""
+        """Why experts in `unread` could not be read, until `take_notes` tells it."""
         self.loads = self.ahead = self.read_bytes = 0
 
     def __len__(self) -> int:
-        """How many are on their way."""
+        """How many experts are on their way."""
         return len(self._coming)
 
     @property
     def unread(self) -> Set[Expert]:
-        """Who could not be read when nobody waited; he is tried again when somebody does."""
+        """Experts whose read failed while no pass waited for them; read again when one does."""
         return self._unread
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, that some could not be read when nobody waited; one thread asks."""
+        """Return, once, a note of experts that failed while no pass waited; one thread calls it."""
         untold = [self._untold.popleft() for _ in range(len(self._untold))]
         if not untold:
             return ()
         return (f"routed experts that were to come could not be read: {len(untold)}; {untold[0]}",)
 
     def begin(self, missing: Sequence[Expert], spared: Collection[Expert]) -> list[Expert]:
-        """Have experts read; return who came meanwhile. Those that are spared stay.
+        """Begin to read experts; return those that came meanwhile. Spared ones are not evicted.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -88,7 +88,7 @@ class Arrivals:
         return came
 
     def await_some(self, missing: Sequence[Expert], spared: Collection[Expert]) -> list[Expert]:
-        """Wait until so many are there of those who were begun that they are worth a pass.
+        """Wait until enough missing experts came to be worth computing; return those that came.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -99,7 +99,7 @@ class Arrivals:
     def end(
         self, missing: Sequence[Expert], spared: Collection[Expert], *, least: int | None = None
     ) -> list[Expert]:
-        """Wait until experts are there who were begun, or so many more; return who came.
+        """Wait until all missing experts came, or ``least`` more; return those that came.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -114,7 +114,7 @@ class Arrivals:
     def foresee(
         self, wanted: Iterable[Expert], spared: Collection[Expert], *, is_guess: bool = False
     ) -> None:
-        """Begin to read what will be asked for, as far as there are blocks for it.
+        """Begin to read experts that will be asked for, as far as there are blocks for them.
 
         A guess is dropped as soon as a layer asks for others.
         """
@@ -127,11 +127,11 @@ class Arrivals:
             self._read(expert, number, is_foreseen=True, dropped=Event() if is_guess else None)
 
     def land(self, wanted: Container[Expert] = ()) -> list[Expert]:
-        """Take in what has come, and return who that is; they are in the pool.
+        """Take in the experts that have come: put them into the pool, and return them.
 
-        What did not come is an error where it is wanted; but what was begun before that is read
-        again. Nobody foresees it any more until somebody wants it. A mistake of ours is an error in
-        any case.
+        A failed read is an error where its expert is wanted; if it was begun before the last
+        `begin`, the expert is read again instead. An expert that is not wanted is then not foreseen
+        again until it is wanted. A bug of ours is an error in any case.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -169,7 +169,7 @@ class Arrivals:
         return came
 
     def end_guesses(self, right: Container[Expert]) -> None:
-        """Drop those guesses that are not right; the others are none any more."""
+        """Drop wrong guesses; right ones are ordinary reads from now on."""
         for expert, coming in list(self._coming.items()):
             if coming.dropped is None:
                 continue
@@ -179,7 +179,7 @@ class Arrivals:
                 self._coming[expert] = replace(coming, dropped=None)
 
     def close(self) -> None:
-        """End what is being read."""
+        """End all reads."""
         for coming in self._coming.values():
             coming.reading.cancel()
         for pool in (self._wanted, self._foreseen):
@@ -191,7 +191,7 @@ class Arrivals:
         return f"the first was {name} of layer {self._numbers[layer]}: {why}"
 
     def _hurry(self, expert: Expert) -> bool:
-        """Tell whether an expert is on its way; who waits behind others does so no more."""
+        """Tell whether an expert is there or coming; move one that is queued to other threads."""
         coming = self._coming.get(expert)
         if coming is None:
             return expert in self._memory
@@ -200,14 +200,14 @@ class Arrivals:
         return True
 
     def _give_up_others(self, wanted: Container[Expert]) -> None:
-        """Do not begin to read what was foreseen and is not wanted."""
+        """Cancel reads that have not started, of experts that are not wanted."""
         for expert, coming in list(self._coming.items()):
             if expert not in wanted and coming.reading.cancel():
                 del self._coming[expert]
                 self._memory.give_back(coming.block)
 
     def _after_dropped(self, missing: Iterable[Expert]) -> list[Expert]:
-        """Wait for those who were dropped before, and are wanted now; return who came."""
+        """Wait for experts that were dropped before and are wanted now; return those that came."""
         there = (self._coming[expert] for expert in missing if expert in self._coming)
         dropped = [coming.reading for coming in there if coming.is_dropped]
         if not dropped:
@@ -216,7 +216,7 @@ class Arrivals:
         return self.land()
 
     def _begin(self, expert: Expert, spared: Collection[Expert]) -> list[Expert]:
-        """Have an expert read; while all blocks are taken, wait for one that comes."""
+        """Begin to read an expert; while all blocks are taken, wait for others to come."""
         came: list[Expert] = []
         while (number := self._memory.take(spared)) is None:
             assert self._coming, "there are blocks for the experts of any one layer"
@@ -241,8 +241,8 @@ class Arrivals:
         try:
             self._coming[expert] = _Coming(number, reading, is_foreseen, self._begun, dropped)
             readers.submit(_do, reading, partial(self._memory.fill, number, read))
-        except BaseException:  # no thread can be started, or somebody interrupts
-            if reading.cancel():  # or it is being read, which may be waiting for a thread
+        except BaseException:  # no thread can be started, or the user interrupts
+            if reading.cancel():  # else a thread reads it already
                 self._coming.pop(expert, None)
                 self._memory.give_back(number)
             raise
@@ -253,10 +253,10 @@ class Arrivals:
 
 
 def _do(reading: Future[int], read: Callable[[], int]) -> None:
-    """Read, unless that was cancelled: a pool may keep what it could find no thread for."""
+    """Read, unless that was cancelled: a pool may keep a task that it found no thread for."""
     if not reading.set_running_or_notify_cancel():
         return
     try:
         reading.set_result(read())
-    except BaseException as error:  # noqa: BLE001  # whoever waits for it is told
+    except BaseException as error:  # noqa: BLE001  # raised where it is waited for
         reading.set_exception(error)

@@ -1,8 +1,8 @@
-"""Who is asked for of a base whose routed experts are all on a device.
+"""Which experts are asked for where all routed experts of a base are on a device.
 
-Nobody is ever missing, so a step has no border at which the host is told. It adds up on the device
-who was chosen, which is fetched when an answer is over; of prompts the host knows it anyway. A run
-in less memory begins with it, as in `whole_experts`.
+No expert is ever missing, so a step never stops to tell the host what was chosen. It adds up the
+choices on the device, and they are fetched when an answer is over; for prompts the host knows them
+anyway. A run in less memory begins with these counts, as in `whole_experts`.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class AskedExperts:
         self._config, layers = config, len(config.layers)
         self.counters = Counters(config.layers, experts=config.count)
         """What layers were asked for until the last `fetch`."""
-        with torch.inference_mode(False):  # steps are in it, whoever fetches may not be
+        with torch.inference_mode(False):  # steps run in inference mode; `fetch` may not
             self._chosen = torch.zeros(layers * config.count, dtype=torch.long, device=device)
             self._different = torch.zeros(layers, dtype=torch.long, device=device)
             self._firsts = torch.arange(layers, device=device)[:, None] * config.count
@@ -47,7 +47,7 @@ class AskedExperts:
         return sum(each.nbytes for each in (self._chosen, self._different, self._firsts, self._one))
 
     def add_step(self, selected: Tensor) -> None:
-        """Add what a step chose, on the device, int64 [layers, tokens, used]; it is not waited for.
+        """Add what a step chose, on the device and without waiting, int64 [layers, tokens, used].
 
         A token asks for each expert once.
         """
@@ -63,12 +63,12 @@ class AskedExperts:
         self._different += seen.view(layers, -1).sum(-1)
 
     def count_pass(self, selected: Numbers) -> None:
-        """Count what a pass chose that the host knows of, int64 [layers, tokens, used]."""
+        """Count the choices of a pass, known to the host, int64 [layers, tokens, used]."""
         chosen = requested_by_layer(selected, self._config.count)
         self.counters.count_hits(chosen, calls=1, requests=np.count_nonzero(chosen, axis=-1))
 
     def fetch(self) -> None:
-        """Count what steps chose since the last time; the device is waited for, once."""
+        """Count what steps chose since the last call; this waits for the device, once."""
         if not self._steps:
             return
         chosen = self._chosen.cpu().numpy().reshape(-1, self._config.count)
@@ -87,14 +87,14 @@ class AskedExperts:
         return RoutedReport(residence, Activity(requests=self.counters.in_all().summary.requests))
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: nobody is to come."""
+        """Return nothing: no expert is still to come."""
         return ()
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
-        """Do nothing: nobody has to go for another."""
+        """Do nothing: no expert has to make room for another."""
 
 
 def asked_bytes(config: ExpertsConfig) -> int:
-    """Return what counting takes on the device: who was chosen, and numbers of layers."""
+    """Return the bytes of counting on the device: counts of experts, and numbers of layers."""
     layers = len(config.layers)
     return _LONG_BYTES * (layers * config.count + 2 * layers + 1)

@@ -16,34 +16,34 @@ from expertctl.routing.request import MoeColdWish, MoeMiss
 USUAL_PROMPT = 256
 """Tokens of a usual prompt."""
 USUAL_TOKENS = PRESETS["default"].max_tokens + USUAL_PROMPT
-"""Of a text that is asked for without further wishes, with its prompt."""
+"""Tokens of a text with the default preset, its prompt included."""
 WHOLE_SHARE = 0.85
 """A base that takes at most so much of the memory is held whole; the rest is for texts."""
 EVIDENCE = 8
-"""So many activations for each expert of a layer, and counts say where slots are worth most."""
+"""From so many activations per expert of a layer on, counts say where slots are worth most."""
 _LEAST_SHARE = 2
-"""No layer gets less than this part of the slots that it would get if all were alike."""
+"""No layer gets fewer slots than its share in an even plan, divided by this."""
 _WORTH = 0.99
-"""Slots are shared out unevenly where at most so much is missed of what would be otherwise."""
+"""Slots are shared out unevenly where misses are at most this share of those in an even plan."""
 _GIB, _MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """Blocks for experts: so many slots in each layer, and a pool for all that have none.
+    """Blocks for experts: so many slots in each layer, and a pool for experts without a slot.
 
-    The pool holds all experts of any one layer that have no slot there, for one prompt may ask for
-    all of them.
+    The pool holds all experts of any one layer that have no slot, for one prompt may ask for all of
+    them.
     """
 
     layers: int
     experts: int
     slots: int
-    """Of each layer, where all are alike."""
+    """Of each layer, where all have the same number."""
     by_layer: tuple[int, ...] = ()
-    """Of each layer, where they are not."""
+    """Of each layer, where they differ."""
     pinned: tuple[frozenset[int], ...] = ()
-    """Who keeps a slot in each layer; empty: nobody does."""
+    """The pinned experts of each layer; empty: there are none."""
     miss: MoeMiss = "exact"
     cap: float = 1.0
     cold: MoeColdWish = "auto"
@@ -55,7 +55,7 @@ class CachePlan:
 
     @property
     def pins(self) -> tuple[frozenset[int], ...]:
-        """Who keeps a slot in each layer."""
+        """The pinned experts of each layer."""
         return self.pinned or (frozenset(),) * self.layers
 
     @property
@@ -70,7 +70,7 @@ class CachePlan:
 
 
 def fits_whole(size: int, limit: int | None, *, texts: int = 0) -> bool:
-    """Tell whether a base of so many bytes is held whole, with so many for texts besides."""
+    """Tell whether a base of ``size`` bytes is held whole, with ``texts`` bytes left for texts."""
     return limit is None or size <= min(WHOLE_SHARE * limit, limit - texts)
 
 
@@ -85,12 +85,11 @@ def cache_plan(
     cap: float,
     texts: int = 0,
 ) -> CachePlan:
-    """Share a memory out: ``rest`` bytes are no routed experts, a ``block`` is one of them.
+    """Share out a memory: ``rest`` bytes are not routed experts, ``block`` bytes are one of them.
 
-    Each layer gets as many slots as the rule of `capacity_of` says, or fewer where the pool, and
-    ``texts`` bytes, would not fit besides; none where even that is too much. So texts that have
-    room in a memory have it in a larger one. Where the pool is too large, whoever reserves it says
-    so.
+    Each layer gets as many slots as `capacity_of` says, or fewer where the pool and ``texts`` bytes
+    would not fit besides; none where even one is too much. So texts that have room in a memory have
+    it in a larger one, too. Where the pool is too large, the caller that reserves it reports that.
     """
     slots = capacity_of(
         recommended_gb=limit / _GIB,
@@ -108,11 +107,11 @@ def cache_plan(
 
 
 def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> CachePlan:
-    """Return a plan of no more blocks whose slots are where they serve most of what was counted.
+    """Return a plan of no more blocks, with slots where they serve most of what was counted.
 
-    ``activations`` are counts of each expert in each layer. Where too little was counted, or no
-    more would be served, the plan stays as it is. The layer with the fewest slots makes the pool
-    large, so none gets fewer than half of what it had, nor than ``least``.
+    ``activations`` are counts of each expert in each layer. Where too little was counted, or hardly
+    more would be served, the plan stays as it is. The fewer slots a layer has, the larger the pool
+    must be, so no layer gets fewer than half of what it had, nor fewer than ``least``.
     """
     counted = [sum(map(float, counts)) for counts in activations]
     if plan.slots == 0 or min(counted, default=0.0) < EVIDENCE * plan.experts:
@@ -122,7 +121,7 @@ def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> Cac
 
 
 def _shared_out(plan: CachePlan, activations: Activations, *, least: int) -> CachePlan:
-    """Share out all blocks: what the pool does not need, for no layer got the least, are slots."""
+    """Share out all blocks: where no layer gets the least, some of the pool's become slots."""
     total, best = plan.blocks - plan.experts + least, plan
     while True:
         shares = by_gain(activations, total=total, least=least)

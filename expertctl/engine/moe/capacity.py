@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WORKING_SHARE = 0.71
-"""Of the memory that is recommended, so much is used."""
+"""The share of the recommended memory that is used."""
 ROUNDED_FROM, STEP = 16, 8
 HEADROOM = 1.3
 """Slots for each expert that a layer asked for."""
@@ -40,9 +40,9 @@ def capacity_of(
 
 
 def by_demand(unique: Sequence[int], *, total: int, experts: int, least: int = LEAST) -> Capacities:
-    """Share slots out as layers ask for different experts: 1.3 for each, scaled to the total.
+    """Share out slots by how many different experts layers ask for: 1.3 each, scaled to the total.
 
-    Each layer has ``least`` slots, or its part of the total where that is less.
+    Each layer has at least ``least`` slots, or an even share of the total where that is less.
     """
     total, least = _feasible(len(unique), total=total, experts=experts, least=least)
     wants = [max(HEADROOM * count, 1.0) for count in unique]
@@ -62,10 +62,11 @@ def by_demand(unique: Sequence[int], *, total: int, experts: int, least: int = L
 
 
 def by_gain(activations: Activations, *, total: int, least: int = LEAST) -> Capacities:
-    """Share slots out so that most activations are served.
+    """Share out slots so that most activations are served.
 
-    ``activations`` are counts of each expert in each layer. All layers begin alike; slots move from
-    where the last serves least to where one more would serve most, until that is no more.
+    ``activations`` are counts of each expert in each layer. Slots are first shared out evenly; then
+    they move from where the last one serves least to where one more would serve most, as long as
+    that serves more.
     """
     layers, experts = len(activations), len(activations[0]) if activations else 0
     total, least = _feasible(layers, total=total, experts=experts, least=least)
@@ -84,7 +85,7 @@ def by_gain(activations: Activations, *, total: int, least: int = LEAST) -> Capa
 
 
 def missed(activations: Activations, capacities: Sequence[int]) -> list[float]:
-    """Return the share of each layer's activations that its best so many experts do not serve."""
+    """Return which share of each layer's activations its top ``capacity`` experts do not serve."""
     shares = []
     for counts, capacity in zip(activations, capacities, strict=True):
         ranked = sorted(map(float, counts), reverse=True)
@@ -105,9 +106,9 @@ class CacheRows:
 
 
 def kv_reserve(layers: Iterable[CacheRows], *, context: int, streams: int, batch: int) -> int:
-    """Return the bytes that keys and values of so many texts may take.
+    """Return the bytes that keys and values of ``streams`` texts may take.
 
-    A layer with a window keeps that of each text and what one batch adds, no more.
+    A layer with a window keeps only the window of each text and what one batch adds.
     """
     padded = -(-context // CELLS) * CELLS * streams
     reserve = 0

@@ -1,21 +1,22 @@
-"""In which order a device reads rows of memory and has others copied into them, told by events.
+"""In which order a device reads rows of memory and copies experts into them, kept by events.
 
-What computes is queued on one stream, every copy on one of several others. A copy into a row waits
-for the last work that could read who was there before, and for nothing that was queued after that:
+Computation is queued on one stream, every copy on one of several others. A copy into a row waits
+for the last work that could read the row's old expert, and for nothing that was queued after that:
 
-    host      ask L   .   .   .   .   .   .   everybody came; lookup   .   passed
+    host      ask L   .   .   .   .   .   .   all have come; lookup    .   passed
     compute   choose L | there L | E1                 | rest L | E2 | choose of the next layer
-    copying       after E0: copy of who is missing | C1
-                           after E1: copy of who is read ahead  .   .   .  | C2
+    copying       after E0: copy missing experts   | C1
+                           after E1: copy experts read ahead    .   .   .  | C2
 
-`there` and `rest` read the rows that the lookup of their layer had. Each leaves an event, E1 and
-E2, and these rows know it. Whose row is taken at `ask` is in no lookup any more, so its copy waits
-for the event that the row knew then, E0, and runs beside `there`; whose row is taken after `there`
-was queued may be one that `there` reads, and waits for E1. A copy leaves an event too, C1. Until it
-came to pass nobody is told of the expert, and the memory that it was copied from is not written to.
-So nothing that is computed waits for a copy on the device: it is queued when the copy is over.
+`there` and `rest` read the rows that were in the lookup of their layer. Each records an event, E1
+and E2, which is noted for these rows. A row that is taken at `ask` is in no lookup any more, so the
+copy into it waits for the event that was noted for it then, E0, and runs beside `there`. A row that
+is taken after `there` was queued may be one that `there` reads, so the copy into it waits for E1. A
+copy records an event, too: C1. Until that has happened, the expert is not reported as present, and
+the memory that it is copied from is not overwritten. So no computation waits for a copy on the
+device: it is queued when the copy is over.
 
-On a processor all is done when it is asked for, and nobody waits.
+On a CPU all work is done immediately, and nothing waits.
 """
 
 from collections.abc import Iterable
@@ -32,13 +33,13 @@ _ALL = slice(None)
 
 
 class LastReads:
-    """Which event follows the last work that could read each row.
+    """The event after the last work that could read each row.
 
-    One thread notes what is read. Others may ask for a row that was taken, for nobody reads it.
+    One thread notes what is read. Others may ask for a row that was taken: no new work reads it.
     """
 
     def __init__(self, device: torch.device, *, rows: int) -> None:
-        """Begin with the work of whoever had the memory before."""
+        """Begin with the work of previous owners of the memory."""
         self._device = device
         self._is_queued = is_queued(device)
         self._events = np.full(rows, None, object)
@@ -46,14 +47,14 @@ class LastReads:
         self.note(_ALL)
 
     def note(self, rows: Rows) -> None:
-        """Learn that the work that was queued until now could read these rows."""
+        """Note that the work queued until now could read these rows."""
         if self._is_queued:
             self._newest = event = new_event()
             event.record(torch.cuda.current_stream(self._device))
             self._events[rows] = event
 
     def of(self, row: int) -> "torch.cuda.Event | None":
-        """Return what a copy into a row has to wait for."""
+        """Return the event that a copy into a row has to wait for, if any."""
         found: torch.cuda.Event | None = self._events[row]
         return found
 
@@ -64,13 +65,13 @@ class LastReads:
 
 
 class CopyStream:
-    """A stream that copies go on, one at a time, each out of the same memory of the machine.
+    """A stream for copies, one at a time, each out of the same memory of the machine.
 
-    It is nobody else's: no copy waits for another, nor comes into a graph that is captured.
+    It has one owner: no copy waits for another's, nor gets into a graph that is captured.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Begin with none under way."""
+        """Begin with no copy under way."""
         is_queue = is_queued(device)
         self._lent = lend_stream(device, computes=False) if is_queue else None
         self._copied = new_event() if is_queue else None
@@ -78,7 +79,7 @@ class CopyStream:
     def copy(
         self, pairs: Iterable[tuple[Tensor, Tensor]], *, after: "torch.cuda.Event | None"
     ) -> None:
-        """Copy into the first of each pair once that event came to pass; return at the end."""
+        """Copy into the first of each pair after that event; return when the copy is over."""
         if self._lent is None or self._copied is None:
             _copy(pairs)
             return
@@ -88,23 +89,23 @@ class CopyStream:
         try:
             with torch.cuda.stream(stream):
                 _copy(pairs)
-        finally:  # what was queued before an error is under way, and nobody may have its memory
+        finally:  # what was queued before an error still uses its memory
             self._copied.record(stream)
             self._copied.synchronize()
 
     def wait(self) -> None:
-        """Wait until nothing is under way, though a copy ended with an error."""
+        """Wait until no copy is under way, even if one ended with an error."""
         if self._copied is not None:
             self._copied.synchronize()
 
 
 def is_queued(device: torch.device) -> bool:
-    """Tell whether what a device is asked for is done later, in the order of its streams."""
+    """Tell whether a device does its work later, in the order of its streams."""
     return device.type == "cuda"
 
 
 def new_event() -> torch.cuda.Event:
-    """Return an event for which a thread waits asleep, not asking again and again."""
+    """Return an event for which a thread waits asleep, without polling."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch has no types
 
 

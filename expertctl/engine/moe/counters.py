@@ -1,13 +1,13 @@
 """What the lanes of each layer did: calls, routed slots, requests, swaps and times.
 
-All are unsigned numbers of 64 bits. What would go over sets all of them to zero, so that their
-ratios never mix what was cut off with what was not; sums over layers saturate. The shape stays, and
-how often that happened is told. An expert or a layer that does not exist is ignored: to count
-wrongly is no reason to end a text.
+All are unsigned numbers of 64 bits. An overflow sets all of them to zero, so that their ratios
+never mix counters that were cut off with others; sums over layers saturate. The shape stays, and
+the number of overflows is reported. An expert or a layer that does not exist is ignored: a wrong
+count is no reason to end a text.
 
-There are two who read, and neither takes anything from the other. What is *observed* counts from
-where somebody began again, in the mode that is wanted; whoever wants nothing observed says so.
-What is there *in all* is what habits are learnt from: it never falls, unless a counter went over.
+There are two independent views. What is *observed* counts from the last reset, in the mode that is
+wanted, which may be off. What is there *in all* is what habits are learnt from: it never falls,
+unless a counter overflowed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from expertctl.schema.strict_json import JsonObject
 
 MOST = 2**64 - 1
 _NANOSECONDS = 1e-6
-"""In milliseconds."""
+"""One, in milliseconds."""
 _COUNTED = ("calls", "hits", "misses", "requests", "missed_requests", "swaps", "hot_ns", "cold_ns")
 
 Mode = Literal["full", "update", "off"]
@@ -41,11 +41,11 @@ class LayerCounts:
     misses: int
     """Those whose expert was not: it had to be brought, lent or left out."""
     requests: int
-    """Experts that were asked for, each once for a call."""
+    """Experts that were asked for, each counted once per call."""
     missed_requests: int
     swaps: int
     hot_ns: int
-    """Computing: its experts, and what follows until those of the next layer are chosen."""
+    """Computing its experts, and all that follows until those of the next layer are chosen."""
     cold_ns: int
     """Waiting for experts that were not there."""
 
@@ -61,7 +61,7 @@ class LayerCounts:
         return self.hits / slots if slots else 0.0
 
     def since(self, before: "LayerCounts") -> "LayerCounts":
-        """Return what was added to what was known before."""
+        """Return what was added since an earlier state."""
         return LayerCounts(
             **{name: getattr(self, name) - getattr(before, name) for name in _COUNTED}
         )
@@ -90,11 +90,11 @@ class Observed:
     passes: int
     """How often something was counted."""
     overflow_resets: int
-    """How often a counter went over, and all of them began again."""
+    """How often a counter overflowed, and all of them began again."""
     layers: Mapping[int, LayerCounts]
     """By the number of the layer in the base."""
     chosen: NDArray[np.uint64]
-    """How often each expert was, [layers, 2, experts]: hot, and cold."""
+    """How often each expert was chosen, [layers, 2, experts]: hot, and cold."""
 
     @property
     def summary(self) -> LayerCounts:
@@ -108,7 +108,7 @@ def requested(selected: NDArray[np.integer], experts: int) -> Counts:
 
 
 def requested_by_layer(selected: NDArray[np.integer], experts: int) -> Counts:
-    """Return the same of several layers, [layers, experts]; ``selected`` is [layers, ...]."""
+    """Return the same for several layers, [layers, experts]; ``selected`` is [layers, ...]."""
     layers = len(selected)
     ids = selected.reshape(layers, -1)
     places = ids + np.arange(layers)[:, None] * experts
@@ -151,7 +151,7 @@ class Counters:
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._all = _Tally.nothing(len(layers), experts)
         self._before = self._all.copy()
-        """What of it was there when what is observed began again."""
+        """The state of `_all` when what is observed was last reset."""
         self._overflows = 0
         self._mode: Mode = "full"
         self._lock = Lock()
@@ -183,10 +183,10 @@ class Counters:
         self._count_calls(slice(None), requests, lanes, hot_ns, cold_ns)
 
     def count_hits(self, chosen: Counts, *, calls: int, requests: Counts) -> None:
-        """Count several calls of each layer in which nobody was missing.
+        """Count several calls of each layer in which no expert was missing.
 
-        ``chosen``: how often each expert was in all of them, [layers, experts]; ``requests``: how
-        many different ones they asked for, [layers].
+        ``chosen``: how often each expert was chosen, [layers, experts]; ``requests``: how many
+        different experts each call asked for, added up, [layers].
         """
         values = {"calls": calls, "hits": chosen.sum(-1), "requests": requests}
         self._add(slice(None), values, (chosen, 0), passes=calls)
@@ -194,7 +194,7 @@ class Counters:
     def count_call(
         self, layer: int, requests: Counts, lanes: Counts, *, hot_ns: int = 0, cold_ns: int = 0
     ) -> None:
-        """Count one call of one layer; both are [experts]."""
+        """Count one call of one layer; ``requests`` and ``lanes`` are [experts]."""
         row = self._row(layer)
         self._count_calls(row, requests[None, None], lanes[None, None], hot_ns, cold_ns)
 
@@ -203,13 +203,13 @@ class Counters:
         self._add(self._row(layer), {"swaps": swaps})
 
     def reset(self) -> None:
-        """Observe from here on; how often counters went over stays."""
+        """Observe from here on; the number of overflows stays."""
         self.change(reset=True)
 
     def change(self, *, mode: Mode | None = None, reset: bool = False) -> Observed:
-        """Observe in another mode, which begins again, or begin again; return what is there then.
+        """Set the mode or reset what is observed; return what is observed then.
 
-        In the mode that is there already nothing is forgotten, unless that is asked for.
+        Another mode resets, too. The mode that is set already resets nothing by itself.
         """
         with self._lock:
             if reset or mode not in {None, self._mode}:
@@ -218,14 +218,14 @@ class Counters:
             return self._seen(self._now(), self._mode)
 
     def observed(self) -> Observed:
-        """Return what was counted since somebody began again, as it was at one moment."""
+        """Return what was counted since the last reset, as it was at one moment."""
         with self._lock:
             return self._seen(self._now(), self._mode)
 
     def in_all(self) -> Observed:
         """Return what was counted since the beginning, whatever is observed.
 
-        Where more counters have gone over than before, all of it was counted after that.
+        Where there were more overflows than before, all of it was counted after the last one.
         """
         with self._lock:
             return self._seen(self._all.copy(), "full")
@@ -251,7 +251,7 @@ class Counters:
         }
 
     def check_integrity(self) -> None:
-        """Assert that the counters agree with one another, where nothing went over."""
+        """Assert that the counters agree with one another, where nothing overflowed."""
         for tally in (self._all, self._before):
             hits, misses = (tally.totals[:, _COUNTED.index(name)] for name in ("hits", "misses"))
             assert (tally.experts.sum(-1) == np.stack((hits, misses), 1)).all()
@@ -259,7 +259,7 @@ class Counters:
         assert (self._before.experts <= self._all.experts).all()
 
     def _row(self, layer: int) -> slice:
-        """Return which rows are those of a layer; none where it does not exist."""
+        """Return the row of a layer, as a slice; an empty one where it does not exist."""
         row = self._rows.get(layer)
         return slice(0) if row is None else slice(row, row + 1)
 

@@ -1,10 +1,10 @@
 """Which residents a profile would replace: the exchange of experts while a base stays loaded.
 
-In each layer those are wanted who score best, as many as there are slots. Each that is absent is
-paired with the resident that scores worst; what both differ by is the gain. Of all pairs those that
-gain most are exchanged, up to a share of all residents. Pinned ones stay.
+In each layer the experts with the best scores are wanted, as many as are resident. Each absent one
+is paired with the resident that scores worst; the gain is the difference of their scores. The pairs
+that gain most are exchanged, up to a share of all residents. Pinned experts stay.
 
-That works in one lane. Where several devices hold experts, a new placement is planned instead.
+This works in one lane. Where several devices hold experts, a new placement is planned instead.
 """
 
 import math
@@ -24,7 +24,7 @@ Scores = Mapping[int, int | float]
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """What is to be swapped now, of how many pairs that would gain something."""
+    """What to swap now, how many pairs would gain something, and how many may be swapped."""
 
     swaps: tuple[Swap, ...]
     candidates: int
@@ -60,9 +60,9 @@ def affordable(
     layer_budget: int,
     swaps_a_layer: int = MOST_SWAPS,
 ) -> list[Swap]:
-    """Return which exchanges an update may do besides what it did: the first of them, in order.
+    """Return the swaps that an update may do besides those it did: the first ones, in order.
 
-    Both together are no more in a layer, and in no more layers, than the update may do alone.
+    Together they are no more in a layer, and in no more layers, than one update may do.
     """
     taken, fit = Counter(swap.layer for swap in done), []
     for swap in swaps:
@@ -75,7 +75,7 @@ def affordable(
 
 
 def max_exchange(*, rate: float, hot: int, candidates: int) -> int:
-    """Return how many may be exchanged: that share of what is hot, rounded up."""
+    """Return how many experts may be exchanged: that share of the hot ones, rounded up."""
     share = rate if 0 <= rate <= 1 else float(rate > 1)
     return min(candidates, math.ceil(share * hot - _EXACT))
 

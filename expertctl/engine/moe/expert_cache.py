@@ -1,10 +1,10 @@
-"""The routed experts of a base that is larger than its memory: who is kept, and who is brought.
+"""The routed experts of a base that is larger than its memory: which are kept, which are read.
 
-A pass asks for experts layer by layer. What is missing is read by threads into the pool of
-`expert_memory` while the pass waits, or is left out where that was asked for. Only between two
-passes is it decided who has a slot, so nothing that a program reads changes under it. Who has none
-stays in the pool as long as he is worth more than others: by what was asked for, and by who follows
-whom. What the next layer is likely to ask for is read ahead, where that is mostly right.
+A pass asks for experts layer by layer. Missing ones are read by threads into the pool of
+`expert_memory` while the pass waits, or are left out where that was asked for. Slots are reassigned
+only between two passes, so nothing that a program reads changes under it. An expert without a slot
+stays in the pool as long as it is worth more than others: by what was asked for, and by which
+expert follows which. Likely experts of the next layer are read ahead, where that is mostly right.
 """
 
 import time
@@ -38,11 +38,11 @@ from expertctl.engine.moe.updates import RequestBuffer, Swap, Update, updates_be
 
 Numbers = np.ndarray[Any, Any]
 _BESIDE = 4
-"""So many of those who are expected are read while a pass is computed."""
+"""So many expected experts are read while a pass is computed."""
 
 
 class ExpertCache:
-    """The one owner of routed experts that do not all fit; a pass at a time asks it."""
+    """The one owner of routed experts that do not all fit; it serves one pass at a time."""
 
     is_whole = False
 
@@ -58,7 +58,7 @@ class ExpertCache:
     ) -> None:
         """Begin with no expert in memory; ``numbers`` are those of routed layers in the base.
 
-        The blocks that have no slot must hold the experts of any one layer that have none.
+        The blocks beyond all slots must hold the experts of any one layer that have no slot.
         """
         self._memory, self._numbers = memory, tuple(numbers)
         self._lending = Lending(memory, reader, self._numbers)
@@ -68,20 +68,20 @@ class ExpertCache:
         self._log = PassLog(self._numbers, experts=memory.experts, skips=policy.skips)
         self._arrivals = Arrivals(memory, reader, self._numbers, threads=threads)
         self._expected = deque[Expert]()
-        """Who is known to be asked for, and comes into a slot as long as one is empty."""
+        """Experts that will probably be asked for, read as long as there are empty slots."""
         self._scores: dict[int, Scores] = {}
         self._rate = 0.0
         self._pins_come = False
-        """Whether somebody is pinned who may have no slot yet."""
+        """Whether a pinned expert may have no slot yet."""
         self._some_go = any(layer.capacity < layer.experts for layer in slots)
         self._swaps, self._waited = 0, 0.0
         self._missing: list[Expert] = []
-        """Who is waited for now."""
+        """The experts that the pass waits for."""
         self._spared = frozenset[Expert]()
-        """Who stays until all have come."""
+        """Experts that are not evicted until all have come."""
         self._guesses = Guesses()
         self._likely: tuple[int, Numbers] | None = None
-        """What the next layer, by its place, will be asked for."""
+        """The place of the next layer, and what it will probably be asked for."""
 
     @property
     def shape(self) -> ExpertShape:
@@ -95,7 +95,7 @@ class ExpertCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, and of what is known of who follows whom."""
+        """Bytes of all blocks, and of the chances of which expert follows which."""
         return self._memory.nbytes + self._followers.nbytes
 
     def places(self, layer: int) -> Numbers:
@@ -114,7 +114,7 @@ class ExpertCache:
         return self._log.counters
 
     def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
-        """Have read what tokens chose in a layer and may not be skipped; tell whether to `wait`.
+        """Begin to read what tokens chose in a layer and may not skip; tell whether to `wait`.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -122,7 +122,7 @@ class ExpertCache:
         if layer == 0:
             self._memory.end_lending()  # of a pass that failed
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
-        self._land()  # first: nobody goes any more of whom it is decided now that he is there
+        self._land()  # first, so that experts found present below stay
         self._log.ask(layer, selected, self._memory.held(layer))
         self._guesses.judge(layer, selected)
         if self._some_go:
@@ -145,7 +145,7 @@ class ExpertCache:
         return True
 
     def wait_for_some(self) -> bool:
-        """Wait for some of those who were asked for; tell whether others are still to come.
+        """Wait for some of the missing experts; tell whether others are still to come.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -170,7 +170,7 @@ class ExpertCache:
             self.wait()
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:
-        """Learn what was chosen in all layers of a pass that is over; between two, slots change."""
+        """Learn what was chosen in all layers of a pass that is over; then slots may change."""
         asked = self._log.passed(room, tokens)
         self._land()
         self._memory.end_lending()
@@ -207,7 +207,7 @@ class ExpertCache:
         )
 
     def report(self) -> RoutedReport:
-        """Return that, with how many experts are in memory at most."""
+        """Return `activity`, with how many experts are in memory at most."""
         held = Residence(
             miss="skip" if self.skips else "exact",
             layers=len(self._numbers),
@@ -237,9 +237,9 @@ class ExpertCache:
             self._have([e for e in wanted if e not in self._memory], frozenset(wanted))
 
     def expect(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Have experts come into empty slots while passes go on; for each layer the first ones.
+        """Fill empty slots while passes go on, in each layer with the experts ranked first.
 
-        Who is pinned comes in any case, if somebody else was faster in the place of another.
+        Pinned experts come in any case: they replace others that took the slots first.
         """
         room = [len(slots.free) for slots in self.slots]
         firsts = [[(n, e) for e in order[: room[n]]] for n, order in enumerate(ranked)]
@@ -249,15 +249,15 @@ class ExpertCache:
         self._go_on_filling(len(self._expected))
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
-        """Let updates exchange experts for those that score more, too; 0 ends that.
+        """Let updates also exchange experts for ones with higher scores; a rate of 0 ends that.
 
-        ``rate`` is the share of all residents that one may exchange, within its usual budget.
+        ``rate`` is the share of all residents that an update may exchange within its usual budget.
         """
         self._scores, self._rate = dict(enumerate(scores)), rate
 
     @property
     def scores(self) -> Sequence[Scores]:
-        """What experts are worth to exchanges, by layer."""
+        """The scores of experts for exchanges, by layer."""
         return [self._scores.get(layer, {}) for layer in range(len(self.slots))]
 
     @property
@@ -266,17 +266,17 @@ class ExpertCache:
         return self._rate
 
     def pin(self, experts: Sequence[frozenset[int]]) -> None:
-        """Have these of each layer stay from now on, and those come who are absent."""
+        """Pin these experts of each layer from now on, and bring those that are absent."""
         for slots, pinned in zip(self.slots, experts, strict=True):
             slots.pin(pinned)
         self._pins_come = True
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what a person should know of those who were to come."""
+        """Return, once, what a person should know of experts that could not be read."""
         return self._arrivals.take_notes()
 
     def close(self) -> None:
-        """End what is being read."""
+        """End all reads."""
         self._arrivals.close()
 
     def check_integrity(self) -> None:
@@ -287,7 +287,7 @@ class ExpertCache:
             slots.check_integrity()
 
     def _go_on_filling(self, count: int) -> None:
-        """Read some of those who are expected, again where others were more urgent."""
+        """Read some expected experts; those that gave way to more urgent ones are tried again."""
         first: list[Expert] = []
         while self._expected and len(first) < count:
             expert = self._expected.popleft()
@@ -298,20 +298,20 @@ class ExpertCache:
         self._expected.extendleft(reversed(first))
 
     def _is_worth_bringing(self, expert: Expert) -> bool:
-        """Tell whether who was asked for may have a slot: not if he was brought, and had to go."""
+        """Tell whether an expert asked for may have a slot: not if it was read, then evicted."""
         if self.skips or expert in self._memory:
             return True
         return self._lending.can(expert)
 
     def _exchange_by_gain(self, update: Update) -> None:
-        """Exchange those by whom a profile gains most, as far as an update may exchange more."""
+        """Do the exchanges that gain most by scores, as far as the update may do more."""
         found = exchanges(dict(enumerate(self.slots)), self._scores, rate=self._rate)
         layers = self._pace.budget
         for swap in affordable(found.swaps, update.swaps, layer_budget=layers):
             self._exchange(swap)
 
     def _seat_pinned(self) -> None:
-        """Give the pinned their slots, as many at once as an update may, and read the next."""
+        """Give pinned experts slots, as many at once as an update may, and read the next ones."""
         due = pin_swaps(self.slots)
         there = [swap for swap in due if (swap.layer, swap.add) in self._memory]
         for swap in affordable(there, (), layer_budget=len(self.slots)):
@@ -322,7 +322,7 @@ class ExpertCache:
         self._arrivals.foresee(readable[:_BESIDE], frozenset())
 
     def _all_came(self) -> None:
-        """Say so, and begin to read what comes next."""
+        """Log that all missing experts came, and begin to read ahead."""
         self._log.brought()
         if self._likely is not None:
             self._read_ahead(*self._likely, self._spared)
@@ -330,7 +330,7 @@ class ExpertCache:
     def _not_skipped(
         self, layer: int, room: Choices, tokens: int, asked: list[Expert]
     ) -> list[Expert]:
-        """Return who of those without a slot has to be read, for he may not be left out."""
+        """Return which of the experts without a slot must be read, for they may not be left out."""
         self._memory.use(asked)
         missing = self._lending.rest_of_asked(asked)
         if missing and self._policy.skips:
@@ -342,7 +342,7 @@ class ExpertCache:
         return missing
 
     def _have(self, missing: Sequence[Expert], spared: frozenset[Expert]) -> None:
-        """Wait until experts are there; those that are spared stay."""
+        """Read experts and wait for them; spared ones are not evicted."""
         if missing:
             with self._waiting():
                 self._seat(self._arrivals.begin(missing, spared))
@@ -357,7 +357,7 @@ class ExpertCache:
             self._waited += time.perf_counter() - begun
 
     def _read_ahead(self, layer: int, likely: Numbers, spared: Iterable[Expert]) -> None:
-        """Begin to read what a layer will be asked for, the first choices first."""
+        """Begin to read what a layer will probably be asked for, first choices first."""
         absent = self._memory.places[layer][likely] == 0
         if absent.any():
             worth_it = self._guesses.worth_reading(layer, likely, absent)
@@ -372,17 +372,17 @@ class ExpertCache:
             self._seat(self._arrivals.land())
 
     def _seat(self, came: Iterable[Expert]) -> None:
-        """Give those who came a slot where one is empty."""
+        """Give each expert that came a slot, if its layer has an empty one."""
         for layer, name in came:
             slots = self.slots[layer]
-            if slots.free and (layer, name) in self._memory:  # or he had to go again
+            if slots.free and (layer, name) in self._memory:  # it may be evicted already
                 slots.exchange(slot=slots.free[0], expert=name)
                 self._memory.keep((layer, name))
             else:
                 self._pins_come |= name in slots.pinned
 
     def _exchange(self, swap: Swap) -> None:
-        """Give a slot to another expert, if it has a block; for another time it is fetched."""
+        """Give a slot to another expert if it has a block; else read it for a later exchange."""
         expert = (swap.layer, swap.add)
         if expert not in self._memory:
             self._arrivals.foresee([expert], frozenset())
@@ -396,5 +396,5 @@ class ExpertCache:
 
 
 def _experts(layer: int, selected: Numbers) -> list[Expert]:
-    """Return who is selected in a layer, each once."""
+    """Return the experts that are selected in a layer, each once."""
     return [(layer, expert) for expert in sorted(set(selected.ravel().tolist()))]

@@ -1,6 +1,7 @@
 """Routed experts in the copy of a base: each is one read, or lies in the system's file cache.
 
-What is damaged is told, read from the files of the base, and made again the next time.
+Damage is reported; damaged experts are read from the files of the base, and the copy is made again
+the next time.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
 GiveUp = Callable[[str], None]
-"""Told once why a copy must be made again."""
+"""Called once with the reason why a copy must be made again."""
 _CACHED_SHARE = 0.5
-"""Of experts that are not in memory: what the system's cache must have room for to be of use."""
+"""The share of experts not in memory that the system's cache must have room for to be of use."""
 _NOT = {"map": "mapped", "direct": "read past the cache"}
 
 
@@ -36,10 +37,10 @@ def copied_experts(
     cold: MoeColdWish,
     blocks: int,
 ) -> "CopiedExperts | None":
-    """Open the copy of a base for who reads its experts; None where there is none to be believed.
+    """Open the copy of a base to read its experts; None where none can be trusted.
 
-    ``blocks`` is how many experts will be in memory. What is wished of the others and cannot be is
-    told; then they are read.
+    ``blocks`` is how many experts will be in memory. Where the others cannot come from the disk in
+    the way that is wished, that is reported, and they are read.
     """
     name = stored.scheme.value
     copy = copies.open(name, copy_shape(config, stored.scheme))
@@ -62,17 +63,18 @@ def copied_experts(
         way = "read"
     found = CopiedExperts(copy, config, stored, give_up=give_up, cold=way, mapped=mapping)
     if not found.is_of_use:
-        copies.note(name, f"{copies.path(name)} has experts that are no shorter: not used for any")
+        why = "an expert is longer there than unpacked"
+        copies.note(name, f"{copies.path(name)} is not used: {why}")
     return found
 
 
 def compact_bytes(
     copies: QuantisedCopies | None, config: ModelConfig, scheme: Scheme
 ) -> int | None:
-    """Return the bytes of a block for an expert of the copy of a base; 0 where he is not compact.
+    """Return the bytes of a block for an expert of a base's copy; 0 where experts are not compact.
 
-    None where he will be, in a copy that is still to be written: before the first run in less
-    memory, or after one that is damaged, which a note of the copies tells.
+    None where they will be, in a copy that is still to be written: before the first run in less
+    memory, or after a copy was damaged, which a note of the copies tells.
     """
     if copies is None or not can_be_compact(scheme):
         return 0
@@ -84,16 +86,16 @@ def compact_bytes(
 
 
 def _fitting(copy: CopyFile) -> int:
-    """Return what the largest expert takes, where none takes more than he does unpacked; else 0."""
+    """Return the bytes of the largest expert, where none takes more than unpacked; else 0."""
     most = _most_bytes(copy)
     return most if most <= copy.shape.block else 0
 
 
 def _usual(shape: CopyShape, each: int, blocks: int) -> MoeCold:
-    """Return how to read experts of so many bytes where nobody said it.
+    """Return how to read experts of so many bytes where the user did not say.
 
-    The system's cache gives a piece several times as fast as a disk, where it has it; where it has
-    not, reading through it is slower, and takes the processor's time.
+    Where the system's cache has a piece, it is several times as fast as a disk; where it has not,
+    reading through it is slower, and takes the processor's time.
     """
     free, room = unused(), blocks * shape.block
     others = max(shape.blocks * each - room, 0)
@@ -103,14 +105,14 @@ def _usual(shape: CopyShape, each: int, blocks: int) -> MoeCold:
 
 
 def _most_bytes(copy: CopyFile) -> int:
-    """Return what the largest expert takes."""
+    """Return the bytes of the largest expert."""
     return max(map(copy.size_of, range(copy.shape.rest_pieces, copy.shape.pieces)))
 
 
 class CopiedExperts:
     """Reads experts as they were packed, or lends them where the copy is mapped.
 
-    The one owner of the open copy. Several threads may ask at a time.
+    The one owner of the open copy. Several threads may use it at a time.
     """
 
     def __init__(
@@ -127,9 +129,9 @@ class CopiedExperts:
         self._copy, self._stored, self._give_up = copy, stored, give_up
         first = copy.shape.rest_pieces
         self.compact = _fitting(copy) if stored.is_compact else 0
-        """Bytes of a block for an expert that is compact; 0: they are as they are computed."""
+        """Bytes of a block for a compact expert; 0: experts are kept as they are computed."""
         self.is_of_use = _most_bytes(copy) == copy.shape.block or bool(self.compact)
-        """Else one of them is no shorter, and blocks are for those that are not compact."""
+        """False: a compact expert is longer than unpacked, so blocks are for unpacked ones."""
         self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
         self._cold, self._mapped = cold, mapped
         self._sound: set[int] = set()
@@ -157,7 +159,7 @@ class CopiedExperts:
         return read
 
     def read_whole(self, layer: int, expert: int, block: Numbers) -> int:
-        """Fill memory with an expert as it is computed, wherever he is now; return the bytes."""
+        """Fill memory with an expert as it is computed, wherever it is; return the bytes read."""
         reader = self._stored if self.compact else self
         return reader.read(layer, expert, block)
 
@@ -190,7 +192,7 @@ class CopiedExperts:
         return False
 
     def _is_sound(self, piece: int, mapped: MappedFile) -> bool:
-        """Tell whether a piece is what was written, looking at it once."""
+        """Tell whether a piece is what was written; it is checked once."""
         if piece in self._sound:
             return True
         with mapped.part(self._copy.begin_of(piece), self._copy.size_of(piece)) as octets:

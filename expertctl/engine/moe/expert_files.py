@@ -16,32 +16,32 @@ from expertctl.store.copy_file import Dropped, always
 
 Numbers = np.ndarray[Any, Any]
 IsWanted = Callable[[], bool]
-"""Asked now and then whether somebody still waits for what is being read."""
+"""Called now and then during a read: tells whether it is still wanted."""
 
 
 class ExpertReader(Protocol):
-    """Reads experts; several threads may ask at a time."""
+    """Reads experts; several threads may use it at a time."""
 
     def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
         """Fill a block with an expert; return how many bytes of files that took.
 
         Raises:
             InvalidPackageError: when a file cannot be read to its end.
-            Dropped: when it is wanted no more; then anything may be in the block.
+            Dropped: when it is no longer wanted; then anything may be in the block.
         """
 
     def lend(self, layer: int, expert: int) -> int | None:
         """Return the address of an expert that can be computed where it lies now.
 
-        It stays what it is as long as this lives, though the system may take its time to bring it
-        later. None where it has to be read.
+        Its bytes stay the same as long as this reader lives, though the system may need time to
+        bring them later. None where it has to be read.
         """
 
 
 class StoredExperts:
     """Reads the rows of an expert from safetensors files, and packs them.
 
-    Where the files hold the experts of a layer as one tensor, these are its rows.
+    Where the files hold the experts of a layer as one tensor, these are some of its rows.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StoredExperts:
 
     @property
     def compact(self) -> int:
-        """Bytes of an expert that is compact; 0: they are not."""
+        """Bytes of a compact expert; 0: experts are not compact."""
         return 0
 
     def read(self, layer: int, expert: int, block: Numbers, *, is_wanted: IsWanted = always) -> int:
@@ -75,7 +75,7 @@ class StoredExperts:
         return read
 
     def read_whole(self, layer: int, expert: int, block: Numbers) -> int:
-        """Do the same for whoever wants an expert as it is computed."""
+        """Do the same as `read`, which always gives experts as they are computed."""
         return self.read(layer, expert, block)
 
     def lend(self, layer: int, expert: int) -> int | None:

@@ -1,7 +1,7 @@
 """Blocks of memory for routed experts, fewer than there are experts.
 
-A block is free, on its way, or holds an expert. Experts that have a slot stay; all others share
-the rest of the blocks, the *pool*, and who is worth least gives his block to the next
+A block is free, being filled, or holds an expert. Experts that have a slot stay; all others share
+the rest of the blocks, the *pool*, where the least valuable expert gives its block to the next one
 (`expert_pool`). All blocks are alike: an expert that gets a slot, or loses it, is not moved. An
 expert may also be *lent* for one pass: it is computed where it lies outside these blocks.
 """
@@ -15,7 +15,7 @@ from expertctl.engine.kernels.expert_block import ExpertShape
 from expertctl.engine.memory import allocate
 from expertctl.engine.moe.expert_pool import (
     Expert as Expert,
-)  # whoever asks a memory names them, too
+)  # callers of a memory name them, too
 from expertctl.engine.moe.expert_pool import ExpertPool
 
 Numbers = np.ndarray[Any, Any]
@@ -34,23 +34,23 @@ class Blocks(Protocol):
         """How many blocks there are."""
 
     def place(self, number: int) -> int:
-        """Return where a block is, as those name it who compute; never 0."""
+        """Return where a block is, such as its address or row; never 0."""
 
     def fill(self, number: int, read: Read) -> int:
-        """Have a block filled, in any thread; return what ``read`` returns."""
+        """Fill a block, in any thread; return what ``read`` returns."""
 
 
 class HostBlocks:
     """Blocks in the memory of the machine, by their addresses."""
 
     def __init__(self, size: int, *, count: int, taken: int = 0) -> None:
-        """Take the memory of so many blocks of a size, or as many bytes if that is more."""
+        """Allocate ``count`` blocks of a size, or ``taken`` bytes if that is more."""
         self._memory = np.frombuffer(allocate(max(count * size, taken)), np.uint8)
         self._blocks = self._memory[: count * size].reshape(count, size)
 
     @classmethod
     def within(cls, total: int, shape: ExpertShape, *, most: int) -> "HostBlocks":
-        """Take so many bytes for blocks of a shape, of which no more than some are of use."""
+        """Allocate ``total`` bytes for blocks of a shape, at most ``most`` of them."""
         size = shape.block_bytes
         return cls(size, count=min(total // size, most), taken=total)
 
@@ -68,7 +68,7 @@ class HostBlocks:
         return int(self._blocks[number].ctypes.data)
 
     def fill(self, number: int, read: Read) -> int:
-        """Have a block filled where it is."""
+        """Fill a block where it is."""
         return read(self._blocks[number])
 
 
@@ -81,7 +81,7 @@ class ExpertMemory:
     def __init__(
         self, shape: ExpertShape, *, layers: int, experts: int, blocks: int | Blocks
     ) -> None:
-        """Own blocks, all of them free; of a number of blocks take the memory here."""
+        """Own blocks, all of them free; given only their number, allocate them in host memory."""
         self.shape = shape
         self.places = np.zeros((layers, experts), np.int64)
         self.hits = np.zeros((layers, experts), np.float32)
@@ -91,7 +91,7 @@ class ExpertMemory:
         self._free = list(range(len(blocks)))
         self._held: dict[Expert, int] = {}
         self._pool = ExpertPool(layers=layers, experts=experts)
-        """Those without a slot."""
+        """Experts in a block but without a slot."""
         self._lent: list[Expert] = []
 
     @property
@@ -101,7 +101,7 @@ class ExpertMemory:
 
     @property
     def worths(self) -> Numbers:
-        """What each is worth to keep, float64 [layers, experts]; the owner of the slots says so."""
+        """What each is worth to keep, float64 [layers, experts]; the owner of the slots sets it."""
         return self._pool.worths
 
     @property
@@ -119,7 +119,7 @@ class ExpertMemory:
         return len(self._blocks)
 
     def held(self, layer: int) -> Numbers:
-        """Return float32 [experts], 1 for those who have a block; it changes with the memory."""
+        """Return float32 [experts], 1 for each that has a block; it may change with the memory."""
         row: Numbers = self.hits[layer]
         lent = [name for place, name in self._lent if place == layer]
         if lent:
@@ -128,11 +128,11 @@ class ExpertMemory:
         return row
 
     def fill(self, number: int, read: Read) -> int:
-        """Have a block filled that was taken, in any thread; return what ``read`` returns."""
+        """Fill a block that was taken, in any thread; return what ``read`` returns."""
         return self._blocks.fill(number, read)
 
     def take(self, spared: Collection[Expert]) -> int | None:
-        """Return a block to fill, if need be that of an expert in the pool that is not spared.
+        """Return a block to fill; if need be, evict an expert of the pool that is not spared.
 
         None where there is none.
         """
@@ -142,7 +142,7 @@ class ExpertMemory:
         return None if least is None else self._evict(least)
 
     def put(self, expert: Expert, number: int) -> None:
-        """Say that an expert is in a block that was taken; it is in the pool, as used last."""
+        """Record that an expert is in a block that was taken; it is in the pool, as used last."""
         assert expert not in self._held
         self._held[expert] = number
         self._pool.add(expert)
@@ -150,11 +150,11 @@ class ExpertMemory:
         self.hits[expert] = 1
 
     def give_back(self, number: int) -> None:
-        """Say that nothing came into a block that was taken."""
+        """Give back a block that was taken, as nothing came into it."""
         self._free.append(number)
 
     def use(self, experts: Iterable[Expert]) -> None:
-        """Say that experts were used, so that of equals those in the pool go last."""
+        """Record that experts were used: among equals in the pool they are evicted last."""
         self._pool.use(experts)
 
     def keep(self, expert: Expert) -> None:
@@ -167,24 +167,24 @@ class ExpertMemory:
         self._pool.add(expert)
 
     def lend(self, expert: Expert, address: int) -> None:
-        """Say where an expert lies that has no block, until `end_lending`."""
+        """Record where an expert without a block lies, until `end_lending`."""
         assert expert not in self._held
         self.places[expert], self.hits[expert] = address, 1
         self._lent.append(expert)
 
     def count_lent(self, experts: Iterable[Expert]) -> int:
-        """Return how many of them are lent and have no block."""
+        """Return how many of these experts are lent and have no block."""
         return sum(expert not in self._held and bool(self.places[expert]) for expert in experts)
 
     def end_lending(self) -> None:
-        """Forget where experts lie that have no block; some may have got one meanwhile."""
+        """Forget where lent experts lie, except those that have got a block meanwhile."""
         for expert in self._lent:
             if expert not in self._held:
                 self.places[expert], self.hits[expert] = 0, 0
         self._lent.clear()
 
     def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
-        """Assert what always holds; so many blocks are on their way, and these have slots."""
+        """Assert what always holds; so many blocks are being filled, and ``kept`` have slots."""
         held = list(self._held.values())
         assert len(held) == len(set(held))
         assert len(held) + len(self._free) + coming == len(self._blocks)

@@ -1,6 +1,6 @@
 """Routed experts in the files of a base, read as the rows that torch multiplies.
 
-What is stored in the dtype of the run goes straight from the file to where it is wanted.
+Rows stored in the dtype of the run are read straight from the file to where they are wanted.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class ExpertRows:
     """Reads the rows of an expert from safetensors files, in the dtype of a stack.
 
-    Where the files hold the experts of a layer as one tensor, these are its rows.
+    Where the files hold the experts of a layer as one tensor, these are some of its rows.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor], shape: StackShape) -> None:
@@ -35,7 +35,7 @@ class ExpertRows:
 
         Raises:
             InvalidPackageError: when a file cannot be read to its end.
-            Dropped: when it is wanted no more.
+            Dropped: when it is no longer wanted.
         """
         gate_up, down = self._shape.parts(torch.from_numpy(block))
         gate, up = gate_up.tensor_split(2)
@@ -61,7 +61,7 @@ class ExpertRows:
         return rows
 
     def lend(self, layer: int, expert: int) -> int | None:
-        """Return None: what is computed on a device has to be there."""
+        """Return None: an expert must be on the device that computes it."""
         return None
 
 

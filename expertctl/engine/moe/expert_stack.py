@@ -1,13 +1,13 @@
-"""`ExpertStack`: routed experts stacked in tensors on a device, and how they come there.
+"""`ExpertStack`: routed experts stacked in tensors on a device, and how they get there.
 
 There is one tensor for what reads a token, gate above up, and one for down; an expert is a row of
-both. Row 0 is the *dummy*, all zero: whoever is missing is looked up there, so a product over all
-that was chosen needs no condition, and never does another expert stand in. The rows behind it are
-the blocks of `expert_memory`, for experts of all layers.
+both. Row 0 is the *dummy*, all zero: missing experts are looked up there, so a product over all
+chosen experts needs no condition, and no other expert ever stands in. The rows after it are the
+blocks of `expert_memory`, for experts of all layers.
 
-An expert is read into a buffer of the machine's memory and copied from there, by whoever reads it,
-beside all that computes but what could read who was in the row before: `copy_order` draws that. Its
-reader waits for the end of the copy; so a block is known to hold an expert only after it does.
+A thread reads an expert into a buffer of the machine's memory and copies it from there. The copy
+runs beside all computation except what could read the row's old expert: `copy_order` has a diagram.
+The thread waits for the end of the copy, so a block is known to hold an expert only after it does.
 """
 
 from dataclasses import dataclass
@@ -60,10 +60,10 @@ class StackShape:
 
 
 class ExpertStack:
-    """The one owner of both tensors; its blocks are filled by any thread."""
+    """The one owner of both tensors; any thread may fill its blocks."""
 
     def __init__(self, shape: StackShape, *, blocks: int, device: torch.device) -> None:
-        """Take the memory of so many blocks and of the dummy, and of the buffers."""
+        """Allocate so many blocks, the dummy and the buffers."""
         self.shape, self._blocks = shape, blocks
         high, wide = 2 * shape.intermediate, shape.hidden
         count, dtype = 1 + blocks, shape.dtype
@@ -80,12 +80,12 @@ class ExpertStack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device, the dummy among them."""
+        """Bytes on the device, the dummy included."""
         return self.gate_up.nbytes + self.down.nbytes
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device that it is on."""
         return self.gate_up.device
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class ExpertStack:
         return number + 1
 
     def fill(self, number: int, read: Read) -> int:
-        """Have a block filled, in any thread; return what ``read`` returns.
+        """Fill a block, in any thread; return what ``read`` returns.
 
         It waits for a buffer, and then until the copy is over. No lookup may lead to the block.
 
@@ -115,7 +115,7 @@ class ExpertStack:
         return size
 
     def note_read(self, rows: Numbers) -> None:
-        """Learn that what the device was asked for until now could read these rows."""
+        """Note that the work queued until now could read these rows."""
         self._reads.note(rows)
 
     def wait_for_reads(self) -> None:
@@ -123,7 +123,7 @@ class ExpertStack:
         self._reads.wait()
 
     def expert(self, row: int, module: str) -> FeedForward:
-        """Return the expert that is in a row, as the module that it is now."""
+        """Return the expert that is in a row now, as the module of that name."""
         gate, up = self.gate_up[row].tensor_split(2)
         return FeedForward(
             Linear(f"{module}.gate_proj", gate, None),
@@ -134,7 +134,7 @@ class ExpertStack:
     def apply(self, x: Tensor, rows: Tensor) -> Tensor:
         """Apply to each token its experts: [tokens, hidden], [tokens, used] -> [.., hidden].
 
-        All is token-major and asks the device for no number, so it can be captured.
+        All is token-major and reads no number back from the device, so it can be captured.
         """
         tokens, used = rows.shape
         both = self._gate_up(x, rows).view(tokens, used, 2, -1)
@@ -160,12 +160,12 @@ class _Buffer:
         self._stream = CopyStream(device)
 
     def emptied(self) -> Numbers:
-        """Return its bytes, when nothing is copied from there any more."""
+        """Return its bytes, once nothing is copied from them any more."""
         self._stream.wait()
         return self._numbers
 
     def send(self, gate_up: Tensor, down: Tensor, *, after: torch.cuda.Event | None) -> None:
-        """Copy what was read once nobody reads who was there, and wait until it is there."""
+        """Copy what was read, after that event, and wait until it is there."""
         self._stream.copy(zip((gate_up, down), self._parts, strict=True), after=after)
 
 

@@ -50,7 +50,7 @@ def copy_shape(config: ModelConfig, scheme: Scheme) -> CopyShape:
 
 
 class ExpertStream:
-    """Packs all experts once; knows then what their tensors are, and how much was read."""
+    """Packs all experts once; knows then the digests of their tensors, and how much was read."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class ExpertStream:
         assert config.experts is not None
         room = config.experts.count // 2 if self._is_compact else config.experts.count
         self._most = max(min(packing_threads() + 1, room), 1)
-        """There is memory for the experts of a layer, which nobody has filled yet; one that is
-        made compact takes that of two."""
+        """Experts at a time. The memory for those of one layer is not filled yet; one that is made
+        compact takes that of two."""
         whole = len(self._experts) * self._shape.nbytes
         self.least_bytes = whole * LEAST_BITS // 16 if self._is_compact else whole
         """What all pieces take at least."""
@@ -77,7 +77,7 @@ class ExpertStream:
         self.read_bytes = 0
 
     def pieces(self) -> Generator[Piece]:
-        """Yield each expert in its block, which is filled again after the next was asked for.
+        """Yield each expert in its block, which is reused after the next one was asked for.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read to its end.

@@ -1,15 +1,15 @@
-"""Whom the next token is likely to ask for, learnt from whom those before it were followed by.
+"""Which experts the next token is likely to ask for, learnt from what followed earlier tokens.
 
-For each expert of a layer it is kept who was asked for there one token later:
+For each expert ``s`` and each expert ``e`` of a layer the chance is kept that ``e`` is asked for
+one token after ``s``. It is updated after each token that asked for ``s``:
 
     chance[s, e] += 0.02 * ((1 if e was asked for else 0) - chance[s, e])
 
-whenever a token asked for ``s`` and ``e`` is any expert of the layer. So a chance is the share of
-such tokens of late: what was so 34 of them before counts half. What a token's experts say of the
-next is the mean of their rows. That is the predictor of D. Joseph and
-D. Grunwald, "Prefetching using Markov predictors" (ISCA 1997), with chances instead of the last few
-followers. At first nobody is likely. Where tokens do not depend on each other, all that is learnt
-is how often each is asked for.
+So a chance is the share of recent such tokens with ``e`` asked for next; one that was 34 of them
+ago counts half. The prediction after a token is the mean of the rows of its experts. That is the
+predictor of D. Joseph and D. Grunwald, "Prefetching using Markov predictors" (ISCA 1997), with
+chances instead of the last few followers. All chances begin at 0. Where tokens do not depend on
+each other, all that is learnt is how often each expert is asked for.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from expertctl.engine.moe.layer_slots import Ids, Worths
 
 RATE = 0.02
-"""How much of a chance the next token decides."""
+"""The weight of the next token in a chance."""
 _CHANCE = np.dtype(np.float32)
 MOST_TEXTS = 16
-"""A pass of no more tokens is of as many texts, or guesses; of more it is of one text."""
+"""Up to so many tokens of a pass each have their own text, or are guesses; more are of one text."""
 MOST_PAIRS = 64
-"""Of a prompt so many of its last tokens are learnt from."""
+"""How many of the last tokens of a prompt are learnt from."""
 
 
 def followers_bytes(*, layers: int, experts: int) -> int:
@@ -35,10 +35,10 @@ def followers_bytes(*, layers: int, experts: int) -> int:
 
 
 class Followers:
-    """The one owner of the chances of all layers; a pass at a time tells it what was asked for."""
+    """The one owner of the chances of all layers; one pass at a time reports what it asked for."""
 
     def __init__(self, *, layers: int, experts: int) -> None:
-        """Begin with nobody who is likely."""
+        """Begin with all chances at 0."""
         self._layers, self._experts = layers, experts
         self._chances = np.zeros((layers * experts, experts), _CHANCE)
         self._before: NDArray[np.int64] | None = None
@@ -50,7 +50,7 @@ class Followers:
         return self._chances.nbytes
 
     def chances(self, layer: int, selected: Ids) -> Worths:
-        """Return how likely the next tokens ask for each expert, after ``selected`` [tokens, used].
+        """Return how likely each expert is asked for next, after ``selected`` [tokens, used].
 
         With several texts the chances of all are added up.
         """
@@ -63,7 +63,7 @@ class Followers:
     def passed(self, asked: Sequence[Ids], tokens: int) -> None:
         """Learn from a pass over so many tokens; ``asked`` is [tokens, k] of each layer.
 
-        Of a prompt the last layer may be asked for its last token alone, which follows nobody then.
+        The last layer may be asked for a prompt's last token alone; then nothing is learnt for it.
         """
         base = np.arange(self._layers)[:, None] * self._experts
         last = np.array([ids[-1] for ids in asked]) + base  # [layers, used]
@@ -79,7 +79,7 @@ class Followers:
         self._before = last[None]
 
     def _follow(self, before: NDArray[np.int64] | None, after: NDArray[np.int64]) -> None:
-        """Learn what tokens are followed by, where each has its own text."""
+        """Learn what followed each token, where each is of its own text."""
         if before is not None and len(before) == len(after):
             for one, next_one in zip(before, after, strict=True):
                 self._learn(one, next_one)

@@ -1,18 +1,18 @@
 """Which guesses at what the next layer asks for are worth reading: those that are mostly right.
 
 The router of a layer judges early, by what the layer before it reads, and names as many experts as
-a token uses, the likeliest first: each has a *rank*. How often that is right differs: of a small
-trained base from 98 % of the first of a late layer to 22 % in the second. Of each layer and rank it
-is kept how many of those who were absent were asked for then:
+a token uses, the likeliest first: each has a *rank*. How often a guess is right differs: with a
+small trained base from 98 % for the first rank of a late layer to 22 % in the second layer. For
+each layer and rank the share of absent experts that were in fact asked for is kept:
 
     share += 0.02 * (right - share)
 
 once for a pass, ``right`` being the share in it. A rank that is right in less than half of all
-cases is not read: half of what it brings would drive out others for nothing. It is judged all the
-same, so it may be read again. At first all are.
+cases is not read: half of what it brings would evict other experts for nothing. It is judged all
+the same, so it may be read again. At first all ranks are read.
 
-Passes of more than 16 tokens, which are prompts, are neither held back nor judged: so many ask for
-nearly everybody.
+Passes of more than 16 tokens, which are prompts, are neither held back nor judged: so many tokens
+ask for nearly every expert.
 """
 
 from collections.abc import Sequence
@@ -24,29 +24,29 @@ from expertctl.engine.moe.followers import MOST_TEXTS
 from expertctl.engine.moe.layer_slots import Ids
 
 RATE = 0.02
-"""How much of a share the next pass decides."""
+"""The weight of the next pass in a share."""
 BOUND = 0.5
-"""Of which share on a rank is read."""
+"""The least share with which a rank is read."""
 _FIRST = 1.0
 
 
 class Guesses:
-    """The one owner of the shares of all layers; a layer is asked for after it was guessed at."""
+    """The one owner of the shares of all layers; a layer is guessed at before it is asked for."""
 
     def __init__(self) -> None:
-        """Begin by trusting all."""
+        """Begin by trusting all ranks."""
         self._shares: dict[int, list[float]] = {}
         self._open: tuple[int, Sequence[list[int]]] | None = None
-        """The last layer that was guessed at, and who was absent there, by rank."""
+        """The last layer that was guessed at, and the experts that were absent there, by rank."""
 
     def shares(self, layer: int) -> Sequence[float]:
         """Return how often each rank of a layer was right of late; none before its first guess."""
         return tuple(self._shares.get(layer, ()))
 
     def worth_reading(self, layer: int, likely: Ids, absent: NDArray[np.bool_]) -> list[int]:
-        """Return who of a layer is to be read, the first ranks first, each once.
+        """Return which experts of a layer to read, the first ranks first, each once.
 
-        ``likely`` is [tokens, used], and ``absent`` says who of them is not there.
+        ``likely`` is [tokens, used], and ``absent`` says which of them are not in memory.
         """
         if len(likely) > MOST_TEXTS:
             self._open = None
@@ -62,7 +62,7 @@ class Guesses:
         """Count how many of the last guesses were right, now that a layer asks for ``selected``."""
         guess, self._open = self._open, None
         if guess is None or guess[0] != layer:
-            return  # nobody guessed, or that pass failed
+            return  # there was no guess, or that pass failed
         asked, shares = frozenset(selected.ravel().tolist()), self._shares[layer]
         for number, rank in enumerate(guess[1]):
             if rank:

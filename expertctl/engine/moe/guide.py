@@ -1,7 +1,7 @@
-"""What is known of a base's routed experts before a run: of a file that is named, or of habits.
+"""What is known of a base's routed experts before a run: from a named file, or from habits.
 
 Both kinds of files are read: activity documents, with counts of tokens, and usage profiles, with
-counts of prompts. An activity document is a usage profile, too, one whose prompts are tokens.
+counts of prompts. An activity document is also a usage profile, one whose prompts are tokens.
 """
 
 from collections.abc import Iterator
@@ -24,18 +24,18 @@ from expertctl.regular_file import open_regular
 from expertctl.schema.strict_json import JsonObject
 
 TOKENS = "tokens"
-"""What the prompts of a profile are called that counts tokens."""
+"""The prompt preset of a profile that counts tokens."""
 _OF_PROMPTS = {"num_prompts", "num_experts", "layers"}
-"""Fields of usage profiles; what has none of them is none."""
+"""Fields of usage profiles; a document without any of them is no profile."""
 _HINT = "name a profile: `expertctl base profile export` writes one"
 
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """The counts of each expert, as both documents tell them."""
+    """The counts of each expert, as both kinds of documents give them."""
 
     what: str
-    """Where that is from, for a person."""
+    """Where the counts come from, for a person to read."""
     activity: ActivityDocument
     usage: UsageProfile
 
@@ -44,22 +44,22 @@ class Guide:
         return dict(self.usage.layers.get(layer, {}))
 
     def demand_counts(self) -> None:
-        """Demand that it tells of somebody: what is observed with counting off does not.
+        """Demand that some expert is counted: none is when counting was off.
 
         Raises:
-            IncompatibleError: when it does not.
+            IncompatibleError: when none is.
         """
         if not any(self.usage.layers.values()):
             raise IncompatibleError(
-                f"{self.what} tells of no expert that was asked for",
+                f"{self.what} counts no expert as asked for",
                 hint="give one that was counted while texts were answered",
             )
 
     def check_fits(self, routed: ExpertsConfig) -> None:
-        """Demand that it is of a base with these experts.
+        """Demand that the counts are of a base with these experts.
 
         Raises:
-            IncompatibleError: when it is of other experts, or of layers that have none.
+            IncompatibleError: when they are of other experts, or of layers that have none.
         """
         told, there = self.usage.experts, routed.count
         if told != there:
@@ -70,7 +70,7 @@ class Guide:
         used = self.activity.used
         if used not in (0, routed.used):
             raise IncompatibleError(
-                f"{self.what} is of tokens that ask for {used} experts, of this base for "
+                f"{self.what} is of tokens that use {used} experts each, those of the base use "
                 f"{routed.used}",
                 hint="name a profile of this base",
             )
@@ -99,7 +99,7 @@ def guide_of(activity: ActivityDocument, routed: ExpertsConfig, *, what: str) ->
 
 
 def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> UsageProfile:
-    """Return counts as a profile: of tokens, or of the prompts that they were made of.
+    """Return counts as a profile: of prompts where these were counted, else of tokens.
 
     A prompt asks the last layer of a base for its last token alone, so fewer tokens ask there.
     """
@@ -112,7 +112,7 @@ def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> Us
 
 
 def activity_of(usage: UsageProfile) -> ActivityDocument:
-    """Return a profile as counts of which nobody knows whether they were hot."""
+    """Return a profile as raw counts: it does not say which were hot."""
     layers = (LayerActivity(layer, raw=counts) for layer, counts in usage.layers.items())
     return ActivityDocument(
         "update",
@@ -130,7 +130,7 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
         NotFoundError: when there is no such file.
         StoreError: when it cannot be read.
         InvalidPackageError: when it is neither, malformed or too large.
-        IncompatibleError: when it is of another base, or says nothing of anybody.
+        IncompatibleError: when it is of another base, or counts no expert.
     """
     with open_profile(path) as stream:
         document = load_document(stream.read(MAX_BYTES + 1), what=str(path))
@@ -141,12 +141,12 @@ def read_guide(path: Path, routed: ExpertsConfig) -> Guide:
 
 @contextmanager
 def open_profile(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for whoever looks whether it is one, or reads it.
+    """Open a profile, to read it or only to check that this is possible.
 
     Raises:
         NotFoundError: when there is no such file.
         StoreError: when it cannot be read.
-        InvalidPackageError: when it is none, or what is read of it is malformed.
+        InvalidPackageError: when it is no regular file, or what is read of it is malformed.
     """
     try:
         with open_regular(path) as stream:

@@ -1,10 +1,10 @@
-"""Who reads the habits of a base when it is opened, and adds to them while it is used.
+"""`HabitKeeper`: reads the habits of a base when it is opened, and adds to them while it is used.
 
-One start is decided for each base and kept as long as this lives: what is learnt meanwhile counts
-for the next one, or the base would be loaded anew after each answer. Only the scores by which
-residents are exchanged grow with it. Habits that cannot be read, are damaged, of another base or
-do not fit it are left out with a note, and replaced when something is learnt; they are never worth
-an answer.
+The keeper decides one start for each base and stays with it: what is learnt meanwhile counts for
+the next keeper. Otherwise the base would be loaded again after each answer. Only the scores by
+which residents are exchanged grow meanwhile. Habits that cannot be read, are damaged, of another
+base or do not fit it are left out with a note, and replaced when something is learnt; they never
+prevent an answer.
 """
 
 import math
@@ -29,12 +29,12 @@ from expertctl.store.base_record import StoredBase
 from expertctl.store.bases import BaseStore
 
 SECONDS = 30.0
-"""Habits are kept at most so often while answers follow one another."""
+"""Habits are kept at most this often while answers follow one another."""
 _LEFT_OUT = "what was learnt before is left out"
 
 
 def habits_in(file: HabitsFile) -> Habits | None:
-    """Return the habits of a base; None where there are none of it.
+    """Return the habits of a base; None where it has none.
 
     Raises:
         InvalidPackageError: when they are malformed.
@@ -46,15 +46,15 @@ def habits_in(file: HabitsFile) -> Habits | None:
 
 
 def learnt_guide(file: HabitsFile, routed: ExpertsConfig) -> Guide | None:
-    """Return what was learnt of a base; None where nothing was. Raises as `habits_in` does."""
+    """Return what was learnt of a base; None if nothing was. Raises as `habits_in` does."""
     known = _known_in(file, routed)
     return None if known is None or not known[0].activity.is_usable else known[1]
 
 
 def learn(file: HabitsFile, routed: ExpertsConfig, change: Callable[[Habits], Habits]) -> str:
-    """Change the habits of a base; those that are not believed begin anew.
+    """Change the habits of a base; unusable ones begin anew.
 
-    Return why they were not; empty where they were, or where there are none of this base.
+    Return why they are unusable; empty where they are usable, or the base has none.
 
     Raises:
         ConflictError: when the base was removed or replaced meanwhile.
@@ -81,7 +81,7 @@ def _known_in(file: HabitsFile, routed: ExpertsConfig) -> tuple[Habits, Guide] |
 def _known(
     data: bytes | None, file: HabitsFile, routed: ExpertsConfig
 ) -> tuple[Habits, Guide] | None:
-    """Return habits and what they say of a base; None where there are none of it."""
+    """Return habits and what they say of a base; None where it has none."""
     found = None if data is None else read_habits(data, what=str(file.path))
     if found is None or found.base != base_digest(file.base.identity):
         return None
@@ -97,7 +97,7 @@ class Watchable(Protocol):
 
     @property
     def slots(self) -> tuple[LayerSlots, ...]:
-        """Who has a slot in each of them; empty where nobody needs one."""
+        """The slots of each of them; empty where no expert needs one."""
 
     @property
     def scores(self) -> Sequence[Scores]:
@@ -108,10 +108,10 @@ class Watchable(Protocol):
         """The share of residents that an update may exchange by them; 0: none."""
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
-        """Exchange by other scores from the next update on."""
+        """Exchange by these scores from the next update on."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return, once, what a person should know of those who were to come by habit."""
+        """Return, once, what a person should know of experts that were to come by habit."""
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class _Watched:
     kept: ActivityDocument = NOTHING
     kept_at: float = -math.inf
     scored: ActivityDocument | None = NOTHING
-    """None while nobody exchanges by scores: what was counted before that is no part of them."""
+    """None while nothing is exchanged by scores: what is counted then is no part of them."""
     scored_at: float = -math.inf
 
     @property
@@ -137,7 +137,7 @@ class _Watched:
         return dict(zip(self.routed.layers, slots, strict=True)) if slots else {}
 
     def score(self) -> None:
-        """Have residents exchanged by what was counted since, too."""
+        """Add what was counted since to the scores by which residents are exchanged."""
         cache, before = self.cache, self.scored
         self.scored = self.seen if cache.exchange_rate > 0 else None
         if before is not None and self.scored is not None:
@@ -155,11 +155,11 @@ class HabitKeeper:
         self._watched: _Watched | None = None
         self._notes: list[str] = []
         self._told = set[str]()
-        """Of which bases it is noted already that their habits are left out, by a start."""
+        """Bases for which a start has noted already that their habits are left out."""
         self._dense = set[str]()
-        """Of which bases it is noted already that they have no routed experts."""
+        """Bases for which it is noted already that they have no routed experts."""
         self._fails = False
-        """Whether nothing could be kept the last time, which is noted already."""
+        """Whether nothing could be kept the last time, which was noted."""
 
     def start(self, base: StoredBase, routed: ExpertsConfig) -> Start:
         """Return how a base begins; the same each time.
@@ -174,21 +174,21 @@ class HabitKeeper:
         return start
 
     def pass_over(self, base: StoredBase) -> None:
-        """Note once, of a base that has no routed experts, what was wished of them in vain."""
+        """Note once, for a base without routed experts, which options have no effect on it."""
         if base.name not in self._dense:
             self._dense.add(base.name)
             self._notes += [without_effect(base.name, each) for each in self._wishes.options]
 
     def watch(self, base: StoredBase, routed: ExpertsConfig, cache: Watchable) -> None:
-        """Learn from what is counted of a base from now on; what another one did is kept."""
+        """Learn from what a base counts from now on; keep what was counted of the last one."""
         self.forget()
         self._watched = _Watched(HabitsFile(self._bases, base), cache, routed)
 
     def keep(self, *, every: float = 0.0) -> None:
-        """Learn from what was counted since, if that is so many seconds ago; between two passes.
+        """Learn from what was counted since the last time, if that is ``every`` seconds ago.
 
-        What hinders that is noted, and tried again the next time. Scores are in memory alone, so
-        they grow each `SECONDS` at least.
+        It is called between two passes. An error is noted, and the next call tries again. Scores
+        are in memory alone, so they grow at least every `SECONDS`.
         """
         watched, now = self._watched, time.monotonic()
         if watched is None:
@@ -235,7 +235,7 @@ class HabitKeeper:
         return tuple(dict.fromkeys(notes))
 
     def _hear(self) -> None:
-        """Note what ails the base that is watched."""
+        """Take over the notes of the base that is watched."""
         if (watched := self._watched) is not None:
             told = watched.cache.take_notes()
             self._notes += [f"{watched.file.base.name}: {each}" for each in told]
@@ -259,9 +259,9 @@ class HabitKeeper:
         return Start(wishes, guide, habits.state)
 
     def _nowhere(self) -> Start:
-        """Begin without knowing anything; say so where somebody is to be pinned."""
+        """Begin without knowing anything; note that if experts were to be pinned."""
         if self._wishes.pins is not None:
             once = "run it once more, or " if self._wishes.learns else ""
             told = f"{once}give --moe-profile FILE"
-            self._notes.append(f"--moe-pin pins nobody: nothing is known of the base; {told}")
+            self._notes.append(f"--moe-pin pins no expert: nothing is known of the base; {told}")
         return Start(self._wishes)

@@ -1,9 +1,9 @@
-"""What answers on a base asked its routed experts for, kept for the next start: its *habits*.
+"""The *habits* of a base: which routed experts its answers asked for, kept for the next start.
 
 The file has three lines of JSON, each read by its own reader: which base it is of, what was counted
-(`activity_document`), and who had a slot last (`saved_state`), which may be empty. It has no word
-of any text; but which experts are asked for tells something of what is written about, so it is as
-private as a history.
+(`activity_document`), and which experts had a slot last (`saved_state`), which may be empty. It
+has no word of any text; but which experts are asked for tells something of the subject, so it is
+as private as a history.
 """
 
 import json
@@ -41,10 +41,10 @@ _MOST_HEAD = 4096
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Of one base: what was counted, and who had a slot last."""
+    """The habits of one base: what was counted, and which experts had a slot last."""
 
     base: Digest
-    """What names its weights and its architecture, see `base_digest`."""
+    """Identifies its weights and its architecture, see `base_digest`."""
     activity: ActivityDocument = NOTHING
     state: SavedState | None = None
 
@@ -55,7 +55,7 @@ class Habits:
         *,
         timestamp: float,
     ) -> "Habits":
-        """Return them with what was counted since, and with those who have slots now.
+        """Return them with what was counted since, and with the experts that have slots now.
 
         Raises:
             IncompatibleError: when it was counted on other experts.
@@ -75,7 +75,7 @@ class Habits:
 
 
 def base_digest(identity: BaseIdentity) -> Digest:
-    """Return what names a base in its habits, whatever it is called."""
+    """Return what identifies a base in its habits, whatever its name."""
     return Digest.of(f"{identity.arch} {identity.weights}".encode())
 
 

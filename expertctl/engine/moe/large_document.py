@@ -34,10 +34,10 @@ def checked(document: JsonObject, kind: type[_Kind], *, what: str, schema: str) 
 
 
 def shaped(document: object, kind: type[_Kind], *, what: str) -> _Kind:
-    """Make a value of what a schema has seen; it takes 4.0 for a whole number, a value does not.
+    """Make a value of a document; a schema takes 4.0 for a whole number, a value does not.
 
     Raises:
-        InvalidPackageError: when it is none.
+        InvalidPackageError: when it does not fit ``kind``.
     """
     try:
         return shape(document, kind)

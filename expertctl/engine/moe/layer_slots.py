@@ -1,19 +1,19 @@
-"""Which routed experts of one layer are resident, in which slot, and who is worth keeping.
+"""Which routed experts of one layer are resident, in which slot, and which are worth keeping.
 
 A layer has ``capacity`` slots for its experts. `LayerSlots.lookup` leads from an expert to its slot
 and from an absent one to the slot behind the last, which holds the all-zero dummy: never to a slot
-that holds another expert. `LayerSlots` moves no bytes. Its owner writes an expert into a slot
-first and exchanges it here then, between two passes.
+that holds another expert. `LayerSlots` moves no bytes. Its owner first writes an expert into a
+slot, then exchanges it here, between two passes.
 
 Priority: ``count * 0.25 ** (age / 128)``, the age in tokens since the last that asked. The count is
-one for each token that asked, not for each window in which somebody did: a window of twenty tokens
-may hide twenty activations. Of an activation ``0.25 ** (tokens since / 48)`` is left, so that
-favourites of an old topic give way. Counts outlive residence: who was evicted and is asked
-for again need not begin at one, and who is asked for once need not drive out a favourite.
+one for each token that asked, not for each window in which one did: a window of twenty tokens may
+hide twenty activations. Of an activation ``0.25 ** (tokens since / 48)`` is left, so that
+favourites of an old topic give way. Counts outlive residence: an evicted expert that is asked for
+again need not begin at one, and one that is asked for once need not evict a favourite.
 
-Where it is known how likely the next token asks for each (`followers`), that counts besides:
-``worth = priority + 3 * 35.1 * chance``. Of whoever every token asks for with some chance the count
-comes to 35.1 times that chance: what is likely next counts three times as much as what was.
+Where it is known how likely the next token asks for each expert (`followers`), that counts too:
+``worth = priority + 3 * 35.1 * chance``. If every token asks for an expert with some chance, its
+count comes to 35.1 times that chance: what is likely next counts three times as much as the past.
 """
 
 from collections.abc import Collection, Iterable
@@ -27,9 +27,9 @@ from expertctl.errors import UsageError
 FADING = 48
 """After so many tokens an activation counts a quarter."""
 AHEAD = 3.0 / (1 - DECAY ** (1 / FADING))
-"""So many activations count as much as being asked for next for certain."""
+"""How many activations it is worth to be asked for next for certain."""
 _PART = 1024
-"""So many tokens are counted at once, or what is left of the first would be lost in rounding."""
+"""Tokens counted at once: with more, what is left of the first would be lost in rounding."""
 EMPTY = -1
 """The id in a slot that holds no expert."""
 Ids = NDArray[np.integer]
@@ -53,10 +53,10 @@ class LayerSlots:
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
         self.counts: NDArray[np.float64] = np.zeros(experts)
-        """Activations of each expert, resident or not, less what had faded by its last."""
+        """Activations of each expert, resident or not, faded as of the last of them."""
         self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
         self.chances: Worths = np.zeros(experts)
-        """How likely the next token asks for each, as far as that is known."""
+        """How likely the next token asks for each expert, as far as that is known."""
         self.step = 0
         """Tokens that were noted."""
 
@@ -72,19 +72,19 @@ class LayerSlots:
         return slots
 
     def first_residents(self, ranked: Iterable[int] = ()) -> list[int]:
-        """Return whom to bring into empty slots: who is pinned, then as ranked, then by id."""
+        """Return experts to bring into empty slots: pinned ones, then as ranked, then by id."""
         order = dict.fromkeys([*sorted(self.pinned), *ranked, *range(self.experts)])
         absent = [expert for expert in order if not self.hit_mask[expert]]
         return absent[: len(self.free)]
 
     def pin(self, pinned: Collection[int]) -> None:
-        """Let these stay from now on, once they are resident, and no others.
+        """Pin these experts and no others: they stay once they are resident.
 
         Raises:
             UsageError: when more experts are pinned than there are slots.
         """
         if not all(0 <= expert < self.experts for expert in pinned):
-            raise ValueError(f"an expert that is pinned is none of 0 to {self.experts - 1}")
+            raise ValueError(f"an expert to pin is not in 0 to {self.experts - 1}")
         if len(set(pinned)) > self.capacity:
             raise UsageError(
                 f"{len(set(pinned))} routed experts of a layer are pinned, but it has only "
@@ -96,7 +96,7 @@ class LayerSlots:
     def note(self, selected: Ids) -> None:
         """Count what tokens asked for, oldest first; ``selected`` is [tokens, k].
 
-        Ids that name no expert, as of padding, are not counted.
+        Ids that name no expert, such as padding, are not counted.
         """
         if len(selected) == 1 and self._are_different(selected[0].tolist()):
             self._note_one(selected[0])
@@ -109,17 +109,17 @@ class LayerSlots:
         return priority(self.counts, self.step - self.last_used)
 
     def worths(self) -> Worths:
-        """Return what each is worth to keep, by what was asked for and by what is likely next."""
+        """Return what each expert is worth, by what was asked for and by what is likely next."""
         worth: Worths = self.priorities() + AHEAD * self.chances
         return worth
 
     def evictable(
         self, requested: Collection[int] = (), *, worths: Worths | None = None
     ) -> list[int]:
-        """Return the slots whose experts may go, who is worth least first, then the lower slot.
+        """Return the slots whose experts may go, the least valuable first, then the lower slot.
 
-        Neither is among them who is pinned, nor who is ``requested`` now. ``worths`` are the
-        `worths`, where they are at hand.
+        Experts that are pinned or ``requested`` now stay. ``worths`` are the `worths`, where they
+        are at hand.
         """
         stays = np.zeros(self.experts + 1, bool)  # the last is what EMPTY refers to
         stays[[*self.pinned, *requested, EMPTY]] = True
@@ -129,12 +129,12 @@ class LayerSlots:
         return order
 
     def exchange(self, *, slot: int, expert: int) -> int | None:
-        """Say that a slot holds another expert from now on; return who went, None if it was empty.
+        """Note that a slot now holds another expert; return the one that went, None if none did.
 
-        An expert nobody asked for yet counts once, as if now.
+        An expert that was not asked for yet counts as if asked for once, now.
         """
         if not 0 <= expert < self.experts:
-            raise ValueError(f"expert {expert} is none of {self.experts}")
+            raise ValueError(f"expert {expert} is not in 0 to {self.experts - 1}")
         if self.hit_mask[expert]:
             raise ValueError(f"expert {expert} is in slot {self.lookup[expert]} already")
         gone = self.vacate(slot=slot)
@@ -145,9 +145,9 @@ class LayerSlots:
         return gone
 
     def vacate(self, *, slot: int) -> int | None:
-        """Say that a slot holds no expert any more; return who went."""
+        """Note that a slot holds no expert any more; return the one that went, None if none did."""
         if not 0 <= slot < self.capacity:
-            raise ValueError(f"slot {slot} is none of {self.capacity}")
+            raise ValueError(f"slot {slot} is not in 0 to {self.capacity - 1}")
         gone = int(self.ids[slot])
         if gone == EMPTY:
             return None
@@ -175,7 +175,7 @@ class LayerSlots:
         return len(different) == len(asked) > 0 <= min(asked) <= max(asked) < self.experts
 
     def _note_one(self, asked: Ids) -> None:
-        """Do what `_note` does, of the different experts of one token: most passes have no more."""
+        """Do what `_note` does for one token with different experts: most passes are one token."""
         self.step += 1
         kept = self.counts[asked] * _left(self.step - self.last_used[asked])
         self.counts[asked] = kept + 1

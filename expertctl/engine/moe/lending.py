@@ -1,7 +1,7 @@
 """Routed experts that are computed where they lie, outside the blocks of a memory.
 
-Whether one can be is asked of whoever reads them each time, for it changes: the system holds what
-it likes of a file. Who is lent stays so to the end of a pass.
+The reader is asked each time whether an expert can be lent, for that changes: the system decides
+which parts of a file it holds. A lent expert stays lent to the end of a pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ class Lending:
     """Lends experts of a reader to a memory, and counts those that were asked for."""
 
     def __init__(self, memory: ExpertMemory, reader: ExpertReader, numbers: Sequence[int]) -> None:
-        """Begin with nobody lent; ``numbers`` are those of routed layers in the base."""
+        """Begin with no expert lent; ``numbers`` are those of routed layers in the base."""
         self._memory, self._reader, self._numbers = memory, reader, numbers
         self.lent = 0
         """Experts that were asked for and lent."""
@@ -24,7 +24,7 @@ class Lending:
         return self._address(expert) is not None
 
     def rest(self, wanted: Iterable[Expert]) -> list[Expert]:
-        """Lend who is not there and can be lent; return who has to be read."""
+        """Lend the missing experts that can be lent; return those that have to be read."""
         missing = []
         for expert in wanted:
             if self._memory.places[expert]:
@@ -37,7 +37,7 @@ class Lending:
         return missing
 
     def rest_of_asked(self, asked: Sequence[Expert]) -> list[Expert]:
-        """Do the same for those who are asked for now, and count who is lent."""
+        """Do the same for experts that are asked for now, and count those that are lent."""
         missing = self.rest(asked)
         self.lent += self._memory.count_lent(asked)
         return missing

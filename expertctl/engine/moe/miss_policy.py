@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class MissPolicy:
     """What happens where an expert is missing: it is brought, or left out within a cap.
 
-    ``cap`` is how much of a token's weights may be left out at most, of 1. What the next layer will
-    ask for is read ahead; then what is left out depends on how fast that is.
+    ``cap`` is the largest share of a token's weights that may be left out. With ``reads_ahead``,
+    what the next layer will ask for is read early; how fast that is decides what is left out.
     """
 
     skips: bool = False

@@ -1,7 +1,7 @@
 """What was counted of routed experts as an activity document, to read or to plan from.
 
-Times are means of a call, in microseconds: *hot* is computing, *cold* is waiting for what was not
-there, which whoever computes does not do at the same time.
+Times are means of a call, in microseconds: *hot* is computing, *cold* is waiting for missing
+experts while nothing is computed.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from expertctl.package.model_config import ModelConfig
 from expertctl.schema.strict_json import JsonObject
 
 _MICROSECONDS = 1e-3
-"""Of a nanosecond."""
+"""In a nanosecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Observation:
     residence: Residence | None = None
     """None where it has none."""
     guidance: Guidance | None = None
-    """What a profile does; None where nobody could be missing."""
+    """What a profile does; None where no expert could be missing."""
 
     def to_json(self) -> JsonObject:
         """Return the document, and what it is of; nothing else where nothing is observed."""
@@ -54,7 +54,7 @@ def observation_of(
     report: RoutedReport | None,
     cache: Guided | None,
 ) -> Observation:
-    """Return what was counted of a base; nothing where nobody counts."""
+    """Return what was counted of a base; its mode is "off" where nothing was."""
     document, guidance = ActivityDocument("off"), None
     if seen is not None and config.experts is not None:
         document = activity_document(seen, used=config.experts.used)

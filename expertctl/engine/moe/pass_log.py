@@ -1,7 +1,7 @@
-"""What passes asked for and who was in memory then, kept until it is worth counting.
+"""What passes asked for and which experts were in memory then, kept until it is worth counting.
 
-To count one pass takes about as long as to count sixteen at once, and a token of a small base has
-no time for it. Whoever reads the counts has them brought up to date.
+Counting one pass takes about as long as counting sixteen at once, too long for a token of a small
+base. Reading the counts brings them up to date.
 """
 
 import threading
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.engine.moe.choices import NOBODY, Choices
+from expertctl.engine.moe.choices import NO_EXPERT, Choices
 from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.skipping import SkipTotals, skip_totals
 
@@ -21,7 +21,7 @@ Numbers = np.ndarray[Any, Any]
 _AT_ONCE = 16
 """Passes that are counted together."""
 _TOKENS_AT_ONCE = 512
-"""Or as soon as they read so many tokens: what is kept must not grow."""
+"""Passes are also counted once they have read so many tokens: what is kept must not grow."""
 
 
 @dataclass(slots=True)
@@ -31,11 +31,11 @@ class _Pass:
     asked: list[Numbers] = field(default_factory=list)
     """[tokens, used] of each layer; of the last it may be fewer tokens."""
     hits: list[Numbers] = field(default_factory=list)
-    """Who was in memory then, [experts] of each layer."""
+    """Which experts were in memory then, [experts] of each layer."""
     waited: list[int] = field(default_factory=list)
-    """Nanoseconds until all who were asked for were there."""
+    """Nanoseconds that each layer waited for its experts, with nothing to compute."""
     brought: list[int] = field(default_factory=list)
-    """When that was, and at the end when the pass was over."""
+    """When all experts of each layer were there, and at the end when the pass was over."""
     weights: Numbers | None = None
     skipped: Numbers | None = None
     tokens: int = 0
@@ -66,24 +66,24 @@ class PassLog:
         return self._totals
 
     def ask(self, layer: int, selected: Numbers, hits: Numbers) -> None:
-        """Note what tokens chose in a layer, and who is there; the first layer begins a pass."""
+        """Note what tokens chose in a layer, and which experts are there; layer 0 begins a pass."""
         now = self._now
         if layer != len(now.asked):  # a pass failed, here or before
             del now.asked[layer:], now.hits[layer:], now.waited[layer:], now.brought[layer:]
-        now.asked.append(selected.copy())  # what is skipped is struck out of it
+        now.asked.append(selected.copy())  # skipped experts are struck out of the original
         now.hits.append(hits.copy())
         now.waited.append(-time.perf_counter_ns())
 
     def began(self) -> None:
-        """Note that those who are missing are being read; there is something to compute."""
+        """Note that missing experts are being read, and there is something to compute."""
         self._now.waited[-1] += time.perf_counter_ns()
 
     def waits(self) -> None:
-        """Note that there is nothing to compute any more until they come."""
+        """Note that there is nothing left to compute until they come."""
         self._now.waited[-1] -= time.perf_counter_ns()
 
     def brought(self) -> None:
-        """Note that all who were asked for are there."""
+        """Note that all experts that were asked for are there."""
         now = time.perf_counter_ns()
         self._now.waited[-1] += now
         self._now.brought.append(now)
@@ -137,19 +137,19 @@ class PassLog:
         skipped = np.zeros_like(mass)
         if self._skips:
             skipped = np.array([each.skipped for each in passes]).reshape(layers, -1)
-            mass = np.where(mass > 0, mass, skipped)  # who stays has taken over the weights of all
+            mass = np.where(mass > 0, mass, skipped)  # experts that stay took over all the mass
         self._totals += skip_totals(requests, hits, mass=mass, skipped=skipped)
 
 
 def _flat(ids: Numbers, tokens: int) -> Numbers:
-    """Return what so many tokens asked for; those who did not asked for nobody."""
-    found = np.full(tokens * ids.shape[1], NOBODY)
+    """Return what so many tokens asked for; `NO_EXPERT` for those that did not ask."""
+    found = np.full(tokens * ids.shape[1], NO_EXPERT)
     found[: ids.size] = ids.ravel()
     return found
 
 
 def _parts(passes: list[_Pass]) -> Iterator[list[_Pass]]:
-    """Cut passes into some that are counted together in little memory."""
+    """Cut passes into groups that are each counted together in little memory."""
     some = max(1, _TOKENS_AT_ONCE // passes[0].tokens)
     for first in range(0, len(passes), some):
         yield passes[first : first + some]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 VERIFIED = 4
-"""As many tokens at once may be a step of generating, whoever asks for them."""
+"""Up to so many tokens at once may be a step of generating, whatever the caller."""
 
 
 class Phase(StrEnum):
@@ -59,7 +59,7 @@ def batches(call: Call) -> Iterator[Batch]:
 
 
 def cache_phase(phase: Phase | None, tokens: int) -> Phase:
-    """Return the phase by which the cache works on a batch; None: nobody said what it is.
+    """Return the phase by which the cache works on a batch; ``phase`` None: unknown.
 
     More tokens than are ever verified at once are worked on like a prompt, whatever they are.
     """

@@ -1,7 +1,8 @@
-"""Who comes into a slot because he is pinned, where pins change while a base runs.
+"""Which experts come into slots because they are pinned, where pins change while a base runs.
 
-Whoever is resident already stays where he is. Those who are absent come in the place of whoever is
-worth least, so pins cost no more than they must. As with every exchange, nothing is moved here.
+Pinned experts that are resident stay where they are. Absent ones take free slots, then those of
+the least valuable experts, so pins cost no more than they must. As with every exchange, nothing
+is moved here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from expertctl.engine.moe.updates import Swap
 
 
 def pin_swaps(slots: Sequence[LayerSlots]) -> list[Swap]:
-    """Return what brings all into slots who are pinned, layer by layer.
+    """Return the swaps that bring all pinned experts into slots, layer by layer.
 
     A layer is a position in ``slots``.
     """

@@ -1,4 +1,4 @@
-"""Whom a profile pins: experts that come first and keep their slots, whatever is asked for."""
+"""Which experts a profile pins: they come first and keep their slots, whatever is asked for."""
 
 import re
 from dataclasses import dataclass, replace
@@ -56,12 +56,12 @@ def parse_pins(text: str) -> Pins:
 
 
 def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> frozenset[int]:
-    """Return who is pinned in a layer of so many slots.
+    """Return which experts are pinned in a layer with ``capacity`` slots.
 
-    Of those that a share asks for, only as many as there are slots.
+    A share pins no more experts than there are slots.
 
     Raises:
-        UsageError: when a number of experts is pinned that have no slots.
+        UsageError: when more experts are to be pinned than there are slots.
     """
     match pins:
         case TopPins(count):

@@ -1,8 +1,8 @@
 """Which experts are placed in which memory, from what was observed and what there is room for.
 
 The planner takes experts in their order while they fit. The first of a layer in a memory also pays
-for the all-zero dummy that whatever is not resident there is led to; it is as large as that expert.
-What is too expensive is skipped, and the next is tried.
+for the all-zero dummy, which stands for every expert that is not resident there; it is as large as
+that first expert. An expert that is too expensive is skipped, and the next is tried.
 
 There are up to three *lanes*: memories of devices, each with its budget. *warm* fills the first
 lane, then the next. *hot-even* gives each expert to the lane that has the fewest of its layer, so
@@ -24,7 +24,7 @@ from expertctl.errors import UsageError
 MOST_LANES = 3
 COLD = -1
 SHUFFLE_SEED = 0x6D6F65
-"""Names the order of experts that nobody observed, which is the same everywhere and for ever."""
+"""Decides the order of experts that were not observed, the same everywhere and for ever."""
 _ADDRESSABLE = 2**64 - 1
 Strategy = Literal["warm", "hot-even", "even-split"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -48,7 +48,7 @@ class Lane:
         return [expert for number, expert in self.experts if number == layer]
 
     def takes(self, place: LayerExpert, size: int) -> bool:
-        """Place an expert, unless it does not fit."""
+        """Place an expert if it fits; tell whether it did."""
         layer, _ = place
         cost = size if self.of_layer[layer] else 2 * size
         if cost > min(self.budget, _ADDRESSABLE) - self.used:
@@ -81,7 +81,7 @@ class Placement:
         return slots
 
     def check_integrity(self, sizes: Sizes) -> None:
-        """Assert that nobody is placed twice and each lane is within its budget."""
+        """Assert that no expert is placed twice and each lane is within its budget."""
         everywhere = [place for lane in self.lanes for place in lane.experts]
         assert len(set(everywhere)) == len(everywhere)
         for lane in self.lanes:
@@ -92,15 +92,15 @@ class Placement:
 
 
 def observed(scored: Iterable[Scored]) -> list[LayerExpert]:
-    """Return the order of those that were asked for."""
+    """Return the experts that were asked for, in their order."""
     return [(expert.layer, expert.expert) for expert in scored]
 
 
 def filled_up(order: Sequence[LayerExpert], sizes: Sizes) -> list[LayerExpert]:
-    """Return an order with all experts of the base behind it, in a fixed shuffle.
+    """Return an order with all other experts of the base behind it, in a fixed shuffle.
 
-    The shuffle is that of numpy's ``RandomState``, which never changes, of the experts by layer and
-    number. Memory that is left is better used for them than for nothing.
+    Sorted by layer and number, they are shuffled by numpy's ``RandomState``, which never changes.
+    Memory that is left is better used for them than for nothing.
     """
     rest = sorted(sizes.keys() - set(order))
     shuffled = np.random.RandomState(SHUFFLE_SEED).permutation(len(rest))
@@ -164,7 +164,7 @@ def _split(wanted: Sequence[LayerExpert], sizes: Sizes, lanes: Sequence[Lane]) -
 
 
 def _boundaries(budgets: Sequence[int], layers: int) -> list[int]:
-    """Return where each lane's band of layers ends: its part of all budgets, halves upwards."""
+    """Return where each lane's band of layers ends: its part of all budgets, halves rounded up."""
     total, ends, sums = sum(budgets) or 1, [], 0
     for budget in budgets:
         sums += budget

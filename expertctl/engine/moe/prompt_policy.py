@@ -1,7 +1,7 @@
 """How a batch of routed slots is worked on: pure decisions from its phase and its size.
 
-All that makes prompts fast is for prompts. Generating keeps token-major worklists, and neither
-generating nor warming up is ever bypassed.
+What makes prompts fast is for prompts alone. Generating keeps token-major worklists, and neither
+generating nor warming up ever bypasses the cache.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MERGE_CAPACITY = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
-    """What is wanted of prompts; the defaults of a base that nobody measured."""
+    """What is wanted of prompts; the defaults are for a base that was not measured."""
 
     reduce_merge: Switch = "off"
     """Whether each lane is reduced to rows of tokens before the lanes are added."""
@@ -30,10 +30,10 @@ class PromptPolicy:
     dense_min_tokens: int = 256
     """From so many tokens on; 0: no minimum."""
     bypass: Switch = "auto"
-    """Whether prompts pass by the cache: ``auto`` where too few experts are hot."""
+    """Whether prompts bypass the cache: ``auto`` where too few experts are hot."""
     bypass_min_tokens: int = 0
     min_hot_ratio: float = 0.0
-    """Hot experts of all, below which ``auto`` bypasses."""
+    """The share of hot experts below which ``auto`` bypasses."""
     order: Order | Literal["auto"] = "auto"
     decode_reduce: bool = False
     """Whether a single token that is generated reduces its lanes too."""
@@ -44,7 +44,7 @@ class BatchShape:
     """A batch at one routed layer, and what of that layer is hot."""
 
     phase: Phase | None
-    """The phase of its call; None: nobody said."""
+    """The phase of its call; None: unknown."""
     tokens: int
     used: int
     experts: int
@@ -111,7 +111,7 @@ def is_dense(policy: PromptPolicy, batch: BatchShape) -> bool:
 
 
 def reduces_before_merging(policy: PromptPolicy, batch: BatchShape) -> bool:
-    """Tell whether lanes are reduced to rows of tokens first: where there are two, and slots."""
+    """Tell whether lanes are reduced to rows of tokens first; needs a cold lane and two slots."""
     if not batch.cold or batch.capacity <= 1:
         return False
     match batch.works_as:
@@ -125,7 +125,7 @@ def reduces_before_merging(policy: PromptPolicy, batch: BatchShape) -> bool:
 
 
 def is_bypassed(policy: PromptPolicy, batch: BatchShape) -> bool:
-    """Tell whether a prompt passes by the cache, for too little of it would be used."""
+    """Tell whether a prompt bypasses the cache, because too little of it would be used."""
     if batch.works_as is not Phase.PROMPT or batch.tokens < policy.bypass_min_tokens:
         return False
     if policy.bypass == "auto":

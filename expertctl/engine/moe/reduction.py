@@ -1,7 +1,7 @@
 """How rows of routed experts become rows of tokens: the plain formulas.
 
 Kernels do the same faster and are tested against these. Sums are in the type of the rows, and in
-the order that is said; so what depends on the order of a sum can be told from what does not.
+the stated order; so what depends on the order of a sum can be told from what does not.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def reduce_rows(worklist: Worklist, rows: Sequence[Rows]) -> Rows:
     """Merge the rows of all lanes, [entries, width] each, into [tokens, width].
 
     Each token adds its weighted rows in the order of their sources, whatever lane and entry they
-    came from: where a row was computed leaves no trace, not in the last bit either.
+    came from: where a row was computed leaves no trace, not even in the last bit.
     """
     width = rows[-1].shape[1]
     grid = np.zeros((worklist.capacity, width), rows[-1].dtype)

@@ -29,7 +29,7 @@ class Residence:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each has a slot; else one may be missing though there is room for all."""
+        """Whether each expert has a slot; else one may be missing though there is room for all."""
         return self.slots >= self.experts
 
     def to_json(self) -> JsonObject:
@@ -55,7 +55,7 @@ class Activity:
     loads: int = 0
     """Experts that were read from files."""
     read_ahead: int = 0
-    """Those of them that nobody had asked for yet."""
+    """Those of them that had not been asked for yet."""
     read_bytes: int = 0
     waited_ms: float = 0.0
     """How long passes waited for them."""
@@ -81,7 +81,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class RoutedReport:
-    """Both, for one answer."""
+    """Residence and activity, for one answer."""
 
     residence: Residence
     activity: Activity
@@ -97,7 +97,7 @@ class RoutedReport:
         return _share(self.activity.skipped, self.activity.mass)
 
     def and_then(self, later: "RoutedReport") -> "RoutedReport":
-        """Return what happened in both, as it is held now."""
+        """Return the activity of both, with the later residence."""
         return RoutedReport(later.residence, self.activity + later.activity)
 
     def since(self, before: "RoutedReport") -> "RoutedReport":

@@ -1,4 +1,4 @@
-"""The routed experts of a base, as a decoder sees them: where they are, and who brings them."""
+"""The routed experts of a base, as a decoder sees them: where they are and how they are brought."""
 
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ Numbers = np.ndarray[Any, Any]
 class RoutedExperts(Protocol):
     """The owner of the experts of all layers; one pass at a time asks it.
 
-    Routed layers are counted from 0, whatever their numbers in the base. What is in the tables is
-    read by programs at each run, so they stay where they are.
+    Routed layers are counted from 0, whatever their numbers in the base. Programs read the tables
+    at each run, so these stay where they are.
     """
 
     @property
@@ -37,9 +37,9 @@ class RoutedExperts(Protocol):
         """Return float32 [experts], 1 for what is there and 0 for what is missing."""
 
     def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
-        """Ask for what tokens chose in a layer; tell whether somebody has to be waited for.
+        """Ask for what tokens chose in a layer; tell whether experts have to be waited for.
 
-        Until then those who have a place may be computed. ``foresees``: the room says what the next
+        Meanwhile those that have a place may be computed. ``foresees``: the room says what the next
         layer is likely to be asked for. The last layer may be asked for fewer tokens than others.
 
         Raises:
@@ -47,7 +47,7 @@ class RoutedExperts(Protocol):
         """
 
     def wait_for_some(self) -> bool:
-        """Wait for some of those who were asked for; tell whether others are still to come.
+        """Wait for some of the experts that were asked for; tell whether others are still to come.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.

@@ -34,7 +34,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedExpert:
-    """What reads every token, as far as its gate opens."""
+    """The expert that reads every token; its gate, if any, scales what it adds."""
 
     mlp: FeedForward
     gate: Linear | None
@@ -49,7 +49,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedMlp:
-    """The router of a layer, its experts, and what reads every token."""
+    """The router of a layer, its experts, and its shared expert if it has one."""
 
     route: Router
     experts: tuple[FeedForward, ...]
@@ -88,7 +88,7 @@ def router_of(tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: st
 def shared_of(
     tensors: Mapping[str, Tensor], config: ExpertsConfig, *, layer: str
 ) -> SharedExpert | None:
-    """Return what reads every token in a layer, if anything does."""
+    """Return the shared expert of a layer, if it has one."""
     if not config.shared_size:
         return None
     gate = linear_of(tensors, f"{layer}.{SHARED_GATE}") if config.shared_gate else None
@@ -108,7 +108,7 @@ def rule_of(config: ExpertsConfig) -> RoutingRule:
 def routed_numbers(config: ExpertsConfig, *, hidden: int) -> int:
     """Return how many float32 numbers a token of a pass needs in a layer of experts, at most.
 
-    All tokens may ask for the same expert, whose rows are then as many as those of the pass.
+    All tokens may ask for the same expert, which then has as many rows as the pass.
     """
     inner = max(config.intermediate_size, config.shared_size)
     choice = 8 * config.count + 8 * config.used  # scores, their order, numbers of eight bytes

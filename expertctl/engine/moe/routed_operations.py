@@ -1,7 +1,7 @@
-"""The operations of routed layers: who is asked for, then what those make of it.
+"""The operations of routed layers: choosing experts, then computing them.
 
-Between the two lies a border, where experts may be brought. What they make is added
-in the order in which a token chose them, so where they lie changes no bit.
+Between the two lies a border, where experts may be brought. Their outputs are added in the order
+in which a token chose them, so where they lie changes no bit.
 """
 
 from collections.abc import Collection
@@ -61,7 +61,7 @@ from expertctl.engine.packed_layer import PackedLayer, PackedRouting
 
 Numbers = np.ndarray[Any, Any]
 _EXPERTS = "experts"
-"""What operations are that a base alone would not have."""
+"""The part name of operations that a base alone would not have."""
 
 
 class RoutedOperations:
@@ -80,8 +80,8 @@ class RoutedOperations:
     ) -> None:
         """Compute with experts that are where ``experts`` says; ``tokens`` is int64 [1].
 
-        Allow for plans in these schemes that change them, and with ``scales`` for factors of what
-        they read.
+        Allow for plans that change the experts, in the schemes of ``adapters``, and with ``scales``
+        for factors on what they read.
         """
         assert room.routed is not None
         assert base.config.experts is not None
@@ -96,7 +96,7 @@ class RoutedOperations:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing has to be brought between the two."""
+        """Whether no expert ever has to be brought between choosing and computing."""
         return self._experts.is_whole
 
     def set(self, tokens: int) -> None:
@@ -108,7 +108,7 @@ class RoutedOperations:
         self._outputs[0] = routed_items(shape.down_part, active=active)
 
     def share(self) -> None:
-        """Add what all tokens share, as far as its gate opens."""
+        """Add the output of the shared expert, as far as its gate opens."""
         room, tokens = self.room, self._tokens
         arguments = share_arguments(
             shares=room.shares, rows=room.beside, out=self._decoder.hidden, width=self._hidden
@@ -116,14 +116,14 @@ class RoutedOperations:
         self._builder.add(share_kernel(), arguments, tokens)
 
     def choose(self, number: int, routing: PackedRouting) -> int:
-        """Write who is asked for in a layer of the base; return its place among routed layers."""
+        """Write what is asked for in a layer of the base; return its place among routed layers."""
         place, room = self._config.layers.index(number), self.room
         rows = self._decoder.normed
         self._route(routing, rows, room.selected[place], room.weights[place])
         return place
 
     def foresee(self, place: int, layer: PackedLayer) -> None:
-        """Write who is likely to be asked for in the routed layer that comes next.
+        """Write which experts the next routed layer is likely to be asked for.
 
         Its router judges by what the layer before it reads: little is added to that in between.
         """
@@ -151,15 +151,15 @@ class RoutedOperations:
 
     @property
     def may_part(self) -> bool:
-        """Whether those who are there can be computed before the others.
+        """Whether experts that are there can be computed before the others.
 
-        Whoever has a skipped expert's weight is known only when all have come; and what plans add
-        is added to all positions.
+        Which experts take over a skipped one's weight is known only when all have come; and what
+        plans add is added to all positions.
         """
         return not (self._experts.skips or self._adapters or self._scales)
 
     def compute(self, place: int) -> None:
-        """Add what the experts of a routed layer make of the rows that are normed."""
+        """Add what the experts of a routed layer make of the normed rows."""
         room, add = self.room, self._builder.add
         selected, weights = room.selected[place], room.weights[place]
         if self._experts.skips:
@@ -176,7 +176,7 @@ class RoutedOperations:
         self._merge(place)
 
     def compute_those_there(self, place: int) -> None:
-        """Compute the experts that are in memory now, of those that were chosen."""
+        """Compute those of the chosen experts that are in memory now."""
         self._compute_some(place, behind=False)
 
     def compute_more(self, place: int) -> None:
@@ -184,7 +184,7 @@ class RoutedOperations:
         self._compute_some(place, behind=True)
 
     def compute_the_rest(self, place: int) -> None:
-        """Compute the last of them, and add what all of them made."""
+        """Compute the last of them, and add the outputs of all."""
         self._compute_some(place, behind=True)
         self._merge(place)
 
@@ -213,7 +213,8 @@ class RoutedOperations:
     def _products(self, place: int) -> None:
         """``down (silu(gate x) * up x)`` of each position of an order.
 
-        What stands between is computed anew for those before them, who are done; that harms none.
+        Intermediate values of earlier positions are computed anew; their ``down`` is done already,
+        so that does no harm.
         """
         room, wide = self.room, self._experts.shape.intermediate
         arguments = gather_arguments(
@@ -230,7 +231,7 @@ class RoutedOperations:
         self._change(place, gate, room.down, down=True)
 
     def _middle(self, rows: Numbers) -> PreparedRows:
-        """Leave what is between as the experts' scheme wants it."""
+        """Return the intermediate rows as the experts' scheme wants them."""
         if self._scheme in FLOATING:
             return rows_as_they_are(rows)
         prepared = self.room.middle
@@ -239,7 +240,7 @@ class RoutedOperations:
         return prepared
 
     def _scaled(self, place: int, rows: Numbers, out: Numbers) -> Numbers:
-        """``u * x`` of each position, beside x, for A takes x as it is."""
+        """``u * x`` of each position, beside x, because A takes x as it is."""
         arguments = routed_scale_arguments(
             batch=self._decoder.routed_batch(None).words,
             order=self.room.order,
@@ -253,7 +254,7 @@ class RoutedOperations:
         return out
 
     def _change(self, place: int, rows: Numbers, out: Numbers, *, down: bool) -> None:
-        """What plans make of down, or of gate and up, which read the rows of tokens."""
+        """Add what plans change in down, or in gate and up, which read the rows of tokens."""
         for scheme in self._adapters:
             arguments = routed_delta_arguments(
                 scheme=scheme,
@@ -297,7 +298,7 @@ class RoutedOperations:
         self._builder.add(routed_kernel(self._scheme), arguments, items)
 
     def _normed(self) -> PreparedRows:
-        """Leave what is normed as the experts' scheme wants it."""
+        """Return the normed rows as the experts' scheme wants them."""
         normed = self._decoder.normed
         prepared = self._decoder.prepared(self._scheme, self._hidden)
         if prepared is None:

@@ -1,7 +1,7 @@
 """The memory that the routed experts of one pass compute in, known in bytes before it is made.
 
-A *position* is one expert of one token; those of one expert lie behind each other. What was chosen
-stays until the next pass, layer by layer, for whoever counts it.
+A *position* is one expert of one token; those of one expert are adjacent. What was chosen stays
+until the next pass, layer by layer, so that it can be counted.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ class RoutedRoom:
         self.skipped = aligned((layers, tokens), np.float32)
         """How much of the weights of a token was skipped."""
         self.likely = aligned((layers, tokens, routed.used), np.int64)
-        """What a layer will be asked for, as the one before it foresaw; of the first nothing."""
+        """What a layer will be asked for, as the one before it foresaw; unused for the first."""
         self.likely_weights = aligned((tokens, routed.used), np.float32)
         self.absent = aligned(1, np.int64)
-        """1 + the id of an expert that was asked for and not there; that is an error of ours."""
+        """1 + the id of an expert that was asked for but not there: a bug of ours."""
         self.order = room_for_order(routed.count, positions)
         self.rows = _rows(scheme, positions, config.hidden_size)
         self.gates = aligned((positions, _filled(2 * routed.intermediate_size)), np.float32)

@@ -1,7 +1,7 @@
 """Which experts a token asks for, and with which weights: the one place where that is decided.
 
 The plain path and the cached path both begin with what `route` returns; nothing here knows which
-experts are at hand. Equal values: the lower id goes first, so a choice never depends on a device.
+experts are at hand. Of equal values the lower id goes first, so choices never depend on a device.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
 """Which experts were resident and what they were worth, as JSON: a cache that begins warm.
 
 The document is that of flash-moe, version 1; others are refused. It has no weights: those are read
-from the base again, at once, instead of being learnt token by token. An empty slot is written as
--1. Where a layer has other slots than when it was saved, whoever was worth most comes first.
+from the base again, at once, and not as one token after the other asks for them. An empty slot is
+written as -1. Where the number of a layer's slots has changed since, the experts that were worth
+most come first.
 """
 
 import json
@@ -36,7 +37,7 @@ class SavedState:
     timestamp: float
     """Seconds since 1970."""
     prompt: str
-    """With which prompt, or what else, the cache was warmed; may be empty."""
+    """The prompt, or whatever else, that warmed the cache; may be empty."""
     layers: Mapping[int, LayerState]
 
     @property
@@ -52,9 +53,9 @@ def state_of(slots: Mapping[int, LayerSlots], *, timestamp: float, prompt: str =
 
 
 def restore(state: SavedState, slots: Mapping[int, LayerSlots]) -> dict[int, list[int]]:
-    """Take over counts into slots that are empty; return whom to bring in each layer.
+    """Take over counts into empty slots; return which experts to bring into each layer.
 
-    They are named in the order of free slots. A layer that was not saved begins without counts.
+    They are in the order of free slots. A layer that was not saved begins without counts.
 
     Raises:
         IncompatibleError: when an expert was saved that a layer does not have.
@@ -144,7 +145,7 @@ def _check_layer(state: SavedState, number: int, *, experts: int) -> None:
 
 
 def _saved(layer: LayerSlots) -> LayerState:
-    """Return what a layer is; what no reader of JSON would understand is cut off."""
+    """Return the state of a layer; numbers that some readers of JSON cannot hold are capped."""
     known = [expert for expert in range(layer.experts) if layer.counts[expert]]
     return LayerState(
         cached_ids=tuple(int(expert) for expert in layer.ids),
@@ -169,7 +170,7 @@ def _restored(saved: LayerState | None, layer: LayerSlots) -> list[int]:
 
 
 def _at(residents: list[int], expert: int) -> int:
-    """Return the place among residents; of others the id keeps their order."""
+    """Return an expert's place among residents; for others the id, which keeps their order."""
     return residents.index(expert) if expert in residents else expert
 
 

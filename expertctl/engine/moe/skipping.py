@@ -1,9 +1,9 @@
-"""Leaving out experts that are not at hand, without changing how much the others together weigh.
+"""Leaving out experts that are not at hand, without changing the total weight of a token.
 
 Mass is what the router gave: the sum of the weights of a token. The experts that are there take
-over the mass of those that are missed, in proportion; where all are missed nothing is left, and
-never does an expert stand in that was not asked for. How much of its mass a token may lose to
-skipping is capped: those above are to be computed in full.
+over the mass of those that are missed, in proportion; where all are missed nothing is left. An
+expert that was not asked for never stands in. How much of its mass a token may lose to skipping is
+capped: tokens above the cap are to be computed in full.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def effective_weights(weights: Weights, hits: NDArray[np.generic]) -> Weights:
     """Return weights [tokens, used] with the mass of what is missed given to what is hit.
 
     ``effective = w * h * (sum(w) / sum(w * h))``, and zeros where all is missed. Where all is hit
-    they are the weights, to the bit.
+    the weights are unchanged, to the bit.
     """
     given, kept = _given_and_kept(weights, hits)
     mass, left = given.sum(-1, keepdims=True), kept.sum(-1, keepdims=True)
@@ -35,13 +35,13 @@ def skipped_share(weights: Weights, hits: NDArray[np.generic]) -> NDArray[np.flo
 def over_cap(weights: Weights, hits: NDArray[np.generic], cap: float) -> Flags:
     """Tell which tokens would lose more than the cap, and must be computed in full.
 
-    So are tokens whose weights are no numbers: skipping would hide them.
+    So must tokens whose weights are not numbers: skipping would hide that.
     """
     return ~(skipped_share(weights, hits) <= cap)
 
 
 def capped_weights(weights: Weights, hits: NDArray[np.generic], cap: float) -> Weights:
-    """Return the weights to compute with: those above the cap keep theirs, hit or missed."""
+    """Return the weights to compute with: tokens above the cap keep theirs, hit or missed."""
     full = over_cap(weights, hits, cap)
     return np.where(full[:, None], weights, effective_weights(weights, hits))
 
@@ -108,7 +108,7 @@ def skip_totals(
 def _given_and_kept(
     weights: Weights, hits: NDArray[np.generic]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return all weights and those that are hit; in float64, for one may be tiny beside another."""
+    """Return all weights and those that are hit; in float64, as one may be tiny beside another."""
     given = weights.astype(np.float64)
     return given, given * hits.astype(np.float64)
 

@@ -1,10 +1,9 @@
-"""The routed experts of a base on a device: which row of the stack each is in, for whom to know.
+"""The routed experts of a base on a device: which row of the stack each is in.
 
 `lookup` is on the device and leads from an expert to its row, and from one that is missing to the
-dummy. It is the only thing that steps ask, and it changes only between two of their stages: what
-is on its way is in no row before. Who comes and who goes is decided by `ExpertCache`, as on a
-processor; where all experts are there, nobody decides, nothing has to be asked, and who was chosen
-is only counted.
+dummy. Steps ask nothing else, and it changes only between two of their stages: an expert that is
+still on its way is in no row. `ExpertCache` decides which experts come and go, as on a processor.
+Where all experts are there, nothing has to be decided or asked, and choices are only counted.
 """
 
 from collections.abc import Mapping
@@ -58,11 +57,11 @@ class StackedExperts:
     ) -> None:
         """Have a cache decide about the blocks of the stack; without one each expert has its own.
 
-        Then `fill_all` brings them.
+        Without a cache, `fill_all` brings the experts.
         """
         self.config, self.stack, self.cache, self._reader = config, stack, cache, reader
         self.asked = AskedExperts(config, stack.device) if cache is None else None
-        """Who counts where nobody decides."""
+        """Counts what is asked for where there is no cache."""
         shape = len(config.layers), config.count
         with torch.inference_mode(False):
             self._sending = torch.full(
@@ -97,7 +96,7 @@ class StackedExperts:
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
         """
-        assert self.is_whole, "who is brought is up to the cache"
+        assert self.is_whole, "the cache decides what is brought"
         read, names = 0, product(self.config.layers, range(self.config.count))
         pool = ThreadPoolExecutor(BUFFERS)
         try:
@@ -115,11 +114,11 @@ class StackedExperts:
         return found
 
     def find(self, place: int, selected: Tensor) -> Tensor:
-        """Return in which rows experts of a layer are, on the device; both int64 [tokens, used]."""
+        """Return the rows of experts of a layer, on the device; both int64 [tokens, used]."""
         return _looked_up(self.lookup[place], selected)
 
     def find_in(self, place: Tensor, selected: Tensor) -> Tensor:
-        """Return the same of a layer that only the device knows, int64 [1]."""
+        """Return the same for a layer whose place only the device knows, int64 [1]."""
         return _looked_up(self.lookup.index_select(0, place)[0], selected)
 
     def ask(
@@ -127,7 +126,7 @@ class StackedExperts:
     ) -> bool:
         """Ask for what tokens chose in a layer, [tokens, used]; tell whether to `wait`.
 
-        Until then those who are there may be computed. ``likely`` is what the next layer will be
+        Meanwhile experts that are there may be computed. ``likely`` is what the next layer will be
         asked for. The last layer may be asked for fewer tokens than others.
 
         Raises:
@@ -149,19 +148,19 @@ class StackedExperts:
         return waits
 
     def computed(self, place: int) -> None:
-        """Learn that the device was asked to compute those of a layer who are there.
+        """Learn that the device was asked to compute the experts of a layer that are there.
 
-        Until it has, nobody is copied into their rows.
+        Until it has, no other expert is copied into their rows.
         """
         if self.cache is not None:
             rows = self._sent[place]
             self.stack.note_read(rows[rows != DUMMY])
 
     def wait(self, place: int, tokens: int) -> None:
-        """Have those there whom so many tokens asked for in a layer and who may not be skipped.
+        """Wait for experts that so many tokens asked for in a layer and that may not be skipped.
 
-        What `computed` told of is waited for first: as long as the device computes, nobody waits
-        for experts, and the time is not counted as if he did.
+        The work that `computed` reported is waited for first: time in which the device computes is
+        not counted as waiting for experts.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -173,14 +172,14 @@ class StackedExperts:
             self._note_skipped(place, tokens)
 
     def passed(self, tokens: int, *, phase: Phase) -> None:
-        """Learn that a pass over so many tokens is over; now others may come and go."""
+        """Learn that a pass over so many tokens is over; now experts may come and go."""
         if self.cache is not None:
             self.cache.passed(self.choices, tokens, phase=phase)
         elif self.asked is not None:
             self.asked.count_pass(self.choices.selected[:, :tokens])
 
     def weights(self, routed: Routed, rows: Tensor) -> Tensor:
-        """Return what experts in these rows count; where they may be skipped, the dummy nothing."""
+        """Return the weights of experts in rows; where they may be skipped, the dummy gets 0."""
         return kept_weights(routed.weights, rows != DUMMY) if self.skips else routed.weights
 
     def matrix(self, module: str) -> Tensor:
@@ -192,7 +191,7 @@ class StackedExperts:
         return self._reader.matrix(module)
 
     def close(self) -> None:
-        """End what is being read."""
+        """Stop reading experts."""
         if self.cache is not None:
             self.cache.close()
 
@@ -211,10 +210,10 @@ class StackedExperts:
         return self.choices
 
     def _send(self, place: int) -> None:
-        """Let the device know where the experts of a layer are now, if that changed.
+        """Tell the device where the experts of a layer are now, if that changed.
 
-        What was sent before is there: whoever asks waited for the choice that followed it, and
-        `wait` for what was computed by it.
+        What was sent before has arrived: the caller of `ask` waited for a choice that was queued
+        after it, and `wait` waits for what was computed by it.
         """
         assert self.cache is not None
         now = self.cache.places(place)
@@ -238,7 +237,7 @@ def open_experts(
     plan: CachePlan | None,
     device: torch.device,
 ) -> StackedExperts:
-    """Make room for the routed experts of a base, for all of them without a plan; none is there.
+    """Make room for the routed experts of a base, for all of them without a plan; none is read.
 
     ``stored`` says where the tensors of the base lie.
     """
@@ -268,7 +267,7 @@ def open_experts(
 
 
 def kept_weights(weights: Tensor, hits: Tensor) -> Tensor:
-    """Return `skipping.effective_weights` where tensors are: those who are there take all."""
+    """Return `skipping.effective_weights` of tensors: what is hit takes over all the mass."""
     given = weights.double()
     kept = given * hits
     mass, left = given.sum(-1, keepdim=True), kept.sum(-1, keepdim=True)

@@ -1,9 +1,9 @@
 """A layer whose routed experts are in the rows of a stack: prompts by experts, steps by tokens.
 
-A prompt is computed expert after expert, each reading all of its tokens at once: those who are
+A prompt is computed expert after expert, each reading all of its tokens at once: those that are
 there while the others come, then these. A step computes all that its tokens chose in two products.
-Either way each token's experts are added in the order in which it chose them, so where one was, and
-when he came, leaves no trace.
+Either way each token's experts are added in the order in which it chose them, so where an expert
+was, and when it came, leaves no trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +33,13 @@ _CHOICE_NUMBERS = 8
 class Foresight:
     """What the next routed layer is likely to be asked for: its router judges what this one reads.
 
-    Little is added to that in between. What this layer reads is normed for it.
+    Little is added to that in between. It is normed for this layer, and rescaled for the next.
     """
 
-    scale: Tensor  # the norm of that layer by the norm of this, [hidden]
+    scale: Tensor  # the norm of the next layer divided by that of this one, [hidden]
     route: Router
     is_last: bool
-    """Whether that layer is the last of the base, which a prompt asks for one token alone."""
+    """Whether the next layer is the last of the base, which a prompt asks for one token alone."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return experts of tokens, [tokens, hidden] -> int64 [tokens, used]."""
@@ -48,7 +48,7 @@ class Foresight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedMlp:
-    """The router of a layer, who has its experts, and what reads every token."""
+    """The router of a layer, the owner of its experts, and its shared expert if it has one."""
 
     layer: int
     """Its number in the base."""
@@ -92,7 +92,7 @@ class StackedMlp:
         return found
 
     def _compute(self, x: Tensor, lane: Lane, out: Tensor, deltas: Deltas) -> None:
-        """Write what the experts of a lane make of their tokens; who is missing makes nothing."""
+        """Write what the experts of a lane make of their tokens; missing ones write nothing."""
         count = lane.count
         sources = torch.from_numpy(lane.sources[:count]).to(x.device)
         tokens = torch.from_numpy(lane.tokens[:count]).to(x.device)
@@ -155,7 +155,7 @@ def stacked_numbers(config: ExpertsConfig, *, hidden: int) -> int:
 
 
 def step_bytes(config: ExpertsConfig, shape: StackShape) -> int:
-    """Return what a token of a step needs in a layer of experts: copies of those it chose."""
+    """Return the bytes a token of a step needs in a layer, with copies of the experts it chose."""
     numbers = config.used * (4 * config.intermediate_size + 2 * shape.hidden + _CHOICE_NUMBERS)
     numbers += 4 * config.shared_size + _CHOICE_NUMBERS * config.count
     return config.used * shape.nbytes + 4 * numbers

@@ -1,7 +1,7 @@
 """`StackedRoom`: what the stages of a step leave each other, at addresses that never change.
 
-A stage reads what another one wrote and never what it writes itself, so doing it again changes
-nothing. Which layer it is of is a number here too, so that the same stage serves all of them. What
+A stage reads what another one wrote and never what it writes itself, so repeating it changes
+nothing. The place of the layer is stored here too, so that the same stage serves all layers. What
 was chosen is copied to where the host reads it.
 """
 
@@ -63,11 +63,11 @@ class StackedRoom:
         return sum(part.nbytes for part in parts)
 
     def routed(self, rows: int) -> Routed:
-        """Return what the first rows chose, where it is."""
+        """Return what the first rows chose, on the device."""
         return Routed(self.chosen[0, :rows], self.weights[:rows])
 
     def receive(self, texts: Tensor) -> Chosen:
-        """Wait until some rows have chosen; return what."""
+        """Wait until the rows of ``texts`` have chosen; return their choices."""
         self._chosen.copy_(self.chosen, non_blocking=True)
         self._weights.copy_(self.weights, non_blocking=True)
         if self.chosen.is_cuda:
@@ -85,7 +85,7 @@ def stacked_room_bytes(config: ModelConfig, *, rows: int) -> int:
 
 
 def received_bytes(config: ModelConfig, *, rows: int) -> int:
-    """Return what it takes of the machine's memory, pinned by powers of two."""
+    """Return what a `StackedRoom` takes of the machine's memory, pinned in powers of two."""
     assert config.experts is not None
     chosen = rows * config.experts.used
     return pinned_bytes(2 * _LONG_BYTES * chosen) + pinned_bytes(_FLOAT_BYTES * chosen)

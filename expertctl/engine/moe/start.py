@@ -1,8 +1,8 @@
-"""How a base whose routed experts do not all fit begins: who is brought first, and who stays.
+"""How a base whose routed experts do not all fit begins: which come first, and which stay.
 
-What is known of it comes from a file that somebody names, else from its habits. It says whom to
-pin, how many slots each layer gets and whose they are at first, and, where that is wanted, which
-experts are exchanged later. Nothing of it changes an answer where nothing is left out.
+What is known of it comes from a file that the user names, else from its habits. It says which
+experts to pin, how many slots each layer gets and which experts have them at first, and, where that
+is wanted, which are exchanged later. It never changes an answer where nothing is left out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from expertctl.package.experts_config import ExpertsConfig
 
 _Counts = NDArray[np.float64]
 Warmup = Literal["none", "hybrid", "full"]
-"""Experts come when they are asked for; those that are known beside the work; all before it."""
+"""none: experts come when asked for; hybrid: known ones come beside the work; full: all before."""
 WARMUPS: tuple[Warmup, ...] = get_args(Warmup)
 
 
@@ -32,7 +32,7 @@ class StartWishes:
     """How a user wants routed experts to begin, whatever the base is."""
 
     profile: Path | None = None
-    """What is believed instead of habits."""
+    """The file that is used instead of habits."""
     pins: Pins | None = None
     warmup: Warmup = "hybrid"
     exchange: float = 0.0
@@ -42,7 +42,7 @@ class StartWishes:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The options that somebody gave; what a setting may say, too, is none of them."""
+        """The options that the user gave; those that a setting may give too are not among them."""
         given = (
             ("--moe-profile", self.profile is not None),
             ("--moe-pin", self.pins is not None),
@@ -53,7 +53,7 @@ class StartWishes:
 
 USUAL = StartWishes()
 UNKNOWN = StartWishes(warmup="none", learns=False)
-"""Of whoever measures: what a user is used to changes nothing, and nothing of it is learnt."""
+"""For measurements: a user's habits change nothing, and nothing is learnt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ class Start:
     state: SavedState | None = None
 
     def planned(self, plan: CachePlan, numbers: Sequence[int]) -> CachePlan:
-        """Return a plan with slots and pins as is known; ``numbers`` are those of routed layers.
+        """Return a plan with slots and pins by what is known; ``numbers``: those of routed layers.
 
         Raises:
-            UsageError: when a number of experts is pinned that have no slots.
+            UsageError: when more experts are to be pinned than a layer has slots.
         """
         guide, pins = self.guide, self.wishes.pins
         if guide is None:
@@ -84,9 +84,9 @@ class Start:
         return replace(plan, pinned=named)
 
     def ranked(self, slots: Mapping[int, LayerSlots]) -> list[list[int]]:
-        """Return for each layer whom to bring, the first first; takes over what a state counted.
+        """Return which experts to bring into each layer, in order; take over a state's counts.
 
-        Only those are named of whom something is known.
+        Only experts of which something is known are named.
         """
         state = self.state
         restored = {} if state is None else restore(state, slots)
@@ -96,7 +96,7 @@ class Start:
         ]
 
     def _known(self, number: int, restored: Sequence[int], slots: LayerSlots) -> Iterator[int]:
-        """Yield who is pinned, who had a slot, then who was asked for most."""
+        """Yield pinned experts, those that had a slot, then those that were asked for most."""
         yield from sorted(slots.pinned)
         if self.state is not None and number in self.state.layers:
             had = {expert for expert in self.state.layers[number].cached_ids if expert != EMPTY}
@@ -148,7 +148,7 @@ def begin(cache: Cache, start: Start, slots: Mapping[int, LayerSlots]) -> None:
 
 
 def without_effect(base: str, option: str) -> str:
-    """Return a warning for whoever gives an option of routed experts to a base that has none."""
+    """Return a warning that an option of routed experts was given for a base without any."""
     return f"{base} has no routed experts: {option} has no effect"
 
 
@@ -167,9 +167,9 @@ def parse_rate(rate: float) -> float:
 
 
 def _alike(counts: Sequence[_Counts]) -> list[_Counts]:
-    """Return counts of layers as if each was asked by as few tokens as the one that fewest asked.
+    """Scale the counts of layers as if each was asked as often as the one that was asked least.
 
-    A prompt asks the last layer for its last token alone; while texts are written all are asked.
+    A prompt asks the last layer for its last token alone; a token that is generated asks all.
     """
     sums = [each.sum() for each in counts]
     least = min(sums, default=0.0)

@@ -1,7 +1,7 @@
 """How often experts are exchanged between tokens, and in how many layers at once.
 
-The more of what was asked for is missing, the sooner; while nothing changes, seldom. The numbers
-are those of flash-moe, from which this policy comes.
+The more of what was asked for is missing, the sooner; as long as nothing changes, seldom. The
+numbers are those of flash-moe, from which this policy comes.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ class Course:
     tokens: int = 0
     fallback_rate: float = 0.0
     no_swap_streak: int = 0
-    """Updates on end that swapped nothing."""
+    """Consecutive updates that swapped nothing."""
     low_streak: int = 0
-    """Updates on end whose window was low."""
+    """Consecutive updates whose window was low."""
 
 
 def pace_of(course: Course) -> Pace:
@@ -46,7 +46,7 @@ def pace_of(course: Course) -> Pace:
 
 
 def _usual(course: Course) -> Pace:
-    """Return the pace that a rate wants, where none is high that the length of a text wants."""
+    """Return the pace for a high rate; where it is not high, that for the length of the text."""
     for least, pace in ((0.35, Pace(1, 48)), (0.20, Pace(1, 32)), (0.10, Pace(2, 24))):
         if course.fallback_rate >= least:
             return pace

@@ -1,14 +1,14 @@
 """Which experts are exchanged between two tokens, by what the tokens before asked for.
 
 `RequestBuffer` keeps what passes asked for, one entry a pass. The last may still be in flight, so
-it waits for the next update, and what it asks for stays resident. Of all others every activation
-is counted. Then residents that were neither asked for nor pinned give way, those of the lowest
-priority first, to what was missing: at most ten in a layer, and in no more layers than the budget
-allows; other layers only count. Where more is missing than may come, who is worth most comes; where
-more layers could swap than may, those do that gain most.
+it waits for the next update, and what it asks for stays resident. Every activation of the other
+passes is counted. Then residents that were neither asked for nor pinned give way to missing
+experts, the least valuable first: at most ten in a layer, and in no more layers than the budget
+allows; other layers only count. Where more are missing than may come, the most valuable come; where
+more layers could swap than may, those that gain most do.
 
-Nobody comes who is worth no more than who would go. Without that rule an expert that is asked for
-once drives out one that is asked for every other token, and is driven out by it in turn.
+An expert comes only if it is worth more than the one that would go. Without that rule an expert
+that is asked for once evicts one that is asked for every other token, and is evicted in turn.
 
 An update moves no bytes and exchanges nothing in `LayerSlots`: its owner does both, in that order.
 """
@@ -24,14 +24,14 @@ from expertctl.engine.moe.layer_slots import Ids, LayerSlots
 MOST_SWAPS = 10
 """Of one layer in one update."""
 MOST_PASSES = 256
-"""So many are remembered where nobody updates; older ones are forgotten uncounted."""
+"""So many are remembered while there is no update; older ones are forgotten uncounted."""
 _EMPTY = -1.0
 """What an empty slot is worth: less than any expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """An expert that comes into a slot, and who goes for it: None where the slot is empty."""
+    """An expert that comes into a slot, and the one that goes: None where the slot is empty."""
 
     layer: int
     slot: int
@@ -65,7 +65,7 @@ class RequestBuffer:
         self._passes: deque[tuple[Ids, ...]] = deque(maxlen=MOST_PASSES)
 
     def append(self, selected: Sequence[Ids]) -> None:
-        """Keep what a pass asked for, [tokens, k] of each layer; it may be overwritten then."""
+        """Keep a copy of what a pass asked for, [tokens, k] of each layer."""
         self._passes.append(tuple(np.array(asked) for asked in selected))
 
     def take_settled(self) -> tuple[tuple[Ids, ...], ...]:

@@ -1,8 +1,8 @@
-"""Which experts a set of prompts uses, as JSON: whom to pin and whom to bring first.
+"""Which experts a set of prompts uses, as JSON: which to pin and which to bring first.
 
 The document is that of flash-moe. A profile counts in how many prompts each expert of a layer was
-activated. *Universal* are those of a layer that at least a share of all prompts activate, the
-threshold. Profiles of one base can be merged and compared.
+activated. An expert is *universal* if at least a share of all prompts, the threshold, activate it.
+Profiles of one base can be merged and compared.
 """
 
 import json
@@ -32,11 +32,11 @@ class UsageProfile:
     layers: Mapping[int, Counts]
     threshold: float = THRESHOLD
     capacity: int = 0
-    """How many slots a layer had when this was recorded; 0 where nobody counted."""
+    """How many slots a layer had when this was recorded; 0 where unknown."""
     preset: str = ""
     """Which prompts these were."""
     asking: Mapping[int, int] = field(default_factory=dict)
-    """How many of them asked a layer, where those were not all."""
+    """How many of them asked a layer, where not all did."""
 
     def universal(self, layer: int) -> list[int]:
         """Return the experts of a layer that the threshold's share of prompts activate."""
@@ -101,8 +101,8 @@ def merged(profiles: Sequence[UsageProfile]) -> UsageProfile:
 def overlap(one: UsageProfile, other: UsageProfile) -> float:
     """Return how alike two profiles are: the mean Jaccard index of their universal experts.
 
-    It is 1 for the same in every layer, 0 for none in common; a layer that has none in both says
-    nothing.
+    It is 1 for the same in every layer, 0 for none in common; a layer that has none in both does
+    not count.
     """
     shares = []
     for layer in sorted({*one.layers, *other.layers}):
@@ -183,10 +183,10 @@ class _Document(msgspec.Struct):
 
 
 def _wrong_numbers(profile: UsageProfile) -> Iterable[str]:
-    """Yield what a schema cannot say: experts there are none of, counts beyond all prompts."""
+    """Yield what a schema cannot say: experts that do not exist, counts beyond all prompts."""
     for layer, counts in profile.layers.items():
         if (highest := max(counts, default=0)) >= profile.experts:
-            yield f"layers/{layer}: expert {highest} is none of {profile.experts}"
+            yield f"layers/{layer}: expert {highest} of only {profile.experts}"
         if (most := max(counts.values(), default=0)) > profile.prompts:
             yield f"layers/{layer}: activated by {most} of {profile.prompts} prompts"
 

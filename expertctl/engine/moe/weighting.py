@@ -1,11 +1,11 @@
-"""What each observed expert is worth, by one of five rules: in that order a planner takes them.
+"""What each observed expert is worth, by one of five rules; a planner takes the best first.
 
 *flat* (the usual one) ranks the experts of each layer and takes the first of every layer, then the
 second of every layer. *balanced* ranks them too, but a layer with more experts goes first. The
 other three multiply hits with a weight of the layer: *pressure* by how much the layer suffers from
-cold experts, *smooth* the same, damped and never below 1, *time* by what the layer takes at all.
-``curve``, from 0 to 1, says how far weights may go. There, a hot hit counts a twentieth more, so
-that a profile does not undo itself. The rules are those of llama.cpp's hot cache.
+cold experts, *smooth* the same, damped and never below 1, *time* by the layer's total time.
+``curve``, from 0 to 1, says how far weights may go. In these three a hot hit counts a twentieth
+more, so that a profile does not undo itself. The rules are those of llama.cpp's hot cache.
 """
 
 import math
@@ -21,14 +21,14 @@ Weighting = Literal["flat", "balanced", "pressure", "smooth", "time"]
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 CURVE = 0.5
 STICKY = 0.05
-"""What a hot hit counts more."""
+"""How much more a hot hit counts."""
 _RANK = 10**6
 Layers = Sequence[LayerActivity]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """An expert of a layer and what it is worth; never nothing."""
+    """An expert of a layer and what it is worth; never 0."""
 
     layer: int
     expert: int
@@ -38,7 +38,7 @@ class Scored:
 def scores(layers: Layers, *, weighting: Weighting = "flat", curve: float = CURVE) -> list[Scored]:
     """Return all experts that were asked for, the best first; ties by layer, then by expert.
 
-    A ``curve`` that is none of 0 to 1 is the usual one.
+    A ``curve`` outside 0 to 1 stands for the usual one.
     """
     curve = curve if 0 <= curve <= 1 else CURVE
     match weighting:
@@ -104,7 +104,7 @@ def _smooth_weights(layers: Layers, curve: float) -> list[float]:
 def _time_weights(layers: Layers, curve: float) -> list[float]:
     """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
 
-    A layer whose time nobody knows is weighed by its pressure.
+    A layer whose time is unknown is weighed by its pressure.
     """
     times = [layer.times.total_moe or layer.pressure for layer in layers]
     low, high = min(_known(times)), max(_known(times))
@@ -115,10 +115,10 @@ def _time_weights(layers: Layers, curve: float) -> list[float]:
 
 
 def _known(values: Iterable[float]) -> list[float]:
-    """Return values of layers of which something is known; at least one."""
+    """Return the values that are known; a 1 if none is."""
     return [value for value in values if value > 0] or [1.0]
 
 
 def _each(values: Iterable[float], weight: Callable[[float], float]) -> list[float]:
-    """Weigh each layer; one of which nothing is known counts as it is."""
+    """Weigh each layer; one of which nothing is known has weight 1."""
     return [weight(value) if value > 0 else 1.0 for value in values]

@@ -1,8 +1,8 @@
-"""The routed experts of a base that is whole in memory: where they are, and who is asked for.
+"""The routed experts of a base that is whole in memory: where they are, and what is asked for.
 
-Nobody is ever missing. What passes ask for is counted all the same: a run in less memory begins
-with it. It is kept until it is worth counting, as in `pass_log`. How long a layer took nobody
-knows, for all of them are one program.
+No expert is ever missing. What passes ask for is counted all the same: a run in less memory begins
+with it. It is kept until it is worth counting, as in `pass_log`. How long a layer took is unknown,
+because all layers are one program.
 """
 
 import threading
@@ -23,9 +23,9 @@ from expertctl.engine.packed_base import PackedBase, expert_shape
 
 Numbers = np.ndarray[Any, Any]
 AT_ONCE = 64
-"""Passes that are counted together: nothing but who was asked for is kept of them."""
+"""Passes that are counted together: only what they asked for is kept of them."""
 TOKENS_AT_ONCE = 512
-"""Or as soon as they read so many tokens: what is kept must not grow."""
+"""Passes are also counted once they have read so many tokens: what is kept must not grow."""
 
 
 class WholeExperts:
@@ -42,7 +42,7 @@ class WholeExperts:
         blocks: Mapping[tuple[int, int], Numbers],
         numbers: Sequence[int],
     ) -> None:
-        """Know the block of each expert, by layer and number, as long as this lives.
+        """Take the block of each expert, by layer and number, and keep it alive.
 
         ``numbers`` are those of routed layers in the base.
         """
@@ -100,10 +100,10 @@ class WholeExperts:
             self._flush()
 
     def guide(self, scores: Sequence[Scores], *, rate: float) -> None:
-        """Do nothing: nobody has to go for another."""
+        """Do nothing: no expert has to go for another."""
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return nothing: nobody is to come."""
+        """Return nothing: no expert is to come."""
         return ()
 
     def _flush(self) -> None:

@@ -4,9 +4,9 @@ A routed slot is one of the experts of one token; its source is ``token * used +
 lies in a slot of one of up to three hot lanes, or its slots go to the cold lane. Every routed slot
 is in exactly one lane, once; a slot that names no expert (-1) is in none.
 
-A lane has room for all slots. What it does not fill has the source behind the last one, the token
-behind the last one and no weight; in a hot lane it names the dummy, an expert of zeros behind the
-last slot, so that a product over the whole lane needs no condition.
+A lane has room for all slots. An entry that it does not fill has the source behind the last one,
+the token behind the last one and no weight; in a hot lane it names the dummy, an expert of zeros
+behind the last slot, so that a product over the whole lane needs no condition.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class LaneMap:
     lanes: Ids
     """[experts]: the number of a hot lane, or -1."""
     slots: Ids
-    """[experts]: the slot in that lane; of cold experts it says nothing."""
+    """[experts]: the slot in that lane; of no meaning for cold experts."""
     sizes: tuple[int, ...]
     """Slots of each hot lane; that number is also the place of its dummy."""
 
@@ -144,7 +144,7 @@ def build_worklist(
 def _lane(
     sources: Ids, at: Ids, places: Ids, empty: int, experts: Ids, weights: Weights, used: int
 ) -> Lane:
-    """Return a lane with these sources at these entries; what is by source is looked up there."""
+    """Return a lane with these sources at these entries; the rest is looked up by source."""
     capacity = experts.size
     filled = np.full(capacity, capacity)
     filled[at] = sources

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.engine.kernels.routing import (
-    NOBODY,
+    NO_EXPERT,
     SMALLEST_SUM,
     Scoring,
     route_arguments,
@@ -183,7 +183,7 @@ def test_the_weights_of_those_who_stay_are_those_of_the_vectors(case: dict[str, 
     ids = np.arange(len(weights), dtype=np.int64)
     selected, effective, skipped = skip(ids[None], weights[None], hits)
     np.testing.assert_allclose(effective[0], case["effective"], rtol=1e-6)
-    assert selected[0].tolist() == np.where(hits > 0, ids, NOBODY).tolist()
+    assert selected[0].tolist() == np.where(hits > 0, ids, NO_EXPERT).tolist()
     assert skipped[0] == pytest.approx(weights[hits == 0].sum())
 
 
@@ -196,7 +196,7 @@ def test_the_routed_mass_stays_unless_all_are_missed(seed: int, tokens: int, use
     weights = random.random((tokens, used), dtype=np.float32)
     ids, effective, skipped = skip(selected, weights, hits)
     stays = hits[selected] > 0
-    np.testing.assert_array_equal(ids, np.where(stays, selected, NOBODY))
+    np.testing.assert_array_equal(ids, np.where(stays, selected, NO_EXPERT))
     assert not effective[~stays].any()
     expected = np.where(stays.any(-1), weights.sum(-1), 0)
     np.testing.assert_allclose(effective.sum(-1), expected, rtol=1e-5)
@@ -211,13 +211,13 @@ def test_weights_of_almost_nothing_and_of_nothing_are_shared_out_without_infinit
     weights = np.array([[0.9, 1e-44], [0.9, 0.0]], np.float32)
     selected = np.array([[0, 1], [0, 1]], np.int64)
     ids, effective, skipped = skip(selected, weights, np.array([0, 1], np.float32))
-    assert ids.tolist() == [[NOBODY, 1], [NOBODY, 1]]
+    assert ids.tolist() == [[NO_EXPERT, 1], [NO_EXPERT, 1]]
     np.testing.assert_allclose(effective, [[0, 0.9], [0, 0]], rtol=1e-6)
     np.testing.assert_allclose(skipped, [0.9, 0.9], rtol=1e-6)
 
 
 def test_what_asked_for_nobody_before_still_does() -> None:
-    selected, weights = np.array([[NOBODY, 0]], np.int64), np.array([[0.25, 0.5]], np.float32)
+    selected, weights = np.array([[NO_EXPERT, 0]], np.int64), np.array([[0.25, 0.5]], np.float32)
     ids, effective, _ = skip(selected, weights, np.ones(1, np.float32))
-    assert ids.tolist() == [[NOBODY, 0]]
+    assert ids.tolist() == [[NO_EXPERT, 0]]
     assert effective.tolist() == [[0, 0.75]]

@@ -120,8 +120,8 @@ def test_a_layer_without_a_whole_number_is_ignored(number: object) -> None:
 @pytest.mark.parametrize(
     ("record", "told"),
     [
-        ({"layer": 0, "experts": [[4, 1]]}, "expert 4 is none of 4"),
-        ({"layer": 1024, "experts": [[0, 1]]}, "layer 1024 is none of 1024"),
+        ({"layer": 0, "experts": [[4, 1]]}, "expert 4 of only 4"),
+        ({"layer": 1024, "experts": [[0, 1]]}, "layer 1024 is not below 1024"),
         ({"layer": 9, "experts": [[0, 1]]}, "layer 9 is there twice"),
     ],
 )

@@ -178,5 +178,5 @@ def test_what_would_change_nothing_or_does_not_fit_is_refused(config: ModelConfi
         assert "exchange" in caught.value.hint
         with pytest.raises(UsageError, match="layer 1 has 3 slots"):
             ProfileWishes(pins=TopPins(4)).adoption(GUIDE, cache, config.experts, started=USUAL)
-        with pytest.raises(IncompatibleError, match="tells of no expert"):
+        with pytest.raises(IncompatibleError, match="counts no expert"):
             ProfileWishes(pins=TopPins(1)).adoption(nobody, cache, config.experts, started=USUAL)

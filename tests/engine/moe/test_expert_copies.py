@@ -246,7 +246,7 @@ def test_a_copy_with_an_expert_that_is_no_shorter_is_used_for_none_and_that_is_t
             reader.read(*expert, block)
             assert block.tobytes() == packed(directory, Scheme.BFLOAT16, *expert)
             assert reader.lend(*expert) is None
-    told = f"{copies.path('bfloat16')} has experts that are no shorter: not used for any"
+    told = f"{copies.path('bfloat16')} is not used: an expert is longer there than unpacked"
     assert copies.take_notes() == (told,)
 
 

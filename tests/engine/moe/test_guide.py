@@ -77,7 +77,7 @@ def test_a_profile_is_of_as_many_prompts_as_before_after_it_was_counts() -> None
 def test_tokens_that_ask_for_another_number_of_experts_are_of_another_base(tmp_path: Path) -> None:
     path = tmp_path / "activity.json"
     path.write_bytes(write_activity(replace(COUNTED, used=3)))
-    with pytest.raises(IncompatibleError, match="ask for 3 experts, of this base for 2"):
+    with pytest.raises(IncompatibleError, match="use 3 experts each, those of the base use 2"):
         read_guide(path, ROUTED)
 
 
@@ -134,7 +134,7 @@ def test_a_file_that_tells_of_nobody_is_refused(data: bytes, tmp_path: Path) -> 
     """So it is with counting off; to take it would forget what was learnt."""
     path = tmp_path / "off.json"
     path.write_bytes(data)
-    with pytest.raises(IncompatibleError, match=r"off\.json tells of no expert") as caught:
+    with pytest.raises(IncompatibleError, match=r"off\.json counts no expert") as caught:
         read_guide(path, ROUTED)
     assert "counted while texts" in caught.value.hint
 

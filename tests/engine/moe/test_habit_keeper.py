@@ -153,7 +153,7 @@ def test_a_start_is_decided_once_for_each_engine(file: HabitsFile) -> None:
     assert start.guide is not None
     assert start.guide.counts(3) == {2: 1, 5: 1}
     slots = {n: LayerSlots(experts=EXPERTS, capacity=3) for n in ROUTED.layers}
-    assert start.ranked(slots) == [[6, 2, 5]] * 2, "who had a slot, then who was asked for"
+    assert start.ranked(slots) == [[6, 2, 5]] * 2, "those with a slot first"
     assert keeper(file, learns=False).start(file.base, ROUTED).guide is None
 
 

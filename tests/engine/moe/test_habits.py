@@ -56,7 +56,7 @@ def test_they_grow_and_the_last_state_counts() -> None:
         (b"opt_perf.v1", b"opt_perf.v2", "schema"),
         (b'"version":1', b'"version":3', "version"),
         (b"[[3,5]]", b"[[3,-5]]", "-5"),
-        (b"[[3,5]]", b"[[9,5]]", "expert 9 is none of 8"),
+        (b"[[3,5]]", b"[[9,5]]", "expert 9 of only 8"),
     ],
 )
 def test_what_is_damaged_is_refused(old: bytes, new: bytes, told: str) -> None:

@@ -183,7 +183,7 @@ def test_those_that_are_pinned_have_a_slot_from_the_start(answer: Answer, house:
 
 def test_pins_without_anything_known_are_told(answer: Answer) -> None:
     result = answer(StartWishes(pins=TopPins(2)))
-    assert any("pins nobody" in warning for warning in result.warnings)
+    assert any("pins no expert" in warning for warning in result.warnings)
     assert any("run it once more" in warning for warning in result.warnings)
     never = answer(StartWishes(pins=TopPins(2), learns=False))
     assert any("known of the base; give --moe-profile" in warning for warning in never.warnings)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from expertctl.engine.kernels.scheme import Scheme
-from expertctl.engine.moe.choices import NOBODY, end_asking
+from expertctl.engine.moe.choices import NO_EXPERT, end_asking
 from expertctl.engine.moe.counters import Counters, requested_by_layer
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.routed_room import RoutedRoom
@@ -78,7 +78,7 @@ def test_whoever_ends_asking_asks_for_nobody(config: ModelConfig) -> None:
     for each in (room.selected, room.weights, room.skipped):
         each[...] = 3
     end_asking(room, 1, 3)
-    assert room.selected[-1].tolist() == [[3, 3], [NOBODY] * 2, [NOBODY] * 2, [3, 3]]
+    assert room.selected[-1].tolist() == [[3, 3], [NO_EXPERT] * 2, [NO_EXPERT] * 2, [3, 3]]
     assert room.weights[-1].tolist() == [[3, 3], [0, 0], [0, 0], [3, 3]]
     assert room.skipped[-1].tolist() == [3, 0, 0, 3]
     assert (room.selected[:-1] == 3).all()

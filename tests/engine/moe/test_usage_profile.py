@@ -92,7 +92,7 @@ def test_a_written_profile_has_the_published_keys() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "told"),
-    [({"64": 1}, "expert 64 is none of 64"), ({"3": 25}, "activated by 25 of 24 prompts")],
+    [({"64": 1}, "expert 64 of only 64"), ({"3": 25}, "activated by 25 of 24 prompts")],
 )
 def test_numbers_that_cannot_be_are_refused(counts: dict[str, int], told: str) -> None:
     layers = {"0": {"activation_counts": counts}}
