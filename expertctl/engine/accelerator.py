@@ -13,13 +13,13 @@ from expertctl.routing.request import DeviceName
 
 CUDA = torch.device("cuda")
 RESERVE = 512 << 20
-"""What is left to what no ledger sees: kernels that are loaded late, handles, rounding."""
+"""Left for what no ledger counts: kernels that are loaded late, handles, rounding."""
 _ON_THE_CPU = "or compute on the processor with --device cpu"
 _FAILED = ("CUDA error:", "CUDA driver error:", "cuDNN error:")
 """How torch begins to tell that a device failed; a class for it is new in 2.8."""
 _FULL = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 _SIDE = 64
-"""Rows and columns of what is multiplied to find out what a product takes."""
+"""Rows and columns of the matrices that are multiplied to measure what a product takes."""
 
 
 def has_cuda() -> bool:
@@ -46,7 +46,7 @@ def check_cuda() -> None:
 
 
 def device_name(device: DeviceName) -> str | None:
-    """Return what a device is sold as; None of the processor."""
+    """Return what a device is sold as; None for the processor."""
     if device == "cpu":
         return None
     return torch.cuda.get_device_name(CUDA) if CUDA.type == "cuda" else str(CUDA)
@@ -64,9 +64,9 @@ def device_budget(wanted: int | None) -> int:
 
 
 def free_bytes() -> int:
-    """Return how much of the device's memory nobody has taken.
+    """Return how much of the device's memory is free.
 
-    What torch keeps of tensors that are gone goes back first.
+    Memory that torch keeps of freed tensors is given back first.
     """
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(CUDA)
@@ -84,9 +84,9 @@ def workspace_bytes() -> int:
 
 @contextmanager
 def told_when_full() -> Iterator[None]:
-    """Give what torch raises where the device has no memory left, or fails, its way out.
+    """Turn what torch raises when the device is full, or fails, into an error with a way out.
 
-    Others may take what was free when the budget was set, and sizes of passes are known about.
+    Others may take what was free when the budget was set, and sizes of passes are estimates.
 
     Raises:
         BudgetError: in its place, where memory is what is missing.
@@ -124,8 +124,8 @@ def _told(error: RuntimeError) -> ExpertError | None:
 def _workspace_of(device: torch.device) -> int:
     """Measure it in a thread that ends.
 
-    Libraries keep a workspace for each stream of each thread that computes. What a thread leaves
-    the next one takes over, so this one has not had any on that stream, and leaves none besides.
+    Libraries keep a workspace for each stream of each thread that computes, and the next thread
+    takes over what a thread leaves. So this one has had none on that stream, and adds none.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="workspace") as pool:
         lent = lend_stream(device, computes=True)
@@ -151,6 +151,6 @@ def taken_by_products(lent: LentStream) -> int:
 
 
 def _said_workspace() -> int:
-    """Return what torch says that it is; 0 where it is too old to say."""
+    """Return the size that torch states; 0 where it is too old to state one."""
     said = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     return 0 if said is None else int(said())

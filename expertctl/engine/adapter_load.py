@@ -1,7 +1,7 @@
 """Adapter weights from disk to tensors: read once, hashed in memory, used from those very bytes.
 
-Decision 14: no mapping of the file and no second read, so what was verified is what is used, also
-when somebody writes to the file meanwhile. Reading runs ahead of hashing in a thread of its own.
+Decision 14: no mapping of the file and no second read, so what was verified is what is used, even
+if the file is written to meanwhile. Reading runs ahead of hashing in a thread of its own.
 The tensors are views into the buffer; nothing is converted here.
 """
 
@@ -61,7 +61,7 @@ class LoadedAdapter:
     tensors: int
     nbytes: int
     beyond: frozenset[str] = frozenset()
-    """Modules behind the last of stacks of experts: no base that it fits has them."""
+    """The modules after the last expert of each stack: no base that it fits has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class StoredFiles:
 
 
 def adapter_bytes(manifest: Manifest, sizes: Mapping[str, int]) -> int:
-    """Return what an expert will take in memory, with what describes its weights."""
+    """Return what an expert will take in memory, with the files that describe its weights."""
     files = [path for entry in manifest.adapters for path in (entry.path, entry.config)]
     return sum(sizes[path] + SLACK for path in files)
 
@@ -145,7 +145,7 @@ def _changed(owner: str, expected: FileDigest, size: int) -> DigestError:
 
 
 def _read_and_hash(stream: BinaryIO, target: memoryview, progress: Progress) -> Digest:
-    """Read ahead of hashing; a thread is not worth it for what is one chunk."""
+    """Read ahead of hashing; a thread is not worth it for one chunk."""
     if len(target) <= CHUNK:
         _fill(stream, target)
         progress(len(target))
@@ -205,7 +205,7 @@ def _check_promise(spec: AdapterSpec, entry: AdapterEntry, what: str) -> None:
 
 
 def _names(part: Part) -> tuple[str, ...]:
-    """Return the tensors that a part is made of; stacks of experts serve many."""
+    """Return the tensors that a part is made of; a stack of experts serves many parts."""
     match part:
         case Lora():
             return part.a, part.b
@@ -231,7 +231,7 @@ def _step(part: Lora | Dora | Ia3, tensors: Mapping[str, Tensor]) -> Step:
 
 
 def _cut(part: Lora, stacked_a: Tensor, stacked_b: Tensor) -> LoraTensors:
-    """Return the halves of one expert as views: rows of all A, every so many columns of all B."""
+    """Return A and B of one expert as views: rows of the stacked A, every n-th column of B."""
     place = part.stacked
     assert place is not None
     rows = stacked_a[place.expert * part.rank :][: part.rank]  # [rank, in]

@@ -1,12 +1,12 @@
-"""Runs that share one memory: who is running in a home, with how many bytes, and who waits.
+"""Runs that share one memory: which runs of a home are in, which wait, with how many bytes.
 
-Every run has a seat: a folder that its process holds a lock in, so a killed process frees its seat
-by itself. Who waits is let in when all that wait longer are in, and its bytes fit into its limit
-beside those of the runs that are in. A run that does not wait is never kept out.
+Every run has a seat: a folder in which its process holds a lock, so a killed process frees its
+seat. A run that waits is let in when all that have waited longer are in, and its bytes fit into its
+limit beside those of the runs that are in. A run that does not wait is never kept out.
 
 ::
 
-    running/lock                     held by whoever looks at the seats, or changes them
+    running/lock                     held while seats are read or changed
     running/<number>-<token>/lock    held by the process of one run
     running/<number>-<token>/seat    how many bytes, and whether it waits
 """
@@ -47,7 +47,7 @@ class Seat:
     """The place of one run among the others; ``queued`` when it had to wait for it."""
 
     def __init__(self, folder: Path | None, *, queued: bool = False) -> None:
-        """Belong to a folder, or to none where nobody may write."""
+        """Belong to a folder, or to none where nothing can be written."""
         self.queued = queued
         self._folder = folder
 
@@ -55,7 +55,7 @@ class Seat:
         """Say how many bytes the run takes now."""
         if self._folder is None:
             return
-        with suppress(OSError, StoreError), _looking(self._folder.parent):  # not worth a run
+        with suppress(OSError, StoreError), _looking(self._folder.parent):  # not worth an error
             _write(self._folder, size, waits=False)
 
 
@@ -68,7 +68,7 @@ class Admission:
 
     @contextmanager
     def seat(self, size: int) -> Iterator[Seat]:
-        """Take a seat at once; where nobody may write, one that others do not see."""
+        """Take a seat at once; where nothing can be written, one that others do not see."""
         with ExitStack() as stack:
             try:
                 seat = Seat(self._enter(size, stack, waits=False))
@@ -102,7 +102,7 @@ class Admission:
         return own
 
     def _wait(self, own: Path, size: int, limit: int, tell: Tell) -> bool:
-        """Return when the run is in; tell once what it waits for, and whether it did."""
+        """Wait until the run is in, and tell once what for; return whether it waited."""
         told = False
         while why := self._admit(own, size, limit):
             if not told:
@@ -123,7 +123,7 @@ class Admission:
             return ""
 
     def _others(self, own: Path | None = None) -> list[Taken]:
-        """Read the seats of the living; what dead ones left is removed."""
+        """Read the seats of live runs; remove what dead ones left."""
         others = []
         for folder in claimed_folders(self._folder):
             if folder == own or not _NAME.fullmatch(folder.name):
@@ -136,7 +136,7 @@ class Admission:
 
 
 def seats(folder: Path) -> list[Taken]:
-    """Return the seats of the living runs of a home, the oldest first; changes nothing."""
+    """Return the seats of the live runs of a home, the oldest first; changes nothing."""
     found = []
     for own in claimed_folders(folder):
         if _NAME.fullmatch(own.name) and is_held(own):

@@ -1,7 +1,7 @@
 """The form that an answer must have, where an expert or the prompt calls for one, and the check.
 
-Only what can be checked without doubt is: JSON is read, Python is parsed and never run. Where a
-form is called for in doubt, none is. The answer itself is never changed.
+Only what can be checked without doubt is: JSON is read, Python is parsed and never run. In doubt,
+no form is called for. The answer itself is never changed.
 """
 
 import ast
@@ -20,7 +20,7 @@ Form = Literal["json", "jsonl", "python"]
 MAX_CHARACTERS = 200_000
 """A longer answer is not checked."""
 _HEAD, _TAIL = 4_000, 1_000
-"""How much of a long prompt is looked at: what is to be done stands before a text or behind it."""
+"""How much of a long prompt is looked at: the task stands before a text or behind it."""
 
 _QUESTION = re.compile(r"\s*(?:how|what|why|when|where|who|which|explain|describe)\b", re.I)
 _JSON = re.compile(
@@ -35,7 +35,7 @@ _PYTHON = re.compile(
     re.I,
 )
 _PARSING = threading.Lock()
-"""Which warnings are shown is the whole process's, so one thread at a time changes that."""
+"""Warning filters belong to the whole process, so one thread at a time changes them."""
 _FENCE = "```"
 _TAGS: Mapping[Form, frozenset[str]] = {
     "json": frozenset({"", "json"}),
@@ -69,7 +69,7 @@ def worst(found: Iterable[Checked]) -> Checked:
 def wanted_form(prompt: str, experts: Sequence[Manifest]) -> Form | None:
     """Return the form that is called for: by the last expert, else by the prompt.
 
-    What an expert before others makes is theirs to change, so then only the last one counts.
+    Later experts of a chain may change what earlier ones make, so only the last one counts.
     """
     declared = _declared(experts[-1]) if experts else None
     return declared if declared or len(experts) > 1 else _asked(prompt)
@@ -135,7 +135,7 @@ def _fault(text: str, form: Form) -> str:
 
 
 def _read_json(text: str) -> None:
-    """Read one JSON value; the size of its numbers is nobody's fault."""
+    """Read one JSON value; its numbers may have any size."""
     json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
 
 

@@ -1,7 +1,7 @@
-"""What a base is held in and run by: torch, packed kernels, or CUDA. The runtime sees only these.
+"""What holds a base and runs it: torch, packed kernels, or CUDA. The runtime sees only these.
 
 A backend knows before anything is loaded what all of it will take, to the byte. A cache, a model
-and a plan that meet were made by the same one.
+and a plan that are used together come from the same backend.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def watch_nobody(_: ExpertsConfig, __: Watchable) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What a base is loaded with: its files, where something may be kept, who computes."""
+    """What a base is loaded with: its files, where things may be kept, threads to compute."""
 
     directory: Path
     home: Home
@@ -48,7 +48,7 @@ class Surroundings:
     threads: int = 1
     tell: Tell = tell_nobody
     watch: Watch = watch_nobody
-    """Gets the owner of routed experts where not all of them are in memory."""
+    """Gets the owner of routed experts, to learn which are asked for."""
 
 
 class Model(Protocol):
@@ -63,7 +63,7 @@ class Model(Protocol):
         """What a person should know of them."""
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
-        """Make beforehand what a prompt of so many tokens, and ``rows`` answers, are read with."""
+        """Make beforehand what reading so many tokens of a prompt, and ``rows`` answers, needs."""
 
     def reading(
         self, cache: KVRoom, plan: CompiledPlan, *, progress: Progress = no_progress
@@ -81,7 +81,7 @@ class Model(Protocol):
 
     @property
     def read_bytes(self) -> int:
-        """How much of files was read for them."""
+        """How many bytes of files were read for them."""
 
     @property
     def routed(self) -> RoutedReport | None:
@@ -89,14 +89,14 @@ class Model(Protocol):
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of them, layer by layer; None where nobody counts."""
+        """What is counted of them, layer by layer; None where nothing is counted."""
 
     @property
     def experts(self) -> Guided | None:
-        """Who has slots of them, and takes profiles over; None where all are in memory."""
+        """The owner of their slots, which applies profiles; None where all are in memory."""
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
-        """Have the time of each part of what is read meanwhile added."""
+        """Add to ``times`` how long each part of what is read meanwhile takes."""
 
     def rest(self) -> None:
         """Let go of what the passes of a generation share; it was part of their buffers."""
@@ -116,7 +116,7 @@ class KVKeeper(Protocol):
     """The owner of keys and values: of those that are kept, and of those that are lent."""
 
     def borrow(self, wanted: KVWanted) -> AbstractContextManager[KVLoan[KVRoom]]:
-        """Lend room for one generation, with what of it was read before.
+        """Lend room for one generation, with the rows of it that were computed before.
 
         Raises:
             BudgetError: when it cannot fit.
@@ -134,7 +134,7 @@ class KVKeeper(Protocol):
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of those that nobody was lent."""
+        """Bytes of those that are kept and not lent."""
 
     def check_integrity(self) -> None:
         """Assert what always holds."""
@@ -172,7 +172,7 @@ class Backend(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """What they hold of the machine's memory where they are in another one."""
+        """What they take of the machine's memory where they are in that of a device."""
 
     def kv_bytes(self, tokens: int) -> int:
         """What the keys and values of so many tokens take."""
@@ -189,10 +189,10 @@ class Backend(Protocol):
 
     @property
     def kv_kind(self) -> str:
-        """The same where one keeper of keys and values serves."""
+        """Equal for backends that can share one keeper of keys and values."""
 
     def new_keeper(self, tiers: Tiers) -> KVKeeper:
-        """Return an owner of such keys and values as its models read."""
+        """Return an owner of keys and values of the kind that its models read."""
 
     def load(self, around: Surroundings, *, progress: Progress) -> Model:
         """Read the weights.

@@ -77,7 +77,7 @@ def is_routed_expert(name: str) -> bool:
 
 
 def rounding_warnings(stored: Iterable[StoredTensor], wanted: str) -> tuple[str, ...]:
-    """Say what matrices lose that are held in a float type; float32 holds everything."""
+    """Say what matrices lose when held in a float type; float32 holds everything."""
     types = {_FLOATS[tensor.info.dtype] for tensor in stored if len(tensor.info.shape) == 2}
     rounded = types - {wanted} if wanted != "float32" else set()
     return tuple(f"base weights stored as {n} are rounded to {wanted}" for n in sorted(rounded))
@@ -107,7 +107,7 @@ def _read(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_file(file: Any, tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Read each tensor of a file once; those that are rows of one are views of it."""
+    """Read each stored tensor of a file once; tensors that are rows of it are views."""
     parts: dict[str, list[str]] = {}
     for name, tensor in tensors.items():
         parts.setdefault(tensor.stored, []).append(name)

@@ -53,17 +53,17 @@ class BatchCounts:
         """Items of each site in one operation, and how many of them are done while it runs."""
 
     def of_whole(self, site: int, items: int) -> Numbers:
-        """Return where the items of the product of a site are; there are so many."""
+        """Set how many items the product of a site has; return where a run reads their number."""
         self._whole[site] = items
         return self.whole[site : site + 1]
 
     def of_apart(self, module: int, items: int) -> Numbers:
-        """Return where the items of the product of one module are; there are so many."""
+        """Set how many items the product of a module has; return where a run reads their number."""
         self._apart[module] = items
         return self.apart[module : module + 1]
 
     def set(self, tokens: int, stretches: Sequence[Stretch]) -> None:
-        """Read so many tokens, some of them with plans."""
+        """Set the numbers for so many tokens, some of them with plans."""
         shape = self._shape
         self.tokens[0] = tokens
         self.heads[0] = tokens * (shape.queries + 2 * shape.keys)

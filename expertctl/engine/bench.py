@@ -1,7 +1,7 @@
 """How fast this machine reads, computes and generates, all of it measured in turn.
 
-Every round reads the weights and does nothing with them, computes and reads nothing, decodes, and
-reads prompts; another begins each time. So what is compared was measured under the same load.
+Each round reads the weights and does nothing with them, computes and reads nothing, decodes, and
+reads prompts, and begins with another of these. So what is compared was under the same load.
 """
 
 import time
@@ -189,7 +189,7 @@ def _costs(subject: Subject) -> Costs:
 
 
 def _read_bytes(config: ModelConfig, plan: PackedDeltas) -> int:
-    """Return what a token reads of a plan: for routed experts, the share that it uses of them."""
+    """Return the bytes of a plan that a token reads: of routed experts, the share that it uses."""
     routed = config.experts
     if routed is None:
         return plan.nbytes
@@ -226,7 +226,7 @@ class _Laboratory:
                 return _timed(lambda: self._read(tokens, self.prompt), 1)
 
     def read_context(self) -> None:
-        """Read what decoding stands behind."""
+        """Read the context of decoding."""
         self._read(self.wanted.context, self.behind)
 
     def _read(self, tokens: int, cache: KVPages) -> None:

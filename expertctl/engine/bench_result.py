@@ -9,7 +9,7 @@ from expertctl.engine.roofline import Costs, Roof, Work
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 WIDE = 0.2
-"""Where the middle half of steps differs by more than this share of the median, one is told."""
+"""Where the middle half of steps differs by more than this share of the median, a note says so."""
 ENOUGH = 0.75
 """Threads that together compute less than this share of what each does alone lack cores."""
 CACHED = 128 << 20
@@ -50,7 +50,7 @@ class Series:
     rounds: tuple[tuple[float, ...], ...]
 
     def rate(self, amount: float) -> Spread:
-        """Return how much was done in a second where each time so much was."""
+        """Return how much was done in a second, where each time ``amount`` was."""
         return Spread.of([amount / seconds for each in self.rounds for seconds in each])
 
     @property

@@ -32,7 +32,7 @@ from expertctl.telling import Tell, tell_nobody
 USUAL_SHAPE = "qwen3-0.6b"
 _OTHER_BASE = "choose another --base, or a --shape"
 _PROMPT = "Hello"
-"""What experts are planned for; nobody reads it."""
+"""What experts are planned for; no model reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ def _document(shape: _Shape) -> JsonObject:
 
 
 def drawn_bytes(shape: str, dtype: Dtype) -> int:
-    """Return what a base of a shape takes, which is how much is drawn for it.
+    """Return what a base of a shape takes, which is how many bytes are drawn for it.
 
     Raises:
         UsageError: when the shape is not known.
-        IncompatibleError: when its sizes are none for the kernels.
+        IncompatibleError: when the kernels do not support its sizes.
     """
     return _backend(shape, dtype).weight_bytes
 
@@ -123,7 +123,7 @@ def random_subject(
 
     Raises:
         UsageError: when the shape is not known, or texts are longer than it reads.
-        IncompatibleError: when its sizes are none for the kernels.
+        IncompatibleError: when the kernels do not support its sizes.
         BudgetError: when it does not fit.
     """
     backend, limit = _backend(shape, dtype), Budget(usual_budget() if budget is None else budget)
@@ -201,7 +201,7 @@ def installed_subject(
 
 
 def _lent_subject(lent: Lent) -> tuple[Subject, PackedBackend]:
-    """Return what is measured of what a run would answer with.
+    """Return the part to measure of what a run would answer with, and its backend.
 
     Raises:
         IncompatibleError: when torch would run it.
@@ -226,7 +226,7 @@ def _lent_subject(lent: Lent) -> tuple[Subject, PackedBackend]:
 
 @contextmanager
 def _way_out(hint: str) -> Iterator[None]:
-    """Give one from sizes that kernels do not support: a run has another engine, a bench not."""
+    """Hint at a way out of sizes that kernels do not support: a bench has no other engine."""
     try:
         yield
     except IncompatibleError as error:

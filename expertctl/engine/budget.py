@@ -22,7 +22,7 @@ WAYS_OUT: dict[Purpose, str] = {
 
 
 class Budget:
-    """Who holds how many bytes of one memory; where several threads ask, `Tiers` guards it."""
+    """How many bytes of one memory are held, by purpose; between threads, `Tiers` guards it."""
 
     def __init__(self, limit: int) -> None:
         """Start with nothing held."""

@@ -96,7 +96,7 @@ class ChatTemplate:
             raise self._not_this_one(error) from error
 
     def _takes(self, sandbox: ChatSandbox, values: Mapping[str, object]) -> bool:
-        """Tell whether it renders a conversation, in which nobody has done anything wrong."""
+        """Tell whether it renders a conversation that nothing is wrong with."""
         try:
             self._rendered(sandbox, values)
         except (InvalidPackageError, IncompatibleError):

@@ -1,4 +1,4 @@
-"""Experts in bfloat16 made shorter, number by number as they were."""
+"""Experts in bfloat16 made shorter without loss: every number stays as it was."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 def compacted(block: Numbers, shape: ExpertShape) -> Numbers:
-    """Return the bytes of an expert that lies in a block, shorter, uint8 [a multiple of 4096]."""
+    """Return the compact bytes of an expert that lies in a block, uint8 [a multiple of 4096]."""
     sizes = stretches_of(shape)
     assert VECTOR_BYTES * sizes.prod(axis=1).sum() == block.nbytes
     offsets = 4 * (len(sizes) + 1)
@@ -31,7 +31,7 @@ def compacted(block: Numbers, shape: ExpertShape) -> Numbers:
 
 
 def least_bytes(shape: ExpertShape) -> int:
-    """Return what any compact expert has: where its stretches begin."""
+    """Return the bytes that any compact expert has: they say where its stretches begin."""
     return 4 * (len(stretches_of(shape)) + 1)
 
 

@@ -140,7 +140,7 @@ class CompatReady:
     ) -> Generator[str, None, Generated]:
         """Yield pieces of text as they become certain; return the whole at the end.
 
-        A trace gets no layers: what transformers computes in is its own.
+        A trace gets no layers: transformers does not show its own.
         """
         writer = Writer(
             self.base.tokenizer, plan.params, seed=plan.seed, max_tokens=prompt.max_tokens

@@ -204,7 +204,7 @@ def _refuse(ref: str, problems: Sequence[str]) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """PEFT warns of what it then does as we want it: matrices that are stored as [in, out]."""
+    """Ignore PEFT's warnings of matrices stored as [in, out]: it handles them as we want."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

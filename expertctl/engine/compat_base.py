@@ -41,7 +41,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What of a configuration says how much a text takes."""
+    """The numbers of a configuration that say how much a text takes."""
 
     layers: int
     heads: int
@@ -236,7 +236,7 @@ def _check_loaded(name: str, found: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Import and use transformers without a word on the terminal, and never the network.
+    """Import and use transformers without output on the terminal, and without the network.
 
     Raises:
         NotFoundError: when it is not installed.

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from expertctl.engine.packed_plan import PackedPlan
 
 Gains = Mapping[str, tuple[Tensor, ...]]
-"""What the DoRA steps of one expert have on one base: per module, one ``c`` [out] each."""
+"""The gains of one expert's DoRA steps on one base: per module, one ``c`` [out] each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
     """What a plan is compiled for: the base's layers, a token's width, activations, device.
 
-    With ``packing`` it is packed for kernels, not made into tensors. Whoever looks at a matrix of a
-    routed expert that may not be in memory reads so many ``routed_bytes`` first: all of the expert.
+    With ``packing`` it is packed for kernels, not made into tensors. To look at a matrix of a
+    routed expert that may not be in memory, ``routed_bytes`` are read first: the whole expert.
     """
 
     shapes: Mapping[str, tuple[int, int]]

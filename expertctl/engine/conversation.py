@@ -1,6 +1,6 @@
-"""`Conversation`: the turns with one engine, and who answers the next one.
+"""`Conversation`: the turns with one engine, and which experts answer the next one.
 
-Each message is routed anew unless experts are named; where routing finds nobody for it, the experts
+Each message is routed anew unless experts are named; where routing finds none for it, the experts
 of the turn before stay. What was computed for the turns so far is kept by the engine, as far as
 there is room, and serves turns with the same plan. An answer that was stopped is part of the
 conversation as far as it went.
@@ -30,14 +30,14 @@ class Turn:
     message: UserMessage
     result: RunResult
     replanned: bool
-    """Whether another plan answered than in the turn before, so what that one read was of no use.
+    """Whether another plan answered than in the turn before, so what that turn read was of no use.
 
-    What is kept of earlier turns with this plan may still have been: see ``kv_reused_tokens``.
+    What is kept of earlier turns with this plan may have been of use: see ``kv_reused_tokens``.
     """
 
     @property
     def plan(self) -> Plan:
-        """Who answered."""
+        """The plan that answered."""
         return self.result.planned.result.plan
 
     @property
@@ -59,7 +59,7 @@ class Turn:
 
 
 class Conversation:
-    """The owner of its turns; several of them may share an engine."""
+    """The owner of its turns; several conversations may share an engine."""
 
     def __init__(self, engine: Engine, pattern: RunRequest) -> None:
         """Begin without a turn. Each one is asked as in ``pattern``, with a prompt of its own.
@@ -75,7 +75,7 @@ class Conversation:
 
     @property
     def in_use(self) -> tuple[Digest, ...]:
-        """Who answers: the experts that were named, else those of the last turn."""
+        """The experts that answer: those that were named, else those of the last turn."""
         last = self._before.experts if self._before else ()
         return self._named or tuple(expert.content_digest for expert in last)
 
@@ -108,7 +108,7 @@ class Conversation:
         """Let these experts answer from now on; return the plan that they make.
 
         Raises:
-            ExpertError: when they cannot; whoever answered before goes on then.
+            ExpertError: when they cannot; those that answered before stay then.
         """
         route = replace(self._pattern.route, base_alone=False)
         pattern = replace(self._pattern, route=route, experts=tuple(experts))

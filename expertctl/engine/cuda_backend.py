@@ -1,8 +1,8 @@
 """A base that torch holds and runs on a CUDA device, with captured steps.
 
 Weights are float32 or bfloat16, keys and values the same, activations and experts float32. Routed
-experts are in a stack, all of them or as many as fit. Nothing else is here, so on a processor the
-same classes run in tests.
+experts are in a stack, all of them or as many as fit. Nothing else here depends on the device,
+so tests run the same classes on a processor.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class CudaBackend:
     cache: CachePlan | None = None
     """How its routed experts are held where not all of them are on the device."""
     start: Start = field(default=Start(), compare=False)
-    """Whom of them it begins with."""
+    """Which of them it begins with."""
 
     @classmethod
     def of(
@@ -69,9 +69,9 @@ class CudaBackend:
         cap: float = 1.0,
         beside: int = 0,
     ) -> "CudaBackend":
-        """Return what runs a base in so many bytes of the device, if that is limited.
+        """Return what runs a base in ``room`` bytes of the device; None: unlimited.
 
-        Of that, a run has what it takes ``beside`` the base.
+        Of these, ``beside`` bytes are left for what a run takes besides the base.
         """
         whole = cls(config, dtype)
         if config.experts is None or room is None:
@@ -92,10 +92,10 @@ class CudaBackend:
         return replace(whole, cache=plan)
 
     def begun(self, start: StartOf) -> "CudaBackend":
-        """Return the same with slots and pins as is known, where not all experts fit.
+        """Return the same with slots and pins by what is known, where not all experts fit.
 
         Raises:
-            ExpertError: when what is known by a file is of another base, or cannot be.
+            ExpertError: when a profile is of another base, or cannot be used.
         """
         routed = self.config.experts
         if self.cache is None or routed is None:
@@ -110,7 +110,7 @@ class CudaBackend:
 
     @property
     def weight_bytes(self) -> int:
-        """What its weights take in memory, with workspaces; of routed experts all there is room."""
+        """What its weights and workspaces take in memory, with as many routed experts as fit."""
         routed, workspaces = self.config.experts, self.workspace_bytes
         if routed is None:
             return self._plain.weight_bytes + workspaces
@@ -122,7 +122,7 @@ class CudaBackend:
 
     @property
     def workspace_bytes(self) -> int:
-        """What libraries keep for the streams that it computes on, where one thread does."""
+        """What libraries keep for the streams that it computes on, in one thread."""
         streams = _STREAMS if self.cache is None else _STAGED_STREAMS
         return streams * accelerator.workspace_bytes()
 
@@ -134,7 +134,7 @@ class CudaBackend:
 
     @property
     def rest_bytes(self) -> int:
-        """What all that is no routed expert takes; the dummy and the lookup are among it."""
+        """What all but routed experts takes, the dummy and the lookup included."""
         routed, itemsize = self.config.experts, torch_dtype(self.dtype).itemsize
         assert routed is not None, "a base with routed experts"
         total = lookup_bytes(routed) + stack_bytes(self.stack_shape, blocks=0)
@@ -150,7 +150,7 @@ class CudaBackend:
 
     @property
     def host_bytes(self) -> int:
-        """What routed experts come through, and what is known of them."""
+        """The buffers that routed experts come through, and what is known of them."""
         if self.config.experts is None:
             return 0
         buffers = buffers_bytes(self.stack_shape)
@@ -176,7 +176,7 @@ class CudaBackend:
         """What a pass over so many tokens needs besides weights and cache, at most about.
 
         Texts of a batch are read one after the other. A step may be called while the graphs of
-        another kind hold as much; what copies experts in stages has graphs that stay.
+        another kind hold as much; stages that copy experts have graphs in `staged_bytes`.
         """
         experts = None if self.config.experts is None else self.stack_shape
         captured = experts if self.cache is None else None
@@ -185,7 +185,7 @@ class CudaBackend:
 
     @property
     def kv_kind(self) -> str:
-        """The same where one keeper serves."""
+        """Equal where one keeper serves."""
         return f"cuda, {self.dtype}"
 
     def new_keeper(self, tiers: Tiers) -> KVSlots:
@@ -231,7 +231,7 @@ class CudaBackend:
     def _bring(self, experts: StackedExperts, around: Surroundings, progress: Progress) -> int:
         """Bring all experts, or begin with those that are known; return how much was read.
 
-        What a cache reads it counts itself. Habits are learnt either way.
+        A cache counts what it reads itself. Habits are learnt either way.
         """
         cache, routed = experts.cache, experts.config
         if cache is None:
@@ -265,7 +265,7 @@ class CudaModel:
     decoder: StaticDecoder
     weights: BaseWeights
     read_bytes: int
-    """How much of files was read for them."""
+    """How many bytes of files were read for them."""
     workspace_bytes: int
     """What libraries keep for the streams that it is run on."""
     stacked: StackedExperts | None = None
@@ -289,19 +289,19 @@ class CudaModel:
 
     @property
     def routed(self) -> RoutedReport | None:
-        """What became of routed experts so far, fetched from the device; None where are none."""
+        """What became of routed experts so far, fetched from the device; None without them."""
         self.decoder.fetch_asked()
         experts = self._counted
         return None if experts is None else experts.report()
 
     @property
     def counters(self) -> Counters | None:
-        """What is counted of routed experts; where all are there, when an answer is over."""
+        """What is counted of routed experts; where all are there, only when an answer is over."""
         return None if self._counted is None else self._counted.counters
 
     @property
     def experts(self) -> ExpertCache | None:
-        """Who has slots of them, and takes profiles over; None where all are there."""
+        """The owner of their slots, which applies profiles; None where all are there."""
         return None if self.stacked is None else self.stacked.cache
 
     @property
@@ -325,7 +325,7 @@ class CudaModel:
         return step_each(texts)
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
-        """Have the time of each part of what is read meanwhile added; steps are not captured."""
+        """Add to ``times`` how long each part of what is read takes; no step is captured then."""
         return self.decoder.timed(times)
 
     def matrix(self, module: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one decoder: dense bases and those of routed experts, by their row, with a plan's deltas.
+"""The decoder in torch: dense bases and those of routed experts, with a plan's deltas.
 
 Prefill and decode are separate calls with separate results. A decoder has no state of a generation:
 that is in the `KVCache` of each call, so several generations may take turns. Activations are
@@ -63,7 +63,7 @@ class _Step:
 
 
 class Decoder:
-    """A base model that can be run; its weights are shared by all who generate with it."""
+    """A base model that can be run; its weights are shared by all generations."""
 
     def __init__(
         self, config: ModelConfig, weights: BaseWeights, *, stacked: "StackedLayers | None" = None
@@ -185,7 +185,7 @@ class Decoder:
         """Run all layers over one part of a text: [tokens, hidden] -> [tokens, hidden].
 
         Of a prompt only the last row comes out: the last layer writes the keys and values of all
-        tokens, and nobody reads what it would make of the others.
+        tokens, but what it would make of the others is never read.
         """
         tokens = len(x)
         step = asking = self._step(cache.length, tokens)
@@ -212,7 +212,7 @@ class Decoder:
         cache: KVCache,
         deltas: Deltas,
     ) -> Tensor:
-        """Write what rows are seen by, and return what those at the end see who are ``asking``."""
+        """Write keys and values of all rows; return the attention of the last ones, ``asking``."""
         x = self._normed(x, layer.input_norm)
         keys = self._heads(layer.key(x, deltas), layer.key_norm)
         values = self._heads(layer.value(x, deltas), None)

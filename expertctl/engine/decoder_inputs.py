@@ -30,7 +30,7 @@ def checked_tokens(
 
 
 def check_modules(changed: Collection[str], modules: frozenset[str]) -> None:
-    """Check that a plan changes only layers that there are.
+    """Check that a plan changes only layers that the base has.
 
     Raises:
         IncompatibleError: when it does not.

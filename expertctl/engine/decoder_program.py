@@ -1,7 +1,7 @@
 """The programs of a decoder: one that reads a stretch of a prompt, one that reads tokens.
 
-Both are the same operations in one room; they differ in who attends together. Which plans the rows
-have is not part of a program but of each run, so plans may take turns and meet in one batch.
+Both are the same operations in one room; they differ in which rows attend together. The plans of
+rows are not part of a program but of each run, so plans may take turns or share a batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -64,8 +64,8 @@ def program_bytes(
 ) -> int:
     """Return what a program takes at most: tables, arguments, counts and names of its operations.
 
-    ``schemes`` is in how many schemes plans are that it allows for, ``routed`` in how many those
-    are that change routed experts. With ``lanes``, experts that are there are computed first.
+    ``schemes`` is the number of schemes that its plans have, ``routed`` that of the schemes of
+    plans that change routed experts. With ``lanes``, experts that are there are computed first.
     """
     each = _LAYER_BYTES + _SCHEME_BYTES * schemes + _SCALES_BYTES * scales
     layers = 0 if config.experts is None else len(config.experts.layers)
@@ -77,22 +77,22 @@ def program_bytes(
 class Stage:
     """A part of all layers; where ``chosen`` is not None, experts of that routed layer come next.
 
-    ``chosen`` counts routed layers from 0. Until those that were chosen are in memory, the next
-    stage must not run. With ``lanes``, one of the two ways that it has is run in between.
+    ``chosen`` counts routed layers from 0. The next stage must not run until all that were chosen
+    are in memory. With ``lanes``, they are computed in between, in one of its two ways.
     """
 
     program: Program
     chosen: int | None = None
     lanes: "Lanes | None" = None
     foresees: bool = False
-    """Whether the room says then what the next routed layer is likely to be asked for."""
+    """Whether the room then holds what the next routed layer is likely to be asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """The experts of a layer: all at once, or those that are there before others have come.
+    """The ways to compute the experts of a layer: all at once, or first those that are there.
 
-    Of those that come, ``more`` are computed as often as some have, and the ``rest`` at the end.
+    Then ``more`` runs each time some others have come, and ``rest`` at the end.
     """
 
     whole: Program
@@ -105,9 +105,9 @@ class Lanes:
 class DecoderProgram:
     """What reads tokens in a room; run `embed`, then the stages of `layers`, `last` and `score`.
 
-    Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores the rows
-    that `set` said, from the first. Of a stretch of a prompt so does `last`, the end of the last
-    layer: it comes where keys and values are written, and nobody asks for more of other rows.
+    Rows of the room's ``hidden`` may be written instead of being embedded. `score` scores as
+    many rows as `set` said, from the first. Of a prompt only these pass `last`, the end of the last
+    layer, which begins after keys and values are written: other rows are not needed any more.
     """
 
     embed: Program
@@ -166,7 +166,7 @@ class _Decoder:
         self._numbers = {site.modules[0]: number for number, site in enumerate(self._sites)}
         self._stages: list[Stage] = []
         self._wide = 0
-        """After how many stages there are only rows that are scored; 0: they all are."""
+        """After so many stages only rows that are scored are computed; 0: all rows are scored."""
         self._counts = BatchCounts(
             self._shape, variant.adapters, self._sites, together=variant.together
         )
@@ -263,7 +263,7 @@ class _Decoder:
         self._linear.add(self._layers(last, mlp.down, (rows,), mlp.down_bias), gate, out, adds=adds)
 
     def _routing(self, number: int, routing: PackedRouting) -> None:
-        """What all tokens share first, for that needs no expert to be there."""
+        """Compute what all tokens share first, for it needs no expert to be there."""
         assert self._routed is not None
         at = f"model.layers.{number}"
         if routing.shared is not None:
@@ -344,7 +344,7 @@ class _Decoder:
         return self._variant.together and number == len(self._base.layers) - 1
 
     def _foresee(self, number: int, place: int) -> bool:
-        """Let the next routed layer judge, if there is one that all rows ask; tell whether."""
+        """Let the next routed layer foresee its choice, if all rows reach it; tell whether."""
         assert self._routed is not None
         for later, layer in enumerate(self._base.layers[number + 1 :], number + 1):
             if isinstance(layer.mlp, PackedRouting):
@@ -362,7 +362,7 @@ class _Decoder:
         return Layers(site, self._sites[site].first, matrix, rows, bias)
 
     def _whole_norms(self, layer: PackedLayer) -> tuple[Numbers | None, Numbers | None]:
-        """Norm queries and keys where that is over all heads; return the norms of each head."""
+        """Norm queries and keys if that is over all heads; else return the norms of a head."""
         config, begin = self._base.config, 0
         if layer.query_norm is None or layer.key_norm is None:
             return None, None

@@ -55,7 +55,7 @@ class DecoderPrograms:
         self._room, self._programs = None, {}
 
     def room(self, *, tokens: int, rows: int) -> DecoderRoom:
-        """Return a room that is large enough; what was is let go of before."""
+        """Return a room that is large enough; one that is too small is let go of first."""
         held = (0, 0) if self._room is None else self._room.size
         wanted = _room_size(tokens=tokens, rows=rows, chunk=self._chunk)
         size = (max(held[0], wanted[0]), max(held[1], wanted[1]))
@@ -74,7 +74,7 @@ class DecoderPrograms:
         together: bool,
         fused: bool,
     ) -> DecoderProgram:
-        """Return what reads texts with these caches and plans in the room that there is.
+        """Return the program that reads texts with these caches and plans in a room.
 
         ``together``: consecutive tokens of one text; ``fused`` as in `Variant`.
         """
@@ -114,8 +114,8 @@ def buffer_bytes(
     """Return the bytes that a decoder holds beside its weights at most, known before they are read.
 
     Prompts have up to ``tokens``, of which ``chunk`` are read at a time, and up to ``rows`` texts
-    are read in one step. Plans are up to ``width`` wide, those of one batch in ``adapters``; in one
-    scheme, whichever it is, if that is not said. Plans of factors alone have no width.
+    are read in one step. Plans are up to ``width`` wide, those of one batch in the schemes
+    ``adapters``; None: all in any one scheme. Plans of factors alone have no width.
     """
     room = _room_size(tokens=min(tokens, chunk), rows=rows, chunk=chunk)
     own = room_bytes(config, scheme, tokens=room[0], rows=room[1])

@@ -61,9 +61,9 @@ class DecoderRoom:
             self.routed.absent[0] = 0
 
     def keep_row(self, row: int, *, of: int) -> None:
-        """Have one row go on as the first, ``of`` so many whose keys and values are written.
+        """Let one of ``of`` rows go on, as the first; the keys and values of all are written.
 
-        What others choose in the last routed layer from there on they do not choose.
+        The others ask for no expert in the last layer, where that is a routed one.
         """
         for each in (self.hidden, self.heads, self.positions, self.tables):
             each[0] = each[row]
@@ -86,7 +86,7 @@ class DecoderRoom:
         return self._batches[scheme]
 
     def routed_batch(self, scheme: Scheme | None) -> BatchTable:
-        """Return the same of plans that change routed experts; nothing lies between A and B."""
+        """Return `batch` for plans that change routed experts: no columns lie between A and B."""
         if scheme not in self._routed_batches:
             self._routed_batches[scheme] = BatchTable(Scheme.FLOAT32, rows=self.size[0])
         return self._routed_batches[scheme]
@@ -111,9 +111,9 @@ def plan_bytes(
 
 
 def factor_bytes(config: ModelConfig, *, tokens: int, schemes: int) -> int:
-    """Return the bytes that factors of plans add to a room, and what changes routed experts.
+    """Return the bytes that factors of plans add to a room, and plans that change routed experts.
 
-    Plans that do are in so many schemes.
+    The latter are in so many ``schemes``.
     """
     routed = 0 if config.experts is None else schemes + 1
     return (1 + routed) * table_bytes(Scheme.FLOAT32, rows=tokens, width=0)
@@ -138,7 +138,7 @@ def _widths(config: ModelConfig) -> dict[str, int]:
 
 
 def _columns(config: ModelConfig) -> frozenset[int]:
-    """Return how many columns what is multiplied may have."""
+    """Return how many columns multiplied rows may have."""
     attended = config.heads * config.head_dim
     return frozenset({config.hidden_size, attended, *_middles(config)})
 

@@ -24,7 +24,7 @@ from expertctl.engine.products import Products, likeness, products, scratch_byte
 from expertctl.engine.threads import threads
 
 _TOGETHER = 16
-"""Layers whose factors are multiplied at a time."""
+"""How many layers have their factors multiplied at a time."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Streams of a CUDA device, each lent to one owner at a time.
 
-Torch has 32 streams for a device and hands them out in turn, so whoever asks often gets one that
-another owner has. Two of ours must not be one: what is copied on a stream that is being captured
-would become part of the graph, and with the first graph that goes torch lets go of the workspace
-that libraries have for its stream, which graphs of another owner would go on to use.
+Torch has 32 streams for a device and hands them out in turn, so it soon returns one that another
+owner has. Two owners must not share one: what is copied on a stream that is being captured would
+become part of the graph. And with the first graph that goes, torch lets go of the workspace that
+libraries have for its stream, which graphs of another owner would still use.
 
-What was given back is lent again before another stream is taken. Libraries keep a workspace for
-each stream that they ever computed products on, so those go to who computes, and others to copies.
+A stream that was given back is lent again before another is taken. Libraries keep a workspace for
+each stream that ever computed products, so these are lent to compute, and others to copy.
 """
 
 import threading
@@ -21,7 +21,7 @@ _DRAWS = 64
 
 
 class LentStream:
-    """A stream that nobody else is lent as long as this is referred to."""
+    """A stream that is not lent again while this object is referred to."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """Have it."""
@@ -29,7 +29,7 @@ class LentStream:
 
 
 class DeviceStreams:
-    """The owner of all that were taken of torch; threads may ask at once."""
+    """The owner of all streams taken from torch; several threads may ask at once."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -39,7 +39,7 @@ class DeviceStreams:
         self._lent: WeakValueDictionary[int, LentStream] = WeakValueDictionary()
 
     def lend(self, device: torch.device, *, computes: bool) -> LentStream:
-        """Lend a stream that nobody else has, to compute products on it or not.
+        """Lend a stream that no other owner has, to compute products on it or not.
 
         Raises:
             BudgetError: when all that torch has are lent.
@@ -59,7 +59,7 @@ class DeviceStreams:
             return lent
 
     def _take(self, device: torch.device, *, else_: list[int]) -> int:
-        """Take one of torch that is not known yet, else one of those; return its number."""
+        """Take a stream of torch that is not known yet, else one of these; return its number."""
         for _ in range(_DRAWS):
             stream = _new_stream(device)
             if stream not in self._known:

@@ -1,7 +1,7 @@
 """Evaluation: the same prompts answered by the base alone, by an expert, and by a chain with it.
 
-Every answer is greedy and comes from `Engine.run`, from one engine, with the length and the stops
-that the expert recommends whoever answers. Being evaluated does not count as being used.
+Every answer, with the expert or without, is greedy and comes from `Engine.run` of one engine, with
+the length and the stops that the expert recommends. Being evaluated does not count as being used.
 """
 
 import tempfile
@@ -139,7 +139,7 @@ def evaluate_build(
     budget: int | None = None,
     progress: Progress = no_progress,
 ) -> Evaluated:
-    """Evaluate a package that is only planned: an unsigned one, which is removed in any case.
+    """Evaluate a planned package: it is built without a signature, and removed in any case.
 
     Raises:
         NotFoundError: when the directory of ``beside`` is missing.
@@ -162,7 +162,7 @@ class _Asker:
     dtype: str
     """What its weights are held in."""
     pattern: RunRequest
-    """What every answer is asked for with, its prompt apart."""
+    """The request of every answer, except for its prompt."""
     max_tokens: int
     progress: Progress
     warnings: dict[str, None] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class _Asker:
 
 
 def _asker(engine: Engine, request: EvaluationRequest, progress: Progress) -> _Asker:
-    """Plan before anything is loaded: what is wrong with the experts is told without a prompt."""
+    """Plan before anything is loaded: errors of the experts are raised before any answer."""
     longest_first, pattern = _longest_first(request.data), _pattern(request)
 
     def plan(experts: Sequence[NamedExpert]) -> Planned:
@@ -262,7 +262,7 @@ def _longest_first(data: EvaluationData) -> list[Sample]:
 
 
 def _pattern(request: EvaluationRequest) -> RunRequest:
-    """Return what all answers are asked for with: the base, and how it is held."""
+    """Return what the requests of all answers share: the base, and how it is held."""
     sample = request.data.samples[0]
     route = RouteRequest(
         prompt=sample.prompt,

@@ -1,10 +1,10 @@
-"""What lies in memory, and who goes when room is needed: the rules, without threads.
+"""What lies in memory, and what goes when room is needed: the rules, without threads.
 
-What is pinned stays, and so does what a resident plan uses in place, and what is on its way. Of the
-rest, two classes share the memory: experts, which are entries here, and keys and values that were
-kept, whose owners choose among them. Kept ones give way first while they are more than their share
-of both, else experts do; a class with nothing left to give leaves it to the other. Of experts what
-nobody expects goes first, then what is expected last; there the lowest priority,
+What is pinned stays, and so does what a resident plan uses in place, and what is on its way. Two
+classes share the rest: experts, which are entries here, and kept keys and values, among which their
+owners choose. Kept ones go first while they take more than their share of both, else experts do; if
+one class has nothing left to give, the other does. Of the experts, those that no request expects go
+first, then those that are expected last; of those expected alike, the lowest priority goes first,
 ``count * 0.25 ** (age / 128)`` with the age in requests. The count is one for each use, less what
 fades: ``0.25 ** (requests since / 512)`` is left of it. Counts outlive their entries, so what is in
 demand again need not begin at one. Why that formula, and no other, is in
@@ -22,11 +22,11 @@ PERIOD = 128
 FADING = 512
 """After so many requests a use counts a quarter."""
 REMEMBERED = 1024
-"""Of so many that went last their counts are known; of others little would be left."""
+"""The counts of so many that went last are known; of others little would be left."""
 KEPT_SHARE = 0.5
 """How much of what experts and kept keys and values hold is left to the latter."""
 ABSENT = object()
-"""The value of what has not come yet, or went."""
+"""The value of what has not come yet, or is gone."""
 Ticket = int
 """Names one expectation; the lower, the sooner it is needed."""
 _NEVER: Ticket = 1 << 62
@@ -45,7 +45,7 @@ class Entry(Generic[Name]):
     traffic: bool = True
     landed: bool = False
     count: float = 0.0
-    """Its uses, and those of entries of its name before, as of ``last_used``."""
+    """Its uses, and those of earlier entries of its name, as of ``last_used``."""
     is_used: bool = False
     pins: int = 0
 
@@ -75,10 +75,10 @@ class Spare:
 
 
 class Occupancy(Generic[Name]):
-    """The owner of the entries; whoever has several threads guards it with a lock."""
+    """The owner of the entries; a caller with several threads guards it with a lock."""
 
     def __init__(self, *, evicted: Callable[[Name], None]) -> None:
-        """Begin with nothing; ``evicted`` hears which experts and plans went."""
+        """Begin with nothing; ``evicted`` is told which experts and plans went."""
         self.entries: dict[Name, Entry[Name]] = {}
         self.expected: dict[Ticket, frozenset[Name]] = {}
         self.spares: list[Spare] = []
@@ -106,7 +106,7 @@ class Occupancy(Generic[Name]):
         return budget.free + self.spare(budget) + _sum(able.values(), budget)
 
     def coming(self, budget: Budget) -> int:
-        """Return how many bytes can be had once what nobody needs yet has landed."""
+        """Return how many bytes can be had once what is on its way, but not pinned, has landed."""
         return _sum((e for e in self.entries.values() if not (e.landed or e.pins)), budget)
 
     def make_room(self, budget: Budget, size: int, *, spared: Collection[Name] = ()) -> None:
@@ -123,7 +123,7 @@ class Occupancy(Generic[Name]):
         return {name for t, names in self.expected.items() if t <= ticket for name in names}
 
     def drop_unneeded(self, name: Name) -> None:
-        """Let go of what was brought and never used, unless somebody still expects it."""
+        """Let go of what was brought and never used, unless it is still expected."""
         entry = self.landed(name)
         if entry is None or entry.is_used:
             return
@@ -146,7 +146,7 @@ class Occupancy(Generic[Name]):
             self._evicted(name)
 
     def clear(self) -> None:
-        """Let go of all that is able to."""
+        """Let go of all that may go."""
         for spare in self.spares:
             spare.give_up(spare.nbytes())
         while able := self._able():
@@ -158,7 +158,7 @@ class Occupancy(Generic[Name]):
         return _sum(self.entries.values(), budget)
 
     def check_idle(self) -> None:
-        """Assert that nobody has, expects or brings anything."""
+        """Assert that nothing is pinned, expected or on its way."""
         assert not self.expected
         assert all(entry.landed and not entry.pins for entry in self.entries.values())
 
@@ -185,7 +185,7 @@ class Occupancy(Generic[Name]):
         return {name: entry for name, entry in self.entries.items() if name not in kept}
 
     def _victim(self, able: Mapping[Name, Entry[Name]], budget: Budget) -> Name:
-        """Return who goes first in one memory; a plan elsewhere goes before what it uses here."""
+        """Return what goes first in one memory; a plan elsewhere goes before what it uses here."""
         used = {name for entry in able.values() for name in entry.uses}
         here = {name for name, entry in self.entries.items() if entry.budget is budget}
         tickets = sorted(self.expected, reverse=True)

@@ -43,7 +43,7 @@ from expertctl.trust.policy import TrustStore
 
 @dataclass(frozen=True, slots=True)
 class ExpertSource:
-    """One expert that may be used: who it is, how to load it, what that costs in memory."""
+    """One expert that may be used: what it is, how to load it, what that costs in memory."""
 
     manifest: Manifest
     content_digest: Digest
@@ -126,7 +126,7 @@ class MemoryFiles:
     def read(self, path: str) -> memoryview:
         """Return one file of the package and what follows it in memory.
 
-        Its bytes may be moved by the one who reads it, so tensors are read once only.
+        Reading its tensors may move its bytes, so they are read once only.
         """
         return self.buffers[self.digests[path].digest]
 
@@ -152,7 +152,7 @@ def local_expert(
 
     Raises:
         InvalidPackageError: when the file is malformed.
-        TrustError: when it is signed, but not by somebody who is trusted for it.
+        TrustError: when it is signed, but not with a key that is trusted for it.
         BudgetError: when it does not fit.
     """
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ def _compile(
     target: Target,
     pins: ExitStack,
 ) -> CompiledPlan:
-    """Compile with the experts pinned; only the plan stays so. Here end all other references."""
+    """Compile with the experts pinned; only the plan stays so. All other references end here."""
     with ExitStack() as others:
         loaded = others.enter_context(tiers.pin([source.wanted for source, _ in chain]))
         adapters = [named_for(adapter, target.form.shapes) for adapter in loaded]
@@ -224,7 +224,7 @@ def _compile(
 
 @contextmanager
 def _scratch(tiers: Tiers, size: int, *, what: str) -> Iterator[None]:
-    """Hold what compiling takes besides: experts cause it, so no shorter prompt is the way out."""
+    """Hold what compiling takes besides; as experts cause it, a shorter prompt is no way out."""
     try:
         with tiers.holding(Tier.RAM, "buffers", size, what=what):
             yield
@@ -241,7 +241,7 @@ def _gains(
     target: Target,
     pins: ExitStack,
 ) -> Gains:
-    """Borrow what one expert's DoRA needs on this base, computing it if nobody has yet."""
+    """Borrow what one expert's DoRA needs on this base, bringing it if it is absent."""
     if weight == 0.0 or not has_dora(adapter):
         return {}
     check_fit(adapter, target.form.shapes, width=target.form.width)

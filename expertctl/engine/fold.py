@@ -1,8 +1,8 @@
 """Folding a chain of steps on one linear layer: which factor reaches which block (decision 10).
 
-A step multiplies what stands before it: IA³ on the output and DoRA every earlier block and ``W x``,
-IA³ on the input the input of the same. So what reaches a block are the factors *after* it, and
-along the chain these are the tails of one list: `fold` counts them without a multiplication.
+A step multiplies what stands before it: IA³ on the output and DoRA multiply every earlier block
+and ``W x``, IA³ on the input multiplies their input. So the factors *after* a block reach it, and
+along the chain these are the tails of one list: `fold` only counts them.
 """
 
 from collections.abc import Sequence

@@ -100,7 +100,7 @@ def _while_computing(module: str, dora: DoraTensors, form: Form | None) -> int:
 
 
 def _copied(module: str, form: Form | None) -> int:
-    """Return what one layer takes that comes from a device to be looked at."""
+    """Return what a layer takes that is copied from a device to be read."""
     if form is None or form.device.type == "cpu" or module not in form.shapes:
         return 0
     out, inputs = form.shapes[module]

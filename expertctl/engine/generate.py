@@ -1,7 +1,7 @@
 """One generation: prefill, then one token after the other, as pieces of text that never change.
 
-A token that ends the text is not part of it. Time that the reader of the pieces takes is not
-counted as ours.
+A token that ends the text is not part of it. Time that the consumer of the pieces takes is
+not counted.
 """
 
 import time
@@ -132,7 +132,7 @@ def generate(
 ) -> Generator[str, None, Generated]:
     """Yield pieces of text as they become certain; return the whole at the end.
 
-    ``ids`` are what is still to be read; a prompt is given up within where `stopping` ends it.
+    ``ids`` are still to be read; `stopping` may end the reading of a prompt before its end.
     """
     started = time.perf_counter()
     try:

@@ -1,16 +1,16 @@
-"""What stays of finished generations, so that a next turn need not be read from its beginning.
+"""Caches of finished generations, kept so that the next turn need not be read from its beginning.
 
-Of each kind of cache so many texts are kept, of all keys and plans. A request finds, among those of
-its own cache key and plan identity, the one that agrees with it furthest; at least one token is
-always read, for its scores. A text that it goes on from is taken out: what becomes of that is put
-back only when the generation completed, so one that failed, was stopped or was given up leaves
-nothing, nor does one whose key is forgotten meanwhile. Of a text that merely begins alike the rows
-are copied, and it stays. Texts without a key neither find nor leave anything.
+Of each kind of cache up to `SLOTS` texts are kept, of all keys and plans. A request finds, among
+those of its own cache key and plan identity, the one that agrees with it furthest; at least one
+token is always read, for its scores. A text that it continues is taken out, and the result is kept
+only when the generation completed: one that failed, was stopped or was given up leaves nothing, nor
+does one whose key is forgotten meanwhile. A text that merely begins alike stays, and its rows are
+copied. Texts without a key neither find nor leave anything.
 
 A cache is lent with exactly the room that is asked for. Bytes count as ``kv``, and are entered
-before there is memory. What is kept is given up when `Tiers` asks for it, in whatever thread, the
-longest unused first; so the lock is that of `Tiers`. Texts come from one thread. Soft prompts stand
-before the first token; they are the same under one identity, so they are part of what is reused.
+before there is memory. Kept caches are given up when `Tiers` asks for their bytes, in any thread,
+the longest unused first; so the lock is that of `Tiers`. Texts come from one thread. Soft prompts
+stand before the first token; they are the same under one identity, so they are reused, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +22,12 @@ from expertctl.engine.kv_loan import KVLoan, KVWanted, Origin, common
 from expertctl.engine.tiers import Tier, Tiers
 
 SLOTS = 64
-"""So many texts are kept at most, so that finding one is cheap; memory mostly ends them before."""
+"""At most so many texts are kept, so that finding one is cheap; mostly memory allows fewer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptText:
-    """A completed generation: whose it is, the tokens it read and wrote, their rows."""
+    """A completed generation: its origin, the tokens it read and wrote, their rows."""
 
     origin: Origin
     ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class KeptText:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """One that runs: what was entered for it, and where its rows are copied from meanwhile."""
+    """A running text: the bytes entered for it, and the text its rows are being copied from."""
 
     origin: Origin | None
     own_bytes: int = 0
@@ -63,7 +63,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What caches of some base are: how one is made, what it takes, known before."""
+    """The caches of a base: how to make one, and what it will take."""
 
     make: Callable[[KVWanted], KVCache]
     nbytes: Callable[[KVWanted], int]
@@ -89,7 +89,7 @@ class KVSlots:
 
     @contextmanager
     def borrow(self, wanted: KVWanted) -> Iterator[KVLoan[KVCache]]:
-        """Lend a cache; its first rows are those that are kept of a text that began in that way.
+        """Lend a cache; its first rows are those of a kept text that began in the same way.
 
         Raises:
             BudgetError: when it cannot fit.
@@ -123,12 +123,12 @@ class KVSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches, of texts that run and of those that are kept."""
+        """Bytes of all caches, those of running texts and kept ones."""
         return self.kept_bytes + sum(text.nbytes for text in self._running)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the caches that no text that runs has."""
+        """Bytes of the caches that no running text has."""
         return sum(kept.cache.nbytes for kept in self._kept)
 
     def check_integrity(self) -> None:
@@ -162,7 +162,7 @@ class KVSlots:
         if source is None:
             return 0
         tokens = source.agrees(wanted)
-        # a conversation puts no other out that only has the same beginning
+        # a conversation does not displace one that only has the same beginning
         goes_on = 2 * tokens >= len(source.ids)
         if goes_on and source.cache.capacity == wanted.capacity:
             text.cache, text.own_bytes, text.source = source.cache, source.cache.nbytes, None

@@ -1,4 +1,4 @@
-"""What a generation asks of whoever keeps keys and values, and what it is lent."""
+"""What a generation asks of the keeper of keys and values, and what it is lent."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Room = TypeVar("Room", bound=KVRoom, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose text it is, and the plan that its rows were computed with."""
+    """The owner of a text, and the plan that its rows were computed with."""
 
     owner: str
     identity: Digest
@@ -31,14 +31,14 @@ class KVWanted:
     virtual: int
     capacity: int
     at_once: int | None = None
-    """For how many tokens there is memory from the start, all of them by default.
+    """For how many tokens memory is taken at the start; None: for all.
 
-    For the rest it is found as it is needed, where keys and values lie in pages.
+    Where keys and values lie in pages, that for the rest is taken as it is needed.
     """
 
     @property
     def origin(self) -> Origin | None:
-        """Whose earlier texts may begin it; one without a key neither finds nor leaves anything."""
+        """The origin of earlier texts that may begin it; without a key there is none."""
         return None if self.cache_key is None else Origin(self.cache_key, self.identity)
 
     @property

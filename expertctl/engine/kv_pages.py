@@ -5,7 +5,7 @@ float16, and a text has a list of the addresses of its pages. What stands at and
 is never read. A text may begin with fewer pages than it has room for, and gets more as it grows.
 Texts that begin in the same way may share their first pages, whole ones only; those are not written
 any more, so a text cannot go back into them. A text may begin to share its own between two passes,
-when others want to begin as it did.
+when another begins as it did.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,12 +100,12 @@ class KVPages(KVRoom):
     def rewind(self, length: int) -> None:
         """Keep the first ``length`` tokens only, or all that it shares where that is more.
 
-        So a prompt that is given up goes back no further than others have begun with it.
+        So a prompt that is given up keeps the beginning that it shares with others.
         """
         super().rewind(max(length, self._shared_tokens))
 
     def copy_rows(self, page: Numbers, tokens: int) -> None:
-        """Copy the first rows of a page; the filled ones end where a page does."""
+        """Copy the first rows of a page behind the filled ones, which end where a page does."""
         self.require(tokens)
         assert self.length % PAGE == 0
         self._pages[self.length // PAGE][...] = page

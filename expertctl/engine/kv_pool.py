@@ -1,19 +1,18 @@
-"""`KVPool`: the owner of all pages of keys and values, of the texts that run and of those before.
+"""`KVPool`: the owner of all pages of keys and values, of running texts and of kept ones.
 
-A text is lent the pages that it has room for. Those that begin it as an earlier text began, of the
-same cache key and the same plan, are shared and only read; where it goes on within such a page, it
-gets a copy. At least one token is always read, for its scores. A text that completed is kept for
+A text is lent the pages that it has room for. Where it begins like an earlier text of the same
+cache key and plan, it shares that text's pages and only reads them; a page within which it goes on
+is copied. At least one token is always read, for its scores. A text that completed is kept for
 the next ones; one that failed, was stopped or was given up leaves nothing of its own, and what it
 shared stays as it was. Texts without a key neither find nor leave anything.
 
-A text that runs shares the pages of its prompt as soon as they are written whole and somebody else
-begins: not the answer, which is no text before its end, and no page that is still written. From
-then on they are pages like all that are kept, and stay when it fails: what stands in them was
-computed before.
+When another text begins, a running text shares the pages of its prompt that are written whole: not
+its answer, which is no text before its end, and no page that is still written. From then on they
+are kept like all others, even if it fails: their rows are valid.
 
-Bytes of pages count as ``kv`` and are entered before there is memory. What nobody rents is given up
-when `Tiers` asks for it, for whoever needs the memory, in whatever thread; so the lock is that of
-`Tiers`. Texts come from one thread, and none begins within a stretch that another reads.
+Bytes of pages count as ``kv`` and are entered before there is memory. Pages that no text rents
+are given up when `Tiers` asks for their bytes, in any thread; so the lock is that of `Tiers`. Texts
+come from one thread, and none begins while a stretch of another is read.
 """
 
 from collections import Counter
@@ -86,17 +85,17 @@ class KVPool:
         self._release(freed)
 
     def clear(self) -> None:
-        """Drop all that is kept and not shared by a text that runs."""
+        """Drop all that is kept and not shared by a running text."""
         self._let_go(self._tree.idle_bytes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, of texts that run and of those that are kept."""
+        """Bytes of all pages, those of running texts and kept ones."""
         return self._tree.nbytes + sum(rent.nbytes for rent in self._rents)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the pages that no text that runs has."""
+        """Bytes of the pages that no running text has."""
         return self._tree.idle_bytes
 
     def check_integrity(self) -> None:
@@ -163,7 +162,7 @@ class KVPool:
         return found
 
     def _offer(self, rent: _Rent) -> None:
-        """Let others share what is written whole of a prompt; what was written twice is one."""
+        """Let others share the whole pages of a prompt; of pages written twice one stays."""
         count = 0 if rent.pages is None else min(rent.pages.length, len(rent.prompt)) // PAGE
         if rent.pages is None or rent.origin is None or count <= len(rent.blocks):
             return
@@ -205,7 +204,7 @@ class KVPool:
         with self._tiers.lock:
             before = self.nbytes
             pages = [] if rent.pages is None else rent.pages.hand_over()
-            rent.pages = None  # they know each other
+            rent.pages = None  # they refer to each other
             if tokens and rent.origin is not None and not rent.is_forgotten:
                 self._tree.insert(rent.origin, tokens, pages)
             self._exchange(rent, ())
@@ -215,7 +214,7 @@ class KVPool:
         self._release(freed)
 
     def _let_go(self, size: int) -> None:
-        """Free so many bytes of what nobody rents, as far as there are."""
+        """Free so many bytes of what is not rented, as far as there are."""
         with self._tiers.lock:
             freed = self._tree.evict(size)
         self._release(freed)

@@ -1,15 +1,14 @@
 """Which pages hold what, so that a text finds the rows of earlier ones that began as it does.
 
-A *block* is a page and the tokens whose rows stand in it: sixteen, or fewer where a text ended. It
-stands behind the block before it, the first ones behind an *origin*: whose text it was, and the
-plan that computed it. A block is found by these and by all tokens up to its end, never by a hash
-alone, so nobody meets the rows of another text, plan or owner. Rows of soft prompts stand before
-the first token; they are the same wherever the plan is, and `VIRTUAL` is the token that stands for
-one.
+A *block* is a page and the tokens of the rows in it: sixteen, or fewer where a text ended. It
+follows another block, or, at the beginning of a text, an *origin*: the owner of the text and the
+plan that computed it. A block is found by its origin and all tokens up to its end, never by a hash
+alone, so no text gets the rows of another text, plan or owner. Rows of soft prompts stand before
+the first token; they are the same for one plan, and `VIRTUAL` is the token that stands for one.
 
-Blocks that are rented stay, and so do those before them. Of the others the one goes first that was
-given back longest ago; the last block of a text is given back first, so what goes has nothing
-behind it.
+Blocks that are rented stay, and so do those before them. Of the others, the one that was given back
+longest ago goes first; the last block of a text is given back first, so a block that goes has none
+after it.
 """
 
 from collections import OrderedDict
@@ -39,7 +38,7 @@ class Block:
     after: dict[Tokens, "Block"] = field(default_factory=dict)
     rents: int = 0
     is_lost: bool = False
-    """Nobody finds it any more; it goes when it is given back."""
+    """It is not found any more, and goes when it is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class PrefixTree:
     def rented(
         self, origin: Origin, tokens: Sequence[int], pages: Sequence[Numbers]
     ) -> tuple[Block, ...]:
-        """Keep the pages of a text and rent the blocks that hold what it says."""
+        """Keep the pages of a text and rent the blocks that hold its tokens."""
         siblings, path = self._origins.setdefault(origin, {}), list[Block]()
         for page, begin in zip(pages, range(0, len(tokens), PAGE), strict=False):
             part = tuple(tokens[begin : begin + PAGE])
@@ -143,7 +142,7 @@ class PrefixTree:
         return before - self.nbytes
 
     def forget(self, owner: str) -> None:
-        """Let go of all that came from somebody; what is rented goes when it is given back."""
+        """Let go of all blocks of an owner; rented ones go when they are given back."""
         for origin in [origin for origin in self._origins if origin.owner == owner]:
             for block in list(_all(self._origins.pop(origin))):
                 block.after = {}
@@ -180,7 +179,7 @@ class PrefixTree:
             assert block.rents >= sum(behind.rents for behind in block.after.values())
 
     def _supersede(self, siblings: dict[Tokens, Block], tokens: Tokens) -> None:
-        """Let go of blocks that one of these tokens begins with."""
+        """Let go of shorter blocks that these tokens begin with, unless they are rented."""
         for shorter in [block for block in siblings.values() if len(block.tokens) < len(tokens)]:
             if _begins(tokens, shorter.tokens) and not shorter.rents:
                 self._remove(shorter)

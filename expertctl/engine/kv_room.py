@@ -43,7 +43,7 @@ class KVRoom:
 
 @contextmanager
 def all_or_none(rooms: Sequence[KVRoom]) -> Iterator[None]:
-    """Where what is done meanwhile fails, take back what it read: no text is ahead of another."""
+    """Rewind all rooms if the block fails, so that no text is ahead of another."""
     lengths = [room.length for room in rooms]
     try:
         yield

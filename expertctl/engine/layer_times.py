@@ -1,8 +1,8 @@
 """How long the layers of a base took: seconds by place and by kind of operation.
 
-A place is a part of a base: ``embedding``, ``layers.3.attention``, ``layers.3.mlp``, ``head``, with
-``.experts`` behind it what a plan adds there. A kind is what a kernel is
-called; a decoder that knows only places has none.
+A place is a part of a base: ``embedding``, ``layers.3.attention``, ``layers.3.mlp``, ``head``; with
+``.experts`` behind it, what a plan adds there. A kind is the name of a kernel; a decoder that knows
+only places has none.
 """
 
 from collections import defaultdict

@@ -27,7 +27,7 @@ class Clock:
 
     @property
     def laps(self) -> tuple[Lap, ...]:
-        """When steps went on, in order; one that was tried again and again has one lap."""
+        """When steps went on, in order; one repeated without a break has one lap."""
         return tuple(self._laps)
 
     def lap(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Clock:
         self._last = now
 
     def resume(self) -> None:
-        """Let the next step begin now: what was between is told by itself."""
+        """Let the next step begin now: the time in between is reported by itself."""
         self._last = time.perf_counter()
 
     def timings(self, generated: Generated) -> dict[str, float]:
@@ -121,6 +121,6 @@ def _of_the_context(prepared: Prepared, generated: Generated) -> tuple[str, ...]
 
 
 def _alone(planned: Planned, request: RunRequest) -> tuple[str, ...]:
-    """Why the base answers alone although nobody asked for that."""
+    """Why the base answers alone although that was not asked for."""
     asked = request.route.base_alone or request.saved is not None
     return () if asked or planned.result.plan.experts else planned.result.notes

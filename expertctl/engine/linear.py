@@ -1,8 +1,8 @@
 """What a plan does to one linear layer: ``y = d * (W (u * x)) + B (A x) + e * b``.
 
 Any ordered chain of experts has this form (decision 10). ``W`` and ``b`` are the base's and are
-never written to; a part that is None is neutral. Activations keep their dtype: a weight of another
-one meets them as its kernel wants it, and adapters are widened, never the activations narrowed.
+never written to; a part that is None is neutral. Activations keep their dtype: they are
+cast only for a product with a weight of another one, and adapters are cast to theirs.
 """
 
 from collections.abc import Mapping

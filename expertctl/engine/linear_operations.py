@@ -2,7 +2,7 @@
 
 ``y = d * (W (u * x)) + B (A x) + e * b`` (decision 10), each row with what its own plan has. The
 low-rank products of all plans are two operations. Where some row has u, d or e, the product of the
-base is taken apart by modules, whose inputs and outputs are scaled row by row; a row that has none
+base is computed module by module, with inputs and outputs scaled row by row; a row that has none
 gets the same bits either way.
 """
 
@@ -48,15 +48,15 @@ from expertctl.engine.kernels.scheme import Scheme
 
 Numbers = np.ndarray[Any, Any]
 _EXPERTS = "experts"
-"""What operations are that a base alone would not have."""
+"""The part name of operations that a base alone would not have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layers:
-    """Linear layers with one input: their matrix, whose rows lie behind each other, their bias.
+    """Linear layers with one input: one matrix of the rows of all in turn, and one bias of them.
 
-    ``site`` and ``first`` are the places of all and of the first among those of the base; ``rows``
-    of each.
+    ``site`` is their place among the sites of the base, ``first`` that of the first of them among
+    all modules of the base; ``rows`` are how many rows each has.
     """
 
     site: int
@@ -91,7 +91,7 @@ class LinearOperations:
     def add(self, layers: Layers, source: Numbers, out: Numbers, *, adds: bool = False) -> None:
         """Write to ``out``, or add to it, what layers make of ``source``; both have a row a token.
 
-        A second output would need a second input: what adds is one layer.
+        A second output would need a second input: where it adds, there is one layer.
         """
         rows = self._prepare(layers.matrix.scheme, layers.matrix.columns, source)
         if self._is_adapted(layers):
@@ -249,7 +249,7 @@ class LinearOperations:
     def _prepare(
         self, scheme: Scheme, columns: int, source: Numbers, *, tokens: Numbers | None = None
     ) -> PreparedRows:
-        """Leave rows as a scheme wants them."""
+        """Return rows in the form that a scheme takes."""
         rows = self._room.prepared(scheme, columns)
         if rows is None:
             return rows_as_they_are(source)

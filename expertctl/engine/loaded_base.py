@@ -1,7 +1,7 @@
 """A base on its way into memory: its configuration and tokenizer first, its weights when needed.
 
 What a prompt costs is known before the weights are read, so what cannot fit is refused at once.
-Here alone is decided what runs a base (`backend_of`).
+Only `backend_of` decides what runs a base.
 """
 
 from collections.abc import Callable
@@ -48,13 +48,13 @@ class Wish:
     moe_skip_cap: float = 1.0
     moe_cold: MoeColdWish = "auto"
     room: int | None = None
-    """Bytes of memory for all; what of routed experts does not fit stays on the disk."""
+    """Bytes of memory for all; routed experts that do not fit stay on the disk."""
     beside: int = 0
     """Bytes that a run is known to take besides the base; slots of routed experts leave them."""
     rows: int = 1
     """How many texts are read at once."""
     start: StartOf = nowhere
-    """How those begin that are kept."""
+    """How routed experts begin where not all of them fit into memory."""
 
     @property
     def needs_kernels(self) -> bool:
@@ -133,13 +133,13 @@ def backend_of(
 ) -> tuple[Backend, tuple[str, ...]]:
     """Return what runs a base, and what a person should know of that.
 
-    On a CUDA device there is one way. On a processor torch runs small bases, kernels all others,
-    and whatever torch cannot do: those of routed experts among it, which shall answer with the same
-    bits in any memory. Where they do not support the sizes of a base, torch runs it; a warning says
-    so of one that is large, or of which some would have to stay on the disk.
+    On a CUDA device there is one way. On a processor torch runs small bases. Kernels run large
+    ones, those of routed experts, which are to answer with the same bits in any memory, and what
+    torch cannot do. Where kernels do not support the sizes of a base, torch runs it; a warning says
+    so if it is large, or if part of it would have to stay on the disk.
 
     Raises:
-        IncompatibleError: when the sizes are none for kernels, and torch cannot do what is wished.
+        IncompatibleError: when kernels do not support the sizes, nor torch what is wished.
     """
     if wish.device == "cuda":
         return _on_cuda(config, wish), ()
@@ -159,7 +159,7 @@ def backend_of(
 
 
 def _on_cuda(config: ModelConfig, wish: Wish) -> Backend:
-    """Return captured steps; a request that wishes what they cannot do was refused before."""
+    """Return the backend of captured steps; a wish that it cannot meet was refused before."""
     from expertctl.engine.cuda_backend import CudaBackend
 
     assert not wish.needs_kernels, "a CUDA device holds float32 and bf16, experts as published"
@@ -199,7 +199,7 @@ class BaseSlot:
         self._base: OpenBase | None = None
         self._model: Model | None = None
         self.read_bytes = 0
-        """How much of files was read for bases so far."""
+        """How many bytes of files were read for bases so far."""
 
     def reserve(self, base: OpenBase) -> None:
         """Make room for a base, unless it is there.
@@ -226,7 +226,7 @@ class BaseSlot:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights of what room was made for are there."""
+        """Whether the weights of the base that room was made for are there."""
         return self._model is not None
 
     def load(self, around: Surroundings, *, progress: Progress = no_progress) -> Model:
@@ -245,7 +245,7 @@ class BaseSlot:
         """Let go of the base."""
         model, self._model = self._model, None  # what is closed is not run again
         if model is not None:
-            self._dropping()  # whoever watches it would keep its memory
+            self._dropping()  # a watcher would keep its memory
             model.close()
         del model
         if self._base is not None:

@@ -1,8 +1,8 @@
 """A file in the addresses of this process, read only; parts of it are lent while they are cached.
 
-Whoever reads a part that the system has dropped waits for the disk; one that was cut off ends the
-process (SIGBUS). So only parts are lent that the system holds now, and of those that are gone
-from a file it holds nothing.
+Reading a part that the system has dropped waits for the disk; reading one that was cut off from the
+file ends the process (SIGBUS). So only parts are lent that the system holds now; of what was cut
+off it holds nothing.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ class MappedFile:
         return self._address + begin
 
     def close(self) -> None:
-        """Give the addresses back; nobody may use them any more."""
+        """Give the addresses back; they must not be used any more."""
         self._octets = None
         self._mapping.close()
 

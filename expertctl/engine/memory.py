@@ -13,7 +13,7 @@ from expertctl.routing.request import DeviceName
 
 HUGE = 2 << 20
 MACHINE_SHARE = 0.8
-"""How much of the machine's memory is the budget when nobody set one."""
+"""The share of the machine's memory that is the budget where none is set."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OLD_LIMIT = _CGROUPS / "memory" / "memory.limit_in_bytes"
 _OWN_CGROUP = Path("/proc/self/cgroup")
@@ -36,7 +36,7 @@ def available() -> int:
 
 
 def usual_budget() -> int:
-    """Return the budget of an engine that nobody gave one."""
+    """Return the budget of an engine that is given none."""
     return int(available() * MACHINE_SHARE)
 
 
@@ -71,8 +71,8 @@ def container() -> int | None:
 def unused() -> int | None:
     """Return how many bytes this process could be given at once, where the system tells.
 
-    A container has what its least group of its limit has left; files that it could let go of do not
-    count as taken.
+    In a container it is at most what the control group with the least left may still take; files
+    that it could let go of do not count as taken.
     """
     found = _read(_MEMINFO).partition("MemAvailable:")[2].split()
     if not found:

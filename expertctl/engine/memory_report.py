@@ -1,7 +1,7 @@
-"""Who holds what memory, and what things would take: what `doctor --memory` tells.
+"""What holds memory, and what things would take: what `doctor --memory` tells.
 
-What takes the engine to say, sizes of bases and experts in memory, is left out where something that
-it needs is not installed; nothing else here needs that.
+Only sizes of bases and experts in memory need the engine: they are left out where something that it
+needs is not installed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ class Limits:
     budget: int
     """Of each engine."""
     chosen: bool
-    """Whether somebody chose the budget."""
+    """Whether the user chose the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BaseSize:
     on_disk: int
     weights: Mapping[str, int]
     token: int | None
-    """Keys and values of one token, as a run keeps them that is told no dtype."""
+    """Bytes of the keys and values of one token in a run that is told no dtype."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ def stored_outline(store: Store, expert: StoredExpert, manifest: Manifest) -> Ex
 
 
 def local_outline(path: Path, *, trust: TrustStore) -> LocalExpert:
-    """Read a ``.expert`` file, verify it, and keep its outline; what it costs is all its files.
+    """Read a ``.expert`` file, verify it, and keep its outline; its cost is that of all its files.
 
     Raises:
         InvalidPackageError: when the file is malformed.
-        TrustError: when it is signed, but not by somebody who is trusted for it.
+        TrustError: when it is signed, but not with a key that is trusted for it.
     """
     sink = _HeadSink()
     contents = read_package(path, sink=sink)

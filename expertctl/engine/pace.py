@@ -2,9 +2,9 @@
 
 Other processes want the same cores, and how many of them are free changes. So now and then a few
 steps try another number of workers, the nearest first; it stays if it was faster. After a trial
-that lost the next one waits until that loss is small beside the steps between; steps that suddenly
-take long make it come at once. Who computes changes no bit of a result (`kernels.crew`), so this
-does not either.
+that lost, the next one waits until the loss is small beside the steps between; steps that suddenly
+take long start it at once. Which worker computes what changes no bit of a result (`kernels.crew`),
+so neither does their number.
 """
 
 import time
@@ -20,15 +20,15 @@ SOON, SELDOM = 16, 512
 COST = 0.02
 """What trials that lose may cost, of the time of the steps between them."""
 GAIN = 0.95
-"""A number of workers is taken up when its steps take at most so much of the present ones'."""
+"""A number of workers is taken up when its steps take less than this share of the present time."""
 WALL = 1.2
 """Where steps take so many times as long, numbers still farther off are not tried."""
 ALARM = 1.5
 """Steps that take so many times as long as usual call for a trial."""
 LOUD = 2
-"""So many of them in a row do; one alone is chance."""
+"""So many of them in a row are needed; one alone is chance."""
 _CREEP = 1.02
-"""By how much what is usual may grow with each step: texts get longer."""
+"""The factor by which the usual time may grow with each step: texts get longer."""
 
 
 class Pace:
@@ -96,7 +96,7 @@ class Course:
             self._try_next()
 
     def _hear(self) -> None:
-        """Judge by what came after the change, which is what is usual from now on."""
+        """Judge only by the steps after the change, which are usual from now on."""
         self._recent = deque(list(self._recent)[-LOUD:], maxlen=RECENT)
         self._usual, self._loud = min(self._recent), 0
         self._lost.clear()

@@ -1,7 +1,7 @@
 """A base that compiled kernels hold and run: what is large, in int8 or int4, or deterministic.
 
-Importing this imports numba. Compiled code is kept below the home, and a sentence is told when
-some has to be made.
+Importing this imports numba. Compiled code is kept below the home, and `tell` gets a sentence
+when some has to be made.
 """
 
 from collections.abc import Sequence
@@ -70,9 +70,9 @@ class PackedBackend:
     adapter_dtype: AdapterDtype
     weight_bytes: int
     cache: CachePlan | None = None
-    """How its routed experts are held where not all of them are in memory, or some may be left."""
+    """How its routed experts are held where not all are in memory, or some may be left out."""
     start: Start = field(default=Start(), compare=False)
-    """Whom of them it begins with."""
+    """Which of them it begins with."""
 
     @property
     def kv_numbers(self) -> Scheme:
@@ -93,10 +93,10 @@ class PackedBackend:
         rows: int = 1,
         beside: int = 0,
     ) -> "PackedBackend":
-        """Return what runs a base in so many bytes of memory, if that is limited.
+        """Return what runs a base in ``room`` bytes of memory; None: unlimited.
 
-        Of that, a text that is asked for without further wishes has what it takes, in one of so
-        many ``rows``; and so has a run that takes so much ``beside`` the base.
+        Of these, enough is left for a text that is asked for without further wishes, in a batch of
+        ``rows``, and for a run that takes ``beside`` bytes besides the base.
 
         Raises:
             IncompatibleError: when its sizes are not those that kernels support.
@@ -127,10 +127,10 @@ class PackedBackend:
         return cls(config, dtype, adapter_dtype, weight_bytes, replace(plan, cold=cold))
 
     def begun(self, start: StartOf) -> "PackedBackend":
-        """Return the same with slots and pins as is known, where not all experts fit.
+        """Return the same with slots and pins by what is known, where not all experts fit.
 
         Raises:
-            ExpertError: when what is known by a file is of another base, or cannot be.
+            ExpertError: when a profile is of another base, or cannot be used.
         """
         config, routed = self.config, self.config.experts
         if self.cache is None or routed is None:
@@ -157,14 +157,14 @@ class PackedBackend:
 
     @property
     def rest_bytes(self) -> int:
-        """What all that is no routed expert takes where not all of them fit."""
+        """What all but routed experts takes where not all of those fit."""
         assert self.config.experts is not None, "a base with routed experts"
         rest = packed_bytes(self.config, self.scheme, experts=False)
         return rest + known_bytes(self.config.experts)
 
     @property
     def host_bytes(self) -> int:
-        """They are in no other memory."""
+        """0: they are in no other memory."""
         return 0
 
     @property
@@ -192,14 +192,14 @@ class PackedBackend:
         return passing + scores + sample_bytes(self.config.vocab_size)
 
     def text_bytes(self, *, rows: int = 1) -> int:
-        """What a text of `USUAL_TOKENS` takes besides weights, or as long a one as is read."""
+        """What a text takes besides weights: of `USUAL_TOKENS`, or as many as the base reads."""
         tokens = min(USUAL_TOKENS, self.config.max_positions)
         passing = max(self.buffer_bytes(tokens, rows=rows), self.loading_bytes)
         return passing + self.kv_bytes(tokens)
 
     @property
     def kv_kind(self) -> str:
-        """The same where one keeper serves: pages of the same numbers."""
+        """Equal where one keeper serves: pages of the same numbers."""
         return f"pages of {self.kv_numbers.value}"
 
     def new_keeper(self, tiers: Tiers) -> KVPool:
@@ -242,7 +242,7 @@ class PackedBackend:
         return PackedModel(base, threads=around.threads, whole=experts)
 
     def _reader(self, plan: CachePlan, around: Surroundings) -> StoredExperts | CopiedExperts:
-        """Return who reads experts from the copy of the base, where there is one."""
+        """Return the reader of experts: that of the base's copy, where there is one."""
         stored = StoredExperts(
             base_tensors(around.directory, self.config), self.config, self.scheme
         )
@@ -277,7 +277,7 @@ class PackedBackend:
 
 
 class PackedModel:
-    """A base in packed memory, and those who compute with it."""
+    """A base in packed memory, and the crew that computes with it."""
 
     def __init__(
         self,
@@ -288,10 +288,10 @@ class PackedModel:
         reader: StoredExperts | CopiedExperts | None = None,
         whole: WholeExperts | None = None,
     ) -> None:
-        """Use at most so many threads; no more begin before the first pass.
+        """Use at most so many threads; others than the caller's start with the first pass.
 
-        ``experts`` owns those that are routed, where the base does not have them; ``reader`` is
-        what they are read by, and closed with this. ``whole`` knows those that the base has.
+        ``experts`` owns routed experts that the base does not have; ``reader`` is what they are
+        read by, and closed with this. ``whole`` stands for routed experts that the base has.
         """
         self.base, self.experts, self._crew = base, experts, Crew(threads)
         self._reader, self._whole = reader, whole
@@ -345,17 +345,17 @@ class PackedModel:
 
     @property
     def read_bytes(self) -> int:
-        """How much of files was read for them."""
+        """How many bytes of files were read for them."""
         return self.base.read_bytes
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
-        """Have the time of each part of what is read meanwhile added."""
+        """Add to ``times`` how long each part of what is read meanwhile takes."""
         return self.decoder.timed(times)
 
     def matrix(self, module: str) -> Tensor:
         """Return the weights of a linear layer as they are used, as a new float32 [out, in].
 
-        A routed expert that comes and goes is read for it, wherever he is now.
+        A routed expert that may be absent is read for it, even if it is in memory now.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.

@@ -2,8 +2,8 @@
 
 Its size follows from its configuration: room is made first, in one block, then every tensor of the
 files is packed into its place there, so that no second base is in memory meanwhile. Routed experts
-lie behind all else, one block each; where not all of them fit into memory, only what is no expert
-is here, and `moe` has the rest.
+lie behind all else, one block each; where not all of them fit into memory, none is here: `moe` has
+them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ from expertctl.package.model_config import EMBEDDING, HEAD, ModelConfig
 
 Numbers = np.ndarray[Any, Any]
 EVERY_SIZE = "try --engine transformers, which runs bases of every size, with one expert"
-"""The way out for a run whose base fills no blocks."""
+"""The way out for a run whose base does not fill blocks."""
 _NORM = "model.norm.weight"
 _LAYERS, EXPERTS = "model.layers.", "mlp.experts."
 
@@ -117,7 +117,7 @@ class PackedBase:
 
 
 def packed_bytes(config: ModelConfig, scheme: Scheme, *, experts: bool = True) -> int:
-    """Return the bytes of a base that nobody has packed yet, with its routed experts or without.
+    """Return the bytes that a packed base will have, with its routed experts or without.
 
     Raises:
         IncompatibleError: for heads or a middle of an MLP that do not fill blocks.
@@ -189,7 +189,7 @@ def fill(place: Place, numbers: Numbers) -> None:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    """Check that what lies in one matrix with others begins a block there."""
+    """Check that each of several matrices that lie in one begins a block there."""
     sizes = {"head_dim": config.head_dim}
     routed = config.experts
     if routed is None or len(routed.layers) < config.layers:
@@ -252,12 +252,12 @@ def _part_bytes(part: Place) -> int:
 
 
 def _filled(size: int) -> int:
-    """Return a number of bytes with those up to where the next vector may begin."""
+    """Return a number of bytes, rounded up to where the next vector may begin."""
     return -(-size // VECTOR_BYTES) * VECTOR_BYTES
 
 
 class _Rooms:
-    """Makes room for tensors whose shapes are known; what has no shape is not there."""
+    """Makes room for tensors by their shapes; what has no shape is not there."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, take: Take) -> None:
         self._shapes, self._scheme, self._take = shapes, scheme, take

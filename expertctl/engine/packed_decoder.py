@@ -61,8 +61,8 @@ class PackedDecoder:
     ) -> None:
         """Run a base; a prompt is read ``chunk`` tokens at a time.
 
-        ``pace`` says how many of the crew work; without one it is all of them. ``experts`` owns
-        those of routed layers; without it they are those of the base, which has all then.
+        ``pace`` says how many of the crew work; without it all do. ``experts`` owns those of
+        routed layers; without it they are those of the base, which then has all.
         """
         self.config = base.config
         self.device = torch.device("cpu")
@@ -153,7 +153,7 @@ class PackedDecoder:
 
     @contextmanager
     def timed(self, times: LayerTimes) -> Iterator[None]:
-        """Add to ``times`` how long each part of what is read meanwhile takes, whoever reads it.
+        """Add to ``times`` how long each part of what is read meanwhile takes, in any thread.
 
         What plans add is in operations of its own meanwhile, so that its time is known; that takes
         somewhat longer.
@@ -172,9 +172,9 @@ class PackedDecoder:
         tokens: int,
         rows: int = 1,
     ) -> None:
-        """Make beforehand what a prompt of so many tokens, and then rows of one, are read with.
+        """Make beforehand what reading a prompt of so many tokens, then steps of ``rows``, needs.
 
-        Whatever of it is not compiled yet is compiled here.
+        Kernels that are not compiled yet are compiled here.
         """
         with self._lock:
             room = self._programs.room(tokens=min(tokens, self._chunk), rows=rows)
@@ -225,7 +225,7 @@ class PackedDecoder:
         """Read one stretch of a prompt; score its last token where that is wanted.
 
         The last layer writes the keys and values of all tokens; the rest of it is for the last one
-        alone, since nobody reads what it would make of the others.
+        alone, since what it would make of the others is never read.
         """
         count = part.end - part.start
         room = self._programs.room(tokens=count, rows=1)
@@ -249,7 +249,7 @@ class PackedDecoder:
             logits.numpy()[...] = room.logits[0, : self.config.vocab_size]
 
     def _step(self, rows: Sequence[StepRow], tokens: Numbers, logits: Numbers) -> None:
-        """Read tokens with rows of one plan beside each other."""
+        """Read a token of each row; rows of one plan are adjacent."""
         room = self._programs.room(tokens=len(rows), rows=len(rows))
         order = sorted(range(len(rows)), key=lambda number: id(rows[number].deltas))
         mine = [rows[number] for number in order]
@@ -273,7 +273,7 @@ class PackedDecoder:
     def _run_stages(
         self, stages: Sequence[Stage], room: DecoderRoom, tokens: int, workers: int | None
     ) -> None:
-        """Run a part of all layers; have experts brought, where some may be missing."""
+        """Run some stages; have the chosen experts brought, where some may be missing."""
         for stage in stages:
             self._run(stage.program, workers)
             if stage.chosen is not None:
@@ -287,7 +287,7 @@ class PackedDecoder:
     def _passed(self, room: DecoderRoom, tokens: int, *, phase: Phase) -> None:
         """Tell the owner of routed experts that all layers were run."""
         if self._experts is not None and room.routed is not None:
-            assert not room.routed.absent[0], "nobody was computed who was not there"
+            assert not room.routed.absent[0], "no missing expert is computed"
             self._experts.passed(room.routed, tokens, phase=phase)
 
     def _run_lanes(self, lanes: Lanes | None, workers: int | None, *, waits: bool) -> None:

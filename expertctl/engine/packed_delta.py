@@ -19,7 +19,7 @@ AdapterDtype = Literal["published", "fp16", "int8"]
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What a plan meets, and what its matrices are to be stored in.
+    """What the base of a plan is held in, and what the plan's matrices are to be stored in.
 
     ``published``: float32 beside a float32 base, where everything is exact; else as the experts
     were published, float32 where they were published in several types.
@@ -68,7 +68,7 @@ class PackedDeltas:
     routed_bytes: int
     """How much of it is for routed experts."""
     scales_routed: bool
-    """Whether it has factors of the input of one."""
+    """Whether it has factors of the input of a routed expert."""
     _kept: tuple[object, ...]
     """What the addresses in the table point into."""
 

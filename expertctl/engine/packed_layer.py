@@ -1,4 +1,4 @@
-"""The layers of a packed base: which matrices and vectors there are, and whose rows lie where."""
+"""The layers of a packed base: which matrices and vectors there are, and which rows lie where."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -100,7 +100,7 @@ class PackedLayer:
 def _apart(
     modules: Sequence[str], matrix: PackedMatrix, bias: Numbers | None, rows: Mapping[str, int]
 ) -> dict[str, Place]:
-    """Return the places of modules whose rows lie behind each other."""
+    """Return the places of modules that lie in one matrix, one after another."""
     found: dict[str, Place] = {}
     ends = list(accumulate(rows[module] for module in modules))
     for module, end in zip(modules, ends, strict=True):

@@ -34,9 +34,9 @@ from expertctl.store.quantised_copies import QuantisedCopies
 
 
 def keeps_copy(scheme: Scheme, *, cold: MoeColdWish = "auto") -> bool:
-    """Tell whether a copy is kept of bases in a scheme whose experts do not all fit into memory.
+    """Tell whether a copy is kept of a base in a scheme, if not all its experts fit into memory.
 
-    Of floats whose experts are no shorter there than in the base only where a wish needs one.
+    Experts in float32 or float16 are no shorter in a copy: it is kept only where ``cold`` needs it.
     """
     return scheme not in (Scheme.FLOAT32, Scheme.FLOAT16) or cold in ("map", "direct")
 
@@ -53,8 +53,8 @@ def load_packed_base(
 ) -> PackedBase:
     """Read a base, or its copy; ``progress`` counts packed bytes.
 
-    Without ``experts`` those that are routed are left to somebody else; they will be in the copy,
-    which is made of floats, too, where it is shorter or the wish for ``cold`` ones needs it.
+    Without ``experts`` no routed expert is read into the base, but all will be in the copy, which
+    is then made of floats, too, where it is shorter or ``cold`` needs it.
 
     Raises:
         NotFoundError: when a file is missing.
@@ -84,7 +84,7 @@ def packing_scratch(config: ModelConfig) -> int:
 
 
 class _Told:
-    """Counts bytes for a reader who must not hear of any of them twice."""
+    """Counts bytes for a callback that must not be told of any of them twice."""
 
     def __init__(self, progress: Progress, already: int = 0) -> None:
         self._progress, self._already, self._counted = progress, already, 0

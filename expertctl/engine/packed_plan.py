@@ -1,7 +1,7 @@
 """Packing a plan: its layers are folded in float32, some at a time, and stored for kernels.
 
-All matrices and vectors are cut from one block of memory, whose size is known before; in it, those
-that are read together lie together.
+All matrices and vectors are cut from one block of memory of a size that is known before; those that
+are read together lie together.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -89,7 +89,7 @@ class PackedPlan:
 
     @property
     def uses_in_place(self) -> bool:
-        """Nothing of what was published is used as it lies in memory."""
+        """Published tensors are never used as they lie in memory."""
         return False
 
     @property
@@ -108,8 +108,8 @@ class PackedPlan:
         """Fold and pack group after group, each into its place.
 
         Raises:
-            IncompatibleError: for numbers that float16 does not reach, or factors of what only
-                gate and up of a routed expert read.
+            IncompatibleError: for numbers beyond those of float16, or factors of the input of
+                gate or up of a routed expert.
         """
         _check_routed(self.layers)
         memory = _Memory(sum(self._sizes(name).total for name in self.layers))
@@ -239,7 +239,7 @@ class _Memory:
 
 
 def _check_routed(layers: Mapping[str, Folded]) -> None:
-    """Refuse what would need a product of gate, and of up, with an input of its own."""
+    """Refuse factors that would need one input for the product of gate and another for up."""
     for name, folded in layers.items():
         if folded.inputs and is_routed(name) and not name.endswith(".down_proj"):
             raise IncompatibleError(
@@ -316,7 +316,7 @@ def _modules(sites: Sequence[Site]) -> int:
 
 
 def _matrix_bytes(scheme: Scheme, rows: int, columns: int) -> int:
-    """Return the bytes of a matrix, whose numbers and scales begin where a vector does."""
+    """Return the bytes of a matrix; its numbers and its scales begin where a vector may."""
     layout, blocks = scheme.layout, _filled(rows, LANES) // LANES
     data = blocks * layout.vectors(columns) * layout.vector_bytes
     return _filled(data, VECTOR_BYTES) + blocks * layout.groups(columns) * VECTOR_BYTES

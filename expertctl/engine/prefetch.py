@@ -1,9 +1,9 @@
-"""Experts on their way before they are asked for: the needs of jobs that are planned.
+"""Experts brought before they are asked for: the needs of planned jobs.
 
-Whoever knows what a job will need says so for as long as it does. The needs are brought one after
-the other, those of earlier jobs first, by threads that read and verify and decide nothing: `Tiers`
-does, and lets nothing go for them that is in use or needed sooner. A thread lives as long as there
-is something to bring, so an idle engine has none.
+A caller that knows what a job will need announces it for as long as that holds. The needs are
+brought one after another, those of earlier jobs first, by threads that only read and verify:
+`Tiers` decides, and evicts nothing for them that is in use or needed sooner. A thread lives as long
+as there is something to bring, so an idle engine has none.
 """
 
 import threading
@@ -40,8 +40,8 @@ class Prefetch(Generic[Resident]):
     ) -> Iterator[None]:
         """Begin to bring what a job will need, unless its compiled plan is there.
 
-        Leave it when the job has pinned what it needs, or will not come: what is not here by then
-        is not brought, and what came for nobody goes.
+        Leave it when the job has pinned what it needs, or is given up: what is absent by then is
+        not brought, and what came but is not needed is evicted.
         """
         ready = plan is not None and self._tiers.holds(plan)
         needed = () if ready else wanted

@@ -217,7 +217,7 @@ def needs(planner: Planner, prepared: Prepared, files: Files, *, rows: int = 1) 
 
 
 def lacking(planner: Planner, prepared: Prepared, files: Files, *, limit: int) -> int:
-    """Return what a run takes besides its base, if slots of routed experts left less; else 0.
+    """Return what a run takes besides its base, if slots of routed experts leave less; else 0.
 
     Raises:
         IncompatibleError: when an expert does not fit the base.
@@ -278,8 +278,8 @@ def opened(
 ) -> OpenBase | CompatBase:
     """Check the files of the base, every byte of them when that was asked for.
 
-    In ``room`` bytes of memory, with texts in so many ``rows`` and so much ``beside``, what of its
-    routed experts does not fit stays on the disk; its ``habits`` say who comes first.
+    Routed experts that do not fit into ``room`` bytes, where a batch of ``rows`` texts or a run of
+    ``beside`` bytes has room, too, stay on the disk; its ``habits`` say which come first.
 
     Raises:
         BaseMismatchError: when the base is not what was added.

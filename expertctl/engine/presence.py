@@ -1,12 +1,12 @@
 """What the engines of one home hold, said for other processes: `doctor --memory` reads it.
 
-An engine that has loaded something has a folder that its process holds a lock in, so what a killed
-process said is not believed, and is removed by the next engine. Saying it is never worth a run:
-where nobody may write, an engine is not seen.
+An engine that has loaded something has a folder in which its process holds a lock, so what a killed
+process said is not believed, and the next engine removes it. No run fails for it: where nothing can
+be written, an engine is not seen.
 
 ::
 
-    engines/lock               held by whoever makes a folder, or removes those of the dead
+    engines/lock               held while a folder is made, or those of dead processes removed
     engines/<token>/lock       held by the process of one engine
     engines/<token>/holds      what it holds, as JSON
 """
@@ -118,13 +118,13 @@ class Presence:
 
 
 def present(folder: Path) -> list[Holding]:
-    """Return what the living engines of a home say; changes nothing."""
+    """Return what the live engines of a home say; changes nothing."""
     said = [_read(own / _FILE) for own in claimed_folders(folder) if is_held(own)]
     return sorted((one for one in said if one is not None), key=lambda one: one.pid)
 
 
 def _read(path: Path) -> Holding | None:
-    """Read what an engine says; None of one that has said nothing yet, or ends just now."""
+    """Read what an engine says; None where it has said nothing yet, or is just ending."""
     with suppress(OSError, msgspec.MsgspecError), path.open("rb") as stream:
         return msgspec.json.decode(stream.read(_MOST_BYTES), type=Holding)
     return None

@@ -96,7 +96,7 @@ def _factor(links: Sequence[Link]) -> Tensor:
 
 
 def _b_scales(layers: Sequence[Folded], outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Multiply what stands after each block, what DoRA multiplies its own with, and its number."""
+    """Multiply, for each block, the factors after it, its gain if it is DoRA, and its number."""
     found: list[Tensor | None] = []
     for place in zip(*(layer.blocks for layer in layers), strict=True):
         block = place[0]

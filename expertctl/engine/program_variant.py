@@ -1,4 +1,4 @@
-"""What a program of a decoder allows for: who attends together, and what plans the rows have."""
+"""What a program of a decoder allows for: which rows attend together, which plans they have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class Variant:
     """What a program allows for.
 
     ``together``: consecutive tokens of one text, else one token each of several. ``numbers``: what
-    pages hold. Plans in some schemes, and with ``scales`` such as have factors. What they add is
-    ``fused`` with the products of the base where that can be; the bits are the same.
+    pages hold. ``adapters``: the schemes of plans; ``scales``: whether some have factors. What they
+    add is ``fused`` with the products of the base where that can be; the bits are the same.
     """
 
     together: bool
@@ -22,9 +22,9 @@ class Variant:
     scales: bool
     fused: bool = True
     routed: frozenset[Scheme] = frozenset()
-    """Those of plans that change routed experts."""
+    """The schemes of plans that change routed experts."""
     scales_routed: bool = False
-    """Whether one of them has factors of what those read."""
+    """Whether one of these plans has factors of the input of routed experts."""
 
 
 def variant(

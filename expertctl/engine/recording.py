@@ -1,6 +1,6 @@
-"""What is remembered of a run in the history of the home: who answered, how long, in what form.
+"""What the history of the home remembers of a run: which experts, how long, in what form.
 
-Neither prompt nor answer is given to it. That nothing can be written is told and never fatal.
+Neither prompt nor answer is given to it. A failure to write is reported and never fatal.
 """
 
 import time

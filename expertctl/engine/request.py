@@ -40,8 +40,8 @@ class RunRequest:
 
     In a conversation ``history`` stands before the message, and the experts of the plan ``before``
     answer again when routing finds none. What is computed for it is kept for the next request of
-    the same ``cache_key``. A conversation that is no user's turn at its end is given whole, as
-    ``turns``: it is read instead, and the message is what it is routed by.
+    the same ``cache_key``. A conversation that does not end with a user's turn is given whole, as
+    ``turns``: it is read instead, and the message is only what it is routed by.
     """
 
     message: UserMessage

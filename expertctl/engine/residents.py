@@ -95,7 +95,7 @@ class Residents:
         tell: Tell,
         moe: StartWishes = USUAL,
     ) -> None:
-        """Begin with nothing in memory; ``ram`` is that of experts where it is another one.
+        """Begin with nothing in memory; ``ram`` is the budget of experts where it is another one.
 
         ``moe`` says how routed experts begin where not all of them fit.
         """
@@ -163,7 +163,7 @@ class Residents:
 
     @property
     def is_in_order(self) -> bool:
-        """Whether the next run may build on this; where nothing is asserted, nobody knows."""
+        """Whether the next run may build on this; False where nothing is asserted."""
         try:
             self.check_integrity()
         except (AssertionError, KeyError, RuntimeError):  # of a device, too
@@ -196,13 +196,13 @@ class Residents:
         stack.enter_context(self.tiers.holding(Tier.DEVICE, "buffers", size, what=what))
 
     def keeper(self, backend: Backend) -> KVKeeper:
-        """Return the owner of such keys and values as the models of a backend read."""
+        """Return the owner of keys and values of the kind that the models of a backend read."""
         if backend.kv_kind not in self._kv:
             self._kv[backend.kv_kind] = backend.new_keeper(self.tiers)
         return self._kv[backend.kv_kind]
 
     def _around(self, base: OpenBase, threads: int) -> Surroundings:
-        if not self._base.is_loaded:  # else it goes on to read those, and to tell of them
+        if not self._base.is_loaded:  # a loaded base reads its own; `take_notes` asks them, too
             self._copies = copies_of(self._planner.bases, base.stored, tell=self._tell)
         return Surroundings(
             directory=base.stored.path,
@@ -259,9 +259,9 @@ class Residents:
     def _expected(
         self, chain: Sequence[tuple[ExpertSource, float]], identity: Digest
     ) -> Iterator[None]:
-        """Have experts read while the base is, until they are pinned or it all failed.
+        """Have experts read while the base is read, until they are pinned or it all failed.
 
-        Whoever reads them is done before their files are given back.
+        Reading them ends before their files are given back.
         """
         if self._base.is_loaded:
             yield
@@ -305,7 +305,7 @@ def _target(base: OpenBase, model: Model, derived: Derived) -> Target:
 
 
 def kv_wanted(base: OpenBase, prepared: Prepared, cache_key: str | None) -> KVWanted:
-    """Return the room that the answer to a request needs, and whose earlier texts may begin it."""
+    """Return the room that an answer needs, with the key of earlier texts that may begin it."""
     prompt = prepared.prompt
     return KVWanted(
         cache_key=cache_key,

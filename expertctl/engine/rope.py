@@ -38,7 +38,7 @@ def rotation_table(config: RopeConfig, positions: int, *, device: torch.device |
 
 
 def table_positions(length: int) -> int:
-    """Return for how many positions a table is made that must reach ``length``."""
+    """Return how many positions a table has that must reach ``length``."""
     return 1 << (length - 1).bit_length()
 
 

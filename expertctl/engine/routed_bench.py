@@ -1,8 +1,8 @@
 """How a base of routed experts runs with all of them in memory, and with a share of them.
 
-One way after the other: each reads and writes the same texts, some rounds of them. The first round
-fills the slots and counts for the picture alone. Random texts are given, token by token; behind
-prompts stands what the base is likeliest to write, which is the same wherever nothing is skipped.
+The ways are measured one after the other: each reads and writes the same texts for some rounds. The
+first round fills the slots and counts only for the picture. Random texts are given, token by token;
+prompts are followed by what the base is likeliest to write, the same wherever nothing is skipped.
 """
 
 import time
@@ -46,7 +46,7 @@ from expertctl.routing.request import DeviceName, Dtype, MoeColdWish, MoeMiss
 from expertctl.telling import Tell, tell_nobody
 
 STRETCHES = 60
-"""Into so many the picture is cut, at most."""
+"""How many stretches the picture has, at most."""
 LEAST = 4
 """Tokens of a stretch, at least: a token of one layer asks for few experts."""
 _OTHER_BASE = "choose another --base: one whose layers have routed experts"
@@ -86,7 +86,7 @@ class RoutedWanted:
 
     @property
     def runs(self) -> int:
-        """How many texts are read, for whoever counts them."""
+        """How many texts are read: what ``progress`` counts."""
         return len(self.holdings) * self.rounds * max(len(self.prompts), 1)
 
 
@@ -184,7 +184,7 @@ def _told(wanted: RoutedWanted) -> str:
 
 
 def _too_little(refused: Mapping[Holding, BudgetError]) -> BudgetError:
-    """Say what the way would take that has the fewest experts in memory.
+    """Say what the way with the fewest experts in memory would take.
 
     What a device itself refused is told as it is: a smaller share would not help.
     """

@@ -1,4 +1,4 @@
-"""What a bench of routed experts found: how fast texts went, and who was there when asked for."""
+"""What a bench of routed experts found: how fast texts went, and how often experts were there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nobody can be missing."""
+        """Whether no expert can be missing."""
         return self.share >= 1
 
     @property
@@ -86,7 +86,7 @@ class RoutedRow:
     report: RoutedReport
     """Of the rounds that count."""
     layers: dict[int, LayerCounts]
-    """Of these rounds, too; empty where nobody counts."""
+    """Of these rounds, too; empty where nothing is counted."""
     timeline: Timeline
     """Of all rounds."""
     counted_from: int

@@ -1,4 +1,4 @@
-"""One way to hold routed experts while a base is measured: how many have slots, and who is first.
+"""One way to hold routed experts while a base is measured: how many have slots, which come first.
 
 What was learnt of a base has no part in what is measured; a profile that is named has.
 """
@@ -40,7 +40,7 @@ def start_by(wishes: StartWishes, routed: ExpertsConfig) -> Start:
 def held(
     base: OpenBase, holding: Holding, start: Start, *, cap: float, cold: MoeColdWish
 ) -> PackedBackend | CudaBackend:
-    """Return what holds so many experts of each layer, at least what a token uses of one.
+    """Return what holds so many experts of each layer, at least one.
 
     Raises:
         UsageError: when more are pinned than a layer has slots.

@@ -34,7 +34,7 @@ NamedLanes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:
-    """One layer: its slots, where all are alike and as they are given, and what those serve."""
+    """One layer: its slots, in an even plan and in this one, and what they serve."""
 
     layer: int
     even: int
@@ -61,7 +61,7 @@ class LanePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedPlan:
-    """Who lies where by one weighting."""
+    """Which experts lie in which lane by one weighting."""
 
     weighting: Weighting
     lanes: tuple[LanePlan, ...]
@@ -84,9 +84,9 @@ class RoutedPlan:
     """Bytes of one in the copy that is read, see `expert_copies.compact_bytes`."""
     plan: CachePlan
     known: str | None
-    """Where what is known is from."""
+    """Where what is known comes from."""
     texts: int
-    """What a text takes besides that is asked for without further wishes."""
+    """What a text that is asked for without further wishes takes besides."""
     layers: tuple[LayerPlan, ...]
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
@@ -114,7 +114,7 @@ class RoutedPlan:
 
     @property
     def grows(self) -> bool:
-        """Whether more fit once a run has kept a copy, where experts are shorter."""
+        """Whether more fit once a run has kept a copy, in which experts are shorter."""
         return not self.whole and self.compact is None
 
     @property
@@ -165,7 +165,7 @@ def routed_plan(
     ``compact`` is what an expert takes in the copy of the base, see `expert_copies.compact_bytes`.
 
     Raises:
-        IncompatibleError: when it has no routed experts, or its sizes are none for kernels.
+        IncompatibleError: when it has no routed experts, or kernels do not support its sizes.
         UsageError: when there are too many lanes, or more pins than slots.
     """
     routed, scheme = config.experts, SCHEMES[dtype]

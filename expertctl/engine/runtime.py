@@ -54,8 +54,8 @@ class Engine:
 
     To stop an answer, say so by ``cancelled``: what is in memory stays. An exception that a signal
     raises may come in the middle of bookkeeping; the next run looks whether all adds up, and where
-    it does not, begins with nothing loaded. While the traceback of such an exception is kept, so
-    may be what it refers to: that the engine is busy, if it came as a ``with`` block was left.
+    it does not, begins with nothing loaded. While the traceback of such an exception is kept, what
+    it refers to may be kept, too: the engine stays busy if it was raised as a ``with`` block ended.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine:
         """The answer that is not at its end."""
         self._is_doubtful = False
         self._beside = 0
-        """What a run took besides its base for which slots of routed experts left no room."""
+        """What a run took besides its base, when slots of routed experts left too little for it."""
         self._presence = Presence(planner.home.engines, self.budget)
         self._admission = Admission(planner.store.paths.running, pause=self._pause)
         self._planner, self._progress, self._tell = planner, progress, tell
@@ -216,7 +216,7 @@ class Engine:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Tell what could not be kept where it all fails, so that no result will."""
+        """If the run fails, tell what could not be kept, for then no result tells it."""
         try:
             yield
         except Exception:
@@ -269,10 +269,10 @@ class Engine:
         }
 
     def _prepared(self, request: RunRequest, planned: Planned, files: Files) -> Prepared:
-        """Prepare a run; where slots of routed experts left too little for it, with fewer of them.
+        """Prepare a run; where slots of routed experts leave too little for it, with fewer slots.
 
-        They stay as few for the runs that come, which would read the base anew each time. Where
-        even none would not do, they are as many as before.
+        Later runs keep as few slots, else each would read the base anew. Where even the fewest
+        leave too little, there are as many as before.
         """
         planner, limit = self._planner, self.budget.limit
         prepared = self._opened(request, planned, files, beside=self._beside)

@@ -132,7 +132,7 @@ def softmax(scores: Scores) -> Scores:
 def keep_top_p(chances: Scores, top_p: float) -> Scores:
     """Keep the fewest of the likeliest tokens that reach ``top_p``; of equals the lowest ids.
 
-    Few of many are sorted: those about as likely as the last one that is kept.
+    Only a few are sorted: those about as likely as the last one that is kept.
     """
     if top_p >= 1.0:
         return chances
@@ -161,7 +161,7 @@ def _that_may_count(chances: Scores, top_p: float) -> Scores:
 
 
 def _steps_of(chances: Scores) -> Any:
-    """Return how likely each is, in eighths of a power of two: the larger number, the likelier.
+    """Return how likely each is, in eighths of a power of two: the larger, the likelier.
 
     The bits of floats that are not negative are in the order of the floats.
     """

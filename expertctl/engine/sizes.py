@@ -20,7 +20,7 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 def base_sizes(base: StoredBase) -> tuple[Mapping[Dtype, int], int | None]:
     """Return the weights of a base in each dtype it can be held in, and a token's keys and values.
 
-    These are as a run keeps them that is told no dtype. There are none of a base that only
+    The latter are those of a run that is told no dtype. Both are missing for a base that only
     ``--engine transformers`` runs, or whose files are gone.
     """
     try:

@@ -3,10 +3,11 @@
 Prompts are read by the same `Decoder` as on a processor, in chunks, into a row of a `KVArena`. A
 step reads one more token of each of several texts: a bucket of rows, a bucket of positions that are
 looked at, and plans in slots. For each such kind of step there is one graph, captured when it comes
-first; on a processor the same function is called. Of so many kinds graphs are kept, the last ones.
+first; on a processor the same function is called. Graphs of up to `KINDS` kinds are kept.
 
-Where routed experts may be missing a step is done in stages, some of which stay. A text whose plan
-changes routed experts is read by the decoder of prompts, token after token: its plan has no slots.
+Where routed experts may be missing, a step is done in stages, and some of their graphs stay. A text
+whose plan changes routed experts is read by the decoder of prompts, token by token: its plan has no
+slots.
 """
 
 import threading
@@ -51,7 +52,7 @@ from expertctl.engine.static_step import StaticStep, StepRoom, passing_bytes, ro
 from expertctl.package.model_config import ModelConfig
 
 KINDS = 8
-"""Of so many kinds of steps graphs are kept: an answer that grows leaves its short ones behind."""
+"""Graphs of so many kinds of steps are kept: an answer that grows leaves its short ones behind."""
 SHORTEST = 256
 """Steps look at no fewer positions than this, if there are as many."""
 _FLOAT_BYTES = 4
@@ -80,7 +81,7 @@ class StaticDecoder:
     ) -> None:
         """Run a base where its weights are; without ``captures`` steps are called as they are.
 
-        ``experts`` has those that are routed, which the weights do not have.
+        ``experts`` has the routed experts, which the weights do not have.
         """
         self.config, self.device = config, weights.device
         self.modules = frozenset(config.linear_shapes())
@@ -200,7 +201,7 @@ class StaticDecoder:
 
     @told_when_full()
     def fetch_asked(self) -> None:
-        """Have fetched from the device which experts were asked for, between two steps."""
+        """Fetch from the device which experts were asked for; between two steps."""
         with self._lock:
             self._one_more.fetch_asked()
 
@@ -222,7 +223,7 @@ class StaticDecoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device beside those, weights and arenas, without graphs and passes."""
+        """Bytes on the device besides `staying_bytes`, weights, arenas, graphs and passes."""
         held = (self._room, self._plans)
         return sum(each.nbytes for each in held if each is not None)
 
@@ -251,7 +252,7 @@ class StaticDecoder:
             row.cache.advance(1)
 
     def _read(self, step: Bucket, texts: Sequence[int]) -> None:
-        """Do a step, in one piece or in stages, captured unless somebody wants its times."""
+        """Do a step, in one piece or in stages, captured unless it is timed."""
         run = self.graphs.run if self._one_more.times is None else _call
         if self._staged is not None:
             self._staged(step, texts, run=run)
@@ -263,7 +264,7 @@ class StaticDecoder:
         self._one_more.count_asked(step.room, texts)
 
     def _prepared_room(self, arena: KVArena, *, rows: int) -> StepRoom:
-        """Return a room over an arena that is large enough; another one takes its graphs along."""
+        """Return a large enough room over an arena; graphs of another room are let go of."""
         room = self._room
         if room is None or room.arena is not arena or room.rows < rows:
             self.graphs.clear()
@@ -273,7 +274,7 @@ class StaticDecoder:
 
     @torch.inference_mode()
     def _slots_of(self, plans: Sequence[Deltas]) -> list[int]:
-        """Return the slot of each plan, with larger slots where they do not fit."""
+        """Return the slot of each plan, making larger slots where they do not fit."""
         different = {id(plan): plan for plan in plans if plan}
         held = self._plans
         if different and (held is None or not held.holds(different.values())):
@@ -301,7 +302,7 @@ def buffer_bytes(
 
     Texts have up to ``capacity`` tokens, ``rows`` of them are read in a step with up to ``plans``
     plans of up to a ``width``; 0 is the base alone. A prompt and a step do not come at once.
-    ``experts`` is what routed experts are stacked as.
+    ``experts`` is the shape of routed experts in the stack.
     """
     count, slots = bucket(rows), bucket(plans) if width else 0
     held = room_bytes(config, capacity=capacity, rows=count)
@@ -321,7 +322,7 @@ def step_buffer_bytes(
     width: int = 0,
     experts: StackShape | None = None,
 ) -> int:
-    """Return what of that one step makes and forgets; as much is in the pool of its graphs."""
+    """Return what of `buffer_bytes` one step makes and forgets; the pool of graphs has as much."""
     columns = bucket(plans) * rank_bucket(width) if width else 0
     made = 0
     if experts is not None and config.experts is not None:
@@ -347,6 +348,6 @@ def _call(_: Hashable, function: Callable[[], None]) -> None:
 
 
 def bucket(count: int, *, least: int = 1, most: int | None = None) -> int:
-    """Return the power of two that serves a count, at most the most that there is."""
+    """Return the power of two that serves a count, within ``least`` and ``most``."""
     size = max(least, 1 << (count - 1).bit_length())
     return size if most is None else min(size, most)

@@ -1,10 +1,10 @@
 """Captured steps: on a CUDA device a step is recorded once and replayed; elsewhere it is called.
 
-What is captured reads and writes tensors that stay where they are, and its own passing ones come
-from one pool. All graphs share it: one runs at a time, and nothing in it outlives a run. Whoever
-asks says how many there are at most; then all go, and none alone: they were captured on one stream,
-which is nobody else's, and torch, letting go of one, lets go of the workspace that its libraries
-have for that stream; the others hold its address (pytorch#193402).
+A captured step reads and writes tensors that stay where they are; its temporary ones come from one
+pool. All graphs share it: one runs at a time, and nothing in it outlives a run. The caller says how
+many there are at most; beyond that all go, never one alone. They were captured on one stream, which
+no other owner has, and torch, letting go of one, lets go of the workspace that its libraries have
+for that stream, whose address the others hold (pytorch#193402).
 """
 
 from collections.abc import Callable, Hashable
@@ -68,8 +68,8 @@ class Graphs:
     def _capture(self, function: Function) -> torch.cuda.CUDAGraph:
         """Call once so that libraries have what they need, then record.
 
-        Other threads may use the device meanwhile. A pool that no graph has is gone: where the
-        first one fails, the next begins with another.
+        Other threads may use the device meanwhile. A pool without graphs is gone, so after a first
+        capture that failed the next one begins with another pool.
         """
         if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
@@ -78,7 +78,7 @@ class Graphs:
         side, graph = self._side.stream, torch.cuda.CUDAGraph()
         side.wait_stream(here)
         try:
-            with torch.cuda.stream(side):  # torch does not leave it where a capture ends badly
+            with torch.cuda.stream(side):  # torch does not leave the stream if a capture fails
                 function()
                 with torch.cuda.graph(
                     graph, pool=self._pool, stream=side, capture_error_mode="thread_local"

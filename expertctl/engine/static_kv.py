@@ -1,10 +1,9 @@
 """`KVArena`: keys and values of several texts at addresses that never change, for captured steps.
 
 Layout ``[layer, row, kv_head, capacity + 1, head_dim]``: a text is a row, and the rows of a batch
-are the first ones, so nothing is gathered. The last position of each row is a place to write to for
-rows of a batch that no text stands in. A row is cleared for each text: attention over a length
-bucket multiplies what no token has written by zero, and that must be zero too after a text whose
-numbers were none.
+are the first ones, so nothing is gathered. Where a row of a batch has no text, its last position is
+written. A row is cleared for each text: attention over a length bucket multiplies by zero what no
+token has written, which makes zero of finite numbers only, and a text may leave NaN.
 """
 
 import torch

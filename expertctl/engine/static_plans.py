@@ -2,11 +2,11 @@
 
 For each linear layer all A stand below each other and all B too, slot after slot; the factors of
 all slots are the rows of tables. A row of a batch names the slot of its plan, 0 for none. All
-low-rank products of a layer are two products, in between every row keeps its own plan's columns:
-nothing is gathered, and which row has which plan is a number that a captured step reads.
+low-rank products of a layer are two products; in between, every row keeps its own plan's columns.
+So nothing is gathered, and which plan a row has is a number that a captured step reads.
 
-Ranks are rounded up to powers of two, by kind of layer; what a plan does not fill is zero. Where a
-plan comes that needs more, the slots are made anew, and so is what was captured with them.
+Ranks are rounded up to powers of two, by kind of layer; what a plan does not fill is zero. When a
+plan needs more, the slots are made anew, and so is what was captured with them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -149,11 +149,11 @@ class PlanSlots:
         return there >= {id(plan) for plan in plans}
 
     def place(self, plans: Sequence[Deltas]) -> list[int]:
-        """Return the slots of plans, of no plan for one that changes nothing.
+        """Return the slots of plans, `NO_SLOT` for one that changes nothing.
 
         Raises:
-            IncompatibleError: when numbers of a plan are not finite: what a row multiplies by zero
-                would reach it all the same.
+            IncompatibleError: when numbers of a plan are not finite: multiplied by zero, they would
+                reach rows of other plans.
         """
         there = {id(plan): slot for slot, plan in self._plans.items()}
         wanted = {id(plan): plan for plan in plans if plan}
@@ -172,7 +172,7 @@ class PlanSlots:
         _check_finite(plan)
         free = (slot for slot in range(1, self.slots + 1) if slot not in self._plans)
         slot = next(free, None) or next(iter(self._plans))
-        self._plans.pop(slot, None)  # nobody's, should writing not come to its end
+        self._plans.pop(slot, None)  # it has no plan, should writing fail
         for module, stack in self.stacks.items():
             stack.put(slot, plan.get(module))
         self._plans[slot] = plan

@@ -1,13 +1,14 @@
-"""A step of a base whose routed experts may be missing: stages, and a border behind each router.
+"""A step of a base whose routed experts may be missing: stages, with a border behind each router.
 
-Up to a border one function chooses the experts of a layer; there the host is told whom, and asks
-for those who are missing. While they come, another one computes those who are there, and for all
-others the dummy, which makes nothing; a third one adds those who came. Who is in which row of the
-stack changes only at a border. Each stage is captured and replayed by itself.
+Up to a border one function chooses the experts of a layer; at the border the host learns which, and
+asks for those that are missing. While they come, a second one computes those that are there, and in
+place of the others the dummy, which makes zeros; a third one adds those that came. Which expert is
+in which row of the stack changes only between two stages. Each stage is captured and replayed by
+itself.
 
-What computes experts reads nothing of a text and asks the device which layer it is for: two graphs
-for each bucket of rows serve all layers and texts, and stay with the base, as their room does. What
-reads keys and values, or a plan, is captured for one text and goes with it.
+The stages that compute experts read nothing of a text and ask the device which layer they are for:
+two graphs for each bucket of rows serve all layers and texts, and stay with the base, as their room
+does. A stage that reads keys and values, or a plan, is captured for one text and goes with it.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +30,7 @@ from expertctl.package.model_config import ModelConfig
 Run = Callable[[Hashable, Callable[[], None]], None]
 """Does what a function does, as `Graphs.run`."""
 ROWS = 1
-"""For so many there is always room; texts of a base are read one after the other."""
+"""For so many rows there is always room; texts of a base are read one after the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,13 +58,13 @@ class StagedStep:
         self._config, self._step, self._layers = config, step, layers
         device = layers.experts.stack.device
         self.graphs = Graphs(device, captures=captures)
-        """Those that stay."""
+        """The graphs that stay."""
         self.room = StackedRoom(config, rows=ROWS, device=device)
 
     def __call__(self, bucket: Bucket, texts: Sequence[int], *, run: Run) -> None:
         """Read a token in each of the first rows; texts stand in some of them.
 
-        ``run`` does what goes with the text.
+        ``run`` runs the stages that go with the text.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -102,7 +103,7 @@ class StagedStep:
         self.room = StackedRoom(self._config, rows=rows, device=device)
 
     def _cross(self, bucket: Bucket, texts: Tensor, mlp: StackedMlp, run: Run) -> None:
-        """Ask for those who were chosen; compute them, who is there first."""
+        """Ask for the chosen experts; compute them, those that are there first."""
         experts, chosen, rows = self._layers.experts, self.room.receive(texts), bucket.rows
         stay: Run = self.graphs.run if self._step.times is None else run
         likely = None if mlp.foresee is None else chosen.likely
@@ -138,7 +139,7 @@ class StagedStep:
 
     @torch.inference_mode()
     def _compute_beside(self, bucket: Bucket, mlp: StackedMlp) -> None:
-        """Compute what reads every token."""
+        """Compute the shared expert, which reads every token."""
         assert mlp.shared is not None
         rows, room = bucket.rows, self.room
         with self._step.spent(f"layers.{mlp.layer}.mlp"):
@@ -148,7 +149,7 @@ class StagedStep:
 
     @torch.inference_mode()
     def _compute(self, rows: int, layer: int) -> None:
-        """Compute who is there; ``layer`` is for whoever wants to know the time."""
+        """Compute the experts that are there; ``layer`` only says where the time goes."""
         room, experts = self.room, self._layers.experts
         with self._step.spent(f"layers.{layer}.mlp"):
             normed, routed = room.normed[:rows], room.routed(rows)
@@ -161,7 +162,7 @@ class StagedStep:
 
     @torch.inference_mode()
     def _compute_rest(self, rows: int, layer: int) -> None:
-        """Add who came meanwhile; for who was there before the dummy is computed."""
+        """Add the experts that came meanwhile; the dummy stands for those there before."""
         room, experts = self.room, self._layers.experts
         with self._step.spent(f"layers.{layer}.mlp"):
             routed = room.routed(rows)

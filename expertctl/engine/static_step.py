@@ -46,7 +46,7 @@ class StepRoom:
         self.rotations = rotation_table(config.rope, positions, device=device)
         self.logits = torch.empty(rows, config.vocab_size, device=device)
         self.asked = torch.zeros(_asked_shape(config, rows), dtype=torch.long, device=device)
-        """Which routed experts each row chose, [routed layers, rows, used]; not of stages."""
+        """Which routed experts each row chose, [routed layers, rows, used]; not for stages."""
         self.scores = torch.empty_like(self.logits, device="cpu", pin_memory=pinned)
 
     @property
@@ -56,7 +56,7 @@ class StepRoom:
         return sum(part.nbytes for part in parts)
 
     def begin(self) -> None:
-        """Let every row be one that no text stands in: it writes where nobody reads."""
+        """Make every row one without a text: it writes to a position that is never read."""
         self.host.zero_()
         self.host[1].fill_(self.arena.capacity)
 
@@ -106,7 +106,7 @@ class StaticStep:
     ) -> None:
         """Sort the weights into layers; ``stacked`` are those whose experts are in a stack."""
         self.times: LayerTimes | None = None
-        """Where the time of each part goes, while somebody wants it; nothing is captured then."""
+        """Gets the time of each part while steps are timed; nothing is captured then."""
         self._config, self._device = config, weights.device
         self._embedding = weights.tensors[EMBEDDING]
         self._norm = weights.tensors["model.norm.weight"]
@@ -122,13 +122,13 @@ class StaticStep:
         self.score(x, room, shared)
 
     def count_asked(self, room: StepRoom, texts: Sequence[int]) -> None:
-        """Have counted whom the rows of texts chose in a step, behind it and beside no graph."""
+        """Count which experts the rows of texts chose in a step; after it, in no graph."""
         if self._asked is not None:
             chosen = [room.asked[:, place] for place in texts]
             self._asked.add_step(torch.stack(chosen, dim=1))  # by an index the host would wait
 
     def fetch_asked(self) -> None:
-        """Have fetched what was counted."""
+        """Fetch what was counted."""
         if self._asked is not None:
             self._asked.fetch()
 
@@ -155,11 +155,11 @@ class StaticStep:
             return x + self._attention(x, self._layers[number], number, shared.arena, shared)
 
     def norm_for_mlp(self, x: Tensor, number: int) -> Tensor:
-        """Return what reads what follows attention in a layer."""
+        """Return the normed input of what follows attention in a layer."""
         return self._normed(x, self._layers[number].mlp_norm)
 
     def apply_shared(self, x: Tensor, expert: SharedExpert, shared: SharedPlans) -> Tensor:
-        """Apply what reads every token, with the plan of each row."""
+        """Apply the shared expert, which reads every token, with the plan of each row."""
         out = _gated(x, expert.mlp, shared)
         return out if expert.gate is None else out * _linear(x, expert.gate, shared).sigmoid()
 
@@ -236,7 +236,7 @@ class StaticStep:
 
     @contextmanager
     def spent(self, place: str) -> Iterator[None]:
-        """Have the time of a part added, while somebody wants it."""
+        """Add the time of a part, while steps are timed."""
         if self.times is None:
             yield
             return

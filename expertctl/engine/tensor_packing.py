@@ -45,7 +45,7 @@ class Stretch:
     rows: int
     place: Place
     hasher: "hashlib._Hash | None"
-    """What is given its bytes; then stretches of a tensor are packed one after another."""
+    """Gets its bytes, if there is one; then stretches of a tensor are packed one after another."""
 
 
 def packing_threads() -> int:
@@ -54,7 +54,7 @@ def packing_threads() -> int:
 
 
 def thread_bytes(columns: int) -> int:
-    """Return what a thread takes that packs rows of so many columns, at most."""
+    """Return what a thread that packs rows of so many columns takes, at most."""
     return portion_rows(columns) * columns * _NUMBER_BYTES + _THREAD_BYTES
 
 

@@ -11,7 +11,7 @@ SMALL_MODEL = 64 << 20
 
 
 def choose_threads(weight_bytes: int) -> int:
-    """Return the thread count for a model; ``OMP_NUM_THREADS`` has been heard already."""
+    """Return the thread count for a model; torch has applied ``OMP_NUM_THREADS`` already."""
     if weight_bytes < SMALL_MODEL:
         return 1
     return min(torch.get_num_threads(), usable_cores())

@@ -3,15 +3,14 @@
 SSD → RAM → device. RAM holds an expert's verified bytes, the device tier what is computed with: the
 compiled plan. Without an accelerator both tiers lie in the same memory and share one `Budget`.
 
-Rules: what does not fit is made room for *before* it is loaded; what is pinned stays, and so does
-what a resident plan uses in place; who of the rest goes first says `eviction`. Borrowing is by
-``with``, so nothing is left pinned.
+Rules: room for an entry is made *before* it is loaded; what is pinned stays, and so does what a
+resident plan uses in place; `eviction` says what of the rest goes first. Borrowing is by ``with``,
+so nothing is left pinned.
 
 Any thread may ask. Every decision is made under one lock, on entries that are in the ledger
 already; bytes are read, multiplied and packed outside of it. What is on its way is brought once:
-whoever else wants it waits for that, and brings it itself only where that fails, so an error comes
-to a request from its own reading. Nobody waits for what another request needs, so nobody waits
-for ever.
+another request that wants it waits, and brings it itself only if that fails, so a request gets
+errors of its own reading only. None waits for what only another one needs, so none waits for ever.
 """
 
 import threading
@@ -65,7 +64,7 @@ class Traffic:
     waits: int = 0
     """How often a request waited for what was on its way."""
     nbytes: int = 0
-    """Bytes that were brought, whoever needed them in the end."""
+    """Bytes that were brought, needed in the end or not."""
 
 
 class Tiers:
@@ -99,10 +98,10 @@ class Tiers:
     def spare_from(
         self, tier: Tier, *, nbytes: Callable[[], int], give_up: Callable[[int], None]
     ) -> None:
-        """Know of an owner that keeps rows of keys and values until room is needed.
+        """Register an owner that keeps rows of keys and values until room is needed.
 
         ``nbytes`` is what it can spare; ``give_up`` releases at least so many of them. Both are
-        called by any thread, with the `lock` held: by that, its owner guards its own state too.
+        called by any thread, with the `lock` held, which guards the owner's state, too.
         """
         with self._lock:
             self._memory.spares.append(Spare(self._budgets[tier], nbytes, give_up))
@@ -136,9 +135,9 @@ class Tiers:
 
     @contextmanager
     def expecting(self, keys: Iterable[Key]) -> Iterator[Ticket]:
-        """Announce what will be needed; it goes after all else that may, the soonest needed last.
+        """Announce what will be needed; it is evicted after all else, what is needed soonest last.
 
-        What was fetched for it and is needed by nobody in the end goes with it.
+        What was fetched for it but never used goes at the end, unless it is still expected.
         """
         with self._lock:
             self._tickets += 1
@@ -153,10 +152,10 @@ class Tiers:
                 self._changed.notify_all()
 
     def fetch(self, item: Wanted[Resident], ticket: Ticket) -> None:
-        """Bring what is expected, once there is room that nobody needs sooner.
+        """Bring what is expected, once there is room that is not needed sooner.
 
-        Returns when it is there, on its way, or expected no more. Where it fails, whoever needs it
-        brings it again, and is told.
+        Returns when it is there, on its way, or expected no more. If it fails, the request that
+        needs it brings it again, and gets the error.
         """
         entry = self._begin_fetch(item, ticket)
         if entry is not None:
@@ -236,7 +235,7 @@ class Tiers:
     def _hold(self, wanted: Sequence[Wanted[Resident]]) -> dict[Key, Entry[Key]]:
         """Pin what is there, bring the rest and pin that too; all or nothing.
 
-        What another brought in vain is wanted again.
+        What another request failed to bring is tried again.
         """
         missing = {item.key: item for item in wanted}
         held: dict[Key, Entry[Key]] = {}
@@ -263,7 +262,7 @@ class Tiers:
                 held.update(own)
             self._bring([item for item in wanted if item.key in own], own)
         finally:
-            for key, entry in own.items():  # one fails, others are not begun: nobody waits for them
+            for key, entry in own.items():  # if one failed, those not begun, too
                 self._settle(entry, key)
         with self._lock:
             self._await(there, held)
@@ -285,7 +284,7 @@ class Tiers:
             self._changed.notify_all()
 
     def _enter(self, absent: Sequence[Wanted[Resident]], own: dict[Key, Entry[Key]]) -> None:
-        """Enter the cost of all, and into ``own`` that they are on their way, pinned."""
+        """Enter the cost of all, and into ``own`` the entries that are to be brought, pinned."""
         if not absent:
             return
         budget, what = self._budgets[absent[0].key[0]], ", ".join(item.what for item in absent)
@@ -303,7 +302,7 @@ class Tiers:
         return Entry(budget, item.nbytes, now, item.uses, traffic=item.traffic, count=count)
 
     def _announce(self, item: Wanted[Resident], entry: Entry[Key], what: str) -> Entry[Key]:
-        """Say that somebody brings it; whoever does settles it, whatever happens."""
+        """Enter what is on its way; the caller brings it and settles it, whatever happens."""
         entry.budget.reserve("experts", item.nbytes, what=what)
         self._memory.entries[item.key] = entry
         return entry
@@ -325,7 +324,7 @@ class Tiers:
             self._settle(entry, item.key)
 
     def _settle(self, entry: Entry[Key], key: Key) -> None:
-        """Let what came be used; strike out what did not, let go of what nobody needs any more."""
+        """Let what came be used; strike out what did not, and what is not needed any more."""
         with self._lock:
             if entry.landed or self._memory.entries.get(key) is not entry:
                 return
@@ -359,7 +358,7 @@ class Tiers:
             return None
 
     def _has_spare_room(self, item: Wanted[Resident], ticket: Ticket) -> bool:
-        """Make room for what is expected without what is needed before it, if that is possible."""
+        """Make room for what is expected, sparing what is needed sooner, if that is possible."""
         budget, sooner = self._budgets[item.key[0]], self._memory.sooner(ticket)
         if item.nbytes > self._memory.room(budget, spared=sooner):
             return False
@@ -367,7 +366,7 @@ class Tiers:
         return True
 
     def _make_room(self, budget: Budget, purpose: Purpose, size: int, *, what: str) -> None:
-        """Make so many bytes free, once what nobody needs yet has landed."""
+        """Make so many bytes free, once entries on their way that are not pinned have landed."""
         while size > (room := self._memory.room(budget)):
             if size > room + self._memory.coming(budget):
                 raise budget.refusal(purpose, size, what=what)

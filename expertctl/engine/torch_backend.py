@@ -1,4 +1,4 @@
-"""A base that torch holds and runs: every size, tiny ones before numba would even be imported."""
+"""A base that torch holds and runs: every size, tiny ones in less time than numba's import."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +51,7 @@ class TorchBackend:
 
     @property
     def cache(self) -> None:
-        """All of them are in memory."""
+        """None: all of them are in memory."""
 
     @property
     def loading_bytes(self) -> int:
@@ -60,7 +60,7 @@ class TorchBackend:
 
     @property
     def host_bytes(self) -> int:
-        """They are in no other memory."""
+        """0: they are in no other memory."""
         return 0
 
     @property
@@ -84,7 +84,7 @@ class TorchBackend:
 
     @property
     def kv_kind(self) -> str:
-        """The same where one keeper serves."""
+        """Equal where one keeper serves."""
         return "torch"
 
     def new_keeper(self, tiers: Tiers) -> KVSlots:
@@ -120,7 +120,7 @@ class TorchModel:
     decoder: Decoder
     weights: BaseWeights
     read_bytes: int
-    """How much of files was read for them."""
+    """How many bytes of files were read for them."""
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +139,11 @@ class TorchModel:
 
     @property
     def counters(self) -> None:
-        """Nobody counts what all of is there."""
+        """None: where all experts are there, nothing is counted."""
 
     @property
     def experts(self) -> None:
-        """No profile says who stays where all are there."""
+        """None: where all experts are there, a profile changes nothing."""
 
     def prepare(self, cache: KVRoom, plan: CompiledPlan, *, tokens: int, rows: int = 1) -> None:
         """Do nothing: torch makes nothing beforehand."""
@@ -160,7 +160,7 @@ class TorchModel:
         return step_each(texts)
 
     def timed(self, times: LayerTimes) -> AbstractContextManager[None]:
-        """Have the time of each part of what is read meanwhile added."""
+        """Add to ``times`` how long each part of what is read meanwhile takes."""
         return self.decoder.timed(times)
 
     def matrix(self, module: str) -> Tensor:
@@ -180,7 +180,7 @@ class TorchModel:
         """Do nothing: its weights are only read."""
 
     def close(self) -> None:
-        """Do nothing: torch's threads are everybody's."""
+        """Do nothing: torch's threads are those of the whole process."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 Mapping it (moving pointers, registering operators) is a seventh of ``import torch`` and needs no
 Python, but an import holds Python's lock all the time. A call by ctypes lets go of it. The loader
-of the system has a lock too: whoever maps another library meanwhile waits.
+of the system has a lock too: a thread that maps another library meanwhile waits.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ MAPPED_BEFORE = (
     "sqlite3",
     "tokenizers",
 )
-"""What a run imports before torch and has libraries of its own: later it would wait."""
+"""Modules with libraries of their own that a run imports before torch: later it would wait."""
 
 
 def map_ahead() -> None:

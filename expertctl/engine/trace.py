@@ -1,7 +1,7 @@
 """A generation that is looked at more closely, on request: time by layer, allocations by token.
 
-Steps take turns: of one the layers are timed, of the next the allocations are counted, for counting
-slows Python down. What comes out of a text is the same.
+Steps alternate: in one the layers are timed, in the next the allocations are counted, for counting
+slows Python down. The text that comes out is the same.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 """`Batch`: the texts that are being written on one model, each row with a plan of its own.
 
 One pass reads a stretch of one prompt and then one token of every text that is past its prompt, so
-long prompts hold up nobody for longer than a stretch takes. Who computes here is one thread; what a
-text gets does not depend on who else is in the batch beyond the last bits of floating point, and
-with a deterministic base not at all.
+a long prompt delays other texts by one stretch a pass at most. One thread computes. What a text
+gets depends on other texts of the batch in the last bits of floating point only, and with a
+deterministic base not at all.
 """
 
 import time
@@ -16,9 +16,9 @@ from expertctl.engine.serving.text import Text
 from expertctl.errors import ExpertError
 
 STRETCH = 512
-"""How many tokens of a prompt are read at a time when nobody waits for a token."""
+"""How many tokens of a prompt are read at a time when no text waits for its next token."""
 BESIDE = 128
-"""And when somebody does."""
+"""The same when one does."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def texts(self) -> Sequence[Text]:
-        """Those that are in it."""
+        """The texts that are in it."""
         return tuple(self._texts)
 
     @property
@@ -57,7 +57,7 @@ class Batch:
 
     def add(self, text: Text) -> None:
         """Take a text in."""
-        assert self.free > 0, "whoever adds has looked"
+        assert self.free > 0, "the caller has looked"
         text.served = self._pass
         self._texts.append(text)
 
@@ -80,7 +80,7 @@ class Batch:
         return over
 
     def remove(self, text: Text) -> None:
-        """Put a text out, if it is in."""
+        """Remove a text, if it is in."""
         self._texts = [other for other in self._texts if other is not text]
 
     def check_integrity(self) -> None:
@@ -90,7 +90,7 @@ class Batch:
         assert len({id(text.reading) for text in self._texts}) == len(self._texts)
 
     def _stop(self) -> None:
-        """End what is not wanted any more, or took too long."""
+        """End texts that are no longer wanted or took too long."""
         for text in self._texts:
             why = text.ticket.stopped()
             if why is not None:
@@ -131,7 +131,7 @@ class Batch:
             self._attempt([text], partial(text.take, logits))
 
     def _attempt(self, texts: Sequence[Text], work: Callable[[], None]) -> None:
-        """Do something for texts; where it fails, they do."""
+        """Do something for texts; if it fails, they fail with it."""
         try:
             work()
         except ExpertError as error:

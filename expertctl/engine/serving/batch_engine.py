@@ -4,11 +4,11 @@
 
     submit -> line -> desk: plan, tokenise -> loader: experts into memory -> press: batch -> desk
 
-Three threads: the next jobs are planned and loaded while others are written. A few more than there
-are rows free are prepared; all others wait in the line, where order is decided late.
+Three threads: the next jobs are planned and loaded while others are written. A few more jobs are
+prepared than rows are free; all others wait in the line, where order is decided late.
 
-Memory that is not there yet is waited for as long as another job may give some back. A job that
-could not have it even alone is refused.
+A job waits for missing memory as long as another job may give some back. A job that could not have
+it even alone is refused.
 """
 
 import uuid
@@ -43,7 +43,7 @@ from expertctl.schema.strict_json import JsonObject
 from expertctl.telling import WARNING, Tell, tell_nobody
 
 WARM_TOKENS = 24
-"""How long the answers to prompts are that warm up."""
+"""The most tokens of an answer to a warm-up prompt."""
 
 
 class BatchEngine:
@@ -58,7 +58,7 @@ class BatchEngine:
         torch_below: int = TORCH_BELOW,
         broke: Broke = lambda: None,
     ) -> None:
-        """Hold nothing yet; ``tell`` gets what whoever runs the server should know.
+        """Hold nothing yet; ``tell`` gets what the operator of the server should know.
 
         ``broke`` is called if the engine ends by itself: by a bug, or a device that failed.
 
@@ -91,7 +91,7 @@ class BatchEngine:
         for prompt in self.settings.warm:
             self._answer_first(_request(prompt, max_tokens=WARM_TOKENS))
         if (counters := self._house.model.counters) is not None:
-            counters.reset()  # what is observed is what others ask for
+            counters.reset()  # only what callers ask for is observed
 
     @property
     def is_working(self) -> bool:
@@ -105,20 +105,20 @@ class BatchEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """How the base's text is tokens, and what its chat template is."""
+        """The tokenizer of the base, with its chat template."""
         return self._house.base.tokenizer
 
     @property
     def context(self) -> int:
-        """How many tokens it reads, with the answer."""
+        """How many tokens the base reads, including the answer."""
         return self._house.base.context
 
     def submit(self, job: Job, sink: Sink) -> None:
-        """Take a job into the queue; its events come to the sink from now on.
+        """Take a job into the queue; its events go to the sink from now on.
 
         Raises:
             RateLimitError: when the queue is full, or the server ends.
-            UsageError: when it wants what is not done here.
+            UsageError: when it asks for something that this server does not do.
         """
         rows = self.settings.rows
         if job.texts > rows:
@@ -128,23 +128,23 @@ class BatchEngine:
         self._desk.prepare_next()
 
     def cancel(self, job_id: str) -> None:
-        """End a job where it is; one that is unknown or at its end stays as it is."""
+        """End a job where it is; one that is unknown or has ended stays as it is."""
         self._board.call_off(job_id)
 
     def plan(self, request: RunRequest) -> Future[Planned]:
-        """Return the plan that a request would have, or what is wrong with it, once it is made.
+        """Return a future of the plan that a request would have, or of what is wrong with it.
 
         Raises:
-            UsageError: when it wants what is not done here.
+            UsageError: when it asks for something that this server does not do.
         """
         return self._desk.plan(self._house.bound(request))
 
     def experts(self) -> Future[tuple[ExpertHere, ...]]:
-        """Return the installed experts that can be read, once what is planned now is done."""
+        """Return the installed experts that can be read, once earlier planning is done."""
         return self._desk.experts()
 
     def expected_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait, or one would that came now."""
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
         return self._board.expected_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
@@ -190,10 +190,10 @@ class BatchEngine:
         return self._observation(None if counters is None else counters.observed())
 
     def observe(self, *, mode: Mode | None = None, reset: bool = False) -> Observation:
-        """Count routed experts in another mode, or begin again; return what is there then.
+        """Count routed experts in another mode, or from zero; return what is counted then.
 
         Raises:
-            IncompatibleError: when the base has none, or nobody counts them.
+            IncompatibleError: when the base has none, or they are not counted.
         """
         counters = self._house.model.counters
         if counters is None:
@@ -205,12 +205,12 @@ class BatchEngine:
         return self._observation(counters.change(mode=mode, reset=reset))
 
     def adopt(self, profile: JsonObject | None, wishes: ProfileWishes) -> Observation:
-        """Let a profile say who of the routed experts stays, or what was learnt of the base.
+        """Let a profile, or what was learnt of the base, decide which routed experts stay.
 
-        It is taken over between two passes, and this returns when it was.
+        It takes effect between two passes; this returns once it has.
 
         Raises:
-            IncompatibleError: when it is of another base, or nobody could be missing here.
+            IncompatibleError: when it is of another base, or no expert could be missing here.
             InvalidPackageError: when it is malformed.
             NotFoundError: when nothing was learnt.
             UsageError: when nothing would change, or experts are pinned that have no slots.
@@ -219,8 +219,8 @@ class BatchEngine:
         cache, routed = self._house.model.experts, self._house.base.config.experts
         if cache is None or routed is None:
             raise IncompatibleError(
-                f"no profile says who stays of {self.base_name}: it has no routed experts, or all "
-                "of them are in memory",
+                f"no profile changes what stays of {self.base_name}: it has no routed experts, "
+                "or all of them are in memory",
                 hint="serve a base of routed experts within a --memory-budget that is smaller",
             )
         guide = (
@@ -233,7 +233,7 @@ class BatchEngine:
         return self.observation()
 
     def close(self, *, seconds: float = 0.0) -> None:
-        """Take no more jobs; those that are here may end within so many seconds."""
+        """Take no more jobs; those that are here have so many seconds to end."""
         self._board.close(seconds=seconds)
         if self._press is not None:
             self._press.join()
@@ -258,7 +258,7 @@ class BatchEngine:
         return dict(zip(routed.layers, counts, strict=True))
 
     def _await(self, errand: Future[None]) -> None:
-        """Wait for what is done between two passes; once the engine ended, nothing is."""
+        """Wait for an errand between two passes; once the engine has ended, none is done."""
         while True:
             try:
                 return errand.result(timeout=LOOK_SECONDS)
@@ -267,7 +267,7 @@ class BatchEngine:
                     raise RateLimitError("the server is ending") from error
 
     def _to_compile_for(self) -> list[Installed]:
-        """Return an expert for each set of adapters that kernels are compiled anew for."""
+        """Return an expert for each set of adapter kinds that needs kernels of its own."""
         base = self._house.base
         if base.backend.name != "packed":
             return []
@@ -279,7 +279,7 @@ class BatchEngine:
         return list(kinds.values())
 
     def _answer_first(self, request: RunRequest) -> None:
-        """Answer a request that nobody made, so that its experts and kernels are there."""
+        """Answer a request of the server's own, to bring its experts and kernels into memory."""
         events = SimpleQueue[Event]()
         self.submit(Job(id=uuid.uuid4().hex, request=request, remember=False), events.put)
         while not isinstance(event := events.get(), Finished | Failed):

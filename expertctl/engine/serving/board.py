@@ -1,7 +1,7 @@
-"""`Board`: which job is in which stage. Its lock is the one that an engine's threads decide under.
+"""`Board`: which job is in which stage. The threads of an engine decide under its lock.
 
-A job is *waiting* in the line, then *preparing* at the desk, or for memory, *loading* while its
-experts are brought, *ready* for a row, *running*, *concluding*, and gone.
+A job is *waiting* in the line, then *preparing* at the desk or while it lacks memory, *loading*
+while its experts are loaded, *ready* for a row, *running*, *concluding*, and gone.
 """
 
 import threading
@@ -18,18 +18,18 @@ from expertctl.engine.serving.waiting_line import WaitingLine
 from expertctl.errors import CancelledError, ExpertError, RateLimitError
 
 AHEAD = 2
-"""How many jobs are prepared beyond those that rows are free for."""
+"""How many more jobs are prepared than rows are free."""
 LOOK_SECONDS = 0.5
 """How long a thread sleeps at most before it looks for jobs whose time is over."""
 PATIENCE_SECONDS, DRAIN_SECONDS, ROUND_SECONDS = 5.0, 30.0, 60.0
-"""While one waits for memory, others are prepared so long, then nobody, and so on in rounds."""
+"""While a job lacks memory: how long others are prepared, how long none is, how long a round is."""
 _LONGEST_WAIT = 60
 _FORGETS = 0.8
-"""How much of what was known of a job's time stays when another one ended."""
+"""The share of the average time of a job that stays when another job ends."""
 
 
 class Board:
-    """The owner of all jobs that are not at their end."""
+    """The owner of all jobs that have not ended."""
 
     def __init__(self, *, queue: int, rows: int) -> None:
         """Begin without a job."""
@@ -38,21 +38,21 @@ class Board:
         self.line = WaitingLine[Ticket](queue)
         self.ready: deque[Ticket] = deque()
         self.errands: deque[Callable[[], None]] = deque()
-        """What the writer is to do between two passes."""
+        """What the writer has to do between two passes."""
         self.totals = Totals()
         self.freed = 0
         """How often memory was given back."""
         self.free_rows = self._rows = rows
         self.is_closing = False
         self.is_short = False
-        """Whether texts are paused for want of memory: then nobody else begins."""
+        """Whether texts are paused for want of memory: then no other text begins."""
         self._tickets: dict[str, Ticket] = {}
         self._preparing = 0
         self._job_seconds = 1.0
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
-        """All jobs that are here."""
+        """All jobs that have not ended."""
         with self.lock:
             return tuple(self._tickets.values())
 
@@ -65,7 +65,7 @@ class Board:
         """Put a new job into the line.
 
         Raises:
-            RateLimitError: when it is full, or the share of who asks; or when the engine ends.
+            RateLimitError: when it or the owner's share of it is full, or the engine ends.
         """
         with self.lock:
             assert ticket.job.id not in self._tickets, "a job has an id of its own"
@@ -76,13 +76,13 @@ class Board:
             self.changed.notify_all()
 
     def have_done(self, errand: Callable[[], None]) -> Future[None]:
-        """Have the writer do something between two passes; what it raises comes back."""
+        """Have the writer do something between two passes; the future gets what it raises."""
         done = Future[None]()
 
         def do() -> None:
             try:
                 errand()
-            except Exception as error:  # noqa: BLE001  # whoever waits for it is told
+            except Exception as error:  # noqa: BLE001  # raised again by the future
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -93,8 +93,8 @@ class Board:
         return done
 
     def end_by(self, error: ExpertError) -> None:
-        """Have the writer end, with all jobs, by what a thread beside it met."""
-        again = copy(error)  # who failed by it is told by the same one, in a thread of their own
+        """Have the writer end, with all jobs, by an error that another thread met."""
+        again = copy(error)  # the job that failed by it gets the original, in another thread
 
         def end() -> None:
             raise again
@@ -104,7 +104,7 @@ class Board:
             self.changed.notify_all()
 
     def next_to_prepare(self) -> Ticket | None:
-        """Take who is next out of the line, if there may soon be a row for it."""
+        """Take the next job out of the line, if there may soon be a row for it."""
         with self.lock:
             now = time.monotonic()
             if not self._may_prepare(now):
@@ -116,12 +116,12 @@ class Board:
             return ticket
 
     def loads(self, ticket: Ticket) -> None:
-        """Let memory be taken for a job."""
+        """Let a job take memory."""
         with self.lock:
             ticket.stage = "loading"
 
     def waits_for_memory(self, ticket: Ticket) -> None:
-        """Let a job that found too little wait; it holds nothing."""
+        """Let a job that found too little memory wait; it holds none."""
         with self.lock:
             ticket.stage = "preparing"
             if ticket.lacks_since is None:
@@ -130,11 +130,11 @@ class Board:
 
     @property
     def is_loading(self) -> bool:
-        """Whether memory is being taken that may be given back soon."""
+        """Whether a job is taking memory, which it may soon give back."""
         return any(ticket.stage == "loading" for ticket in self.tickets)
 
     def is_ready(self, ticket: Ticket) -> None:
-        """Let a job wait for rows; all that it needs but keys and values is in memory."""
+        """Let a job wait for rows; all that it needs except keys and values is in memory."""
         with self.lock:
             is_here = ticket.job.id in self._tickets
             if is_here:
@@ -154,7 +154,7 @@ class Board:
             self.give_back(ticket)
 
     def expected_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait, or one would that came now."""
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
         with self.lock:
             ticket = None if job_id is None else self._tickets.get(job_id)
             if ticket is not None and ticket.stage != "waiting":
@@ -165,13 +165,13 @@ class Board:
             return (1 + ahead) * self._job_seconds / self._rows
 
     def has_begun(self, ticket: Ticket) -> None:
-        """Let a job be ready no longer: all its texts have rows."""
+        """Let a ready job run: all its texts have rows."""
         with self.lock:
             self.ready.remove(ticket)
             ticket.stage = "running"
 
     def give_back(self, ticket: Ticket) -> None:
-        """Let go of what is pinned for a job, and tell who waits for memory."""
+        """Let go of what is pinned for a job, and tell threads that wait for memory."""
         ticket.release()
         self.tell_freed()
 
@@ -182,7 +182,7 @@ class Board:
             self.changed.notify_all()
 
     def call_off(self, job_id: str) -> None:
-        """Say that nobody wants a job any more; one that waits ends at once."""
+        """Say that a job is no longer wanted; one that waits ends at once."""
         with self.lock:
             ticket = self._tickets.get(job_id)
             if ticket is None:
@@ -194,8 +194,8 @@ class Board:
             self.fail(ticket, CancelledError("the job was cancelled"))
 
     def fail(self, ticket: Ticket, error: ExpertError) -> bool:
-        """End a job that has no text in the batch; False when it was at its end."""
-        with self.lock:  # who looks for memory finds the job here, or what it held
+        """End a job that has no text in the batch; False when it had ended."""
+        with self.lock:  # a thread that needs memory finds the job here, or what it held
             if not self._leave(ticket):
                 return False
             if isinstance(error, CancelledError):
@@ -238,7 +238,7 @@ class Board:
 
     @property
     def is_done(self) -> bool:
-        """Whether no job is here, nor will be."""
+        """Whether no job is here or will come."""
         return self.is_closing and not self._tickets
 
     def check_integrity(self) -> None:
@@ -253,7 +253,7 @@ class Board:
             assert all(ticket.memory is None for ticket in self.line)
 
     def _may_prepare(self, now: float) -> bool:
-        """Whether a job may be prepared now: not too far ahead, nor at the cost of who waits."""
+        """Whether a job may be prepared: not too far ahead, nor starving those that lack memory."""
         tickets = self._tickets.values()
         waits = [t.lacks_since for t in tickets if t.lacks_since is not None]
         checked = sum(t.stage == "concluding" and t.job.check is not None for t in tickets)

@@ -1,8 +1,8 @@
 """`Desk`: what happens to a job before and after it is in the batch, in threads of its own.
 
 One plans, fits the prompt into the context, and remembers what came of it. Another brings experts
-into memory; where what is missing is held by others, it waits until they give it back. Answers are
-checked beside, since a check may take seconds.
+into memory; where other jobs hold the memory that is missing, it waits until they give it back.
+Answers are checked in further threads, since a check may take seconds.
 """
 
 import traceback
@@ -29,9 +29,9 @@ from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
 
 CHECKERS = 2
-"""How many answers are checked at a time of those that somebody asked to have checked."""
+"""How many answers of jobs with a check of their own are checked at a time."""
 _REST_SECONDS = 30.0
-"""How long one pass may take that buffers are waited for behind."""
+"""How long to wait for buffers, which are given back once the current pass has ended."""
 
 
 class Desk:
@@ -50,9 +50,9 @@ class Desk:
         self._planning.submit(self._house.open, self._session).result()
 
     def plan(self, request: RunRequest) -> Future[Planned]:
-        """Plan a request that is not answered, behind what is planned already.
+        """Plan a request that is not answered, once earlier planning is done.
 
-        What is taken back before it is begun holds nothing any more.
+        A future that is cancelled before it begins no longer holds the request.
         """
         asked = [request]
         future = self._planning.submit(lambda: plan_request(self._session, asked[0], {}))
@@ -60,11 +60,11 @@ class Desk:
         return future
 
     def inventory(self) -> Future[Inventory]:
-        """Return the installed experts, behind what is planned already."""
+        """Return the installed experts, once earlier planning is done."""
         return self._planning.submit(lambda: self._session.inventory)
 
     def experts(self) -> Future[tuple[ExpertHere, ...]]:
-        """Return what they are to this server, behind what is planned already."""
+        """Return what these experts are to this server, once earlier planning is done."""
         here = self._house.expert_here
         return self._planning.submit(lambda: tuple(map(here, self._session.inventory.experts)))
 
@@ -74,11 +74,11 @@ class Desk:
             self._planning.submit(self._guarded, ticket, self._plan)
 
     def load_again(self, ticket: Ticket) -> None:
-        """Bring again what a job that was ready gave back."""
+        """Load again what a ready job gave back."""
         self._loading.submit(self._guarded, ticket, self._load)
 
     def conclude(self, ticket: Ticket) -> None:
-        """Check the answers of a job, remember them, and tell whoever asked."""
+        """Check the answers of a job, remember them, and tell the caller."""
         for lent in ticket.lents.values():
             lent.clock.resume()
         if ticket.job.check is None:
@@ -87,13 +87,13 @@ class Desk:
             self._checking.submit(self._guarded, ticket, self._check)
 
     def close(self) -> None:
-        """End the threads, once what they have is done."""
+        """End the threads, once they have done what is queued."""
         self._loading.shutdown()
         self._checking.shutdown()
         self._planning.shutdown()
 
     def _guarded(self, ticket: Ticket, work: Callable[[Ticket], None]) -> None:
-        """Do a stage of a job; where it fails, the job does, and nothing else."""
+        """Do a stage of a job; an error fails this job alone, a failed device all jobs."""
         try:
             work(ticket)
         except DeviceError as error:
@@ -117,7 +117,7 @@ class Desk:
         self._loading.submit(self._guarded, ticket, self._load)
 
     def _load(self, ticket: Ticket) -> None:
-        """Bring the experts; where memory is missing, come again behind those that may find it."""
+        """Load the experts; where memory is missing, queue again behind jobs that may find it."""
         assert ticket.prepared is not None
         ticket.demand_wanted()
         ticket.clock.lap("queue")
@@ -139,7 +139,7 @@ class Desk:
         self._board.is_ready(ticket)
 
     def _may_come(self, seen: int) -> bool:
-        """Wait a while for memory; False when nobody holds any that could be given back."""
+        """Wait a while for memory; False when no job holds any that could be given back."""
         board = self._board
         with board.lock:
             rows = self._house.settings.rows
@@ -171,7 +171,7 @@ class Desk:
 
     def fail(self, ticket: Ticket, error: ExpertError) -> None:
         """End a job that has no text in the batch, and count it against its experts, soon."""
-        if isinstance(error, DeviceError):  # soon nobody knows where
+        if isinstance(error, DeviceError):  # its traceback is soon lost
             trace = "".join(traceback.format_exception(error))
             self._tell(f"error: {error.message}; {error.hint}\n{trace}")
         planned = ticket.planned if ticket.job.remember else None

@@ -13,4 +13,4 @@ class ExpertHere:
     fits: bool
     """Whether it was made for the base that is served."""
     in_memory: bool
-    """Whether its weights are there, for whoever wants it next."""
+    """Whether its weights are there for the next job that wants it."""

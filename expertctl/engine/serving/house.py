@@ -1,6 +1,6 @@
 """`House`: the one base that is served, its memory, and what a batch of it computes in.
 
-What all rows share, base and buffers, is held from the start; what each needs, its plan and its
+What all rows share, base and buffers, is held from the start; what one row needs, its plan and its
 keys and values, is lent to it. The buffers grow with the widest plan that comes.
 """
 
@@ -64,11 +64,11 @@ _ANY_PROMPT = "?"
 """The base alone does not depend on the prompt."""
 _WHAT = "the buffers of the batch"
 AT_ONCE = 64
-"""For so many tokens of an answer there is memory when it begins; for more as it grows."""
+"""How many tokens of an answer have memory when it begins; it gets more as it grows."""
 
 
 class House:
-    """The owner of the memory of a server; its parts are used by the threads that are named."""
+    """The owner of the memory of a server; docstrings name the threads that use its parts."""
 
     def __init__(
         self, planner: Planner, settings: BatchSettings, *, tell: Tell, torch_below: int
@@ -135,7 +135,7 @@ class House:
         return base
 
     def tell_notes(self) -> None:
-        """Tell what could not be kept on the disk to whoever runs the server, and nobody else."""
+        """Tell only the operator of the server what could not be kept on the disk."""
         for told in self.residents.take_notes():
             self._tell(f"{WARNING}{told}")
 
@@ -149,7 +149,7 @@ class House:
         """Return a request as it is answered here: on this base, in the form it is held in.
 
         Raises:
-            UsageError: when it wants what a server does not do.
+            UsageError: when it asks for something that this server does not do.
         """
         if request.base not in {None, self.base.stored.name}:
             raise UsageError(
@@ -183,9 +183,9 @@ class House:
 
     @told_when_full()
     def in_memory(self, prepared: Prepared, *, again: bool = False) -> InMemory:
-        """Bring the experts of a plan and pin what they are compiled to; for the loader.
+        """Load the experts of a plan and pin what they are compiled to; for the loader.
 
-        What is tried ``again`` is one request all the same: nothing grows older by it.
+        Trying ``again`` is no new request: nothing grows older by it.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -213,9 +213,9 @@ class House:
         cache_key: str | None,
         written: Sequence[int] = (),
     ) -> Iterator[Ready]:
-        """Lend keys and values to one text, and make what reads it; for the writer.
+        """Lend keys and values to one text, and prepare the base to read it; for the writer.
 
-        ``written`` are tokens of its answer that are there already, and are read again.
+        ``written`` are tokens of its answer that exist already and are read again.
 
         Raises:
             BudgetError: when they do not fit beside what is in use now.
@@ -251,7 +251,7 @@ class House:
 
         Raises:
             NotFoundError: when nothing was.
-            IncompatibleError: when it cannot be read; where that is concerns nobody out there.
+            IncompatibleError: when it cannot be read; only the operator is told the path.
         """
         name = self.base.stored.name
         file = HabitsFile(self._planner.bases, self.base.stored)
@@ -276,7 +276,7 @@ class House:
 
     @property
     def memory(self) -> MemoryUse:
-        """Who holds how much now."""
+        """How much is held for each purpose now."""
         held = {purpose: self.budget.held(purpose) for purpose in PURPOSES}
         return MemoryUse(self.budget.limit, self.budget.peak, held)
 
@@ -333,7 +333,7 @@ class House:
             yield kv
 
     def _widen(self, *, tokens: int, width: int) -> None:
-        """Hold buffers for so many tokens and so wide a plan, and for all that were before."""
+        """Hold buffers for so many tokens and so wide a plan, and for all earlier ones."""
         widest = max(tokens, self._widest[0]), max(width, self._widest[1])
         wanted = self.base.buffer_bytes(widest[0], width=widest[1], rows=self.settings.rows)
         extra = wanted - self._buffers
@@ -344,7 +344,7 @@ class House:
         self._widest = widest
 
     def _hold_first_buffers(self) -> None:
-        """Hold what the shortest texts need, in all rows; nobody's prompt could be shorter."""
+        """Hold what the shortest texts need, in all rows; no prompt could be shorter."""
         try:
             self._widen(tokens=1, width=0)
         except BudgetError as error:
@@ -359,8 +359,8 @@ class House:
     def _warm(self, planned: Planned) -> None:
         """Compile what the base is run with, and read a token with it.
 
-        That is done in a thread that ends: libraries of a device keep memory for each thread that
-        computes, and whoever comes next takes that of one that ended.
+        This is done in a thread that ends: libraries of a device keep memory for each thread that
+        computes, and the next thread takes over that of one that ended.
         """
         base, ids = self.base, self.base.tokenizer.encode(_ANY_PROMPT)
         identity = planned.result.plan.identity

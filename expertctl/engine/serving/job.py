@@ -14,16 +14,16 @@ DEFAULT_PRIORITY = 5
 Check = Callable[[str], Checked | str]
 """Tells whether an answer has the form that was asked for; called once, with the whole answer.
 
-Where none was, it returns the part of the answer that the usual check is for.
+Where none was asked for, it returns the part of the answer that the usual check is for.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request that takes part in the batch, and who asked.
+    """A request that takes part in the batch, and its owner.
 
-    ``owner`` is whom fairness is measured by; keys of kept texts begin with it, which the caller
-    sees to. ``deadline`` is a time of `time.monotonic`: what is there by then is the answer.
+    Turns are fair among owners; the caller sees to it that keys of kept texts begin with ``owner``.
+    ``deadline`` is a time of `time.monotonic`: what is there by then is the answer.
     """
 
     id: str
@@ -34,7 +34,7 @@ class Job:
     texts: int = 1
     """How many answers, each drawn with a seed of its own."""
     logprobs: int | None = None
-    """With how many of the likeliest tokens beside each that was drawn; None: no scores at all."""
+    """How many of the likeliest tokens are told beside each drawn one; None: no scores at all."""
     remember: bool = True
     """Whether it counts as a use of its experts."""
     check: Check | None = None
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Likely:
-    """A token, its text and bytes as far as it has one, the logarithm of how likely it was."""
+    """A token, its text as far as it has one, and the logarithm of its probability."""
 
     token: int
     text: str
@@ -52,7 +52,7 @@ class Likely:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A token of an answer, and the likeliest in its place, the first one first."""
+    """A token of an answer, and the likeliest ones in its place, the likeliest first."""
 
     chosen: Likely
     likeliest: tuple[Likely, ...] = ()
@@ -70,9 +70,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that has become certain; of which answer, and the tokens drawn for it if asked for.
+    """Text that has become certain, the number of its answer, and its tokens if asked for.
 
-    Text may be empty where there are tokens: it is not certain yet.
+    The text may be empty where there are tokens: theirs is not certain yet.
     """
 
     number: int
@@ -95,6 +95,6 @@ class Failed:
 
 
 Event = Started | Piece | Finished | Failed
-"""`Finished` or `Failed` comes last, and once; a job that is cancelled gets `Finished`, too."""
+"""`Finished` or `Failed` comes last, and once; a job cancelled after it began gets `Finished`."""
 Sink = Callable[[Event], None]
 """Called by the threads of the engine, one after the other; returns at once and never raises."""

@@ -1,6 +1,6 @@
 """`Press`: the thread that computes. It lends keys and values, runs the batch, and ends texts.
 
-Nobody else begins or ends a text, so between two passes it may look at all of them.
+No other thread begins or ends a text, so between two passes it may look at all of them.
 """
 
 import threading
@@ -29,7 +29,7 @@ from expertctl.telling import Tell
 
 Broke = Callable[[], None]
 BUSY_SECONDS = 600.0
-"""How often what a base is asked for is kept while texts are written, who wait for that."""
+"""How often the habits of a base are kept while texts are written, which wait for that."""
 _PAUSE_SECONDS = 0.05
 """How soon a text that lacked memory is tried again, while others are written."""
 
@@ -53,9 +53,9 @@ class Press:
         self._house, self._board, self._desk, self._tell = house, board, desk, tell
         self._lent: dict[Text, _Loan] = {}
         self._lacked: tuple[Ticket | None, float] = None, 0.0
-        """Who found too little memory beside others, and until when that is not tried again."""
+        """The job that found too little memory beside others, and when to try it again."""
         self._paused: list[Text] = []
-        """Those that gave their memory to others, the one that began first in front."""
+        """Texts that gave their memory to others, the one that began first in front."""
         self._broke = broke
         self._thread = threading.Thread(target=self._work, name="press", daemon=True)
 
@@ -70,14 +70,14 @@ class Press:
 
     @property
     def is_working(self) -> bool:
-        """Whether its thread is there."""
+        """Whether its thread is alive."""
         return self._thread.is_alive()
 
     def _work(self) -> None:
-        """Go round until all is done; what nobody foresaw ends all jobs, so that none waits."""
+        """Go round until all is done; an unforeseen error ends all jobs, so that none waits."""
         packed = self._house.base.backend.name == "packed"
         try:
-            with threads(1 if packed else self._house.threads):  # kernels have their own
+            with threads(1 if packed else self._house.threads):  # kernels have threads of their own
                 self._go_round()
         except Exception as error:
             self._tell(f"error: the engine ended\n{traceback.format_exc()}")
@@ -92,7 +92,7 @@ class Press:
             self.turn()
 
     def turn(self) -> None:
-        """Do one pass, and what is to be done before it."""
+        """Do one pass, and what is due before and after it."""
         while self._board.errands:
             self._board.errands.popleft()()
         self._expire()
@@ -118,7 +118,7 @@ class Press:
         return not self.batch.texts
 
     def _expire(self) -> None:
-        """End jobs whose time is over before they have a row, and those nobody wants any more."""
+        """End jobs without a row that are out of time or no longer wanted."""
         with self._board.lock:
             late = [ticket for ticket in self._board.line if ticket.stopped()]
             for ticket in late:
@@ -142,7 +142,7 @@ class Press:
             except BudgetError as error:
                 if self.batch.texts:
                     self._lacked = ticket, time.monotonic() + _PAUSE_SECONDS
-                    return  # one of them ends and gives back what is missing
+                    return  # a text of the batch ends and gives back what is missing
                 if self._made_room(ticket):
                     continue
                 if self._awaits_loading() or was_loading:
@@ -170,7 +170,7 @@ class Press:
         return ticket if time.monotonic() >= until else None
 
     def _begin(self, ticket: Ticket) -> None:
-        """Begin the next text of a job; one that is not wanted gets none but those it has."""
+        """Begin the next text of a job; one that is no longer wanted keeps those that it has."""
         if ticket.begun and ticket.stopped():
             self._board.has_begun(ticket)
             self._conclude(ticket)
@@ -200,19 +200,19 @@ class Press:
                 tokenizer=tokenizer,
             )
             made_with = memory.loads, memory.moved, self._house.threads
-            # the others may wait for a row yet, this one does not
+            # the job's other texts may still wait for rows
             clock = deepcopy(ticket.clock)
             ticket.lents[number] = Lent(prepared, ready, *made_with, clock, ready.routed)
             self._lent[text] = _Loan(ready, stack.pop_all())
         self.batch.add(text)
-        self._count_rows()  # first: who looks for memory must see that somebody holds some
+        self._count_rows()  # first: the loader must see that a text holds memory
         ticket.begun += 1
         self._lacked = None, 0.0
         if ticket.begun == ticket.job.texts:
             self._board.has_begun(ticket)
 
     def _made_room(self, ticket: Ticket | None) -> bool:
-        """Take from jobs that wait and, while nothing runs, from buffers; False if none has any."""
+        """Take memory from ready jobs, if idle from buffers, too; False if neither gives any."""
         begun = {text.ticket for text in (*self._lent, *self._paused)}
         with self._board.lock:
             others = [one for one in self._board.ready if one is not ticket and one not in begun]
@@ -222,7 +222,7 @@ class Press:
         return (not self.batch.texts and self._house.rest()) or bool(others)
 
     def _awaits_loading(self) -> bool:
-        """Wait for what is being loaded, which may give its memory back; False if nothing is."""
+        """Wait for a job that is loading, which may give its memory back; False if none is."""
         with self._board.lock:
             if not self._board.is_loading:
                 return False
@@ -230,22 +230,22 @@ class Press:
             return True
 
     def _compute(self) -> None:
-        """Do one pass, and part with the texts that are over."""
+        """Do one pass, and end the texts that are over."""
         try:
             over = self.batch.advance()
         except Exception:  # noqa: BLE001  # a bug ends the texts of a pass; the server goes on
             self._tell(f"error: a pass failed\n{traceback.format_exc()}")
             over = self.batch.abandon(_failure())
-            self._house.model.check_integrity()  # or it ends: others would get wrong answers
+            self._house.model.check_integrity()  # or the engine ends: answers would be wrong
         for text in over:
             if text.error is not None:
                 self._put_out(text.ticket, text.error)
-            elif text in self._lent:  # else one of the same job failed
+            elif text in self._lent:  # else another text of its job failed
                 self._end(text)
         self._count_rows()
 
     def _go_on(self) -> None:
-        """Let texts that paused go on, the first one first; who is not wanted any more ends."""
+        """Let paused texts go on, the first one first; those that are no longer wanted end."""
         for text, why in [(text, text.ticket.stopped()) for text in self._paused]:
             if why is not None:
                 self._paused.remove(text)
@@ -280,7 +280,7 @@ class Press:
         return True
 
     def _make_room(self) -> None:
-        """Find memory for texts that could not go on: from who waits, else from who began last.
+        """Find memory for texts that could not go on: from ready jobs, else the text added last.
 
         Each job could run alone, so the one that began first goes on in any case.
         """
@@ -293,14 +293,14 @@ class Press:
             self._put_out(last.ticket, BudgetError("there is no memory for the rest of an answer"))
 
     def _pause(self, text: Text) -> None:
-        """Take a text out of the batch; what it has read is kept as long as nobody needs it."""
+        """Take a text out of the batch; what it has read is kept until the memory is needed."""
         assert text.ticket.prepared is not None
         self.batch.remove(text)
         loan = self._lent.pop(text)
         loan.ready.kv.complete((*text.ticket.prepared.prompt.ids, *text.writer.tokens))
         text.pause()
         loan.stack.close()
-        self._paused.insert(0, text)  # whoever paused before began after it
+        self._paused.insert(0, text)  # texts that paused before began after it
         with self._board.lock:
             self._board.is_short = True
             self._board.totals.paused += 1
@@ -308,7 +308,7 @@ class Press:
         self._count_rows()
 
     def _end(self, text: Text) -> None:
-        """Take an answer, and keep its keys and values if it is whole."""
+        """Take an answer, and keep its keys and values if it is complete."""
         ticket, generated = text.ticket, text.generated()
         assert ticket.prepared is not None
         loan = self._lent.pop(text, None)  # none while it pauses
@@ -321,7 +321,7 @@ class Press:
         self._conclude(ticket)
 
     def _conclude(self, ticket: Ticket) -> None:
-        """Hand a job to the desk when none of its texts is left or to come."""
+        """Hand a job to the desk when all its texts have ended and none is still to begin."""
         if len(ticket.ended) == ticket.begun and ticket not in self._board.ready:
             ticket.stage = "concluding"
             self._forget_own(ticket)
@@ -332,7 +332,7 @@ class Press:
         """End a job with all its texts.
 
         Raises:
-            DeviceError: what ended it, where that ends all others, too.
+            DeviceError: when that ended it, for it ends all other jobs, too.
         """
         self._paused = [text for text in self._paused if text.ticket is not ticket]
         for text in [text for text in self._lent if text.ticket is ticket]:
@@ -345,7 +345,7 @@ class Press:
             raise copy(error)
 
     def _forget_own(self, ticket: Ticket) -> None:
-        """Drop what the answers of a job shared and nobody asks for again."""
+        """Drop what the answers of a job shared and no other request asks for."""
         if ticket.own_key is not None:
             self._house.residents.forget(ticket.own_key)
 

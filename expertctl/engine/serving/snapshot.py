@@ -1,4 +1,4 @@
-"""What the engine of a server is doing, in numbers: read now and then, by whoever shows them."""
+"""What the engine of a server is doing, in numbers that are read now and then to be shown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ from expertctl.engine.serving.expert_counts import ExpertCounts
 from expertctl.engine.tiers import Traffic
 
 BLOCK = 16
-"""Tokens of a block of keys and values, which packed bases hold in pages of as many."""
+"""Tokens of a block of keys and values; packed bases hold them in pages of as many."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Totals:
     reused_tokens: int = 0
     generated_tokens: int = 0
     experts: ExpertCounts = field(default_factory=ExpertCounts)
-    """In how many answered jobs each had a part."""
+    """How many answered jobs each expert had a part in."""
 
     def copy(self) -> "Totals":
         """Return what became of jobs until now."""
@@ -43,7 +43,7 @@ class Snapshot:
     waiting: int
     """Jobs in the queue."""
     preparing: int
-    """Jobs whose plan is made, or whose experts are brought."""
+    """Jobs that are being planned or loaded, or are ready for a row."""
     running: int
     """Texts in the batch."""
     rows: int
@@ -64,10 +64,10 @@ class Snapshot:
     running_plans: tuple[tuple[str, ...], ...]
     """The experts of each text in the batch."""
     waiting_plans: tuple[tuple[str, ...], ...]
-    """Of each job that is prepared, and what those in the queue ask for."""
+    """The experts of each prepared job, and those that jobs in the queue ask for."""
     routed: RoutedReport | None = None
     """What became of routed experts; None where the base has none."""
     observed: Observed | None = None
-    """What was counted of them, layer by layer; None where nobody counts."""
+    """What was counted of them, layer by layer; None where nothing is counted."""
     residents: Mapping[int, int] = field(default_factory=dict)
-    """How many of them have a slot, by the number of the layer; empty where nobody needs one."""
+    """How many of them have a slot, by the number of the layer; empty where none needs one."""

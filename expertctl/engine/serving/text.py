@@ -43,7 +43,7 @@ class Text:
         self._decode_ms, self._steps = 0.0, 0
 
     def go_on(self, reading: Reading, room: KVRoom, unread: Sequence[int]) -> None:
-        """Have keys and values, in which all but ``unread`` tokens stand, at least one."""
+        """Take keys and values of all tokens but ``unread``, of which there is one at least."""
         assert unread, "at least one token is read, for its scores"
         self.reading, self.room, self._unread = reading, room, list(unread)
 
@@ -53,7 +53,7 @@ class Text:
         self._unread, self._is_again = [], bool(self.writer.tokens)
 
     def has_room(self) -> bool:
-        """Whether there is memory for the next token; if there can be, it has it then."""
+        """Take memory for the next token; tell whether there is enough."""
         try:
             self.room.require(1)
         except BudgetError:
@@ -62,7 +62,7 @@ class Text:
 
     @property
     def is_reading(self) -> bool:
-        """Whether its prompt is not read to its end."""
+        """Whether part of its prompt is still unread."""
         return bool(self._unread)
 
     @property
@@ -77,11 +77,11 @@ class Text:
 
     @property
     def last_token(self) -> int:
-        """What is read next, while it is written."""
+        """The token that is read next, while the text is written."""
         return self.writer.tokens[-1]
 
     def read(self, most: int) -> None:
-        """Read so many tokens of the prompt at most; behind its last one the first is drawn.
+        """Read so many tokens of the prompt at most; after its last, draw the first of the answer.
 
         Raises:
             ExpertError: when its scores are not numbers.
@@ -120,7 +120,7 @@ class Text:
         self._tell(self.writer.give_up(why), ())
 
     def generated(self) -> Generated:
-        """Return what came of it, once it is at its end."""
+        """Return what came of it, once it has ended."""
         reason, first_ms = self.writer.finish_reason, self._first_ms
         assert reason is not None, "a text that goes on is not generated"
         return Generated(

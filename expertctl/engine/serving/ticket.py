@@ -42,7 +42,7 @@ class Ticket:
     left_line: float = field(default_factory=now)
     """When it began to be prepared; until then, when it came."""
     clock: Clock = field(default_factory=Clock)
-    """Runs until its last text begins; each text has a copy of how it stood at its beginning."""
+    """Runs until its last text begins; each text has a copy from its own beginning."""
     stage: Stage = "waiting"
     is_cancelled: bool = False
     planned: Planned | None = None
@@ -51,7 +51,7 @@ class Ticket:
     lacks_since: float | None = None
     """Since when its experts find no memory."""
     lacked: int | None = None
-    """How often memory had been given back when they found too little last."""
+    """How often memory had been given back when they last found too little."""
     begun: int = 0
     """How many of its texts have begun."""
     lents: dict[int, Lent] = field(default_factory=dict)
@@ -74,21 +74,21 @@ class Ticket:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """The experts of its plan; until there is one, those that were asked for."""
+        """The experts of its plan; until there is a plan, those that were asked for."""
         if self.planned is not None:
             return tuple(expert.ref for expert in self.planned.result.plan.experts)
         named = (one.target for one in self.job.request.experts if isinstance(one, Forced))
         return tuple(str(name.package) for name in named if isinstance(name, Reference))
 
     def stopped(self) -> Stopped | None:
-        """Why it is not to go on, if so."""
+        """Why it must not go on; None if it may."""
         if self.is_cancelled:
             return "cancelled"
         deadline = self.job.deadline
         return "timeout" if deadline is not None and now() >= deadline else None
 
     def demand_wanted(self) -> None:
-        """Go no further with what nobody waits for.
+        """Go no further with a job that is no longer wanted.
 
         Raises:
             CancelledError: when it was called off.
@@ -100,23 +100,23 @@ class Ticket:
             case "timeout":
                 raise TimedOutError(
                     "the time for this answer was over before it began",
-                    hint="give it more time, or send it when fewer wait",
+                    hint="give it more time, or send it when fewer requests wait",
                 )
             case None:
                 return
 
     @property
     def cache_key(self) -> str | None:
-        """Whose earlier texts may begin its own; those of one job may in any case."""
+        """The key of earlier texts that may begin its own; texts of one job always share one."""
         return self.own_key or self.job.request.cache_key
 
     @property
     def own_key(self) -> str | None:
-        """A key that nobody asks with again."""
+        """A key that no other request has; None where the request brings its own."""
         return f"\0{self.job.id}" if self.job.request.cache_key is None else None
 
     def tell(self, event: Event) -> None:
-        """Give an event to whoever asked."""
+        """Give an event to the sink of the job."""
         self.sink(event)
 
     def release(self) -> None:

@@ -1,13 +1,13 @@
-"""Who is next: jobs in a bounded line, by priority, and fairly among those who asked.
+"""Which job is next: a bounded line, by priority, and fair among the owners of jobs.
 
-The next turn is that of the owner who has a job of the highest priority, and of several such that
-of the one who was served least of late. What was served counts from the moment an owner comes, so
-nobody saves up turns while away (start-time fair queueing, Goyal et al. 1996). Owners who are not
-served rise by one priority every `RISE_SECONDS`, and so does each job among those of its owner: no
-owner waits for ever, and no job.
+The next turn goes to the owner of a job of the highest priority; of several such owners, to the one
+that was served least of late. Service counts from the moment an owner comes, so no owner saves up
+turns while away (start-time fair queueing, Goyal et al. 1996). Owners that are not served rise by
+one priority every `RISE_SECONDS`, and so does each job among those of its owner: no owner and no
+job waits for ever.
 
-So that one owner with many jobs does not keep others out, all who asked within `ASKED_SECONDS` have
-equal shares of the places; who asks alone has them all.
+So that one owner with many jobs does not keep others out, all owners that asked within
+`ASKED_SECONDS` have equal shares of the places; an owner that asks alone has them all.
 """
 
 import math
@@ -45,7 +45,7 @@ class _Place(Generic[Item]):
     since: float
 
     def level(self, now: float, served: float) -> int:
-        """Its priority, risen since it came or its owner was served last."""
+        """Its priority, risen since it came or, if later, since its owner was last served."""
         return self.item.priority + int((now - max(self.since, served)) / RISE_SECONDS)
 
     def order(self, now: float) -> tuple[int, int]:
@@ -54,19 +54,19 @@ class _Place(Generic[Item]):
 
 
 class WaitingLine(Generic[Item]):
-    """Jobs that nobody works at yet; times are seconds of one clock."""
+    """Jobs on which no work has begun; times are seconds of one clock."""
 
     def __init__(self, bound: int) -> None:
-        """Let at most so many wait."""
+        """Let at most so many jobs wait."""
         self.bound = bound
         self._places: list[_Place[Item]] = []
         self._served: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        """When owners who wait were served last."""
+        """When owners that wait were last served."""
         self._asked: dict[str, float] = {}
-        """When owners asked for a place last."""
+        """When owners last asked for a place."""
         self._begun = 0.0
-        """What the owner that was taken last had been served before."""
+        """How much the owner of the job that was taken last had been served before."""
         self._numbers = 0
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class WaitingLine(Generic[Item]):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Item]:
-        """Yield who waits, in the order they came."""
+        """Yield the jobs that wait, in the order in which they came."""
         return iter([place.item for place in self._places])
 
     @property
@@ -83,7 +83,7 @@ class WaitingLine(Generic[Item]):
         return len(self._places) >= self.bound
 
     def add(self, item: Item, *, now: float) -> bool:
-        """Put a job into the line; False when it is full, or its owner's share of it."""
+        """Put a job into the line; False when the line or its owner's share of it is full."""
         self._asked = {o: at for o, at in self._asked.items() if now - at < ASKED_SECONDS}
         self._asked[item.owner] = now
         share = max(1, self.bound // len(self._asked))
@@ -96,7 +96,7 @@ class WaitingLine(Generic[Item]):
         return True
 
     def take(self, *, now: float) -> Item | None:
-        """Take who is next out of the line; None when nobody waits."""
+        """Take the next job out of the line; None when none waits."""
         if not self._places:
             return None
         owner = min(self._places, key=lambda place: self._turn(place, now)).item.owner
@@ -110,10 +110,10 @@ class WaitingLine(Generic[Item]):
         return place.item
 
     def ahead(self, item: Item | None, *, now: float) -> int:
-        """Count those whose turns come about before that of a job; all, if it is not in the line.
+        """Return about how many jobs come before one; all of them, if it is not in the line.
 
-        These are those of its owner that are served before it, and of other owners all of higher
-        priority, or of the same as many as catch up with what its owner is served until then.
+        Of its owner count jobs that are served before it, of each other owner all of higher
+        priority or, if more, as many of no lower one as it takes to catch up with its owner.
         """
         own = next((place for place in self._places if place.item is item), None)
         if own is None:
@@ -135,7 +135,7 @@ class WaitingLine(Generic[Item]):
         return ahead
 
     def remove(self, item: Item) -> bool:
-        """Take a job out of the line that is not wanted any more; False when it was not there."""
+        """Take a job that is no longer wanted out of the line; False when it was not there."""
         for place in self._places:
             if place.item is item:
                 self._places.remove(place)
@@ -156,7 +156,7 @@ class WaitingLine(Generic[Item]):
         return -level, self._served[owner], place.number
 
     def _forget_absent(self) -> None:
-        """Forget owners who have no advantage to lose: they come back as new ones would."""
+        """Forget absent owners that would come back just as new ones do."""
         here = {place.item.owner for place in self._places}
         self._last = {owner: at for owner, at in self._last.items() if owner in here}
         self._served = {
