@@ -1,12 +1,12 @@
-"""Which requests for routed experts find them resident, by rules that others would keep.
+"""Cache hits of requests for routed experts, under our rule and under other cache policies.
 
 A trace says which experts each token asks of each layer: int [tokens, layers, used]. Every layer
 has ``capacity`` slots, which begin empty for *LRU* and *Belady*, hold the best for the whole trace
-for *best static*, and the lowest ids for *ours*. *LRU* takes in whatever is asked for, at once;
-*Belady*, which sees the future, takes in only what is asked for again sooner than what would go, so
-that no rule has more hits. *LRU by token* finds all who are there of those whom a token asks for,
-before one of the others takes their place. *Ours* are slots alone and the updates that runs use, at
-the pace that they choose, one token behind: what the last token asked for is in flight.
+for *best static*, and the lowest ids for *ours*. *LRU* takes in each requested expert at once;
+*Belady*, which sees the future, takes in an expert only if it is requested again sooner than the
+one that it would evict, so that no rule has more hits. *LRU by token* counts the hits of a token
+before any of its misses evicts an expert. *Ours* are slots alone and the updates that runs use, at
+the pace that they choose, one token behind: the experts of the last token are in flight.
 """
 
 from collections import OrderedDict
@@ -35,7 +35,7 @@ class Outcome:
 def drifting(
     tokens: int, *, layers: int, experts: int, used: int, skew: float, every: int, seed: int
 ) -> Trace:
-    """Return a trace by Zipf's law; who is popular in a layer is drawn anew every so many tokens.
+    """Return a trace by Zipf's law; a layer's popular experts are redrawn every so many tokens.
 
     A token asks for ``used`` different experts, drawn one after the other. With ``every`` 0
     favourites stay.
@@ -53,7 +53,7 @@ def drifting(
 
 
 def best_static(trace: Trace, capacity: int) -> int:
-    """Keep those in each layer that the whole trace asks for most often."""
+    """Keep the experts of each layer that the whole trace requests most often."""
     hits = 0
     for layer in _by_layer(trace):
         hits += int(np.sort(np.bincount(np.ravel(layer)))[::-1][:capacity].sum())
@@ -61,17 +61,17 @@ def best_static(trace: Trace, capacity: int) -> int:
 
 
 def lru(trace: Trace, capacity: int) -> int:
-    """Let go of what was asked for longest ago."""
+    """Evict the least recently requested expert."""
     return sum(_lru(layer, capacity) for layer in _by_layer(trace))
 
 
 def lru_by_token(trace: Trace, capacity: int) -> int:
-    """Let go of what was asked for longest ago, by no token but those before."""
+    """Evict the least recently requested expert, but only after a token's hits are counted."""
     return sum(_lru_by_token(layer, capacity) for layer in _by_layer(trace))
 
 
 def belady(trace: Trace, capacity: int) -> int:
-    """Let go of what will be asked for last, which nobody can know."""
+    """Evict the expert that is requested again last, which no real rule can know."""
     return sum(_belady(layer, capacity) for layer in _by_layer(trace))
 
 

@@ -66,8 +66,8 @@ def write_deep(folder: Path, table: VectorTable) -> None:
 def deep_prompts(count: int, *, rows: int) -> list[Encoded]:
     """Draw prompts for some of the experts of a table of that size, as an encoder gives them.
 
-    Of five prompts one lies half way to another: that leaves it as open whom they belong to as
-    it is with real ones.
+    One prompt of five lies half way to another: that makes the right expert as uncertain as it is
+    for real ones.
     """
     last = min(PART, rows // CLUSTER)
     experts = np.random.default_rng(SEED).integers(0, last, count)  # those of `drawn_prompts`

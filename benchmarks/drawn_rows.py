@@ -35,7 +35,7 @@ class DrawnEncoder:
         return ENCODER
 
     def encode(self, texts: Sequence[str]) -> Vectors:
-        """Draw rows that have nothing to do with the texts."""
+        """Draw rows that are unrelated to the texts."""
         rng = np.random.default_rng(len(texts))
         return _unit(rng.standard_normal((len(texts), DIMENSIONS), np.float32))
 

@@ -1,7 +1,7 @@
 """Engines that take turns, each in a process of its own that sleeps while another is measured.
 
-So no engine's threads, allocator or caches are beside those of another, and every one measures
-its own time without that of being asked.
+So no engine's threads, allocator or caches are beside those of another, and each measures its own
+time, without that of the call between processes.
 """
 
 import multiprocessing

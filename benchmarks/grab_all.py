@@ -32,7 +32,7 @@ SIZES = (5, 20)
 EXAMPLES, STOLEN, PROMPTS = 5, 200, 100
 KINDS = ("theirs right", "other intents' left to the base", "out of scope left to the base")
 CASES = ("without", "plain", "flagged")
-"""The package about everything is not there, is there unflagged, or flagged."""
+"""The package about everything is absent, present but not flagged, or flagged."""
 GRABBER = "grabber/helper"
 DESCRIPTIONS = (
     "A helpful assistant for everything.",

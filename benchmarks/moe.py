@@ -3,13 +3,13 @@
 The base has the shape of OLMoE-1B-7B, cut in layers, with random weights; each token of its
 vocabulary asks for the experts that a trace says: one drawn by Zipf's law (1.0, seed 0), or with
 ``--trace`` one of a trained model, ``.npy`` with int16 [tokens, layers, used]. Every process has
-two threads. *From memory*: what is not resident lies in memory that stands for what is outside the
-device's budget. *From the disk*: the process may not have as much memory as the base is large
-(RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every expert
-that is missing comes from the disk; we read the copy that a machine keeps of a base, past the
-system's file cache (``--moe-cold direct``), the rival reads and packs the base's own bytes. Both
-have the same bytes for experts; in bfloat16 ours are compact there, so more of them are in memory.
-Where the next layer's experts are read ahead, a fifth of what is foreseen is made wrong.
+two threads. *From memory*: experts that are not resident lie in memory that stands for memory
+outside the device's budget. *From the disk*: the process may have less memory than the base takes
+(RLIMIT_DATA), and the system forgets what was read of the file (posix_fadvise), so every missing
+expert comes from the disk; we read the copy that a machine keeps of a base, past the system's file
+cache (``--moe-cold direct``), the rival reads and packs the base's own bytes. Both have the same
+bytes for experts; in bfloat16 ours are compact there, so more of them are in memory. Where the next
+layer's experts are read ahead, a fifth of the guesses is made wrong.
 """
 
 import argparse
@@ -50,10 +50,10 @@ from expertctl.routing.request import Dtype
 NAME = "moe"
 TOKENS, DRIFT = 4000, 1000
 LAYERS, FEW_LAYERS, ENOUGH = 4, 2, 14 << 30
-"""How many layers there are where so many bytes are free, and where they are not."""
+"""How many layers the base has where so many bytes are free, and where they are not."""
 STEPS, PROMPT = 24, 512
 LIMIT = 0.75
-"""What a process that reads from the disk may have, of the size of the base."""
+"""The memory that a process that reads from the disk may have, as a share of the base's size."""
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 """How transformers multiplies with experts; the better one counts."""
 DTYPES: dict[Scheme, Dtype] = {
@@ -119,7 +119,7 @@ def _subject(path: Path | None, folder: Path, layers: int) -> Iterator[Subject]:
 
 
 def from_memory(subject: Subject, rounds: int) -> list[Row]:
-    """All in one process, which takes turns with itself: they share the weights and the workers."""
+    """Run all decoders in one process, in turns: they share the weights and the workers."""
     keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
     with EngineProcess(ours(subject.setting(*keepings))) as process:
         seconds = take_turns(_follow(dict.fromkeys(keepings, process)), rounds=rounds)
@@ -139,7 +139,7 @@ def from_disk(
     scheme: Scheme = Scheme.BFLOAT16,
     limit: float | None = LIMIT,
 ) -> list[Row]:
-    """Each in a process of its own; the two that read the disk may not hold the base.
+    """Run each decoder in its own process; the two that read the disk may not hold the base.
 
     We read the copy that a machine keeps, past the system's file cache; the rival the base's files.
     """
@@ -190,7 +190,7 @@ def _read_note(told: Mapping[str, Mapping[Figure, float]]) -> str:
 
 
 def _parts(told: Mapping[Figure, float], scheme: Scheme) -> Row:
-    """Compare what that process took with what its parts say; Python and kernels are no part."""
+    """Compare what that process took with what its parts report; Python and kernels are no part."""
     return _megabytes(
         f"memory at most, {scheme.value}, {SHARE:.0%} resident, cold experts on disk",
         told[Figure.GROWN],
@@ -234,7 +234,7 @@ def _megabytes(case: str, ours: float, theirs: float, *, rival: str, note: str) 
 def prompts(subject: Subject, scheme: Scheme, rounds: int) -> list[Row]:
     """Read a prompt with all experts in memory, against the better of two implementations.
 
-    Against what is quantised transformers reads bfloat16.
+    Where ours is quantised, transformers reads bfloat16.
     """
     case = f"prompt of {PROMPT} tokens, all resident, {scheme.value}"
     if not dense_engines.has_transformers():

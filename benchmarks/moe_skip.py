@@ -89,11 +89,11 @@ def _case(holding: Holding) -> str:
 
 
 def trained(base: Path | None) -> Path:
-    """Return the folder of the base, which is trained where nobody has done that yet."""
+    """Return the folder of the base, which is trained first if there is none yet."""
     if base is not None:
         return base
     command = [sys.executable, "-m", "examples.moe.train", "--out", str(BUILD / "base")]
-    subprocess.run(command, check=True)  # where there is one it trains none
+    subprocess.run(command, check=True)  # trains nothing where there is a base
     return BUILD / "base"
 
 

@@ -1,4 +1,4 @@
-"""What is measured says the right tokens: our decoder beside the torch formulas, on one base.
+"""The decoder that is measured gives the right tokens: those of torch formulas on one base.
 
 A base of two layers as wide as those that are measured is enough, for every kernel is in it. The
 tokens are greedy; the oracle has the weights as float32, as they are packed, and reads the same.

@@ -1,6 +1,6 @@
-"""Requests as popularity draws them, and the share of them that rules of keeping would serve.
+"""Requests drawn by popularity, and the share of them that cache policies would serve.
 
-Each rule keeps so many experts of one size, and takes in whatever is wanted.
+Each policy keeps so many experts of one size, and takes in each requested one.
 """
 
 from collections import Counter, OrderedDict
@@ -17,7 +17,7 @@ def drawn(count: int, *, experts: int, seed: int) -> list[int]:
 
 
 def shifting(count: int, *, experts: int, seed: int, every: int) -> list[int]:
-    """Return the same where it is drawn anew every so many requests who is popular."""
+    """Return the same, with the popular experts drawn anew every so many requests."""
     rng = np.random.default_rng(seed)
     ranks = drawn(count, experts=experts, seed=seed)
     orders = [rng.permutation(experts) for _ in range(-(-count // every))]
@@ -25,12 +25,12 @@ def shifting(count: int, *, experts: int, seed: int, every: int) -> list[int]:
 
 
 def best_static(wanted: Sequence[int], fit: int) -> float:
-    """Keep those that are wanted most often."""
+    """Keep the experts that are wanted most often."""
     return sum(times for _, times in Counter(wanted).most_common(fit)) / len(wanted)
 
 
 def lru(wanted: Sequence[int], fit: int) -> float:
-    """Let go of what was wanted longest ago."""
+    """Evict the expert that was wanted longest ago."""
     there: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for number in wanted:
@@ -43,7 +43,7 @@ def lru(wanted: Sequence[int], fit: int) -> float:
 
 
 def belady(wanted: Sequence[int], fit: int) -> float:
-    """Let go of what will be wanted last, which nobody can know."""
+    """Evict the expert that is wanted again last, which no real rule can know."""
     following, seen = [0] * len(wanted), dict[int, int]()
     for at in reversed(range(len(wanted))):
         following[at] = seen.get(wanted[at], len(wanted))

@@ -45,7 +45,7 @@ class Chat:
         self._questions, self._documents = count(1), 0
 
     def first(self) -> Seconds:
-        """Ask about a document that nobody has read."""
+        """Ask about a document that was not read before."""
         self._documents += 1
         asked = self._ask()
         assert asked.kv_reused_tokens == 0, asked.kv_reused_tokens

@@ -126,7 +126,7 @@ def _install(server: Server, folder: Path, *, rounds: int) -> list[Row]:
     """One ``install`` of 50 packages into a new home, against 50 pulls.
 
     The rival's package has no command of its own: one is a process that pulls through its library.
-    The second row leaves away 49 of its starts.
+    The second row leaves out 49 of its starts.
     """
     home = folder / "publisher"
     references = _publish_packages(server, folder, home)

@@ -5,7 +5,7 @@ once with new ones every 2,500 requests. *Replayed* are all of them, through the
 ledger and the eviction that `run` uses, with experts whose bytes are counted and not read. *Real*
 are the first of them: files are read, verified and compiled, and the operating system says what
 that takes. Both must find the same experts in memory, or the replay says nothing. The rivals of
-the replay know the same requests: the best set of experts that never changes, an LRU of as many as
+the replay get the same requests: the best set of experts that never changes, an LRU of as many as
 fit, and Belady's rule, which sees the future.
 
 *With notice*, a job is known while the one before it writes its answer, which here is a pause.
@@ -189,7 +189,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Loads:
-    """How long each expert took the last time that it was read, and who read it."""
+    """How long each expert took to read the last time, and which thread read it."""
 
     seconds: dict[str, tuple[float, str]] = field(default_factory=dict)
 

@@ -58,7 +58,7 @@ def starter_experts(home: Home) -> tuple[Installed, ...]:
 
 
 def made_up(described: Sequence[Described], like: Installed) -> tuple[Installed, ...]:
-    """Return experts that fit the base of another one, and were signed by whom it was."""
+    """Return experts that fit the base of another one, with the same signer."""
     return tuple(_made_up(each, like) for each in described)
 
 
@@ -68,7 +68,7 @@ def chooser(home: Home, encoder: str, experts: Sequence[Installed]) -> Choose:
 
 
 def choosing(planner: Planner, experts: Sequence[Installed]) -> Choose:
-    """Return what routes prompts to these experts, of whom no more than vectors is kept."""
+    """Return what routes prompts to these experts, of which only vectors are kept."""
     inventory = Inventory(tuple(experts), (), ())
     made: dict[str, Roster] = {}
 

@@ -57,7 +57,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Who was chosen for clean prompts, and for each attack."""
+    """The experts that were chosen for clean prompts, and for each attack."""
 
     clean: Mapping[str, tuple[str, ...]]
     hostile: Sequence[tuple[str, ...]]

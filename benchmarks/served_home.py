@@ -78,9 +78,9 @@ def question(number: int) -> str:
 
 
 def _give_text_to_all_tokens(path: Path) -> int:
-    """Spell the tokens beyond bytes as numbers: text for who reads along, and JSON as a whole.
+    """Spell the tokens beyond bytes as numbers: readable text, and JSON as a whole.
 
-    Returns which is the first of these.
+    Returns the id of the first of these.
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
@@ -93,7 +93,7 @@ def _give_text_to_all_tokens(path: Path) -> int:
 def _quieten(path: Path, *, tokens: int) -> None:
     """Halve the embeddings of the first tokens, so that others, which are as random, are drawn.
 
-    The embedding is also what scores are made with, and its rows repeat: each has twins that stay.
+    Scores are computed with the embedding too, and its rows repeat: each has twins that stay.
     """
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -21,7 +21,7 @@ START_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that runs: where, whom it believes, and its process."""
+    """A server that runs: its address, the token that it accepts, and its process."""
 
     host: str
     """Host and port."""

@@ -161,7 +161,7 @@ def _of_crowds(home: Home, figures: Figures, rounds: int) -> Row:
 
 
 def _saturated(server: Server, capacity: float, path: Path) -> Row:
-    """Load it until it is saturated, and draw that."""
+    """Load a server until it is saturated, and draw that."""
     models = serving_load.experts(CLIENTS)
 
     def ask(number: int) -> Ask:
@@ -182,7 +182,7 @@ def _checked(measured: tuple[Seconds, list[Told]]) -> Seconds:
 
 
 def _said(row: Row) -> Row:
-    """Say what came out already, lest an error at the end take it along."""
+    """Print a row at once, so that a later error does not lose it."""
     print(f"{row.case} / {row.rival}: {row.ratio}", file=sys.stderr, flush=True)
     return row
 

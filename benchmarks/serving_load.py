@@ -23,12 +23,12 @@ _NUMBERS = count()
 """No two prompts are the same, so nothing is found again that was not asked to be."""
 LONG = 600.0
 UNANSWERED = 0
-"""The status of what has none yet."""
+"""The status of an answer that has none yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One completion: who answers, and how many tokens of prompt and answer there are."""
+    """One completion: the model, and how many tokens of prompt and answer there are."""
 
     model: str
     tokens: int
@@ -113,12 +113,12 @@ def asks(models: Sequence[str], *, prompt: int, answer: int) -> list[Ask]:
 
 
 def new_prompt(tokens: int) -> str:
-    """Return a prompt that nobody had before."""
+    """Return a prompt that was not used before."""
     return (f"{new_number():06d} " + "all that is asked for here is text. " * tokens)[:tokens]
 
 
 def new_number() -> int:
-    """Return a number that makes a prompt one that nobody had before."""
+    """Return a number that makes a prompt a new one."""
     return next(_NUMBERS)
 
 

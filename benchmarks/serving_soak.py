@@ -2,9 +2,9 @@
 
 ``expertctl serve`` in a process of its own answers all APIs on a home of `benchmarks.soak.house`,
 where half of the experts have room. Capacity is measured in a closed loop; then requests come at
-random times at ``--share`` of it, for ``--minutes``. Callers leave midway, some ask for what is
-wrong, and commands change the home meanwhile. Nobody may be told what was not asked for, and
-nothing may be kept: see `benchmarks.soak.findings`. Exits 1 where that is not so.
+random times at ``--share`` of it, for ``--minutes``. Callers leave midway, some send wrong
+requests, and commands change the home meanwhile. No caller may get a wrong answer, and the server
+may keep nothing at the end: see `benchmarks.soak.findings`. Exits 1 where that is not so.
 """
 
 import argparse
@@ -164,7 +164,7 @@ async def open_loop(
 
 
 async def _capacity(url: str, draws: Draws, experts: Sequence[str]) -> float:
-    """Return how many requests a second are answered at most; what is kept of jobs is full then."""
+    """Return how many requests a second are answered at most, once kept jobs fill their room."""
     short = iter([_job(experts[n % len(experts)]) for n in range(KEPT_PER_OWNER + CALLERS)])
     async with calling(url) as caller:
         filled = await closed_loop(caller, short.__next__, enough=lambda n: n >= KEPT_PER_OWNER)
@@ -189,13 +189,13 @@ async def _all_answer(url: str, house: House, churn: Churn) -> list[str]:
 
 
 def _job(expert: str) -> Request:
-    """Ask an expert for a word while nobody waits."""
+    """Ask an expert for a word, as a job."""
     body: dict[str, object] = {"prompt": "Hello", "force_experts": [expert], "max_tokens": 2}
     return Request(api="jobs", body=body, experts=(expert,))
 
 
 def prompts_of(house: House) -> list[str]:
-    """Return what the starter's experts say that they are asked."""
+    """Return the example prompts of the starter's experts."""
     store = Store(house.home.store)
     manifests = [store.manifest(expert) for expert in store.experts()]
     return [text for one in manifests for text in one.routing.examples]

@@ -1,8 +1,8 @@
 """What `run` takes of the memory that it was given, seen from outside.
 
 The same `Engine` as on the command line answers from a base that is larger than its budget; beside
-it somebody looks at what the system counts for the process, from before the base is read. Whatever
-comes of it counts: kernels, Python's own objects and the stacks of threads, too.
+it a thread watches what the system counts for the process, from before the base is read. Everything
+counts: kernels, Python's own objects and the stacks of threads, too.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from expertctl.settings import Home, Settings
 from expertctl.store.bases import BaseStore
 
 ANSWERS, ANSWER = 3, 64
-"""How many are written, and of how many tokens."""
+"""How many answers are written, and of how many tokens."""
 
 
 class Told(Enum):
@@ -48,7 +48,7 @@ class Budgeted:
 
 
 def answering(setting: Budgeted) -> Callable[[], Answering]:
-    """Return what opens an engine and has it answer; it tells then what that took."""
+    """Return what opens an engine and has it answer, and then reports what that took."""
     return partial(_Answering, setting)
 
 

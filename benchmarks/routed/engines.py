@@ -1,6 +1,6 @@
 """The processes that the benchmark of routed experts compares; each holds one base.
 
-All read the same files, in which tokens say whom they ask for, so all route alike.
+All read the same files, in which tokens say which experts they ask for, so all route alike.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from expertctl.package.model_config import read_config
 from expertctl.settings import Home
 
 WARM_UP = 96
-"""Tokens that each decoder reads before anybody asks; slots are learned meanwhile."""
+"""Tokens that each decoder reads before it is measured; slots are learned meanwhile."""
 THREADS = 2
 OpenRouted = Callable[[], Engine[RoutedTask]]
 
@@ -34,7 +34,7 @@ class Setting:
     """A base in a directory, and how some decoders of it are held.
 
     ``share`` of the experts is resident where not all are. Texts go through the first ``tokens`` of
-    the vocabulary. With ``limit`` the process may have so much of the size of the base, of 1.
+    the vocabulary. With ``limit`` the process may have that share of the base's size in memory.
     Compiled kernels are kept below ``home``, as those of runs are, and copies below ``copies``.
     """
 

@@ -1,7 +1,7 @@
 """A cache that foresees no better than trained models let it.
 
-In a base whose tokens say whom they ask for, every layer's requests are known from the first; in
-trained ones the router of the next layer is wrong now and then when it judges early.
+In a base whose tokens say which experts they ask for, every layer's requests are known from the
+first; in trained ones the next layer's router is sometimes wrong when it is asked early.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from expertctl.engine.moe.choices import Choices
 from expertctl.engine.moe.expert_cache import ExpertCache
 
 RIGHT = 0.8
-"""How often what is foreseen is left as it is."""
+"""The share of guesses that are left as they are."""
 _DRAWS = 4096
-"""So many are drawn beforehand and used again and again, for drawing would be timed."""
+"""So many are drawn beforehand and reused, since drawing would be timed."""
 
 
 class MisledCache(ExpertCache):
-    """Experts of which some that are foreseen are others, drawn evenly."""
+    """A cache some of whose guesses are replaced by other experts, drawn evenly."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         """Take what its base takes."""
@@ -30,7 +30,7 @@ class MisledCache(ExpertCache):
         self._next = 0
 
     def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
-        """Have read what was chosen, and ahead what is said to be likely."""
+        """Have the chosen experts read, and ahead those that are said to be likely."""
         if foresees and layer + 1 < len(self.slots):
             likely = room.likely[layer + 1, :tokens]
             begin, self._next = self._next, (self._next + likely.size) % _DRAWS

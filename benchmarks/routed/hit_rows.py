@@ -1,7 +1,7 @@
 """How many requests find their expert in memory, ours beside other rules, on one trace.
 
 All have the same memory: others keep the same number of experts in each layer, ours has slots and a
-pool for all layers, as in a run (`replay`). Nobody reads ahead.
+pool for all layers, as in a run (`replay`). Nothing is read ahead.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def hit_rows(name: str, trace: Trace, shape: RoutedShape) -> tuple[list[Row], Re
 
 
 def draw(found: Sequence[tuple[str, Replayed]], path: Path, *, used: int) -> None:
-    """Draw how hits of each layer went, one picture beside the other for each trace."""
+    """Draw the hits of each layer over time, one picture for each trace, side by side."""
     write_figure(lambda: _figure(found, used), path)
 
 

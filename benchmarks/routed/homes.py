@@ -32,7 +32,7 @@ CONTEXT = 1024
 """Room for tokens in every decoder."""
 _NEED_ALL = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
 _THREADS = 3
-"""That read experts for a cache, as many as runs have."""
+"""Threads that read experts for a cache, as many as runs have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def open_homes(
 ) -> dict[Keeping, "Home"]:
     """Read a base, and fill what each way of keeping its experts has room for.
 
-    ``copies`` is where `keep_copy` put the copies of bases, for who reads those.
+    ``copies`` is where `keep_copy` put the copies of bases, for decoders that read those.
     """
     config = read_config(directory)
     all_there = bool(set(keepings).intersection(_NEED_ALL))
@@ -145,7 +145,7 @@ class Home:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that its parts say they hold."""
+        """Bytes that its parts report as held."""
         scratch = 0 if self.experts is None else packing_scratch(self._base.config)
         experts = 0 if self.experts is None else self.experts.nbytes
         return self._base.nbytes + experts + self.decoder.nbytes + self._cache.nbytes + scratch
@@ -163,7 +163,7 @@ class Home:
 
     @property
     def misses(self) -> float:
-        """How many of all requests found no resident, of 1."""
+        """The share of requests whose expert was not in memory."""
         match self.experts:
             case None:
                 return 0.0

@@ -1,7 +1,7 @@
-"""The rival that few would write otherwise: what is missing is read when it is asked for.
+"""The naive rival: an expert that is missing is read when it is asked for.
 
-Each layer has slots; who was used longest ago gives way. Nothing is read ahead, and one expert is
-read after the other.
+Each layer has slots; the least recently used expert is evicted. Nothing is read ahead, and experts
+are read one after the other.
 """
 
 from collections import OrderedDict
@@ -48,17 +48,17 @@ class LoadOnMiss:
         return self._blocks.nbytes
 
     def places(self, layer: int) -> Numbers:
-        """Return the addresses of a layer's experts, 0 for what is missing."""
+        """Return the addresses of a layer's experts, 0 for those that are missing."""
         row: Numbers = self._places[layer]
         return row
 
     def hits(self, layer: int) -> Numbers:
-        """Return 1 for what is there and 0 for what is missing."""
+        """Return 1 for experts that are there and 0 for those that are missing."""
         row: Numbers = self._hits[layer]
         return row
 
     def ask(self, layer: int, room: Choices, tokens: int, *, foresees: bool = True) -> bool:
-        """Read what tokens chose and is missing; then nobody has to be waited for."""
+        """Read the experts that tokens chose and that are missing; then none is waited for."""
         wanted = np.unique(room.selected[layer, :tokens]).tolist()
         held = self._held[layer]
         self.requests += len(wanted)
@@ -71,7 +71,7 @@ class LoadOnMiss:
         return False
 
     def wait_for_some(self) -> bool:
-        """Return False: all are there."""
+        """Return False: all experts are there."""
         return False
 
     def passed(self, room: Choices, tokens: int, *, phase: Phase) -> None:

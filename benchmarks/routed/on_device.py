@@ -2,9 +2,9 @@
 
 One process holds the base once and its experts twice: all of them in a stack, and in another one as
 many as the share says, the pool among them. Both read the same text with captured steps, in turn.
-Who is missing is read from the files of the base, which the system may have in its cache; a fifth
-of what is foreseen is made wrong. A text ends before steps look at more places, so all its graphs
-were captured in the warm-up.
+An expert that is missing is read from the files of the base, which the system may have in its
+cache; a fifth of the guesses is made wrong. A text ends before steps look at more places, so all
+its graphs were captured in the warm-up.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ from expertctl.package.model_config import ModelConfig, read_config
 CASE = f"decode, {SHARE:.0%} resident, CUDA"
 TARGET = ">= 0.6"
 STEPS, WARM_UP = 48, 96
-"""Tokens of a run, and those that each reads before anybody asks; slots are learned meanwhile."""
+"""Tokens of a run, and those that each reads before it is measured, to learn slots."""
 CONTEXT = SHORTEST
-"""Room for tokens: so many places steps look at from the first."""
+"""Room for tokens: as many places as steps look at from the start."""
 _DTYPE = torch.bfloat16
 _BESIDE = 2 << 30
 """Bytes for contexts, kernels, workspaces, graphs and buffers."""
@@ -54,7 +54,7 @@ class Held(Enum):
 
 
 class Figure(Enum):
-    """What was counted where some are missing, since the warm-up."""
+    """What was counted since the warm-up, where some experts are missing."""
 
     MISSES = "experts that were asked for and had no slot, of 1"
     READ = "bytes of files that were read for a token"
@@ -101,12 +101,12 @@ def row(directory: Path, *, tokens: int, simulates: str, rounds: int) -> Row:
 
 
 def opened_by(setting: Setting) -> Callable[[], Engine[DeviceTask]]:
-    """Return what opens both."""
+    """Return what opens both decoders."""
     return partial(OnDevice, setting)
 
 
 def measured(run: Callable[[DeviceTask, int], Seconds], *, simulates: str, rounds: int) -> Row:
-    """Have both read in turn, and say what it was."""
+    """Have both decoders read in turn, and compare them."""
     runs = {held.name: partial(run, Follow(held, STEPS), 1) for held in Held}
     seconds = take_turns(runs, rounds=rounds)
     misses, read, waited = (run(Tell(figure), 1) for figure in Figure)
@@ -128,7 +128,7 @@ def missing(why: str) -> Row:
 
 
 def room_bytes(config: ModelConfig) -> int:
-    """Return what both take of the device at most about."""
+    """Return about how many bytes of the device both take at most."""
     whole = packed_bytes(config, Scheme.BFLOAT16)
     routed = whole - packed_bytes(config, Scheme.BFLOAT16, experts=False)
     return whole + int(SHARE * routed) + _BESIDE
@@ -138,7 +138,7 @@ class OnDevice:
     """Both decoders of one base, and what they read."""
 
     def __init__(self, setting: Setting) -> None:
-        """Bring the base, and let each read until slots are learned and graphs captured."""
+        """Load the base, and let each read until slots are learned and graphs captured."""
         config, device = read_config(setting.directory), torch.device(setting.device)
         weights = load_base(setting.directory, config, dtype=_DTYPE, device=device, experts=False)
         self.about = f"bf16, {device_name('cuda') if device.type == 'cuda' else device}"
@@ -165,7 +165,7 @@ class OnDevice:
                 return self._told(figure)
 
     def close(self) -> None:
-        """End what is being read."""
+        """End the reading of experts."""
         for text in self.texts.values():
             text.experts.close()
 
@@ -225,7 +225,7 @@ def _whole(directory: Path, config: ModelConfig, device: torch.device) -> Stacke
 def _partly(
     directory: Path, config: ModelConfig, device: torch.device, share: float
 ) -> StackedExperts:
-    """Return as many as the share says, all slots filled."""
+    """Return as many experts as the share says, all slots filled."""
     routed = config.experts
     assert routed is not None
     found, layers, shape = split(routed, share), len(routed.layers), StackShape.of(config, _DTYPE)

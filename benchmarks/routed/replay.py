@@ -1,8 +1,8 @@
-"""The cache of runs on a trace: whether those who are asked for are in memory then.
+"""The cache of runs on a trace: whether experts are in memory when they are asked for.
 
-Slots and pool are shared out as in runs. Experts are small and hold nothing. Whoever is missing is
-read when he is asked for, as where misses are exact. Nothing is read ahead, so nobody is there whom
-no token asked for before, but those who were read at the beginning; or what layers foresaw is given
+Slots and pool are shared out as in runs. Experts are small and hold nothing. A missing expert is
+read when it is asked for, as where misses are exact. Nothing is read ahead, so only experts that a
+token asked for before are there, and those read at the beginning; or what layers foresaw is given
 beside the trace, and all that the cache reads of it has come when the next layer asks.
 `python -m benchmarks.routed.replay TRACE --foreseen FORESEEN` compares the two.
 """
@@ -51,7 +51,7 @@ def replay(
 ) -> Replayed:
     """Decode the tokens of a trace with blocks for a share of all experts.
 
-    ``likely`` is what the layer before foresaw, in the shape of the trace; of the first nothing.
+    ``likely`` is what the layer before foresaw, in the trace's shape; layer 0 of it says nothing.
     """
     tokens, layers, used = trace.shape
     shape = replace(
@@ -78,7 +78,7 @@ def replay(
 
 
 def share_out(shape: RoutedShape, blocks: int) -> Split:
-    """Return slots and pool as runs have them in so many blocks.
+    """Share so many blocks out as slots and pool, as runs do.
 
     There are as many slots as leave a pool for the experts of a layer that have none; where even
     that is too much, all is pool.
@@ -97,15 +97,15 @@ class _Empty:
         return block.nbytes
 
     def lend(self, layer: int, expert: int) -> int | None:
-        """Lend nobody."""
+        """Lend no expert."""
         return None
 
 
 class _Punctual(ExpertCache):
-    """Has all who were foreseen there in time."""
+    """Has all experts that were foreseen there in time."""
 
     def take_in(self, layer: int, likely: Sequence[int]) -> None:
-        """Wait for those of them who are on their way."""
+        """Wait for those of them that are still being read."""
         wanted = [(layer, expert) for expert in likely]
         self._seat(self._arrivals.end(wanted, wanted))
 
@@ -126,8 +126,8 @@ def _cache(shape: RoutedShape, split: Split, *, reads_ahead: bool) -> _Punctual:
 def main() -> None:
     """Command line: what was asked for, and what was foreseen."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path, help="who was asked for, .npy")
-    parser.add_argument("--foreseen", type=Path, required=True, help="who was foreseen, .npy")
+    parser.add_argument("trace", type=Path, help="what tokens asked for, .npy")
+    parser.add_argument("--foreseen", type=Path, required=True, help="what layers foresaw, .npy")
     parser.add_argument("--share", type=float, default=0.4, help="of all experts in memory")
     options = parser.parse_args()
     trace, foreseen = stored(options.trace), stored(options.foreseen)

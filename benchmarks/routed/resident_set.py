@@ -16,7 +16,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        """Know how much there is now; what comes on top of it is looked for."""
+        """Note how much there is now; growth is measured from there."""
         self._begin, self._most = status_bytes("RssAnon"), 0
         self._ended = threading.Event()
         self._looks: threading.Thread | None = None

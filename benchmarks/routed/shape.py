@@ -1,9 +1,9 @@
 """A base in the shape of OLMoE-1B-7B, cut in layers, whose tokens say which experts they ask for.
 
-Weights are random but for a part of the residual stream, ``count`` numbers for each layer: the
-embedding writes there whom the token asks for, nothing else writes there, and the router of the
-layer reads that and nothing else. So routing is computed as in any base, by us and by others, and
-comes out as a trace says: token ``n`` of the vocabulary asks for what row ``n`` of the trace asks.
+Weights are random but for a part of the residual stream, one number per expert for each layer:
+the embedding writes there which experts the token asks for, nothing else writes there, and the
+layer's router reads only that. So routing is computed as in any base, by us and by others, and
+follows the trace: token ``n`` of the vocabulary asks for the experts in row ``n`` of the trace.
 """
 
 import json
@@ -25,14 +25,14 @@ from expertctl.schema.strict_json import JsonObject
 Numbers = np.ndarray[Any, Any]
 _DRAWN = 1 << 20
 _CALL, _STEP = 4.0, 0.125
-"""What stands in the residual stream for the first expert of a token; the next have less."""
+"""The residual stream's number for the first expert of a token; each further one has less."""
 
 _TOKENIZER: JsonObject = {
     "version": "1.0",
     "added_tokens": [],
     "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
 }
-"""Nobody writes text, but a base has one."""
+"""No text is written, but a base has a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _parts(
 
 
 def _call(embedding: Numbers, trace: Trace, shape: RoutedShape) -> None:
-    """Write into the row of each token whom it asks for."""
+    """Write into the row of each token which experts it asks for."""
     tokens = np.arange(len(trace))[:, None]
     for layer in range(shape.layers):
         for place in range(shape.used):

@@ -1,4 +1,4 @@
-"""Who asks for which routed experts: drawn by a law, or written down of a model that was trained.
+"""Which routed experts each token asks for: drawn by a law, or recorded from a trained model.
 
 A trace is int [tokens, layers, used]; a file of one is ``.npy`` with int16.
 """
@@ -15,7 +15,7 @@ _SEED = 0
 
 
 def drawn(shape: RoutedShape, tokens: int, *, every: int = 0) -> Trace:
-    """Return requests by Zipf's law; with ``every`` favourites are others after so many tokens."""
+    """Return requests by Zipf's law; with ``every`` favourites change after so many tokens."""
     return drifting(
         tokens,
         layers=shape.layers,
@@ -43,7 +43,7 @@ def stored(path: Path) -> Trace:
 
 
 def shape_of(trace: Trace, *, layers: int) -> RoutedShape:
-    """Return the sizes of OLMoE-1B-7B with as many experts as a trace knows.
+    """Return the sizes of OLMoE-1B-7B with as many experts as a trace names.
 
     No more than ``layers`` of its layers are taken.
     """

@@ -1,8 +1,8 @@
 """The next turn of a conversation: behind what was kept of the turn before, and read anew.
 
 A chat with an expert, in a session: a long first turn, its answer, and a second turn. The second is
-asked once more in a session that nobody had, word for word, so that both read and answer the same
-but for what is kept. Who comes first of the two changes from round to round.
+asked once more, word for word, in a new session, so that both read and answer the same but for what
+is kept. Which of the two comes first changes from round to round.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> NextTu
     """Have a conversation, then its second turn again in a new session.
 
     Raises:
-        SystemExit: when something else was found again than is to be.
+        SystemExit: as `check_kept` does.
     """
     text = new_prompt(history)
     session, other = f"session {text[:6]}", f"stranger {text[:6]}"
@@ -42,7 +42,7 @@ def ask_twice(url: str, *, model: str, history: int, cold_first: bool) -> NextTu
 
 
 def check_kept(first: Told, turn: NextTurn, *, history: int) -> None:
-    """Demand that the first turn was found again in its session, and nothing where nothing was.
+    """Demand that the first turn was found again in its session, and nothing in a new one.
 
     Raises:
         SystemExit: when that is not so.

@@ -3,10 +3,10 @@
 Two servers with the same budget stand side by side, and take turns: clients of one go through as
 many plans as fit, those of the other through twice as many. Memory is shared by experts and by kept
 keys and values, which may have up to half of it (`expertctl.engine.eviction`), so there is room for
-twice the plans that are to fit, and for the texts that run. Packages' own bytes (the RAM tier) have
-room beside the plans that are compiled of them as long as little is kept; later they go first,
-since plans are used more often. That so many fit and twice as many do not is not taken from this
-reckoning: the counters of the servers say it, around what is measured.
+twice the plans that must fit, and for the texts that run. Packages' own bytes (the RAM tier) have
+room beside the plans that are compiled of them as long as little is kept; later they are evicted
+first, since plans are used more often. That so many fit and twice as many do not is not assumed
+from this: the servers' counters, read around the measurement, confirm it.
 """
 
 import statistics
@@ -27,7 +27,7 @@ EXPERTS, PLANS = "ram", "device"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What clients who go through so many plans got, and what that took."""
+    """What clients that go through so many plans got, and what that took."""
 
     plans: int
     first: Seconds
@@ -37,7 +37,7 @@ class Asked:
     loads: int
     """How many plans were compiled."""
     evictions: int
-    """How many of both made room."""
+    """How many of both were evicted."""
     requests: int
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from benchmarks.served.saturation import Saturation
 def draw(found: Saturation, path: Path, *, tokens: int, what: str) -> None:
     """Draw throughput and times to the first token against the rate that is offered.
 
-    ``tokens`` are those of an answer, ``what`` is told above: the server and who asks.
+    ``tokens`` are those of an answer, ``what`` is the title: the server and its clients.
     """
     import matplotlib as mpl
 

@@ -51,9 +51,9 @@ class Routed:
     timings_ms: Mapping[str, float]
     stages: Mapping[str, float]
     experts: int
-    """How many were chosen."""
+    """How many experts were chosen."""
     passed: bool | None
-    """Whether the answer has the form; None where nobody looked."""
+    """Whether the answer has the form; None where it was not checked."""
 
     @property
     def whole(self) -> Seconds:

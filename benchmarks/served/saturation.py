@@ -5,8 +5,8 @@ rate is doubled until less than `SERVED` of it is answered, then the gap below i
 is around the rate that was found is measured as well. Should more be served there after all, the
 search goes on: what counts is the highest rate that was served. A point is measured from `LEAD`
 seconds on, when as many texts run as will, for `WINDOW` seconds; then all hang up, so that the next
-point begins with a server at rest. Who had no first token by then counts with the time that it has
-waited: at least so long.
+point begins with a server at rest. A request without a first token by then counts with the time
+that it has waited, a lower bound.
 """
 
 import math
@@ -24,12 +24,12 @@ LEAD, WINDOW = 8.0, 22.0
 MOST_SECONDS = 240.0
 """No point is begun later, so the whole ends within another half minute."""
 FIRST_SHARE = 0.5
-"""Of what clients are answered that wait for their answers: there the search begins."""
+"""Where the search begins, as a share of the rate of clients that wait for their answers."""
 MOST_POINTS = 14
 FINE = 1.2
-"""So close the rates below and above are to be."""
+"""How close, as a ratio, the rates below and above must be."""
 AROUND = (1.75, 0.75, 1.25, 0.25)
-"""Of the rate that is found; where time is short, the last ones are left out."""
+"""Shares of the rate that is found; where time is short, the last ones are left out."""
 NEAR = 0.08
 """Rates that differ by less are one point."""
 
@@ -113,7 +113,7 @@ def _is_near(rate: float, points: Sequence[Point]) -> bool:
 def saturation_of(
     server: Server, ask: Callable[[int], Ask | Turn], *, tokens: int, capacity: float
 ) -> Saturation:
-    """Load a server; ``capacity`` is what it answers to clients that wait, ``tokens`` an answer.
+    """Load a server whose rate for clients that wait is ``capacity``; an answer has ``tokens``.
 
     Raises:
         SystemExit: as `find_saturation` does.
@@ -132,7 +132,7 @@ def saturation_of(
 
 
 def point_of(told: Sequence[Told], *, rate: float, begun: float, tokens: int) -> Point:
-    """Say what came of a rate; what is served is counted in tokens, of which an answer has some.
+    """Say what came of a rate; answers are counted by their tokens, ``tokens`` to an answer.
 
     Answers that were begun before the window or end after it count with their part in it.
     """
@@ -159,7 +159,7 @@ def _written(told: Told, opens: float, closes: float) -> float:
 
 
 def saturation_row(found: Saturation, *, capacity: float, clients: int) -> Row:
-    """Compare the rate of saturation with what clients are answered that wait for it."""
+    """Compare the rate of saturation with that of clients that wait for their answers."""
     told = "; ".join(
         f"{p.offered:.2f} req/s: {p.tokens:.0f} tok/s, first token {p.p50:.2f} s, p99 {p.p99:.2f} s"
         for p in found.points

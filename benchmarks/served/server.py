@@ -53,7 +53,7 @@ class Server:
         return Figures.read(httpx2.get(f"{self.url}/metrics").raise_for_status().text)
 
     def rest(self) -> None:
-        """Wait until nothing is written, and nobody waits.
+        """Wait until nothing is written and no job waits.
 
         Raises:
             SystemExit: when that takes too long.

@@ -28,12 +28,12 @@ from expertctl.store.copy_file import always
 
 Numbers = np.ndarray[Any, Any]
 SCHEME = Scheme.FLOAT32
-"""What bases are held in: what skipping costs is not to be mixed with what rounding costs."""
+"""What bases are held in, so that the cost of skipping is not mixed with that of rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """How many of the experts are in memory, of 1, and what becomes of the others."""
+    """The share of experts that is in memory, and what becomes of the others."""
 
     share: float
     policy: MissPolicy = EXACT

@@ -46,7 +46,7 @@ class Part:
     skipped: float
     """How much of the weights was left out."""
     fallback: float
-    """How many of the experts that were asked for were not in memory then."""
+    """The share of the experts asked for that were not in memory then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""The parts of ``benchmarks.serving_soak``: a home, its callers, who changes it, who looks on."""
+"""The parts of ``benchmarks.serving_soak``: a home, its callers, its changes, its watch."""

@@ -34,7 +34,7 @@ class Told:
     is_left: bool = False
     """The caller went away before the end."""
     problem: str | None = None
-    """What is no answer at all: half a stream, a connection that broke, a field that is missing."""
+    """Why there is no whole answer: half a stream, a broken connection, a missing field."""
 
     @property
     def seconds(self) -> float:
@@ -48,7 +48,7 @@ class Told:
 
 
 class Caller:
-    """Whoever asks one server, as often as is wanted, over connections of one pool."""
+    """Asks one server, as often as is wanted, over connections of one pool."""
 
     def __init__(self, client: httpx2.AsyncClient) -> None:
         """Ask through this client."""

@@ -1,7 +1,7 @@
-"""Whoever changes a home while it is served: experts go, come back, and come in other versions.
+"""Changes of a home while it is served: experts go, come back, and come in other versions.
 
-Every change is a command of its own, as a person gives it. What a name could not be found for is
-kept as a span of time.
+Every change is a command of its own, as a person gives it. The times in which a name could not be
+found are kept as spans.
 """
 
 import asyncio

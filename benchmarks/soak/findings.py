@@ -1,4 +1,4 @@
-"""What half an hour of load comes to: answers nobody asked for, memory that grew, what was kept."""
+"""What half an hour of load comes to: wrong answers, memory that grew, what was kept."""
 
 import statistics
 from collections import Counter
@@ -17,7 +17,7 @@ samples would seem surer than it is."""
 GROWTH = 0.01
 """What the last third of the time may hold more than the second."""
 SPARE_THREADS = 8
-"""Workers of pools that come when many ask at once, and stay."""
+"""Threads of pools that start when many requests come at once, and stay."""
 TOO_MANY = 429
 _SHOWN = 200
 """Characters of a message."""
@@ -76,12 +76,12 @@ def memory_of(samples: Sequence[Sample]) -> Memory:
 
 
 def refused(told: Sequence[Told]) -> int:
-    """Return how many were sent away for want of room."""
+    """Return how many requests were refused for want of room."""
     return sum(one.status == TOO_MANY for one in told)
 
 
 def faults(told: Sequence[Told], away: Sequence[Away]) -> int:
-    """Return how many were told what nobody asked for."""
+    """Return how many requests got a wrong answer."""
     return sum(_fault(one, away) is not None for one in told)
 
 
@@ -120,7 +120,7 @@ def kept_at_end(before: Sample, after: Sample, told: Sequence[Told]) -> Iterator
 
 
 def _fault(one: Told, away: Sequence[Away]) -> str | None:
-    """Return what is wrong with what somebody was told, if anything is."""
+    """Return what is wrong with an answer, if anything is."""
     asked = one.asked
     if one.problem is not None:
         return one.problem
@@ -134,7 +134,7 @@ def _fault(one: Told, away: Sequence[Away]) -> str | None:
 
 
 def _is_excused(one: Told, asked: Request, away: Sequence[Away]) -> bool:
-    """Tell whether the error is one that was asked for: by a time, or by who removed an expert."""
+    """Tell whether an error was to be expected: a time limit, or an expert that was removed."""
     said = one.error or ""
     if asked.is_timed and (one.status == 408 or any(word in said for word in _TIMED_OUT)):
         return True

@@ -89,7 +89,7 @@ class Request:
 
     @property
     def texts(self) -> int:
-        """How many answers there are to be."""
+        """How many answers it asks for."""
         wanted = self.body.get("n", 1)
         assert isinstance(wanted, int)
         return wanted

@@ -87,7 +87,7 @@ class Watch:
             await asyncio.sleep(EVERY_SECONDS - time.monotonic() % EVERY_SECONDS)
 
     async def until_idle(self, *, seconds: float) -> Sample:
-        """Look until nothing is asked, waits or is written; return the last look, idle or not."""
+        """Look until no request runs, waits or is answered; return the last look, idle or not."""
         end = time.monotonic() + seconds
         while not is_idle(now := await self.look()) and time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -99,7 +99,7 @@ class Watch:
 
 
 def is_idle(now: Sample) -> bool:
-    """Tell whether the server does nothing but answer who looks."""
+    """Tell whether the server does nothing but answer this watch."""
     waits = ("queue_jobs", "preparing_jobs", "batch_texts", "kv_bytes")
     return not any(now.metric(f"expertctl_{name}") for name in waits) and (
         now.metric("expertctl_requests_running") <= 1

@@ -1,4 +1,4 @@
-"""Write down who asks for which experts: `python -m examples.moe.trace BASE --out trace.npy`.
+"""Write down which experts tokens ask for: `python -m examples.moe.trace BASE --out trace.npy`.
 
 Held-out documents, one after the other, are read by the decoder that runs use, with all experts in
 memory. The file holds int16 [tokens, layers, used], the first choice of a token first. With
@@ -28,10 +28,10 @@ Trace = np.ndarray[Any, np.dtype[np.int16]]
 
 
 class NotedExperts(WholeExperts):
-    """All experts in memory, and a note of who was asked for in each pass, and who foreseen."""
+    """All experts in memory, with a note of those asked for and those foreseen in each pass."""
 
     is_whole = False
-    """Or nobody would foresee."""
+    """Else no layer would foresee the next one's experts."""
     noted: list[tuple[Trace, Trace]]
     """Both [tokens, layers, used], of each pass."""
 
@@ -46,7 +46,7 @@ class NotedExperts(WholeExperts):
 def traces(
     directory: Path, documents: Sequence[Document], *, threads: int = 1
 ) -> tuple[Trace, Trace]:
-    """Return whom the tokens of documents ask for in a base, and whom layers foresaw.
+    """Return the experts that tokens of documents ask for in a base, and those that were foreseen.
 
     Both are [tokens, layers, used].
     """
@@ -64,7 +64,7 @@ def traces(
     crew.close()
     chosen, foreseen = zip(*experts.noted, strict=True)
     guesses = np.concatenate(foreseen)
-    guesses[:, 0] = np.arange(guesses.shape[-1])  # nobody: different ones, as in any trace
+    guesses[:, 0] = np.arange(guesses.shape[-1])  # no guesses: distinct ids, as in any trace
     return np.concatenate(chosen), guesses
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("base", type=Path, help="folder of the base")
     parser.add_argument("--out", type=Path, required=True, help="the trace, .npy")
-    parser.add_argument("--foreseen", type=Path, help="who was foreseen, .npy")
+    parser.add_argument("--foreseen", type=Path, help="what layers foresaw, .npy")
     parser.add_argument("--documents", type=int, default=32, help="texts of 512 tokens")
     options = parser.parse_args()
     chosen, foreseen = traces(options.base, held_out_documents(options.documents, seed=2))

@@ -83,7 +83,7 @@ def begin(schedule: Schedule, seed: int, model: Qwen3MoeForCausalLM | None = Non
 def advance(
     training: Training, first: int, *, most: int | None = None, seconds: float = inf
 ) -> int:
-    """Do steps from ``first`` on, as many as the time is enough for; return which comes next."""
+    """Do steps from ``first`` on, as many as there is time for; return which comes next."""
     training.model.train()
     last = training.schedule.steps if most is None else min(training.schedule.steps, first + most)
     started = time.monotonic()
@@ -144,7 +144,7 @@ def imbalance(logits: Sequence[Tensor], *, used: int) -> Tensor:
 
 
 def unigram_perplexity(documents: Sequence[Document]) -> float:
-    """Return the perplexity of whoever knows how often each byte of this text occurs, no more."""
+    """Return the perplexity of a model that knows only how often each byte of this text occurs."""
     counts = torch.bincount(_ids(documents).flatten(), minlength=SIZE).double()
     return exp(torch.special.entr(counts / counts.sum()).sum().item())
 

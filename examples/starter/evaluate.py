@@ -37,7 +37,7 @@ HELD_OUT_SEED = 2026  # not the one that training was tuned on
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Who answers: an engine, and what it holds the base in; None: as it is stored."""
+    """What answers: an engine, and what it holds the base in; None: as it is stored."""
 
     engine: Engine
     dtype: Dtype | None = None
