@@ -1,10 +1,9 @@
-"""`AnswerCheck`: what an answer of a conversation is checked for, once it is whole.
+"""`AnswerCheck`: checks the form of a whole answer of a conversation.
 
-Nothing that is written can be forced into a form, so its form is looked at afterwards: that of what
-is said by the schema or format that was asked for, that of a call by the schema of its tool where
-the tool is ``strict``. Where nothing was asked for, the form that experts or the prompt call for is
-looked for in what is said. What was thought is no answer. An answer with calls says nothing that a
-format is meant for.
+Generation cannot be forced into a form, so the form is checked afterwards: the spoken text against
+the schema or format of the request, or where it names none, against the form that experts or the
+prompt call for; a call against the schema of its tool, if the tool is ``strict``. Thoughts are not
+checked, nor is the spoken text of an answer with calls.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from expertctl.server.post_processing.json_schema import AnswerSchema, check_bou
 from expertctl.server.tool_calls.call import Call
 
 Schemas = Mapping[str, AnswerSchema]
-"""By the names of strict tools, what their arguments must fit."""
+"""Strict tool → the schema that its arguments must fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrictTool:
-    """A tool whose arguments are to fit its schema, and the field that holds it."""
+    """A tool whose arguments must fit its schema, and the field that holds the schema."""
 
     name: str
     schema: JsonObject
@@ -38,11 +37,11 @@ class AnswerCheck:
 
     reading: Reading
     form: Check | None
-    """What is asked of what is said; None: what experts or the prompt call for."""
+    """The check of the spoken text; None: the form that experts or the prompt call for."""
     tools: Schemas
 
     def __call__(self, text: str) -> Checked | str:
-        """Check a whole answer, as the model wrote it; or return what of it is to be checked."""
+        """Check a whole answer, as the model wrote it; or return the part that is to be checked."""
         answer = self.reading.whole(text)
         if answer.calls:
             found = [self._fits(call) for call in answer.calls if call.name in self.tools]
@@ -57,7 +56,7 @@ class AnswerCheck:
 def answer_check(
     reading: Reading, *, form: Check | None, tools: Sequence[StrictTool]
 ) -> AnswerCheck | None:
-    """Return the check of answers; None where nothing was asked, and all that is written is said.
+    """Return the check; None if there are neither a form nor tools, and the base never thinks.
 
     Raises:
         FieldError: when the schema of a tool cannot be used.
@@ -68,7 +67,7 @@ def answer_check(
 
 
 def _schemas(tools: Sequence[StrictTool]) -> Schemas:
-    """Read the schemas; all together are bounded as one is."""
+    """Read the schemas; the bounds of one schema hold for all of them together, too."""
     try:
         check_bounds(list[JsonValue](tool.schema for tool in tools), where="what tools take")
     except UsageError as error:

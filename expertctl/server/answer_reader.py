@@ -1,4 +1,4 @@
-"""`AnswerReader`: what a model writes, parted into what it says, thinks and calls, as it comes."""
+"""`AnswerReader`: splits what a model writes, as it comes, into speech, thoughts and calls."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ Read = Text | Thought | Call
 
 @dataclass(frozen=True, slots=True)
 class WholeAnswer:
-    """A whole answer in its parts, and what of it is not given out."""
+    """A whole answer in its parts, and warnings of calls that are left out."""
 
     parts: tuple[Read, ...]
     warnings: tuple[str, ...] = ()
 
     @property
     def said(self) -> str:
-        """What is neither thought nor called."""
+        """The text that is neither thought nor call."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     @property
     def thought(self) -> str:
-        """What was thought."""
+        """The thoughts, as one text."""
         return "".join(part.text for part in self.parts if isinstance(part, Thought))
 
     @property
@@ -37,7 +37,7 @@ class WholeAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How answers are read: how calls are written, of which tools, and how many count."""
+    """How to read answers: the format of calls, the tools, how many calls count, and thoughts."""
 
     form: CallFormat
     tools: Collection[str] = ()
@@ -49,7 +49,7 @@ class Reading:
     """Whether the prompt ends inside a thought."""
 
     def whole(self, text: str) -> WholeAnswer:
-        """Part an answer that is at its end."""
+        """Split a whole answer."""
         reader = AnswerReader(self)
         parts = (*reader.push(text), *reader.finish())
         return WholeAnswer(parts, reader.warnings)
@@ -66,7 +66,7 @@ class AnswerReader:
         self._scanner = ToolCallScanner(reading.form, reading.tools)
 
     def push(self, text: str) -> list[Read]:
-        """Take the next piece, return what is certain now."""
+        """Take the next piece; return the parts that are certain now."""
         return list(self._read(self._thinking.push(text)))
 
     def finish(self) -> list[Read]:
@@ -75,7 +75,7 @@ class AnswerReader:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the answer is not given out."""
+        """Say how many calls are left out, if any."""
         if not self.calls_left_out:
             return ()
         return (f"calls of tools left out, since one was asked for: {self.calls_left_out}",)

@@ -1,10 +1,10 @@
 """API keys: who may ask this server, kept below ``EXPERT_HOME`` as hashes alone.
 
-A secret is ``xpk_`` and 256 random bits. It is shown once, when it is made; the file has its
+A secret is ``xpk_`` and 256 random bits. It is shown once, when it is made; the file holds its
 sha256, which needs no salt and no slow hash at that length. A server reads the file again when it
-has changed, so that a key that was revoked ends at once.
+has changed, so that a revoked key ends at once.
 
-Where the file is there, everybody needs a key: revoking the last one opens nothing.
+As long as the file exists every caller needs a key, even after the last key is revoked.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     manages: bool = False
-    """Whether it may change what others get, too."""
+    """Whether it may also change what other callers get."""
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class ApiKeys:
         return self.path.exists()
 
     def listed(self) -> tuple[ApiKey, ...]:
-        """Return the keys by name, those that have expired, too.
+        """Return all keys by name, including expired ones.
 
         Raises:
             InvalidPackageError: when the file cannot be read as keys.
@@ -98,7 +98,7 @@ class ApiKeys:
         return tuple(sorted(self._read(), key=lambda key: key.name))
 
     def find(self, secret: str, *, now: float) -> ApiKey | None:
-        """Return the key that a secret is of; None for anything that is not a living one."""
+        """Return the key of a secret; None if there is no such key, or it has expired."""
         if len(secret) != LENGTH or not secret.startswith(PREFIX):
             return None
         self._refresh()
@@ -121,7 +121,7 @@ class ApiKeys:
         """Make a key.
 
         Raises:
-            UsageError: when the name or a limit cannot be one.
+            UsageError: when the name or a limit is not allowed, or there are too many keys.
             ConflictError: when there is a key of that name.
         """
         _check(name, requests_per_minute, tokens_per_minute)
@@ -197,7 +197,7 @@ class ApiKeys:
 
 
 def _stamp_of(path: Path) -> Stamp | None:
-    """Return what changes with the file; a replaced one has another inode."""
+    """Return a stamp that changes with the file; a replaced file has another inode."""
     try:
         found = os.stat(path)  # noqa: PTH116  # a call for each request: Path.stat takes twice as long
     except FileNotFoundError:

@@ -1,8 +1,8 @@
 """The generation server as one ASGI application, made from the areas below this folder.
 
-What looks at every request is wrapped around it, the outermost first: the log, the limits on
-sizes, hosts and pages, and who asks. An error inside becomes an answer here, in the shape of the
-API that was asked.
+Middleware looks at every request, the outermost first: the log, the limits on sizes, hosts and
+pages, and the guard that identifies the caller. An error inside becomes an answer here, in the
+shape of the API that was asked.
 """
 
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ _OPEN = frozenset({*OPEN, *status_page.OPEN, "/"})
 
 
 def create_app(service: Service, *, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
-    """Return the application of an engine; who opened that closes it."""
+    """Return the application of an engine; its owner opens and closes the engine."""
     app = Starlette(
         routes=_routes(service),
         middleware=[
@@ -71,7 +71,7 @@ def _routes(service: Service) -> list[BaseRoute]:
 
 
 def _trace(app: Starlette, tracing: "Tracing") -> None:
-    """Put around all else what makes spans of requests."""
+    """Add the outermost middleware, which makes spans of requests."""
     from expertctl.server.tracing.request_span import TracedRequests
 
     app.add_middleware(TracedRequests, tracing)
@@ -97,7 +97,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> set[str]:
-    """Return what may be done at an address, whichever of its routes does it."""
+    """Return the methods of all routes at an address."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     here = [route for route in routes if route.path_regex.match(request.scope["path"])]
     return {method for route in here for method in route.methods or ()}

@@ -25,7 +25,7 @@ def check_length(messages: Sequence[Message]) -> None:
 
 
 def check_tools(tools: Sequence[JsonObject]) -> None:
-    """Bound what a base is told of tools.
+    """Bound the description of tools that a base gets.
 
     Raises:
         FieldError: when it is too long.
@@ -41,7 +41,7 @@ def check_tools(tools: Sequence[JsonObject]) -> None:
 def _characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[JsonObject]) -> int:
     """Count the characters of strings and names in a value, whose depth is bounded.
 
-    What has none counts as one: it takes memory, and templates write it out.
+    Every other value adds one: it takes memory, and templates write it out.
     """
     if isinstance(value, str):
         return len(value)
@@ -51,7 +51,7 @@ def _characters(value: JsonValue | Mapping[str, JsonValue] | Sequence[JsonObject
 
 
 def routed_by(messages: Sequence[Message]) -> str:
-    """Return the text that experts are chosen by: the user's last one, else the last of all.
+    """Return the text that experts are chosen by: the user's last, else the last of all.
 
     Raises:
         FieldError: when there is no text.

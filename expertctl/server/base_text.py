@@ -1,7 +1,7 @@
-"""`BaseText`: what the words of a base are like, as far as requests and answers depend on it.
+"""`BaseText`: properties of a base's text on which requests and answers depend.
 
-All of it follows from the tokenizer and the chat template, which do not change while a base is
-served: how it writes calls of tools, whether it begins to think at once, how many tokens a
+They follow from the tokenizer and the chat template, which do not change while a base is served:
+how the base writes calls of tools, whether it begins to think at once, how many tokens a
 conversation has.
 """
 
@@ -19,30 +19,30 @@ from expertctl.server.thinking import OPEN, opens_thinking
 from expertctl.server.tool_calls.call_format import CallFormat, format_of, reads_tools
 
 _ANY_TURN = (Message("user", "?"),)
-"""How a template begins an answer does not depend on what was said."""
+"""A stand-in conversation: how a template begins an answer does not depend on what was said."""
 _NOT_ASKED = frozenset({"tools", "documents"})
 _KEPT = 64
 
 
 @dataclass(frozen=True)
 class BaseText:
-    """The words of one base; any thread may ask."""
+    """The text properties of one base; any thread may use them."""
 
     tokenizer: Tokenizer
 
     @property
     def form(self) -> CallFormat:
-        """How it writes calls of tools."""
+        """How the base writes calls of tools."""
         return format_of(self._template)
 
     @property
     def reads_tools(self) -> bool:
-        """Whether it can be told of tools at all."""
+        """Whether the chat template reads tools at all."""
         return reads_tools(self._template)
 
     @property
     def thinks(self) -> bool:
-        """Whether it may think before it answers: its template or its tokens know the tag."""
+        """Whether the base may think before it answers: its template or tokens have the tag."""
         return OPEN in self._template or self.tokenizer.token_id(OPEN) is not None
 
     def opens_thinking(self, variables: Mapping[str, JsonValue]) -> bool:
@@ -55,7 +55,7 @@ class BaseText:
         return _opens(source, names, _Variables(canonical(asked), asked))
 
     def count(self, messages: Sequence[Message], variables: Mapping[str, JsonValue]) -> int:
-        """Return how many tokens the base reads for a conversation; it takes a while.
+        """Return how many tokens the base reads for a conversation; counting takes a while.
 
         Raises:
             ExpertError: when the conversation cannot be read.
@@ -69,7 +69,7 @@ class BaseText:
 
 
 class _Variables:
-    """Variables that are told apart by their JSON."""
+    """Variables that are compared by their JSON."""
 
     def __init__(self, key: bytes, values: Mapping[str, JsonValue]) -> None:
         self.key, self.values = key, values
@@ -85,7 +85,7 @@ class _Variables:
 def _opens(
     source: TemplateSource, special_tokens: tuple[tuple[str, str], ...], given: _Variables
 ) -> bool:
-    """A template that fails here fails for the request, too, which says so."""
+    """Return False if the template fails: it fails for the request, too, which reports it."""
     try:
         prompt = ChatTemplate(source).render(
             _ANY_TURN, special_tokens=dict(special_tokens), variables=given.values

@@ -1,6 +1,6 @@
 """The body of a request as a value: JSON read strictly, every field checked.
 
-How many bytes come, and how fast, is looked at before: see `expertctl.server.guard`.
+The size of the body and its pace are checked earlier: see `expertctl.server.guard`.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from expertctl.server.field_error import FieldError
 
 JSON = "application/json"
 LARGE = 64 << 10
-"""A longer body is read in a thread, one after the other: it takes longer than others can wait."""
+"""Longer bodies are parsed in a thread, one at a time, so as not to block the event loop."""
 _Kind = TypeVar("_Kind")
 _Result = TypeVar("_Result")
 _LIMITERS: WeakKeyDictionary[object, CapacityLimiter] = WeakKeyDictionary()
@@ -34,8 +34,8 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
     """Return the body of a request as a value of a kind.
 
     Raises:
-        MediaTypeError: when it is not said to be JSON.
-        UsageError: when it is no strict JSON object, or does not come whole.
+        MediaTypeError: when its media type is not JSON.
+        UsageError: when it is not a strict JSON object, or is incomplete.
         FieldError: when it does not have the shape; it names the field.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -51,7 +51,7 @@ async def read_body(request: Request, kind: type[_Kind]) -> _Kind:
 
 
 async def in_turn(work: Callable[[], _Result]) -> _Result:
-    """Do what takes longer than others can wait in a thread, one after the other."""
+    """Do work that would block the event loop in a thread, one call at a time."""
     return await to_thread.run_sync(work, limiter=_large())
 
 
@@ -72,7 +72,7 @@ def parse_body(data: bytes, kind: type[_Kind]) -> _Kind:
 def _with_whole_numbers(
     fields: JsonValue, kind: type[_Kind], first: msgspec.ValidationError
 ) -> _Kind:
-    """To JSON Schema ``5.0`` is an integer like ``5``."""
+    """Read again with whole floats as integers: in JSON Schema ``5.0`` is an integer."""
     try:
         return shape(_whole(fields), kind)
     except msgspec.ValidationError:
@@ -100,6 +100,6 @@ def _whole(value: JsonValue) -> JsonValue:
 
 
 def _large() -> CapacityLimiter:
-    """Return what lets one large body of this event loop be read at a time."""
+    """Return the limiter that lets one large body of this event loop be read at a time."""
     loop = asyncio.get_running_loop()
     return _LIMITERS.setdefault(loop, CapacityLimiter(1))

@@ -1,4 +1,4 @@
-"""Who asks: an API key, or whoever is on this machine where there are none."""
+"""The caller of a request: an API key, or the local machine where there are no keys."""
 
 from dataclasses import dataclass
 
@@ -12,30 +12,30 @@ DEFAULT_CACHE_KEY = "default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, as far as jobs, kept texts and limits are concerned."""
+    """The owner of jobs and kept texts, with the limits that apply to it."""
 
     id: str = LOCAL
-    """That of the API key."""
+    """The id of the API key."""
     name: str = ""
-    """That of the API key, too, as people say it."""
+    """The name of the API key."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     manages: bool = False
-    """Whether they may change what others get, too."""
+    """Whether the caller may also change what others get."""
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    """Return who asks."""
+    """Return the caller of a request."""
     caller = request.scope["state"]["caller"]
     assert isinstance(caller, Caller)
     return caller
 
 
 def demand_manager(caller: Caller) -> None:
-    """Refuse whoever may ask for answers only.
+    """Refuse a caller that may only ask for answers.
 
     Raises:
-        ForbiddenError: for a key that was not made for more.
+        ForbiddenError: for a key that does not manage the server.
     """
     if not caller.manages:
         raise ForbiddenError(
@@ -45,8 +45,8 @@ def demand_manager(caller: Caller) -> None:
 
 
 def cache_key_of(caller: Caller, *given: str | None) -> str:
-    """Return the key of kept texts: the first that is given, within those of this caller alone.
+    """Return the key of kept texts: the first one given, within the keys of this caller alone.
 
-    ``given`` are, in order, cache_key, session_id, metadata.cache_key, metadata.session_id, user.
+    ``given`` are fields of a request in order of preference, such as cache_key, session_id, user.
     """
     return f"{caller.id}/{next((key for key in given if key), DEFAULT_CACHE_KEY)}"

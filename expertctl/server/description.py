@@ -1,4 +1,4 @@
-"""What is described of the server: every address that programs ask, and the document's own."""
+"""The operations that the OpenAPI document describes, and the route of the document itself."""
 
 from typing import get_args
 

@@ -1,7 +1,7 @@
 """Documents that are not made of types: those whose schemas are files, and events of our own.
 
-What `run --json`, `/v1/infer` and `/v1/route` answer is written down in ``schemas``; a plan is part
-of each of them, and of answers of the other APIs.
+The schemas of what `run --json`, `/v1/infer` and `/v1/route` answer are files in ``schemas``; each
+contains a plan, as do answers of the other APIs.
 """
 
 import json
@@ -17,7 +17,7 @@ REFERENCE = "#/components/schemas/{name}"
 
 
 def reference(name: str) -> JsonObject:
-    """Return the schema that another one of the document stands for."""
+    """Return a schema that refers to another one of the document."""
     return {"$ref": REFERENCE.format(name=name)}
 
 
@@ -63,7 +63,7 @@ def documents() -> Mapping[str, JsonObject]:
 
 
 def _activity() -> Mapping[str, JsonObject]:
-    """Return the document of what was observed, whose layers are described apart."""
+    """Return the schema of the activity document, and that of its layers separately."""
     schema = _read("moe-activity")
     defs = schema.pop("$defs")
     assert isinstance(defs, dict)
@@ -86,7 +86,7 @@ def _activity() -> Mapping[str, JsonObject]:
 
 
 def _resolved(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonValue:
-    """Put parts where a schema, or one of them, refers to them."""
+    """Replace references in a schema by the parts that they name, recursively."""
     match node:
         case {"$ref": str(name)} if name in parts:
             return _resolved(parts[name], parts)
@@ -99,7 +99,7 @@ def _resolved(node: JsonValue, parts: Mapping[str, JsonValue]) -> JsonValue:
 
 
 def _described(schema: JsonObject, words: str) -> JsonObject:
-    """Point at the one plan that there is, wherever a plan is part of a schema."""
+    """Describe a schema; where it contains a plan, refer to the shared schema of plans."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
     shared: dict[str, JsonValue] = {"plan": reference("Plan")} if "plan" in properties else {}

@@ -1,6 +1,6 @@
-"""How an error is answered: each API in its own shape, chosen by the path that was asked for.
+"""How an error is answered: each API in its own shape, chosen by the path of the request.
 
-Models are at one address in two of them: there a header tells which is spoken.
+Two APIs share the addresses of models: there a header tells which of them the client speaks.
 """
 
 from collections.abc import Callable
@@ -123,19 +123,19 @@ _SHAPES: tuple[tuple[str, Shape, type[ErrorBody]], ...] = (
 
 
 def error_body(error: ExpertError, scope: Scope) -> JsonObject:
-    """Return what is said of an error to who asked for this path."""
+    """Return the body for an error, in the shape of the API that the path belongs to."""
     document: JsonObject = msgspec.to_builtins(_body(error, scope, status_of(error)))
     return document
 
 
 def error_response(error: ExpertError, scope: Scope, *, status: int | None = None) -> Response:
-    """Return the answer to a request that failed; ``status`` where the table has another."""
+    """Return the answer to a request that failed; ``status`` overrides that of the table."""
     _note(error, scope)
     code = status or status_of(error)
     headers = {"Cache-Control": "no-store"}
     if (seconds := retry_after(error)) is not None:
         headers["Retry-After"] = str(seconds)
-    if code == 408:  # whose time is over asks no more; official clients would, by themselves
+    if code == 408:  # else official clients would repeat a request whose time is over
         headers["x-should-retry"] = "false"
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -144,7 +144,7 @@ def error_response(error: ExpertError, scope: Scope, *, status: int | None = Non
 
 
 def error_event(error: ExpertError, scope: Scope) -> bytes:
-    """Return the event that ends a stream that cannot go on.
+    """Return the event that ends a stream after an error.
 
     OpenAI's streams have no names for events; in the others it is called ``error``.
     """
@@ -155,7 +155,7 @@ def error_event(error: ExpertError, scope: Scope) -> bytes:
 
 
 def _note(error: ExpertError, scope: Scope) -> None:
-    """Keep the code beside the request, for who watches it."""
+    """Keep the code with the request, for logs and traces."""
     scope.setdefault("state", {})["error_code"] = error.code
 
 
@@ -168,13 +168,13 @@ def _body(error: ExpertError, scope: Scope, status: int) -> ErrorBody:
 
 
 def error_kinds(path: str) -> tuple[type[ErrorBody], ...]:
-    """Return the types that an error's body can have, by the path that was asked for."""
+    """Return the types that an error's body can have at a path."""
     kind = next((kind for start, _, kind in _SHAPES if _is_below(path, start)), OwnError)
     return (kind, AnthropicError) if _is_below(path, MODELS) else (kind,)
 
 
 def is_of_anthropic(scope: Scope) -> bool:
-    """Whether a client of the Anthropic API asks for what OpenAI's has at the same address."""
+    """Whether a client of the Anthropic API asks at an address that OpenAI's API has, too."""
     return any(name == b"anthropic-version" for name, _ in scope.get("headers", ()))
 
 

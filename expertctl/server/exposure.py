@@ -1,4 +1,4 @@
-"""Who can reach the server, and what that demands."""
+"""Whether others can reach the server, and what that demands."""
 
 from urllib.parse import urlsplit
 
@@ -8,15 +8,15 @@ from expertctl.server.settings import ServeSettings
 
 
 def is_exposed(settings: ServeSettings) -> bool:
-    """Whether others can reach the server: by its own address, or by that of a proxy before it."""
+    """Whether others can reach the server, by its own address or that of a proxy before it."""
     return not (is_loopback(settings.host) and is_loopback(_public_host(settings)))
 
 
 def demand_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> None:
-    """Refuse to answer a network without keys, or to have keys cross it in clear text.
+    """Refuse to serve a network without API keys, or with keys sent in clear text.
 
     Raises:
-        UsageError: when others can reach the server and one of these is missing.
+        UsageError: when others can reach the server, and keys or encryption are missing.
     """
     if not is_exposed(settings):
         return
@@ -32,7 +32,7 @@ def demand_secure(settings: ServeSettings, *, keyed: bool, insecure: bool) -> No
 
 
 def _is_encrypted(settings: ServeSettings) -> bool:
-    """Whether nobody between can read: TLS here, or a proxy on this machine that has it."""
+    """Whether the connection is encrypted: by TLS here, or by a proxy on this machine."""
     proxied = settings.public_url.startswith("https:") and is_loopback(settings.host)
     return settings.certificate is not None or proxied
 

@@ -1,4 +1,4 @@
-"""A body with a field that is not as it must be."""
+"""The error for a body with an invalid field."""
 
 from expertctl.errors import UsageError
 

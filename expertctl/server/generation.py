@@ -1,7 +1,7 @@
 """The way between requests and the threads of the engine: events of a job, in an event loop.
 
-A job lives as long as the ``async with`` that began it. Who leaves early, because the client did or
-for any other reason, cancels it: its row is free within one step.
+A job lives as long as the ``async with`` that began it. Leaving the block early, because the client
+left or for any other reason, cancels the job: its row is free within one step.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class Jobs(Protocol):
         """
 
     def cancel(self, job_id: str) -> None:
-        """End a job where it is; one that is unknown or at its end stays as it is."""
+        """Cancel a job; do nothing if it is unknown or has ended."""
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def events_of_all(jobs: Jobs, asked: Sequence[Job]) -> AsyncIterator[Async
 
     Raises:
         ExpertError: when one is refused, or fails before or while events are read; the others are
-            given up then.
+            cancelled then.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[Numbered]()
     begun = list[Job]()
@@ -60,7 +60,7 @@ async def events_of_all(jobs: Jobs, asked: Sequence[Job]) -> AsyncIterator[Async
 
 
 async def finished(jobs: Jobs, job: Job) -> Finished:
-    """Begin a job and return what it came to.
+    """Begin a job and return how it finished.
 
     Raises:
         ExpertError: when it is refused or fails.
@@ -78,7 +78,7 @@ def _into(
     def put(event: Event) -> None:
         try:
             loop.call_soon_threadsafe(queue.put_nowait, (number, event))
-        except RuntimeError:  # the loop is closed: nobody reads any more
+        except RuntimeError:  # the loop is closed: nothing reads any more
             return
 
     return put

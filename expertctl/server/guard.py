@@ -1,7 +1,7 @@
-"""Who asks and whether they may, looked at before any route.
+"""Identifies the caller of each request and checks its rights, before any route.
 
 Sets ``scope["state"]["caller"]``. A key comes as ``Authorization: Bearer`` or as ``x-api-key``,
-never in an address. Where there are no keys, whoever reaches the server is this machine itself.
+never in an address. Without keys the server answers this machine alone.
 """
 
 import logging
@@ -31,13 +31,13 @@ from expertctl.server.settings import ServeSettings
 LOG = logging.getLogger("expertctl.server")
 
 LARGE_BODIES = 256 << 20
-"""How much of bodies is held at once."""
+"""Most bytes of large bodies that are held at once."""
 OPEN = frozenset({"/healthz", "/readyz", "/openapi.json"})
-"""What needs neither a key nor an engine; it holds nothing that is secret."""
+"""Paths that need neither a key nor an engine; they show nothing secret."""
 
 
 def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
-    """Guard the application: only pages of its own may ask, and only JSON is read."""
+    """Guard the application: of web pages only its own may send requests, and only JSON is read."""
     bounds = Bounds(
         names=names_of(settings.host, settings.public_url),
         addresses=not is_loopback(settings.host),
@@ -56,10 +56,10 @@ def request_limits(app: ASGIApp, settings: ServeSettings) -> RequestLimits:
 
 
 class Guard:
-    """ASGI middleware that names who asks, or refuses."""
+    """ASGI middleware that identifies the caller, or refuses the request."""
 
     def __init__(self, app: ASGIApp, service: Service, open_paths: Collection[str]) -> None:
-        """Let anybody have ``open_paths``; nobody the rest before the engine is ready."""
+        """Let anybody have ``open_paths``; refuse all else until the engine is ready."""
         self._app, self._service, self._open = app, service, frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,13 +78,13 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _caller(self, headers: Headers) -> Caller:
-        """A stat of a file, cheaper here than the way to a thread and back."""
+        """Find the caller; the stat of the key file is cheaper here than a switch to a thread."""
         keys = self._service.keys
         if not (keys.are_demanded or is_exposed(self._service.settings)):
             return Caller(manages=True)
         try:
             key = keys.find(_secret_of(headers), now=time.time())
-        except InvalidPackageError as error:  # where the file is concerns nobody out there
+        except InvalidPackageError as error:  # clients must not learn where the file is
             LOG.error(error.message)
             raise StoreError("the API keys of this server cannot be read") from error
         if key is None:
@@ -113,7 +113,7 @@ def _caller_of(key: ApiKey) -> Caller:
 
 
 def _secret_of(headers: Headers) -> str:
-    """Return the one secret that was shown; empty for none, or for two that differ."""
+    """Return the secret of the request; empty if there is none, or there are two that differ."""
     shown = set(headers.getlist("x-api-key"))
     for value in headers.getlist("authorization"):
         scheme, _, secret = value.partition(" ")
@@ -122,7 +122,7 @@ def _secret_of(headers: Headers) -> str:
 
 
 def _origins(settings: ServeSettings) -> frozenset[str]:
-    """Return the addresses of our own pages, by every name that this machine has for itself."""
+    """Return the origins of our own pages, under every local name of this machine."""
     secure = settings.certificate is not None
     names = ("localhost", "127.0.0.1", "::1") if is_loopback(settings.host) else ()
     own = {url_of(name, settings.port, secure=secure) for name in names}

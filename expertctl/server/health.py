@@ -19,7 +19,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the addresses for whoever runs the server."""
+    """Return the addresses for the operator of the server."""
 
     def read() -> tuple[str, Snapshot] | None:
         return service.engine.base_name, service.engine.snapshot()

@@ -1,11 +1,12 @@
-"""How the C library keeps what a server's threads let go of.
+"""How the C library keeps memory that the server's threads have freed.
 
-glibc gives every thread an arena of its own, up to eight for each processor, and what is free in
-one is not used by another. A server has dozens of threads that each compute now and then, so it
-would hold many times what it needs. Two arenas are hardly slower: large arrays have none at all.
+glibc gives every thread an arena of its own, up to eight for each processor, and memory that is
+free in one arena is not used by another. A server has dozens of threads that each compute now and
+then, so it would hold many times what it needs. Two arenas are hardly slower: large arrays are
+allocated outside of them.
 
-Of an arena only the end goes back to the system by itself. What is free in its middle, after many
-jobs at once, stays with the process until it is asked for.
+By itself an arena returns only its end to the system. Memory that is free in its middle, after many
+jobs at once, stays with the process until `return_free_pages` is called.
 """
 
 import ctypes
@@ -13,7 +14,7 @@ import sys
 
 ARENAS = 2
 _M_ARENA_MAX = -8
-"""Of `mallopt`; see mallopt(3)."""
+"""A parameter of `mallopt`; see mallopt(3)."""
 
 
 def bound_arenas() -> bool:
@@ -25,11 +26,11 @@ def bound_arenas() -> bool:
 
 
 def return_free_pages() -> bool:
-    """Give pages in which nothing is left back to the system; False where none was, or no glibc.
+    """Return empty pages to the system; False if there were none, or without glibc.
 
     Takes some milliseconds, in which other threads may wait for memory.
     """
     if sys.platform != "linux":
         return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # it lets the interpreter go on
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # the call releases the GIL
     return trim is not None and trim(0) == 1

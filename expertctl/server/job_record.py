@@ -1,6 +1,6 @@
-"""One line of the log for each job: who answered, how long each stage took, what came of it.
+"""One line of the log for each job: which experts answered, how long each stage took, the outcome.
 
-Neither prompt nor answer is in it. All lines have the same keys.
+It has neither prompt nor answer. All lines have the same keys.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _PARTIAL = {"cancelled", "timeout"}
 def answered(job: Job, results: Sequence[RunResult], *, total_ms: float) -> JsonObject:
     """Return the record of a job that was answered.
 
-    Times are those of its first answer, ``memory_peak`` is the most that the server held so far.
+    Times are those of its first answer; ``memory_peak`` is the most that the server held so far.
     """
     first, times = results[0], results[0].timings_ms
     experts = [expert.ref for expert in first.planned.result.plan.experts]
@@ -44,12 +44,12 @@ def answered(job: Job, results: Sequence[RunResult], *, total_ms: float) -> Json
 
 
 def failed(job: Job, error: ExpertError, *, total_ms: float) -> JsonObject:
-    """Return the record of a job that came to nothing."""
+    """Return the record of a job that failed."""
     return _record(job, total_ms) | {"error": error.code}
 
 
 def _record(job: Job, total_ms: float) -> JsonObject:
-    """Return the record of a job of which nothing is known but that it is over."""
+    """Return the record of a job that is over, with nothing else known of it."""
     submitted = datetime.now(UTC) - timedelta(milliseconds=total_ms)
     return {
         "job": job.id,

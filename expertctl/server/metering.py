@@ -1,6 +1,6 @@
-"""`Metered`: the engine as routes use it. What they submit is counted, limited and, if asked, told.
+"""`Metered`: the engine as routes use it; jobs are counted, limited and, if wanted, traced.
 
-Observations are made in the threads of the engine, as events pass to who asked.
+Events are observed in the threads of the engine, on their way to the sink of the job.
 """
 
 import logging
@@ -27,7 +27,7 @@ from expertctl.server.quotas import Quotas
 
 LOG = logging.getLogger("expertctl.server.jobs")
 Trace = Callable[[Job, Sink], Sink]
-"""Returns a sink that makes spans of what it passes on."""
+"""Returns a sink that makes spans of the events that it passes on."""
 
 
 def untraced(_: Job, sink: Sink) -> Sink:
@@ -47,7 +47,7 @@ class Metered:
         trace: Trace = untraced,
         log_prompts: bool = False,
     ) -> None:
-        """Measure the jobs of ``engine``; prompts are in the log only if that is asked for."""
+        """Measure the jobs of ``engine``; prompts are logged only with ``log_prompts``."""
         self._engine, self._metrics, self._quotas = engine, metrics, quotas
         self._trace, self._log_prompts = trace, log_prompts
 
@@ -63,15 +63,15 @@ class Metered:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """How the base's text is tokens, and what its chat template is."""
+        """The tokenizer of the base, with its chat template."""
         return self._engine.tokenizer
 
     def submit(self, job: Job, sink: Sink) -> None:
         """Take a job into the queue; its events come to the sink from now on.
 
         Raises:
-            RateLimitError: when the queue is full, or who asks had too many tokens.
-            UsageError: when it wants what is not done here.
+            RateLimitError: when the queue is full, or the owner had too many tokens.
+            UsageError: when the job asks for what is not done here.
         """
         if self._log_prompts:
             fields = {"job": job.id, "owner": job.owner, "prompt": job.request.message.prompt}
@@ -85,23 +85,23 @@ class Metered:
             raise
 
     def cancel(self, job_id: str) -> None:
-        """End a job where it is; one that is unknown or at its end stays as it is."""
+        """Cancel a job; do nothing if it is unknown or has ended."""
         self._engine.cancel(job_id)
 
     def plan(self, request: RunRequest) -> Future[Planned]:
-        """Return the plan that a request would have, once it is made."""
+        """Return the plan for a request, once it is made."""
         return self._engine.plan(request)
 
     def experts(self) -> Future[tuple[ExpertHere, ...]]:
-        """Return the installed experts, once what is planned now is done."""
+        """Return the installed experts, once earlier planning is done."""
         return self._engine.experts()
 
     def expected_wait(self, job_id: str | None = None) -> float:
-        """Return about how many seconds a job has to wait, or one would that came now."""
+        """Return about how many seconds a job has to wait; without an id, one that came now."""
         return self._engine.expected_wait(job_id)
 
     def forget(self, cache_key: str) -> None:
-        """Forget what was kept under a key."""
+        """Forget what is kept under a cache key."""
         self._engine.forget(cache_key)
 
     def snapshot(self) -> Snapshot:
@@ -113,15 +113,15 @@ class Metered:
         return self._engine.observation()
 
     def observe(self, *, mode: Mode | None, reset: bool) -> Observation:
-        """Count them in another mode, or begin again; return what is there then.
+        """Count routed experts in another mode, or from zero; return what is counted then.
 
         Raises:
-            IncompatibleError: when nothing can be counted of the base.
+            IncompatibleError: when the base has no routed experts that can be counted.
         """
         return self._engine.observe(mode=mode, reset=reset)
 
     def adopt(self, profile: JsonObject | None, wishes: ProfileWishes) -> Observation:
-        """Let a profile say who of them stays, or what was learnt; return what is there then.
+        """Let a profile, or what was learnt of the base, decide which routed experts stay.
 
         Raises:
             ExpertError: when it does not fit, or changes nothing.
@@ -132,7 +132,7 @@ class Metered:
 class _Meter:
     """Observes the events of one job, and passes them on.
 
-    In this order: who reads an answer finds it counted, in the metrics, the log and the limits.
+    In this order: once a client has its answer, metrics, log and limits have counted it.
     """
 
     def __init__(self, job: Job, sink: Sink, metrics: Metrics, quotas: Quotas) -> None:
@@ -147,7 +147,7 @@ class _Meter:
     def __call__(self, event: Event) -> None:
         try:
             self._observe(event)
-        finally:  # whatever ails the observer, the answer goes out
+        finally:  # the answer goes out even if the observer fails
             self._sink(event)
 
     def _observe(self, event: Event) -> None:
@@ -176,4 +176,4 @@ class _Meter:
         fields = job_record.answered(self._job, results, total_ms=self._total_ms)
         LOG.info("job", extra={"fields": fields})
         tokens = sum(len(result.generated.tokens) for result in results)
-        self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)  # it is read once
+        self._quotas.spend(self._job.owner, results[0].prompt_tokens + tokens)  # prompt: read once

@@ -1,10 +1,10 @@
 """What is counted about a running server, for Prometheus.
 
-Requests and answers are counted as they end; what the engine is doing is read from its snapshot
-when somebody asks. Routes are templates, methods and outcomes closed sets: no client can make new
+Requests and answers are counted as they end; what the engine is doing is read from its snapshot on
+each scrape. Routes are templates, and methods and outcomes are closed sets: no client can make new
 time series. Those with ``vllm:`` have the names and labels by which gateways schedule to servers
-of vLLM (the model server protocol of the gateway API inference extension). Experts have a series
-each, as far as they are counted apart.
+of vLLM (the model server protocol of the gateway API inference extension). Each expert that is
+counted separately has a series of its own.
 """
 
 import time
@@ -33,7 +33,7 @@ _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000)
 _STAGES = ("route", "queue", "load", "prefill", "decode", "post")
 Read = Callable[[], tuple[str, Snapshot] | None]
-"""The name of the base and what goes on; None before the engine is there."""
+"""Returns the name of the base and a snapshot; None before the engine is ready."""
 
 
 class Metrics:
@@ -104,17 +104,17 @@ class Metrics:
         self._failures.labels(error.code).inc()
 
     def refused(self, error: ExpertError) -> None:
-        """Count a job that was not taken."""
+        """Count a job that was refused."""
         self._refusals.labels(error.code).inc()
 
     def first_tokens(self) -> tuple[int, float]:
-        """Return how many answers had a first token, and how many seconds all those took."""
+        """Return how many answers had a first token, and the sum of their seconds to it."""
         samples = [sample for family in self._first.collect() for sample in family.samples]
         values = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
         return int(values["count"]), values["sum"]
 
     def exposition(self, read: Read) -> bytes:
-        """Return everything in the text format, with what the engine does now."""
+        """Return all metrics in the text format, including what the engine does now."""
         shown = CollectorRegistry()
         shown.register(_Forward(self._own))
         if (now := read()) is not None:
@@ -131,7 +131,7 @@ class Metrics:
 
 
 class _Forward(Collector):
-    """The time series of one registry, as a part of another."""
+    """The time series of one registry, collected as part of another."""
 
     def __init__(self, source: CollectorRegistry) -> None:
         self._source = source

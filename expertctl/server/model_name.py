@@ -1,7 +1,7 @@
 """The ``model`` of a request: a base, ``auto``, or a plan of installed experts.
 
-Nothing here is loaded or looked up: what is no base, no ``auto`` and no name of packages is not
-found. There are no paths, no addresses and no registries in it.
+Nothing is loaded or looked up here: a name that is neither the base nor ``auto`` nor a list of
+package names is not found. It cannot contain paths, addresses or registries.
 """
 
 import re
@@ -17,18 +17,18 @@ AUTO = "auto"
 MAX_LENGTH = 2000
 _EXPERT = re.compile(rf"{NAME_PATTERN}/{NAME_PATTERN}(@[0-9A-Za-z.^~<>=,*-]+)?(:[0-9.eE+-]+)?")
 _BETWEEN = re.compile(r"\+(?=[a-z0-9-]+/)")
-"""A plus sign that begins another expert; others are those of numbers."""
+"""A plus sign that separates two experts; any other belongs to a number."""
 
 
 class ModelNotFoundError(NotFoundError):
-    """There is no such base, and it names no experts."""
+    """The name is neither the base, nor ``auto``, nor a list of experts."""
 
     code: ClassVar[str] = "model_not_found"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Who shall answer: named experts, the base alone, or whom the router finds."""
+    """What shall answer: named experts, the base alone, or experts that the router finds."""
 
     force: tuple[Forced, ...] = ()
     base_alone: bool = False
@@ -39,7 +39,7 @@ def chosen(model: str, *, base_name: str) -> Choice:
     """Read the ``model`` of a request to a server of one base.
 
     Raises:
-        ModelNotFoundError: when it is none.
+        ModelNotFoundError: when the name is not a model.
         UsageError: when there are too many experts, or a weight is not in its limits.
     """
     if model == base_name:

@@ -1,7 +1,7 @@
 """The addresses of the models, which two published APIs have in common.
 
-A client of Anthropic's says so by ``anthropic-version``, and is answered in the shape of its API;
-all others are answered in OpenAI's.
+A client that sends ``anthropic-version`` is answered in the shape of the Anthropic API, all others
+in that of OpenAI.
 """
 
 import asyncio

@@ -58,9 +58,9 @@ _SHOWN: list[JsonValue] = [{"bearer": []}, {"key": []}]
 class Operation:
     """A method and a path, what it takes and what it answers.
 
-    ``answer`` is a type, or a JSON Schema where there is none. With ``stream`` in the body,
-    ``events`` come instead: such is the data of each. ``errors`` are the statuses beside those
-    that all can have.
+    ``answer`` is a type, or a JSON Schema if no type fits. With ``stream`` in the body, ``events``
+    come instead: the types of their data. ``errors`` are the statuses beyond those that every
+    operation can have.
     """
 
     method: Method
@@ -70,7 +70,7 @@ class Operation:
     tag: str
     body: Kind | None = None
     parameters: tuple[JsonObject, ...] = ()
-    """Beside those in the path."""
+    """Parameters besides those in the path."""
     answer: Kind | JsonObject | None = None
     also: tuple[Kind, ...] = ()
     """Other forms of the answer."""
@@ -78,16 +78,16 @@ class Operation:
     status: int = 200
     events: tuple[Kind | JsonObject, ...] = ()
     parts: tuple[Kind, ...] = ()
-    """What answers hold that their types refer to by name alone."""
+    """Types that are part of answers, but that their types only refer to by name."""
     errors: tuple[int, ...] = ()
     same: tuple[int, ...] = ()
-    """Statuses that are answered in the form of the good one."""
+    """Error statuses whose answers have the form of the successful one."""
     open: bool = False
     """Whether it needs no key."""
 
 
 def openapi(operations: Sequence[Operation], *, url: str, keyed: bool) -> JsonObject:
-    """Return the document of the server at ``url``; ``keyed``: whether it demands keys."""
+    """Return the OpenAPI document of the server at ``url``; ``keyed``: it demands keys."""
     kinds = list(dict.fromkeys(_kinds(operations)))
     references, components = msgspec.json.schema_components(kinds, ref_template=REFERENCE)
     schemas: Schemas = dict(zip(kinds, references, strict=True))

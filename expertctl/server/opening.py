@@ -21,7 +21,7 @@ from expertctl.telling import WARNING
 LOG = logging.getLogger("expertctl.server")
 LAST_WORDS_SECONDS = 1.0
 Tell = Callable[[ExpertError | None], None]
-"""Gets None when jobs are taken, or why none ever will be."""
+"""Gets None when jobs are accepted, or the error for which none ever will be."""
 
 
 class Opening:
@@ -37,7 +37,7 @@ class Opening:
         self._loading: threading.Thread | None = None
 
     def app(self, lifespan: Lifespan[Starlette]) -> Starlette:
-        """Return the application, which answers little before the engine is there."""
+        """Return the application, which answers little before the engine is ready."""
         app = create_app(self._service, lifespan=lifespan)
         app.state.opening = self
         return app
@@ -52,14 +52,14 @@ class Opening:
         threading.Thread(target=self.close, kwargs={"seconds": seconds}, daemon=True).start()
 
     def close(self, *, seconds: float) -> None:
-        """Take no more jobs, give those that are there so many seconds, and wait for all."""
+        """Accept no more jobs; give the present ones ``seconds`` to end, and wait for all."""
         with self._closing:
             if self._readiness.state == "ready":
                 self._readiness.state = "ending"
                 self._engine.close(seconds=seconds)
 
     def end(self) -> None:
-        """Close at once, when everybody was answered; the last spans are sent."""
+        """Close at once, after all requests were answered, and send the last spans."""
         self.close(seconds=0)
         if self._service.tracing is not None:
             self._service.tracing.close()
@@ -83,13 +83,13 @@ class Opening:
         tell(None)
 
     def _break(self) -> None:
-        """End the worker, a moment after its clients were told: it would answer nobody."""
+        """End the broken worker, a moment later, so that its clients are still told."""
         self._readiness.state = "failed"
         threading.Timer(LAST_WORDS_SECONDS, os._exit, (1,)).start()
 
 
 def _log(told: str) -> None:
-    """Write what the engine tells; below its first line stands the traceback of a bug."""
+    """Log a message of the engine; lines after the first are the traceback of a bug."""
     first, *trace = told.splitlines()
     if trace:
         LOG.error(first, extra={"fields": {"trace": trace}})

@@ -1,7 +1,7 @@
-"""How often each caller may ask, and how many tokens it may have: so many in a minute.
+"""How many requests and tokens each caller may have in a minute.
 
-Tokens are known when an answer is at its end. So a caller may begin as long as it has some left,
-and waits for longer after an answer that took more than that.
+The tokens of an answer are known only at its end. So a caller may begin as long as it has tokens
+left, and waits longer after an answer that took more than that.
 """
 
 import threading
@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 
 
 class Quotas:
-    """What callers have used of their limits, in this process; any thread may ask."""
+    """What callers have used of their limits, in this process; any thread may use it."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         """Begin with nothing used."""
@@ -25,7 +25,7 @@ class Quotas:
         self._requests: dict[int, Rates] = {}
         self._tokens: dict[int, Rates] = {}
         self._limits: dict[str, int] = {}
-        """Caller → tokens in a minute, of those that have a limit."""
+        """Caller with a token limit → tokens in a minute."""
 
     def enter(self, caller: Caller) -> None:
         """Count a request.
@@ -45,7 +45,7 @@ class Quotas:
                 raise RateLimitError("too many requests with this API key", retry_after=seconds)
 
     def demand_tokens(self, caller_id: str) -> None:
-        """Demand that a caller may have more tokens.
+        """Check that a caller may have more tokens.
 
         Raises:
             RateLimitError: when it had too many.

@@ -1,4 +1,4 @@
-"""Whether the engine can take jobs: not before the base is loaded and warm, nor at the end."""
+"""Whether the engine accepts jobs: not before the base is loaded and warm, nor at the end."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class ReadinessDocument(Struct, frozen=True):
 
 
 class Readiness:
-    """The owner of what is told about the engine; it changes from any thread."""
+    """The owner of the state of the engine; any thread may change it."""
 
     def __init__(self, state: State = "ready") -> None:
         """Begin in a state."""
@@ -23,10 +23,10 @@ class Readiness:
 
     @property
     def document(self) -> ReadinessDocument:
-        """What is told of it."""
+        """The state as a document."""
         return ReadinessDocument(self.is_ready, self.state)
 
     @property
     def is_ready(self) -> bool:
-        """Whether jobs are taken."""
+        """Whether jobs are accepted."""
         return self.state == "ready"

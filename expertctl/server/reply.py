@@ -1,4 +1,4 @@
-"""An answer that is one JSON document, never kept by anybody on the way."""
+"""An answer that is one JSON document, never stored by caches on the way."""
 
 from collections.abc import Mapping
 

@@ -8,7 +8,7 @@ PREFIX = "req_"
 
 
 def new_request_id() -> str:
-    """Return an id that nobody guesses."""
+    """Return an id that cannot be guessed."""
     return PREFIX + secrets.token_hex(12)
 
 

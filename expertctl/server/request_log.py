@@ -1,4 +1,4 @@
-"""What the generation server counts and logs of its requests, and how it says that it failed."""
+"""What the generation server counts and logs of its requests, and its answer to a bug."""
 
 import logging
 
@@ -16,7 +16,7 @@ REQUESTS = logging.getLogger("expertctl.server.requests")
 
 
 def request_log(app: ASGIApp, metrics: Metrics) -> RequestLog:
-    """Watch the application of a server."""
+    """Wrap the application in the log of its requests."""
     return RequestLog(app, ServerWatch(metrics))
 
 
@@ -28,7 +28,7 @@ class ServerWatch:
     """OpenAI's clients read the first, Anthropic's the second."""
 
     def __init__(self, metrics: Metrics) -> None:
-        """Count there."""
+        """Count in ``metrics``."""
         self._metrics = metrics
 
     def new_id(self) -> str:
@@ -56,6 +56,6 @@ class ServerWatch:
         REQUESTS.info("request", extra={"fields": fields})
 
     def apology(self, scope: Scope, exchange: Exchange) -> Response:
-        """Return the answer where nobody expected what happened."""
+        """Return the answer to a request that failed unexpectedly."""
         hint = f"tell whoever runs this server the request {exchange.id}"
         return error_response(ExpertError("the server failed to answer this", hint=hint), scope)

@@ -1,7 +1,7 @@
 """What is known of the routed experts of a base, as time series: a label for each layer.
 
-What a layer did is counted from the last reset on, and not at all while that is off (`/moe`); what
-belongs to the whole base is counted since it was loaded.
+Layers are counted since the last reset, and not at all while counting is off (`/moe`); what belongs
+to the whole base is counted since the base was loaded.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from expertctl.engine.serving.snapshot import Snapshot
 Family = CounterMetricFamily | GaugeMetricFamily
 _LAYER = "expertctl_moe_layer"
 _SECONDS = 1e-9
-"""Of a nanosecond."""
+"""Seconds of a nanosecond."""
 _COUNTED: tuple[tuple[str, str, Callable[[LayerCounts], int]], ...] = (
     ("calls", "Passes over a layer of routed experts.", lambda layer: layer.calls),
     ("hits", "Choices of tokens whose routed expert was in memory.", lambda layer: layer.hits),
@@ -47,7 +47,7 @@ _RATES: tuple[tuple[str, str, Callable[[LayerCounts], float]], ...] = (
 
 
 def routed_families(now: Snapshot) -> Iterator[Family]:
-    """Yield them; none where the base has no routed experts."""
+    """Yield the time series; none if the base has no routed experts."""
     if now.routed is not None:
         yield from _whole(now.routed)
     if now.observed is not None and now.observed.mode != "off":

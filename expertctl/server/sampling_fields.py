@@ -1,4 +1,4 @@
-"""How tokens are drawn by the published APIs: the limits of fields, and what silence means."""
+"""How the published APIs draw tokens: the limits of fields, and their defaults."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from msgspec import Meta
 from expertctl.routing.presets import LIMITS, SamplingWishes
 
 _LEAST_TOP_P = 1e-9
-"""The likeliest token is always in: of nothing at all, it alone is left."""
+"""Stands for a ``top_p`` of 0: the likeliest token is always kept, here it alone."""
 _AS_PUBLISHED: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -19,7 +19,7 @@ _AS_PUBLISHED: Mapping[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""What the published APIs do, and for our own fields what changes nothing."""
+"""Defaults of the published APIs; neutral values for our own fields."""
 
 
 def within(name: str) -> Meta:
@@ -29,14 +29,14 @@ def within(name: str) -> Meta:
 
 
 def top_p_of(given: float | None) -> float | None:
-    """Return the ``top_p`` that is meant by what a client gives."""
+    """Return the effective ``top_p`` for the value that a client gives."""
     return _LEAST_TOP_P if given == 0 else given
 
 
 def as_published(given: SamplingWishes) -> SamplingWishes:
-    """Add what the published APIs do where a client is silent.
+    """Fill in the defaults of the published APIs where a client gives no value.
 
-    The length and the strings that end an answer are left to the experts: they know their own end.
+    The length and the stop strings are left to the experts, which know their own end.
     """
     silent = {name: one for name, one in _AS_PUBLISHED.items() if getattr(given, name) is None}
     return replace(given, **silent)

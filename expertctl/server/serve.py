@@ -1,8 +1,8 @@
 """Serving under granian: one process listens for signals, one worker owns the engine and answers.
 
-The worker answers ``/healthz`` from the start and everything else once the base is loaded. What
-keeps it from loading is raised in the process that was called. When it is told to end it takes no
-more jobs; those that are there get `DRAIN_SECONDS`, then what they have is their answer.
+The worker answers ``/healthz`` from the start and everything else once the base is loaded. An error
+while loading is raised in the parent process. When the worker is told to end it accepts no more
+jobs; the present ones get `DRAIN_SECONDS`, then what they have written is their answer.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ from expertctl.settings import Settings
 
 DRAIN_SECONDS = 30
 _LAST_SECONDS = 15
-"""How long the end of jobs that were called off may take, before the worker is killed."""
+"""How long cancelled jobs may take to end, before the worker is killed."""
 _TIDY_SECONDS = 20.0
 Report = Callable[[Listening], None]
 
 
 def _nothing() -> None:
-    """All is there already."""
+    """Prepare nothing."""
 
 
 def serve(
@@ -48,19 +48,19 @@ def serve(
     prepare: Callable[[], object] = _nothing,
     report: Report,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are taken there.
+    """Serve until SIGTERM or SIGINT; call ``report`` with the address once jobs are accepted.
 
-    ``prepare`` is called when nothing is known to keep it from being served.
+    ``prepare`` is called after the settings and the address were checked.
 
     Raises:
-        UsageError: when others could reach the server without keys, or read them on the way.
+        UsageError: when others could reach the server without keys, or read keys on the way.
         RegistryError: when the address cannot be used, or the worker died.
         ExpertError: when the base cannot be served.
     """
     check_settings(settings)
     demand_secure(settings, keyed=ApiKeys(home.home.api_keys).are_demanded, insecure=insecure)
     secure = settings.certificate is not None
-    if settings.batch.device == "cuda":  # it works in no process forked from one that looked for it
+    if settings.batch.device == "cuda":  # CUDA fails in a fork of a process that probed it
         multiprocessing.set_start_method("spawn", force=True)
     with held_address(settings.host, settings.port, secure=secure) as address:
         news, tell = multiprocessing.Pipe(duplex=False)
@@ -86,7 +86,7 @@ class _Told:
     problem: ExpertError | None = None
 
     def listen(self, news: Connection) -> None:
-        """Report that jobs are taken; or keep the problem, and end everything."""
+        """Report that jobs are accepted; or keep the problem, and end the server."""
         with suppress(EOFError, OSError):
             said: object = news.recv()
             if isinstance(said, ExpertError):
@@ -112,7 +112,7 @@ def _hosting(settings: ServeSettings) -> Hosting:
 
 
 def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlette:
-    """Make the application in the worker; only there torch is imported."""
+    """Make the application in the worker, the only process that imports torch."""
     from expertctl.server.opening import Opening
 
     bound_arenas()
@@ -130,7 +130,7 @@ def _load(settings: ServeSettings, home: Settings, tell: Connection) -> Starlett
 
 
 async def _tidy() -> None:
-    """Now and then give back what a burst of jobs left free."""
+    """Return memory that a burst of jobs left free to the system, now and then."""
     while True:
         await asyncio.sleep(_TIDY_SECONDS)
         await to_thread.run_sync(return_free_pages)

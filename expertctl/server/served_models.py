@@ -1,4 +1,4 @@
-"""What can be asked for as ``model``: the base that is served, ``auto``, each expert for it."""
+"""The values of ``model``: the base that is served, ``auto``, and each expert for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ _OWNER = "expertctl"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A name, and whose it is."""
+    """A name and its owner."""
 
     name: str
     owner: str
 
 
 def served_models(base: str, experts: Sequence[ExpertHere]) -> tuple[Model, ...]:
-    """Return a model for every name; the versions of an expert are one."""
+    """Return a model for every name; all versions of an expert share one."""
     usable = (one.expert for one in experts if one.fits and not one.expert.revoked)
     packages = sorted({expert.stored.package for expert in usable})
     return (
@@ -32,7 +32,7 @@ def model_named(name: str, models: Sequence[Model]) -> Model:
     """Return one model.
 
     Raises:
-        ModelNotFoundError: when there is none of that name.
+        ModelNotFoundError: when there is no model of that name.
     """
     for model in models:
         if model.name == name:

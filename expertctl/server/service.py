@@ -1,4 +1,4 @@
-"""What every route of the generation server is given."""
+"""What every route of the generation server gets."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ class Service:
     quotas: Quotas
     readiness: Readiness = field(default_factory=Readiness)
     tracing: "Tracing | None" = None
-    """What sends traces; whoever opened the engine opens and closes it."""
+    """Sends traces; opened and closed together with the engine."""
 
 
 def service_of(
@@ -38,7 +38,7 @@ def service_of(
     *,
     readiness: Readiness | None = None,
 ) -> Service:
-    """Return what routes are given of an engine, with nothing counted yet."""
+    """Return the service of an engine, with nothing counted yet."""
     metrics, quotas = Metrics(), Quotas()
     tracing, trace = (None, untraced) if settings.traces is None else _traces(settings)
     return Service(
@@ -54,7 +54,7 @@ def service_of(
 
 
 def _traces(settings: ServeSettings) -> "tuple[Tracing, Trace]":
-    """Make what traces; only here the extra is imported."""
+    """Make the tracing; the extra is imported only here."""
     from expertctl.server.tracing.job_spans import traced
     from expertctl.server.tracing.tracing import Tracing
 

@@ -13,7 +13,7 @@ from expertctl.settings import MAX_PORT, MAX_QUEUE, MAX_ROWS, MAX_SECONDS
 
 DEFAULT_PORT = 8000
 BODY_BYTES = 4 << 20
-"""More than the longest prompt takes in JSON; what is made of it can take fifty times as much."""
+"""More than the longest prompt takes in JSON; once read, a body can take fifty times as much."""
 MAX_BODY_BYTES = 1 << 30
 BEHIND_SECONDS = 60.0
 
@@ -25,17 +25,17 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     url: str | None = None
-    """The address that users see; by default made from host and port. Never from a header."""
+    """The address that users see; by default from host and port, never from a header."""
     certificate: Path | None = None
     private_key: Path | None = None
     body_bytes: int = BODY_BYTES
     timeout: float | None = None
-    """Seconds after which an answer ends with what is there, where a request names no time."""
+    """Seconds after which an answer ends as it is, if the request names no time."""
     behind_seconds: float = BEHIND_SECONDS
-    """How long the reader of a stream may leave an event untaken."""
+    """How long the reader of a stream may leave an event unread."""
     log_prompts: bool = False
     traces: str | None = None
-    """Where spans are sent to, as `trace_address` says; None: none are made."""
+    """Address that spans are sent to, from `trace_address`; None: no spans are made."""
     validators: Mapping[str, Command] = field(default_factory=dict)
     """Programs that requests can name to have answers checked."""
     batch: BatchSettings = field(default_factory=BatchSettings)

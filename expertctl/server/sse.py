@@ -1,14 +1,14 @@
-"""Server-sent events: pieces of an answer as they come, for as long as somebody reads.
+"""Server-sent events: pieces of an answer as they come, for as long as the client reads.
 
 An error before the first event is an ordinary answer with its own status, so nothing is sent until
-there is one, or the client has waited for `QUIET_SECONDS`. From then on a comment is sent whenever
-nothing came for so long, and an error is an event, the last one. A client that goes away ends the
-events at once, wherever they are.
+there is an event, or the client has waited for `QUIET_SECONDS`. From then on a comment is sent
+after each such time without an event, and an error is sent as the last event. If the client goes
+away, the events end at once.
 
-Who reads slowly holds up nobody. Events are taken as they are made, so a text is written at the
-pace of the batch and gives its row back when it is whole; only what was not read yet waits, here.
-To hold the text back instead would leave a row, its keys and its experts to whoever reads least.
-What waits is bounded by `Patience`: who is too far behind gets no more, and its job is cancelled.
+A slow reader does not hold up the batch. Events are taken as they are made, so a text is written at
+the pace of the batch and frees its row when it is whole; unread events wait here. To hold the text
+back instead would leave a row, its keys and its experts to the slowest reader. `Patience` bounds
+what waits: a reader that is too far behind gets no more, and its job is cancelled.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ class Patience:
     """How far behind the reader of a stream may be."""
 
     seconds: float = BEHIND_SECONDS
-    """How old an event may become before it is taken."""
+    """How old an event may become before it is read."""
     unread_bytes: int = UNREAD_BYTES
-    """How much may wait; what the system and granian hold of a connection comes on top."""
+    """Bytes that may wait, besides what the system and granian hold for a connection."""
 
 
 def event(data: bytes) -> bytes:
@@ -67,10 +67,10 @@ def event_stream(request: Request, lines: AsyncIterator[bytes]) -> Response:
 
 
 async def while_connected(request: Request, awaitable: Awaitable[_Result]) -> _Result:
-    """Wait for what is awaited as long as the client is there, else cancel it.
+    """Await a result; cancel it when the client goes away.
 
     Raises:
-        ClientDisconnect: when the client went away first.
+        ClientDisconnect: when the client goes away first.
     """
     return await until_left(request.receive, awaitable)
 
@@ -94,7 +94,7 @@ class EventStream(Response):
         self._patience: Patience = getattr(request.app.state, "patience", Patience())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request; raises what comes before the first event."""
+        """Answer the request; raises errors that come before the first event."""
         wire = _Wire(send, {"status": self.status_code, "headers": self.raw_headers})
         try:
             await until_left(receive, self._sent(wire))
@@ -130,7 +130,7 @@ class EventStream(Response):
             unread.close()
 
     async def _send(self, unread: "_Unread", wire: "_Wire", taking: asyncio.Task[None]) -> None:
-        """Send events as they are read, then what kept them from coming to their end."""
+        """Send events as they are read, then the error that ended them, if any."""
         while not unread.is_at_end:
             try:
                 async with asyncio.timeout(self._quiet_seconds):
@@ -150,13 +150,13 @@ class EventStream(Response):
         await wire.end()
 
     def _give_up(self, unread: "_Unread") -> None:
-        """Nothing can be said to who does not read: the events stop without an end."""
+        """Log that the reader is too far behind; the events stop without a last one."""
         fields = {"id": request_id_of(self._scope), "unread": unread.bytes}
         LOG.info("a reader is too far behind", extra={"fields": fields})
 
 
 class _Unread:
-    """Events that were made and not taken, the oldest first, then the end."""
+    """Events that were made and not read, the oldest first, then the end."""
 
     def __init__(self, patience: Patience) -> None:
         self.bytes = 0
@@ -166,12 +166,12 @@ class _Unread:
 
     @property
     def oldest(self) -> bytes:
-        """The event that is sent next; empty at the end and while there is none."""
+        """The event to send next; empty at the end and while there is none."""
         return self._items[0][1] if self._items else b""
 
     @property
     def is_at_end(self) -> bool:
-        """Whether nothing is left and nothing will come."""
+        """Whether no event is left and none will come."""
         return bool(self._items) and not self._items[0][1]
 
     def put(self, line: bytes) -> None:
@@ -179,11 +179,11 @@ class _Unread:
             self._add(line)
 
     def close(self) -> None:
-        """Add the end; it stays, for the last word must be taken, too."""
+        """Add the end, which is never dropped: its age counts until the last write is done."""
         self._add(b"")
 
     def drop(self) -> None:
-        """Let go of the oldest event, which was taken."""
+        """Drop the oldest event, which was read."""
         self.bytes -= len(self._items.popleft()[1])
         if not self._items:
             self._some.clear()
@@ -216,7 +216,7 @@ class _Unread:
 
 
 class _Wire:
-    """The body of an answer, whose head goes out with the first piece."""
+    """The body of an answer; its head is sent with the first piece."""
 
     def __init__(self, send: Send, head: dict[str, object]) -> None:
         self.begun = False

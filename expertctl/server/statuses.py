@@ -1,6 +1,6 @@
 """HTTP statuses of the generation server, in one table; the most specific class decides.
 
-What the same request can never get is below 500 and no 409: clients try those again by themselves.
+A permanent error gets a status below 500, never 409: clients retry 409 and 5xx by themselves.
 """
 
 from expertctl.errors import (
@@ -25,7 +25,7 @@ from expertctl.errors import (
 )
 
 RETRY_SECONDS = 5
-"""What ``Retry-After`` says when the server cannot tell."""
+"""The ``Retry-After`` of a 503, which cannot tell when to retry."""
 
 _BY_CLASS: dict[type[ExpertError], int] = {
     UsageError: 400,
@@ -55,7 +55,7 @@ def status_of(error: ExpertError) -> int:
 
 
 def retry_after(error: ExpertError) -> int | None:
-    """Return the seconds after which the same request may succeed, None when that is no matter."""
+    """Return the seconds after which the same request may succeed; None if waiting is no help."""
     if isinstance(error, RateLimitError):
         return error.retry_after
     return RETRY_SECONDS if status_of(error) == 503 else None

@@ -1,16 +1,16 @@
-"""`ThinkingFilter`: what a model thinks, ``<think>`` to ``</think>``, parted from its answer.
+"""`ThinkingFilter`: separates thoughts, ``<think>`` to ``</think>``, from the answer.
 
-Nothing is lost: what was thought is given out, too, as something else. White space inside a block,
-at its ends, belongs to the tags, and so does that around a block which no answer stands before. A
-block that is not closed ends with the text. How the text is cut into pieces does not matter, and
-no more is held back than a tag and white space.
+Thoughts are returned, too, as parts of their own. White space inside a block, at both its ends,
+belongs to the tags, and so does white space around a block that has no answer before it. A block
+that is not closed ends with the text. How the text is cut into pieces does not matter, and no more
+is held back than a tag and white space.
 """
 
 from dataclasses import dataclass
 
 OPEN, CLOSE = "<think>", "</think>"
 MAX_SPACE = 1024
-"""White space that is held back because a tag may follow it; what is more is text."""
+"""White space that is held back because a tag may follow; any more is text."""
 _SPACE = " \t\r\n"
 
 
@@ -23,14 +23,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what was thought."""
+    """A piece of a thought."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where something was thought: from its tag to behind the one that closes it."""
+    """Where a block is in the text: from its opening tag to after its closing tag."""
 
     begin: int
     end: int
@@ -45,7 +45,7 @@ def opens_thinking(prompt: str) -> bool:
 
 
 class ThinkingFilter:
-    """Parts one answer."""
+    """Splits one text into answer and thoughts."""
 
     def __init__(self, *, opened: bool = False) -> None:
         """Begin in the answer, or inside a block that the prompt opened."""
@@ -53,11 +53,11 @@ class ThinkingFilter:
         self._held = ""
         self._space = ""
         self._fresh = opened
-        """Whether white space that comes next belongs to a tag."""
+        """Whether white space that comes next belongs to the last tag."""
         self._answered = False
 
     def push(self, text: str) -> list[Part]:
-        """Take the next piece, return what is certain now."""
+        """Take the next piece; return the parts that are certain now."""
         self._held += text
         parts: list[Part] = []
         while (at := self._held.find(self._tag)) >= 0:
@@ -80,12 +80,12 @@ class ThinkingFilter:
         return CLOSE if self._thinking else OPEN
 
     def _turn(self) -> None:
-        """Pass a tag, and with it the white space that was held back."""
+        """Go past a tag, and drop the white space that was held back."""
         self._thinking, self._space = not self._thinking, ""
         self._fresh = self._thinking or not self._answered
 
     def _give(self, text: str) -> list[Part]:
-        """Give out text, but for white space that may belong to a tag behind it."""
+        """Return text as a part; hold back white space that may belong to a following tag."""
         text = self._space + text
         text = text.lstrip(_SPACE) if self._fresh else text
         certain = max(self._body(text), len(text) - MAX_SPACE)
@@ -97,13 +97,13 @@ class ThinkingFilter:
         return [Thought(text) if self._thinking else Answer(text)]
 
     def _body(self, text: str) -> int:
-        """How much of a text no tag can take away."""
+        """Return the length of the part that a following tag cannot take."""
         body = len(text.rstrip(_SPACE))
         return body if self._thinking or not (self._answered or body) else len(text)
 
 
 def thoughts_of(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Part a whole text; return the answer, and what was thought."""
+    """Split a whole text; return the answer and the thoughts."""
     parting = ThinkingFilter(opened=opened)
     parts = [*parting.push(text), *parting.finish()]
     answer = "".join(part.text for part in parts if isinstance(part, Answer))
@@ -122,6 +122,6 @@ def blocks_in(text: str, *, opened: bool = False) -> tuple[Block, ...]:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many letters at the end could be the beginning of a tag."""
+    """Return how many letters at the end could be the beginning of a tag."""
     counts = range(min(len(tag) - 1, len(text)), 0, -1)
     return next((n for n in counts if tag.startswith(text[-n:])), 0)

@@ -1,7 +1,7 @@
 """How many tokens of answers were thought, as both published APIs count them: with the tags.
 
-A token counts where its text begins inside a block. A long thought takes longer to count than
-others can wait, so it is counted in a thread.
+A token counts if its text begins inside a block. Counting a long thought would block the event
+loop, so it runs in a thread.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _Thinking = tuple[Generated, Sequence[Block]]
 async def thought_tokens(
     results: Iterable[RunResult], tokenizer: Tokenizer, *, opened: bool
 ) -> int:
-    """Return the number in all answers; ``opened``: their prompt ends inside a thought."""
+    """Return the count over all answers; ``opened``: their prompt ends inside a thought."""
     answers = [result.generated for result in results]
     thinking = [(one, blocks_in(one.text, opened=opened)) for one in answers]
     if not any(blocks for _, blocks in thinking):

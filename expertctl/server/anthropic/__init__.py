@@ -1,1 +1,1 @@
-"""Messages as the Anthropic API has them: requests, answers and streams, and how long they are."""
+"""The messages of the Anthropic API: requests, answers, streams, and their length in tokens."""

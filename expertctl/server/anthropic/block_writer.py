@@ -1,7 +1,7 @@
-"""`BlockWriter`: the content blocks of an answer, told in events as it is written.
+"""`BlockWriter`: turns an answer into events of its content blocks while it is written.
 
-A block lasts as long as what comes is of its kind; a call is a block of its own. What was thought
-is left out where it is not asked for.
+Adjacent parts of one kind form one block; each call is a block of its own. Thoughts are left out
+unless the request asks for them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,20 +44,20 @@ class BlockWriter:
 
     @property
     def calls(self) -> int:
-        """How many calls there are."""
+        """How many calls were written so far."""
         return self._calls
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What of the answer is not given out."""
+        """Say how many calls are left out, if any."""
         return self._reader.warnings
 
     def push(self, text: str) -> Iterator[BlockEvent]:
-        """Take the next piece of the answer, yield what is certain now."""
+        """Take the next piece of the answer; yield the events that are certain now."""
         yield from self._written(self._reader.push(text))
 
     def finish(self) -> Iterator[BlockEvent]:
-        """Yield what was held back, and close what is open."""
+        """Yield the events of text that was held back, and close the open block."""
         yield from self._written(self._reader.finish())
         yield from self._close()
 

@@ -1,8 +1,8 @@
 """The blocks that the content of a message is made of.
 
-Only text is read. Blocks of other things are known by name and refused, as are fields that are
-not of the published API. Marks for a cache change nothing: every prompt is kept, as long as there
-is room.
+Only text is read. Blocks of any other kind are known by name and refused, as are fields that the
+published API does not have. Cache marks change nothing: every prompt is kept as long as there is
+room.
 """
 
 from typing import Annotated, Any, Literal, cast
@@ -107,21 +107,21 @@ Texts = str | Annotated[list[TextBlock], Meta(max_length=_MAX_BLOCKS)]
 
 
 def texts_of(content: str | list[TextBlock]) -> str:
-    """Return text that may come in blocks; these are joined by line ends."""
+    """Return a text, or the text of blocks, joined by line ends."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
 def not_read(block: NoText, field: str) -> FieldError:
-    """Return what is said about a block that is not read."""
+    """Return the error for a block that is not read."""
     what = block.__struct_config__.tag
     return FieldError(f"{field}: a block of type {what} is not read, only text is", field=field)
 
 
 def told(result: ToolResultBlock, field: str) -> str:
-    """Return what a tool answered; an error is said to be one, since no template does.
+    """Return what a tool answered; an error is marked in the text, since no template marks it.
 
     Raises:
-        FieldError: when there is something in it that is not read.
+        FieldError: when it contains a block that is not read.
     """
     parts = [result.content] if isinstance(result.content, str) else list[str]()
     blocks = result.content if isinstance(result.content, list) else []

@@ -1,8 +1,8 @@
 """The messages of a request, as they are sent, and as the chat template reads them.
 
-Neighbours of one role are one turn. What a tool answered is a message of its own, behind the call,
-and each call must be answered in the next turn. An answer is always a new turn: the last message
-is none of the assistant's.
+Adjacent messages of one role become one. A tool's answer becomes a message of its own, after the
+call, and each call must be answered in the next turn. The last message must not be the
+assistant's: an answer is always a new turn.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -59,7 +59,7 @@ def messages_of(system: Texts | None, turns: Sequence[Turn]) -> tuple[Message, .
     """Return the conversation as the chat template reads it.
 
     Raises:
-        FieldError: for what is not read, calls without an answer, and too much text.
+        FieldError: for blocks that are not read, calls without an answer, and too much text.
     """
     said = texts_of(system or "")
     first = [Message("system", said)] if said else []
@@ -74,11 +74,11 @@ def messages_of(system: Texts | None, turns: Sequence[Turn]) -> tuple[Message, .
 
 
 class _Reader:
-    """Reads the turns one after the other, and sees to it that calls are answered."""
+    """Reads the turns one after the other, and checks that each call is answered."""
 
     def __init__(self) -> None:
         self._open: dict[str, str] = {}
-        """The tools of the last turn by the ids of calls that were not answered yet."""
+        """Id of an unanswered call of the last turn → name of its tool."""
 
     def messages(self, turns: Sequence[Turn]) -> Iterator[Message]:
         for number, turn in enumerate(turns):
@@ -158,7 +158,7 @@ def _fields(blocks: Sequence[AssistantBlock]) -> JsonObject:
 
 
 def _joined(messages: Sequence[Message]) -> Iterator[Message]:
-    """Make one message of neighbours of one role; answers of tools stay apart."""
+    """Join adjacent messages of one role; answers of tools stay apart."""
     last: Message | None = None
     for message in messages:
         if last is not None and last.role == message.role != "tool":

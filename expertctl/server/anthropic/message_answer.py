@@ -13,7 +13,7 @@ from expertctl.server.tool_calls.scanner import Text
 
 
 def message_of(call: MessageCall, result: RunResult, *, thought: int = 0) -> Message:
-    """Return the message that answers a request; ``thought`` is how many tokens are thought."""
+    """Return the message that answers a request; ``thought`` is its number of thought tokens."""
     read = call.reading.whole(result.generated.text)
     stop = stop_of(call, result, calls=len(read.calls))
     return Message(
@@ -29,18 +29,18 @@ def message_of(call: MessageCall, result: RunResult, *, thought: int = 0) -> Mes
 
 
 def tool_use(call: MessageCall, found: Call, *, number: int) -> Used:
-    """Return a call as a block; its id is that of no other."""
+    """Return a call as a block with a unique id."""
     name = call_id("toolu_", job_id=call.job.id, number=number)
     return Used(id=name, name=found.name, input=found.arguments)
 
 
 def signature_of(call: MessageCall) -> str:
-    """Return the signature of a thought: it says where it is from, and proves nothing."""
+    """Return the signature of a thought: it names the origin, and proves nothing."""
     return call.id
 
 
 def _blocks(call: MessageCall, read: Iterable[Read]) -> Iterator[Block]:
-    """Yield the blocks of an answer; neighbours that are no calls are one."""
+    """Yield the blocks of an answer; adjacent parts of one kind are one block, except calls."""
     shown = (part for part in read if call.shows_thinking or not isinstance(part, Thought))
     calls = 0
     for part in _merged(shown):

@@ -39,7 +39,7 @@ NO_BUDGET = "thinking.budget_tokens is not enforced: max_tokens alone ends a tho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A conversation as the chat template is given it."""
+    """A conversation in the form that the chat template takes."""
 
     messages: tuple[Message, ...]
     tools: tuple[OfferedTool, ...]
@@ -59,7 +59,7 @@ class MessageCall:
     warnings: tuple[str, ...] = ()
 
     async def thought_tokens(self, results: Sequence[RunResult]) -> int:
-        """Return how many tokens of its answer are thought."""
+        """Return how many tokens of the answer are thought."""
         opened = self.reading.opened
         return await thought_tokens(results, self.text.tokenizer, opened=opened)
 
@@ -70,7 +70,7 @@ class MessageCall:
 
 
 def asked_of(request: CountRequest, text: BaseText) -> Asked:
-    """Read what the model is to see.
+    """Read the conversation, tools and variables that the model gets.
 
     Raises:
         FieldError: when a field asks for what is not done here.
@@ -97,7 +97,7 @@ def message_call(
     text: BaseText,
     usual: float | None,
 ) -> MessageCall:
-    """Read a request to a server of one base; ``usual`` seconds it has, where it names no time.
+    """Read a request to a server of one base; ``usual``: its time in seconds if it names none.
 
     Raises:
         FieldError: when a field asks for what is not done here.
@@ -166,7 +166,7 @@ def _run_request(
 
 
 def _wishes(request: MessageRequest, *, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn: with ``auto``, silence leaves it to the experts."""
+    """Return how tokens are drawn; with ``auto``, the experts decide what the request omits."""
     stop = request.stop_sequences
     given = SamplingWishes(
         temperature=request.temperature,

@@ -1,7 +1,7 @@
 """`MessageRequest` and `CountRequest`: bodies of requests, with the fields of the published API.
 
-A field that would change what is done, and that nothing here does, is accepted only with the value
-that asks for nothing. The last group of fields is our own, as in the other APIs of the server.
+A field that would change the answer, but is not implemented here, is accepted only with its
+neutral value. The last group of fields is our own, as in the other APIs of the server.
 """
 
 from typing import Annotated, Any, Literal
@@ -127,7 +127,7 @@ class MessageRequest(CountRequest, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def check_thinking(request: MessageRequest) -> None:
-    """Refuse to think for longer than the answer may be.
+    """Refuse a thinking budget that is not below ``max_tokens``.
 
     Raises:
         FieldError: naming the budget.

@@ -1,7 +1,7 @@
 """`MessageStream`: the answer to a request for a message, told in events as it is written.
 
-The message begins when its prompt is being read, with what that took; then come its blocks, one
-after the other, then why it ended and what it took in all. What the published API has no place for
+The message begins when its prompt is being read, with the usage so far; then come its blocks, one
+after the other, then why it ended and the usage in all. What the published API has no place for
 stands beside the usage.
 """
 
@@ -47,7 +47,7 @@ class MessageStream:
     def __init__(self, call: MessageCall) -> None:
         """Begin before the first event."""
         self.thought = 0
-        """How many tokens are thought, told before the last event."""
+        """How many tokens are thought; set before the last event."""
         self._call = call
         self._blocks = BlockWriter(call)
         self._has_begun = False

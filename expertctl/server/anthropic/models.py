@@ -1,4 +1,4 @@
-"""The list of models, as the Anthropic API has it: in pages, each named by its first and last."""
+"""The list of models, as the Anthropic API has it: in pages that name their first and last."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from expertctl.server.field_error import FieldError
 from expertctl.server.served_models import Model
 
 USUAL, MOST = 20, 1000
-"""How many models a page has."""
+"""How many models a page has by default, and at most."""
 _LIFECYCLE = "lifecycle[]"
 _KNOWN = frozenset({"limit", "before_id", "after_id", _LIFECYCLE, "beta"})
-"""What can be asked for; ``beta`` changes nothing."""
+"""The parameters that a query may have; ``beta`` changes nothing."""
 _STAGES = frozenset({"active", "deprecated", "retired"})
 
 
@@ -42,13 +42,13 @@ class ModelPage(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageWanted:
-    """Which models are asked for: so many, before or behind one of them."""
+    """Which models are wanted: at most ``limit``, before or after a given one."""
 
     limit: int = USUAL
     before: str | None = None
     after: str | None = None
     active: bool = True
-    """Whether those that can be used are among them; there are no others."""
+    """Whether active models are wanted; all models here are active."""
 
 
 def page_wanted(query: QueryParams) -> PageWanted:
@@ -81,7 +81,7 @@ def model_page(
     """Return a page of models.
 
     Raises:
-        FieldError: when there is no model that it should be next to.
+        FieldError: when the model that the page should adjoin does not exist.
     """
     first, end = 0, len(models)
     if wanted.after is not None:
@@ -99,7 +99,7 @@ def model_page(
 
 
 def model_info(model: Model, *, since: int, context: int) -> ModelInfo:
-    """Return what is told of one; ``context`` is how many tokens the base reads."""
+    """Return the document of a model; ``context`` is how many tokens the base reads."""
     _, most = LIMITS["max_tokens"]
     return ModelInfo(
         id=model.name,

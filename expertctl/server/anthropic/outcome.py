@@ -1,4 +1,4 @@
-"""What an answer came to: why it ended, what it took, and what is told of it besides."""
+"""The outcome of an answer: why it ended, its usage, and what the published API lacks."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from expertctl.server.anthropic.message_document import (
 
 
 def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> Stop:
-    """Return why an answer ended; what was cut off, for whatever cause, had no more tokens.
+    """Return why an answer ended; one that was cut off, for any reason, is ``max_tokens``.
 
-    Strings that an expert ends its answers with are none of the request.
+    A stop string that comes from an expert, not from the request, is not reported.
     """
     generated = result.generated
     by = generated.stopped_by if generated.stopped_by in call.stop_sequences else None
@@ -29,10 +29,10 @@ def stop_of(call: MessageCall, result: RunResult, *, calls: int) -> Stop:
 
 
 def usage_of(*, prompt: int, reused: int, written: int, thought: int = 0) -> MessageUsage:
-    """Return the ``usage``: tokens that were kept of earlier requests are not in ``input_tokens``.
+    """Return the ``usage``; ``input_tokens`` leaves out tokens kept from earlier requests.
 
-    Keeping them takes no tokens of its own. Of what was written, ``thought`` tokens are told
-    apart, where there are any.
+    Keeping them takes no tokens of its own. ``thought`` counts the written tokens that are
+    thought, which are reported separately if there are any.
     """
     return MessageUsage(
         input_tokens=prompt - reused,
@@ -44,7 +44,7 @@ def usage_of(*, prompt: int, reused: int, written: int, thought: int = 0) -> Mes
 
 
 def usage_of_result(result: RunResult, *, thought: int) -> MessageUsage:
-    """Return the ``usage`` of an answer that is whole."""
+    """Return the ``usage`` of a whole answer."""
     return usage_of(
         prompt=result.prompt_tokens,
         reused=result.kv_reused_tokens,

@@ -1,8 +1,8 @@
-"""The tools of a request: what the model is told of by the chat template.
+"""The tools of a request, which the chat template describes to the model.
 
-What is written cannot be forced yet, so nothing that demands a call is accepted. The input of a
-``strict`` tool is checked afterwards, against its schema. Tools that a server would run are unknown
-here.
+Generation cannot be constrained yet, so a request that demands a call is refused. The input of a
+``strict`` tool is checked afterwards, against its schema. Tools that the server would run are not
+known here.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ def offered(tools: Sequence[OfferedTool], choice: Choice | None) -> tuple[Offere
     """Return the tools that the model is told of.
 
     Raises:
-        FieldError: when a call is demanded, or a name is there twice.
+        FieldError: when a call is demanded, or two tools have one name.
     """
     _check(tools)
     match choice:

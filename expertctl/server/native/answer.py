@@ -37,7 +37,7 @@ def piece_of(event: Piece) -> JsonObject:
 
 
 def _stages(call: Call, result: RunResult) -> JsonObject:
-    """Return how long each stage took; waiting for a turn is none, and stands in the timings."""
+    """Return how long each stage took; waiting in the queue is no stage, and is in the timings."""
     took = result.timings_ms
     stages = {
         "reception": call.reception_ms,

@@ -1,4 +1,4 @@
-"""`Call`: a request to answer a prompt as a job for the engine, and when it came."""
+"""`Call`: a request to answer a prompt, as a job for the engine, and its time of arrival."""
 
 import time
 import uuid
@@ -49,7 +49,7 @@ def call_of(
 
     Raises:
         UsageError: when fields do not fit together.
-        FieldError: when one of them asks for what is not there.
+        FieldError: when a field names something that does not exist.
     """
     job = Job(
         id=uuid.uuid4().hex,

@@ -1,4 +1,4 @@
-"""What is told of an installed expert by ``/v1/experts``."""
+"""The document of an installed expert in ``/v1/experts``."""
 
 from msgspec import Struct
 
@@ -22,7 +22,7 @@ class ExpertDocument(Struct, frozen=True, kw_only=True):
     fits: bool
     """Whether it was made for the base that is served."""
     revoked: bool
-    """Whether the key that signed it is believed no longer."""
+    """Whether the key that signed it was revoked."""
     in_memory: bool
 
 

@@ -1,7 +1,7 @@
 """The bodies of ``/v1/route``, ``/v1/infer`` and ``/v1/jobs``.
 
-A field that is not written down here is refused. Experts are named by references or digests of what
-is installed: there is no way to name a file or an address.
+A field that is not listed here is refused. Experts are named by reference or digest, and must be
+installed: there is no way to name a file or an address.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class RouteFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seed: Annotated[int, within("seed")] | None = None
 
     def route(self) -> RouteRequest:
-        """Return what is wanted of the plan, without the experts that are forced.
+        """Return the request for a route, without forced experts.
 
         Raises:
             UsageError: when fields do not fit together.

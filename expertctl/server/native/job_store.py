@@ -1,12 +1,12 @@
-"""`JobStore`: jobs that nobody waits for, until somebody asks what became of them.
+"""`JobStore`: background jobs, whose callers ask for the outcome later.
 
-A job belongs to the caller who made it: to anybody else it does not exist. What is at its end is
-kept for a while, so many for each caller. Where all take more bytes than there is room for, the
-oldest of the caller with the most bytes goes first, so nobody's answers are put out by what others
-collect. The last answer of a caller is never put out: it stays until it can be asked for.
+A job belongs to the caller who made it: to anybody else it does not exist. Finished jobs are kept
+for a while, a limited number for each caller. When all of them take too many bytes, the oldest job
+of the caller with the most bytes is dropped first, so that one caller cannot displace the answers
+of others. The last answer of a caller is never dropped for lack of room.
 
-Events come from the threads of the engine, questions from those of the server, so each is under one
-lock. What a job is never changes back: once it is at its end, it stays as it is.
+Events come from the threads of the engine, requests from those of the server, so one lock guards
+both. A job that is over never changes again.
 """
 
 import threading
@@ -28,7 +28,7 @@ KEPT_SECONDS = 3600.0
 KEPT_PER_OWNER = 1000
 KEPT_BYTES = 64 << 20
 _OVERHEAD = 1000
-"""About what a job takes beside its texts."""
+"""About how many bytes a job takes besides its texts."""
 
 Describe = Callable[[Finished], JsonObject]
 """Makes the document of an answer."""
@@ -41,19 +41,19 @@ class StoredJob:
     id: str
     owner: str
     submitted: float
-    """A time of `time.time`, as are the others."""
+    """A time of `time.time`, as are the other times."""
     started: float | None = None
     ended: float | None = None
     is_called_off: bool = False
     text: str = ""
-    """What is certain of the answer."""
+    """The part of the answer that is certain."""
     result: msgspec.Raw | None = None
     """The document of the whole answer."""
     error: ExpertError | None = None
 
     @property
     def status(self) -> Status:
-        """What became of it."""
+        """The status that callers see."""
         if self.is_called_off:
             return "cancelled"
         if self.ended is not None:
@@ -94,11 +94,11 @@ class JobStore:
         self._lock = threading.Lock()
         self._running: dict[str, _Entry] = {}
         self._ended: dict[str, StoredJob] = {}
-        """In the order in which they ended."""
+        """Jobs that are over, in the order in which they ended."""
         self._by_owner: dict[str, dict[str, None]] = {}
-        """The same, of each owner."""
+        """Owner → ids of the jobs that are over, in the same order."""
         self._bytes: dict[str, int] = {}
-        """How much those take, of each owner."""
+        """Owner → bytes of the jobs that are over."""
 
     def add(self, job_id: str, *, owner: str, submitted: float, describe: Describe) -> StoredJob:
         """Take a job that is about to begin."""
@@ -114,7 +114,7 @@ class JobStore:
             self._running.pop(job_id, None)
 
     def hear(self, job_id: str, event: Event) -> None:
-        """Take what happened to a job."""
+        """Record an event of a job."""
         with self._lock:
             entry = self._running.get(job_id)
             if entry is None:
@@ -133,14 +133,14 @@ class JobStore:
         """Return a job as it is now.
 
         Raises:
-            NotFoundError: when there is none of this owner, or it was forgotten.
+            NotFoundError: when this owner has no such job, or it was forgotten.
         """
         with self._lock:
             self._forget_old()
             return self._of(job_id, owner)
 
     def call_off(self, job_id: str, *, owner: str) -> StoredJob:
-        """Say that a job is not wanted any more; at its end that changes nothing.
+        """Mark a job as cancelled; if it is over, nothing changes.
 
         Raises:
             NotFoundError: as `find`.
@@ -155,7 +155,7 @@ class JobStore:
             return _now(entry)
 
     def check_integrity(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         with self._lock:
             assert not self._running.keys() & self._ended.keys()
             assert all(entry.job.ended is None for entry in self._running.values())
@@ -180,7 +180,7 @@ class JobStore:
         return job
 
     def _end(self, job: StoredJob) -> None:
-        """Keep a job that is over, in the place of older ones if need be."""
+        """Keep a job that is over; drop older ones if need be."""
         job = replace(job, ended=self._clock())
         del self._running[job.id]
         self._ended[job.id] = job
@@ -193,7 +193,7 @@ class JobStore:
         self._make_room()
 
     def _make_room(self) -> None:
-        """Forget the oldest of who holds most, as long as it is not all that it has."""
+        """Drop the oldest jobs of the owner with the most bytes, but never the last of an owner."""
         while sum(self._bytes.values()) > self._kept_bytes:
             several = [owner for owner, ids in self._by_owner.items() if len(ids) > 1]
             if not several:
@@ -202,7 +202,7 @@ class JobStore:
             self._forget(next(iter(self._by_owner[owner])))
 
     def _forget_old(self) -> None:
-        """Forget what ended too long ago."""
+        """Drop jobs that ended too long ago."""
         least = self._clock() - self._kept_seconds
         old = takewhile(lambda job: (job.ended or 0.0) < least, self._ended.values())
         for job_id in [job.id for job in old]:

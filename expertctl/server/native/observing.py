@@ -1,8 +1,8 @@
-"""``/moe``: what is counted of routed experts. Whoever reads changes nothing; a post does.
+"""``/moe``: what is counted of routed experts. GET changes nothing; POST does.
 
 The answer is the activity document of `expertctl.engine.moe`, from which experts can be placed. A
-profile comes as a document or by the name of the base, whose habits are kept here: there is no way
-to name a file.
+profile comes as a document, or as the name of the base, which stands for the habits learnt here:
+there is no way to name a file.
 """
 
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 
 class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What is counted of routed experts from now on, and which profile says who stays."""
+    """What is counted of routed experts from now on, and which profile says which stay."""
 
     mode: Annotated[
         Mode | None,
@@ -50,19 +50,18 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = None
 
     def check(self, *, base: str) -> None:
-        """Refuse what asks for nothing, or for the profile of another base.
+        """Refuse a body that asks for no change, or for the profile of another base.
 
         Raises:
             FieldError: naming the field that is wrong.
         """
+        _demand_profile(self)
         if self.mode is None and not self.reset and self.profile is None:
-            _demand_profile(self)
             raise FieldError(
                 "the body asks for no change",
                 field="mode",
                 hint='give {"mode": "full"}, "update" or "off", {"reset": true}, or a "profile"',
             )
-        _demand_profile(self)
         if isinstance(self.profile, str) and self.profile != base:
             raise FieldError(
                 f"profile: this server answers on {base}, not on {self.profile[:80]!r}",
@@ -72,12 +71,12 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def document(self) -> JsonObject | None:
-        """The profile; None where that is what was learnt of the base."""
+        """The profile of the body; None stands for what was learnt of the base."""
         return self.profile if isinstance(self.profile, dict) else None
 
     @property
     def wishes(self) -> ProfileWishes:
-        """What of the profile is to count.
+        """The pins and the exchange rate that are wanted for the profile.
 
         Raises:
             FieldError: when ``pin`` is neither a number of experts nor a share.
@@ -95,7 +94,7 @@ class ObserveRequest(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def _demand_profile(body: ObserveRequest) -> None:
-    """Refuse to pin or exchange for a profile that is not there."""
+    """Refuse ``pin`` and ``exchange`` without a profile."""
     for name, value in (("pin", body.pin), ("exchange", body.exchange)):
         if value is not None and body.profile is None:
             raise FieldError(

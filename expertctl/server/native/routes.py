@@ -37,7 +37,7 @@ ROUTE = "/v1/route"
 EXPERTS = "/v1/experts"
 MOE = "/moe"
 PLANS = 16
-"""How many plans wait at a time for those who only ask for one: answers wait for theirs, too."""
+"""How many requests to ``/v1/route`` wait for a plan at a time: answers need plans, too."""
 
 
 def routes(service: Service) -> list[BaseRoute]:
@@ -62,9 +62,9 @@ class _Wire:
         self._service = service
         self._jobs = JobStore()
         self._plans = 0
-        """How many are waited for."""
+        """How many plans are waited for."""
         self._adopts = False
-        """Whether a profile is being taken."""
+        """Whether a profile is being adopted."""
 
     async def infer(self, request: Request) -> Response:
         """Answer a prompt, at once or piece by piece."""
@@ -78,7 +78,7 @@ class _Wire:
         )
 
     async def submit(self, request: Request) -> Response:
-        """Begin a job that nobody waits for."""
+        """Begin a background job."""
         arrival = Arrival()
         body = await read_body(request, InferRequest)
         if body.stream:
@@ -104,12 +104,12 @@ class _Wire:
         return json_reply(document, status=202, headers={"Location": f"{JOBS}/{job.id}"})
 
     async def job(self, request: Request) -> Response:
-        """Tell what became of a job."""
+        """Answer with the state of a job."""
         job = self._jobs.find(request.path_params["job_id"], owner=caller_of(request).id)
         return self._told(job)
 
     async def cancel(self, request: Request) -> Response:
-        """End a job where it is."""
+        """Cancel a job."""
         job = self._jobs.call_off(request.path_params["job_id"], owner=caller_of(request).id)
         self._service.engine.cancel(job.id)
         return self._told(job)
@@ -121,7 +121,7 @@ class _Wire:
         return json_reply(planned.result.to_json())
 
     async def _planned(self, request: RunRequest) -> Planned:
-        """Have a plan made; who leaves takes back what is not begun."""
+        """Have a plan made; if the client leaves, planning that has not begun is cancelled."""
         if self._plans >= PLANS:
             raise RateLimitError("too many plans are asked for at once")
         planning = asyncio.wrap_future(self._service.engine.plan(request))
@@ -138,12 +138,12 @@ class _Wire:
         return json_reply(experts_document(experts, base=engine.base_name))
 
     async def observation(self, _: Request) -> Response:
-        """Tell what was counted of routed experts."""
+        """Answer with what was counted of routed experts."""
         seen = await to_thread.run_sync(self._service.engine.observation)
         return json_reply(seen.to_json())
 
     async def observe(self, request: Request) -> Response:
-        """Count them otherwise, begin again, or let a profile say who stays."""
+        """Change how routed experts are counted, count anew, or adopt a profile."""
         demand_manager(caller_of(request))
         body = await read_body(request, ObserveRequest)
         body.check(base=self._service.engine.base_name)
@@ -153,7 +153,7 @@ class _Wire:
 
     @contextmanager
     def _one_profile(self, body: ObserveRequest) -> Iterator[None]:
-        """Take one profile at a time: it waits for a pass to end, and takes a thread meanwhile."""
+        """Adopt one profile at a time: that waits for a pass to end, and blocks a thread."""
         if body.profile is None:
             yield
             return
@@ -166,7 +166,7 @@ class _Wire:
             self._adopts = False
 
     def _changed(self, body: ObserveRequest) -> Observation:
-        """Do what a body asks for; the profile first, which may be refused."""
+        """Apply the changes of a body; the profile first, since it may be refused."""
         engine = self._service.engine
         if body.profile is not None:
             engine.adopt(body.document, body.wishes)

@@ -19,7 +19,7 @@ async def infer_lines(jobs: Jobs, call: Call, scope: Scope) -> AsyncIterator[byt
     """Begin the job of a call and yield the lines of its stream.
 
     Raises:
-        ExpertError: when it is refused, or fails before anything was told of it.
+        ExpertError: when it is refused, or fails before its first event was sent.
     """
     begun = False
     try:

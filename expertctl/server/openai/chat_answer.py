@@ -23,7 +23,7 @@ from expertctl.server.tool_calls.call import Call, call_id
 
 
 def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> ChatCompletion:
-    """Return the answer to a chat call; choices that a deadline let not begin are not there.
+    """Return the answer to a chat call, without choices that did not begin before a deadline.
 
     ``thought`` is how many of the tokens are thought.
     """
@@ -46,7 +46,7 @@ def chat_completion(call: ChatCall, came: Collected, *, thought: int = 0) -> Cha
 
 
 def tool_call_of(call: ChatCall, found: Call, *, index: int, number: int) -> ToolCall:
-    """Return a call as an answer holds it; its id is that of no other call of the job."""
+    """Return a call as an answer holds it; its id is unique within the job."""
     number += index * MAX_CALLS
     return ToolCall(
         id=call_id("call_", job_id=call.job.id, number=number),

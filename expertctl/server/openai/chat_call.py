@@ -35,12 +35,12 @@ _OURS = re.compile(
     "messages|tools|add_generation_prompt|continue_final_message|raise_exception|strftime_now"
     "|[a-z_]*_tokens?"
 )
-"""What the chat template is given by the call and by the base."""
+"""Variables of the chat template that the server sets from the call and the base."""
 
 MAX_GIVEN = 4_096
-"""How many characters a call may give its chat template besides messages and tools."""
+"""Characters that a call may pass to the chat template besides messages and tools."""
 MAX_CALLS = 1 << 20
-"""More calls than one answer can hold."""
+"""More tool calls than one answer can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class ChatCall:
     with_usage: bool
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None where they cannot be known."""
+        """Return the bytes of a token; None if they cannot be known."""
         return self.text.tokenizer.bytes_of(token)
 
     async def thought_tokens(self, results: Sequence[RunResult]) -> int:
@@ -208,7 +208,7 @@ def _variables(request: ChatRequest, tools: tuple[Tool, ...]) -> JsonObject:
 
 
 def _check_given(given: JsonObject) -> None:
-    """Bound what a template is given; it is part of what is remembered of templates."""
+    """Bound the variables of a request; they are part of the key of a cache."""
     field = "chat_template_kwargs"
     if any(isinstance(value, list | dict) for value in given.values()):
         raise FieldError(f"{field}: only words, numbers and truth values are taken", field=field)

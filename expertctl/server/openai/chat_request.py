@@ -1,7 +1,7 @@
 """`ChatRequest`: the body of a chat call, every field that the published API has, and ours.
 
-A field that would change what is done, and that nothing here does, is accepted only with the value
-that asks for nothing: silence about it would be a lie.
+A field that would change the answer, but is not implemented here, is accepted only with its
+neutral value: to ignore it silently would mislead the client.
 """
 
 from typing import Annotated, Any, Literal
@@ -47,7 +47,7 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
 
     prompt_cache_options: CacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    """The longest that a prefix may be kept; ours are kept for less."""
+    """The longest time that a prefix may be kept; ours are kept for less."""
     modalities: list[Literal["text", "audio"]] | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     store: bool | None = None

@@ -1,7 +1,7 @@
 """`ChatStream`: the answers to a chat call, told in chunks as they are written.
 
-Per answer the role comes first, then what is said, thought and called, then why it ended. The last
-chunk of all, which is that of the usage where it is asked for, holds what is told besides.
+For each answer the role comes first, then text, thoughts and calls, then why it ended. The last
+chunk of all, which holds the usage if that is asked for, also holds the ``expertctl`` object.
 """
 
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -64,14 +64,14 @@ class ChatStream:
     def __init__(self, call: ChatCall) -> None:
         """Begin before the first event."""
         self.thought = 0
-        """How many tokens are thought, told before the last event."""
+        """How many tokens are thought; set before the last event."""
         self._call = call
         self._readers = [AnswerReader(call.reading) for _ in range(call.job.texts)]
         self._calls = [0] * call.job.texts
         self._fingerprint: str | None = None
 
     def chunks(self, event: Event) -> Iterator[ChatChunk]:
-        """Yield what an event adds to the answer."""
+        """Yield the chunks that an event adds to the answer."""
         match event:
             case Started(plan):
                 yield from self._begin(plan)
@@ -94,7 +94,7 @@ class ChatStream:
     def _said(
         self, index: int, read: Iterable[Read], drawn: Iterable[Drawn] = ()
     ) -> Iterator[ChatChunk]:
-        """Yield a chunk per part; the tokens go with the first, if need be alone."""
+        """Yield a chunk per part; logprobs go with the first, or in a chunk of their own."""
         scores = chat_logprobs(drawn, self._call.bytes_of) if drawn else None
         deltas = [self._delta(index, part) for part in read]
         for delta in deltas or ([ChatDelta()] if scores else []):
@@ -119,7 +119,7 @@ class ChatStream:
         for index in range(len(results)):
             yield from self._said(index, self._readers[index].finish())
         ends = [self._end(index, result) for index, result in enumerate(results)]
-        late = range(len(results), self._call.job.texts)  # a deadline came before they began
+        late = range(len(results), self._call.job.texts)  # the deadline passed before they began
         ends += [self._grown(index, ChatDelta(), reason="length") for index in late]
         if self._call.with_usage:
             ends.append(self._chunk([], usage=usage_of([results], thought=self.thought)))

@@ -38,7 +38,7 @@ def completion(call: CompletionCall, came: Sequence[Collected]) -> Completion:
 def told(
     call: CompletionCall, results: Sequence[Sequence[RunResult]]
 ) -> Extension | PromptExtensions:
-    """Return what is told besides, prompt by prompt where there are several."""
+    """Return the ``expertctl`` object, prompt by prompt if there are several."""
     each = [
         extension_of([Answered(call.index(number, i), r) for i, r in enumerate(one)])
         for number, one in enumerate(results)

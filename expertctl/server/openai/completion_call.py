@@ -17,7 +17,7 @@ from expertctl.server.openai.shared_fields import route_of
 from expertctl.server.settings import ServeSettings
 
 MAX_TOKENS = 16
-"""What the published API writes where the client does not say how much."""
+"""The length that the published API uses if the client gives none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class CompletionCall:
         return f"cmpl-{self.jobs[0].id}"
 
     def index(self, number: int, text: int) -> int:
-        """Return the place, among all choices, of an answer to a prompt."""
+        """Return the index, among all choices, of an answer to a prompt."""
         return number * self.jobs[number].texts + text
 
     def head(self, number: int) -> str:
-        """Return what the text of answers to a prompt begins with."""
+        """Return the text that the answers to a prompt begin with: the prompt with ``echo``."""
         return self.jobs[number].request.message.prompt if self.echo else ""
 
 

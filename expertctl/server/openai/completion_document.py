@@ -17,7 +17,7 @@ class PromptExtensions(Struct, frozen=True, kw_only=True):
 
 _EITHER: list[JsonValue] = [reference("Extension"), reference("PromptExtensions")]
 Told = Annotated[Any, Meta(extra_json_schema={"anyOf": _EITHER})]
-"""An `Extension`, or `PromptExtensions`: a union without tags, which no type can be of."""
+"""An `Extension` or `PromptExtensions`: a union without tags, which no type can express."""
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """`CompletionStream`: the answers to a completion call, told in chunks as they are written.
 
-A chunk looks like the whole answer. The last one, which is that of the usage where it is asked for,
-holds what is told besides.
+A chunk looks like the whole answer. The last one, which holds the usage if that is asked for, also
+holds the ``expertctl`` object.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -59,7 +59,7 @@ class CompletionStream:
         self._results: dict[int, tuple[RunResult, ...]] = {}
 
     def chunks(self, number: int, event: Event) -> Iterator[Completion]:
-        """Yield what an event of a job adds to the answer."""
+        """Yield the chunks that an event of a job adds to the answer."""
         match event:
             case Started(plan):
                 yield from self._begin(number, plan)
@@ -72,7 +72,7 @@ class CompletionStream:
                 return
 
     def _begin(self, number: int, plan: Plan) -> Iterator[Completion]:
-        """Yield a prompt, once, where it is wanted."""
+        """Yield the prompt of each answer, once, with ``echo``."""
         if number in self._begun:
             return
         self._begun.add(number)
@@ -100,14 +100,14 @@ class CompletionStream:
             )
             for index, result in enumerate(results)
         ]
-        late = range(len(results), self._call.jobs[number].texts)  # a deadline was before
+        late = range(len(results), self._call.jobs[number].texts)  # they missed a deadline
         ends += [self._grown(self._call.index(number, i), "", reason="length") for i in late]
         if len(self._results) == len(self._call.jobs):
             ends = self._with_rest(ends)
         yield from ends
 
     def _with_rest(self, ends: list[Completion]) -> list[Completion]:
-        """Add what is told once, at the very end."""
+        """Add the usage and the ``expertctl`` object, at the very end."""
         came = [self._results[number] for number in range(len(self._call.jobs))]
         if self._call.with_usage:
             ends = [*ends, self._chunk([], usage=usage_of(came))]

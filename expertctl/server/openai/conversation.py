@@ -1,7 +1,7 @@
 """The messages of a chat call, as they are sent, and as the chat template reads them.
 
-Texts only: parts that hold images, audio or files are known by name and refused. Several texts of
-one message are joined by line ends. ``developer`` is the newer name of ``system``.
+Only text is read: parts that hold images, audio or files are known by name and refused. Several
+texts of one message are joined by line ends. ``developer`` is the newer name of ``system``.
 """
 
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
     def to_json(self) -> JsonObject:
-        """Return the call as templates read it: arguments as an object where they are one."""
+        """Return the call as templates read it, with arguments as an object if they are one."""
         arguments = _arguments(self.function.arguments)
         function: JsonObject = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": function}
@@ -198,7 +198,7 @@ def _part(part: Part, where: str) -> str:
 
 
 def _arguments(text: str) -> JsonValue:
-    """Return the arguments as an object; what a model wrote wrongly stays as it wrote it."""
+    """Return the arguments as an object; malformed ones stay as the model wrote them."""
     try:
         return load_object(text.encode(), what="arguments", max_bytes=_MAX_ARGUMENTS)
     except InvalidPackageError:

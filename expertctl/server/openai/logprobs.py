@@ -1,4 +1,4 @@
-"""How likely the tokens of an answer were, in the form of each call."""
+"""How likely the tokens of an answer were, in the form of each API call."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -8,7 +8,7 @@ from expertctl.server.openai.chat_document import ChatLogprobs, DrawnScore, Toke
 from expertctl.server.openai.completion_document import CompletionLogprobs
 
 BytesOf = Callable[[int], bytes | None]
-"""Tells what bytes a token stands for."""
+"""Returns the bytes of a token, if they are known."""
 
 
 def chat_logprobs(drawn: Iterable[Drawn], bytes_of: BytesOf) -> ChatLogprobs:
@@ -46,5 +46,5 @@ def _bytes(one: Likely, bytes_of: BytesOf) -> list[int] | None:
 
 
 def _by_text(drawn: Drawn) -> dict[str, float]:
-    """Return the likeliest by their text, and the one that was drawn among them."""
+    """Return the logprobs of the likeliest tokens and of the drawn one, by text."""
     return {one.text: one.logprob for one in (drawn.chosen, *drawn.likeliest)}

@@ -27,5 +27,5 @@ def models_document(models: Sequence[Model], *, since: int) -> ModelsDocument:
 
 
 def model_document(model: Model, *, since: int) -> ModelDocument:
-    """Return what is told of one."""
+    """Return the document of a model."""
     return ModelDocument(id=model.name, created=since, owned_by=model.owner)

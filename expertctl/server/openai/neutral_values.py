@@ -1,4 +1,4 @@
-"""Fields that the published API has and that nothing here does: which values ask for nothing."""
+"""Neutral values of fields that the published API has and that are not implemented here."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ _INSTEAD = {"function_call": "tool_choice", "functions": "tools"}
 
 
 def check_neutral(fields: SharedFields) -> None:
-    """Refuse what is not done here.
+    """Refuse fields that ask for what is not done here.
 
     Raises:
         FieldError: naming the first such field.

@@ -1,7 +1,7 @@
-"""What is told of an answer besides its text: why it ended, its tokens, and what only we can tell.
+"""What an answer holds besides its text: why it ended, its usage, and an extension of our own.
 
-The last is the object ``expertctl``: who answered and why, how long it took, what was checked. The
-published API has no place for it; its clients keep fields that they do not know.
+The extension is the object ``expertctl``: which experts answered and why, how long it took, what
+was checked. The published API has no place for it; its clients keep unknown fields.
 """
 
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ class Extension(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One answer and its place among the choices, and what reading it warns of."""
+    """One answer, its index among the choices, and warnings from reading it."""
 
     index: int
     result: RunResult
@@ -74,14 +74,14 @@ class Answered:
 
 
 def finish_reason_of(reason: FinishReason, *, calls: int = 0) -> EndReason:
-    """Return why an answer ended; what was cut off, for whatever cause, is ``length``."""
+    """Return why an answer ended; one that was cut off, for any reason, is ``length``."""
     if reason != "stop":
         return "length"
     return "tool_calls" if calls else "stop"
 
 
 def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> Usage:
-    """Return the ``usage`` of jobs; ``thought`` tokens are told apart, where there are any."""
+    """Return the ``usage`` of jobs; ``thought`` tokens are reported separately, if any."""
     prompt = sum(results[0].prompt_tokens for results in jobs)
     cached = sum(results[0].kv_reused_tokens for results in jobs)
     written = sum(len(one.generated.tokens) for results in jobs for one in results)
@@ -95,7 +95,7 @@ def usage_of(jobs: Sequence[Sequence[RunResult]], *, thought: int = 0) -> Usage:
 
 
 def extension_of(answers: Sequence[Answered]) -> Extension:
-    """Return what is told of answers to one prompt."""
+    """Return the ``expertctl`` object for the answers to one prompt."""
     first = answers[0].result
     warnings = (text for one in answers for text in (*one.result.warnings, *one.warnings))
     return Extension(
@@ -110,7 +110,7 @@ def extension_of(answers: Sequence[Answered]) -> Extension:
 
 
 def fingerprint_of(plan: Plan) -> str:
-    """Return what changes where the same request and seed may be answered differently."""
+    """Return a fingerprint: if it differs, the same request and seed may give another answer."""
     return f"fp_{plan.identity.hex[:12]}"
 
 
@@ -125,6 +125,6 @@ def _answer(answered: Answered) -> AnswerFacts:
 
 
 def _passed(outcomes: Iterable[bool | None]) -> bool | None:
-    """Return False when one failed, None when nothing was to be checked."""
+    """Return False if a check failed, None if nothing was checked."""
     known = [outcome for outcome in outcomes if outcome is not None]
     return all(known) if known else None

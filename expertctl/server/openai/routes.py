@@ -59,7 +59,7 @@ class _Wire:
         return json_reply(chat_completion(call, came, thought=thought))
 
     async def complete(self, request: Request) -> Response:
-        """Answer with what follows texts."""
+        """Answer with the continuation of one or several prompts."""
         body = await read_body(request, CompletionRequest)
         engine = self._service.engine
         call = completion_call(

@@ -1,4 +1,4 @@
-"""The jobs of one call as one: what came of all of them."""
+"""The jobs of one call, collected: the outcome of all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from expertctl.server.generation import Jobs, events_of_all
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """All that came of a job: the answers, and the tokens of each, where they were asked for."""
+    """The outcome of a job: its answers, and the tokens of each if they were asked for."""
 
     results: tuple[RunResult, ...]
     drawn: tuple[tuple[Drawn, ...], ...]
@@ -20,7 +20,7 @@ async def collected(jobs: Jobs, asked: Sequence[Job]) -> tuple[Collected, ...]:
     """Begin jobs and wait for the end of all.
 
     Raises:
-        ExpertError: when one is refused or fails; the others are given up then.
+        ExpertError: when one is refused or fails; the others are cancelled then.
     """
     drawn = [[list[Drawn]() for _ in range(job.texts)] for job in asked]
     results: dict[int, tuple[RunResult, ...]] = {}

@@ -1,6 +1,6 @@
-"""What both calls can be asked: how tokens are drawn, whose cache is used, how long it may take.
+"""The fields of both calls: how tokens are drawn, whose cache is used, how long it may take.
 
-The last group is our own. A field that is not written down here, or in the call, is refused.
+The last group is our own. A field that is listed neither here nor in the call is refused.
 """
 
 from typing import Annotated
@@ -68,14 +68,14 @@ class SharedFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def with_usage(self) -> bool:
-        """Whether the last chunk of a stream tells how many tokens there were."""
+        """Whether the last chunk of a stream holds the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def route_of(
     fields: SharedFields, prompt: str, choice: Choice, *, max_tokens: int | None
 ) -> RouteRequest:
-    """Return what is wanted of the plan.
+    """Return the request for a route.
 
     Raises:
         UsageError: when fields do not fit together, or an expert is named wrongly.
@@ -94,10 +94,10 @@ def route_of(
 
 
 def wishes_of(fields: SharedFields, *, max_tokens: int | None, auto: bool) -> SamplingWishes:
-    """Return how tokens are drawn: as the published API does where the client is silent.
+    """Return how tokens are drawn: as in the published API where the client gives no value.
 
-    With ``auto`` what is not said is left to the experts and the preset of the task. So are, for
-    every model, the length and the strings that end an answer: an expert knows its own end.
+    With ``auto``, the experts and the preset of the task decide what is not given. For every model
+    they decide the length and the stop strings if not given: an expert knows its own end.
     """
     given = SamplingWishes(
         temperature=fields.temperature,

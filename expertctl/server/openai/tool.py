@@ -1,7 +1,7 @@
-"""The tools of a chat call: functions that the model is told of by the chat template.
+"""The tools of a chat call: functions that the chat template describes to the model.
 
-What is written cannot be forced yet, so nothing that demands a call is accepted. The arguments of a
-``strict`` tool are checked afterwards, against its schema.
+Generation cannot be constrained yet, so a request that demands a call is refused. The arguments of
+a ``strict`` tool are checked afterwards, against its schema.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def offered(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...
     """Return the tools that the model is told of.
 
     Raises:
-        FieldError: when a call is demanded, a tool allowed that is not there, or a name twice.
+        FieldError: when a call is demanded, an allowed tool is missing, or two have one name.
     """
     _check_names([tool.function.name for tool in tools])
     match choice:

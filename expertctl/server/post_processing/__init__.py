@@ -1,1 +1,1 @@
-"""What is done with a whole answer: whether it has the form that a request asked for."""
+"""Checks whether a whole answer has the form that the request asks for."""

@@ -1,7 +1,7 @@
 """From the ``response_format`` of a request to the check of its answer.
 
-An answer is never changed, and nothing of it is run. What cannot be decided within bounds is left
-open: neither passed nor failed, with the reason.
+An answer is never changed, and no part of it is run. A check that cannot be decided within bounds
+neither passes nor fails, and says why.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _OF_TYPE: Mapping[FormatType, frozenset[str]] = {
     "json_schema": frozenset({"schema", "json_schema"}),
     "custom": frozenset({"name"}),
 }
-"""Which fields a type has."""
+"""Type → the fields that it has."""
 
 
 def check_of(given: ResponseFormat | None, *, commands: Commands = NO_COMMANDS) -> Check | None:
@@ -55,7 +55,7 @@ def check_of(given: ResponseFormat | None, *, commands: Commands = NO_COMMANDS) 
 
 
 def _refuse_fields(given: ResponseFormat) -> None:
-    """Refuse a field that would count for nothing."""
+    """Refuse a field that has no meaning for the type."""
     known = _OF_TYPE.get(given.type, frozenset())
     for name in ("schema", "json_schema", "name"):
         if getattr(given, name) is not None and name not in known:

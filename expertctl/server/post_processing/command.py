@@ -1,8 +1,8 @@
 """A validator of the operator's own: a program that reads the answer and ends with 0 if it passes.
 
-Which programs there are is said when the server starts, never by a request. No shell reads the
-words. The program sees the answer on stdin and none of the server's secrets in its environment.
-What it says on stderr is the reason that people are told. It is ended when its time is up.
+The programs are given when the server starts, never by a request, and run without a shell. A
+program gets the answer on stdin and none of the server's secrets in its environment. Its stderr is
+the reason that users are told. It is killed when its time is up.
 """
 
 import os
@@ -22,7 +22,7 @@ from expertctl.errors import NotFoundError, UsageError
 SECONDS = 5.0
 """How long a validator may take."""
 MAX_OUTPUT = 2000
-"""Bytes of its stderr that are kept; what is more is read and dropped."""
+"""Bytes of its stderr that are kept; the rest is read and dropped."""
 _KEPT = ("PATH", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT")
 
 
@@ -34,7 +34,7 @@ class Command:
     seconds: float = SECONDS
 
     def check(self, name: str, text: str) -> Checked:
-        """Ask the program about an answer; where it does not say, nothing is known."""
+        """Let the program check an answer; without a verdict it neither passes nor fails."""
         if len(text) > MAX_CHARACTERS:
             return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
         try:
@@ -50,7 +50,7 @@ class Command:
         return Checked(True)
 
     def _run(self, text: str) -> tuple[int, str]:
-        """Return the exit code, and what was said."""
+        """Return the exit code, and the stderr as one line."""
         with tempfile.TemporaryFile() as stdin:
             stdin.write(text.encode("utf-8", "replace"))
             stdin.seek(0)
@@ -72,7 +72,7 @@ class Command:
 
 
 class _Hearing:
-    """Reads what a program says, in a thread, so that it is never kept waiting."""
+    """Reads the stderr of a program in a thread, so that the program never blocks on it."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -81,8 +81,8 @@ class _Hearing:
         self._thread.start()
 
     def said(self) -> str:
-        """Return it as one printable line."""
-        self._thread.join(1.0)  # a program that outlives its group may hold the pipe
+        """Return the stderr as one printable line."""
+        self._thread.join(1.0)  # a child outside the group may keep the pipe open
         words = self._kept.decode("utf-8", "replace").split()
         return "".join(c if c.isprintable() else "?" for c in " ".join(words))
 
@@ -94,15 +94,15 @@ class _Hearing:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a program and what it started."""
+    """Kill a program and the processes that it started."""
     if hasattr(os, "killpg"):
-        os.killpg(process.pid, signal.SIGKILL)  # its leader is still to be waited for
+        os.killpg(process.pid, signal.SIGKILL)  # still valid: the leader is not reaped yet
     process.kill()
     process.wait()
 
 
 def read_commands(options: Iterable[str]) -> Mapping[str, Command]:
-    """Read ``NAME=PROGRAM [ARGUMENT…]``, the words as a shell would split them.
+    """Read ``NAME=PROGRAM [ARGUMENT…]``, split into words as a shell would.
 
     Raises:
         UsageError: when one is not of that form, or a name is given twice.

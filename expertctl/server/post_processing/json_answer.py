@@ -1,6 +1,6 @@
-"""Answers that are to be JSON and nothing else, so that a program can read them as they are.
+"""Answers that must be JSON and nothing else, so that a program can read them as they are.
 
-A code block round the JSON is a fault here: who asks for a form by name reads the whole answer.
+A code block around the JSON is a fault: a client that asks for a form parses the whole answer.
 """
 
 import json
@@ -11,7 +11,7 @@ from expertctl.engine.answer_form import MAX_CHARACTERS, Checked
 from expertctl.schema.strict_json import JsonValue
 
 _LONGEST_INTEGER = 4000
-"""Digits that Python turns into an integer; a longer one counts as the float next to it."""
+"""Digits of an integer that are read exactly; a longer one is read as the nearest float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def check_object(text: str) -> Checked:
 
 
 def read_answer(text: str) -> Answer | Checked:
-    """Return the value that an answer is, or why it is none."""
+    """Return the JSON value of an answer, or why it has none."""
     if len(text) > MAX_CHARACTERS:
         return Checked(None, f"the answer is not checked: over {MAX_CHARACTERS} characters")
     if not text.strip():

@@ -1,7 +1,7 @@
 """Answers that must fit a JSON Schema that came with the request.
 
-The schema is nobody's we know: its size and depth are bounded, nothing it refers to is fetched, its
-patterns run in linear time, and how often it looks at a value is counted before it does.
+The schema is untrusted: its size and depth are bounded, nothing that it refers to is fetched, its
+patterns run in linear time, and how often it looks at a value is computed before it is applied.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,10 +21,10 @@ from expertctl.server.post_processing.schema_cost import SchemaCost, read_cost
 MAX_VALUES = 50_000
 MAX_DEPTH = 64
 MAX_LOOKS = 5_000_000
-"""Beyond so many looks at its values an answer is not checked."""
+"""An answer whose check would take more looks at its values is not checked."""
 _PATTERN_BYTES = 1 << 18
 MAX_PATTERNS, MAX_PATTERN_CHARACTERS = 100, 10_000
-"""How many patterns a schema has at most, and how long all of them are together."""
+"""Most patterns of a schema, and most characters of all of them together."""
 _MOST_SHOWN = 300
 _HINT = "correct the schema; patterns have neither look-around nor references back"
 _NEWEST = "https://json-schema.org/draft/2020-12/schema"
@@ -48,7 +48,7 @@ class AnswerSchema:
         return found if isinstance(found, Checked) else self.check_value(found.value)
 
     def check_value(self, value: JsonValue, *, what: str = "the answer") -> Checked:
-        """Check that a value fits the schema; ``what`` it is called in what is said of it."""
+        """Check that a value fits the schema; ``what`` names the value in messages."""
         unchecked = f"{what} is not checked"
         values = list(islice(_levels(value), MAX_DEPTH + 1))
         if len(values) > MAX_DEPTH:
@@ -59,7 +59,7 @@ class AnswerSchema:
             return Checked(None, f"{unchecked}: a number in it is too large")
         try:
             return self._fitting(value, what)
-        except ValueError as unreadable:  # half a character, say
+        except ValueError as unreadable:  # such as a lone surrogate
             return Checked(None, f"{unchecked}: {unreadable}"[:_MOST_SHOWN])
 
     def _fitting(self, value: JsonValue, what: str) -> Checked:
@@ -75,7 +75,7 @@ def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
     """Read a schema that came with a request.
 
     Raises:
-        UsageError: when it is too large, refers to other places or is none, with the place.
+        UsageError: when it is too large, refers to other places, or is no schema; names the place.
     """
     check_bounds(schema, where=where)
     dialect = _dialect(schema, where)
@@ -95,7 +95,7 @@ def read_schema(schema: JsonObject, *, where: str) -> AnswerSchema:
 
 
 def check_bounds(schemas: JsonValue, *, where: str) -> None:
-    """Bound one schema, or all of a list together, before anything of it is compiled.
+    """Bound one schema, or all schemas of a list together, before any is compiled.
 
     Raises:
         UsageError: when there are too many values or patterns.
@@ -153,7 +153,7 @@ def _levels(value: JsonValue) -> Iterator[int]:
 
 
 def _has_infinity(value: JsonValue) -> bool:
-    """Tell whether a number is larger than those that can be compared."""
+    """Tell whether a number is infinite, too large to be compared."""
     values = (one for level in _by_level(value) for one in level)
     return any(isinstance(one, float) and isinf(one) for one in values)
 
@@ -172,7 +172,7 @@ def _children(value: JsonValue) -> Iterable[JsonValue]:
 
 
 def _shortened(text: str) -> str:
-    """Cut the middle out: what is wrong comes last."""
+    """Cut out the middle of a long text: the problem is named at its end."""
     if len(text) <= _MOST_SHOWN:
         return text
     return f"{text[: _MOST_SHOWN // 2]}…{text[-_MOST_SHOWN // 2 + 1 :]}"

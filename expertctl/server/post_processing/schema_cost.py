@@ -1,8 +1,8 @@
-"""How often a JSON Schema may look at one value: what keeps a small schema from taking hours.
+"""How often a JSON Schema may look at one value: the bound keeps a small schema from taking hours.
 
-A schema that applies another one twice, which applies a third one twice, looks at a value 2ⁿ times.
-So a schema is read as a graph first: from each of its parts to those that are applied to the same
-value, and to those that are applied one level further down. Only references within the schema are
+In a chain of n schemas that each apply the next one twice, a value is looked at 2ⁿ times. So a
+schema is read as a graph first: edges lead from each part to the parts that it applies to the same
+value, and to those that it applies one level further down. Only references within the schema are
 followed; there are no others.
 """
 
@@ -15,7 +15,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 
 MAX_PARTS = 5_000
 MOST = 10**12
-"""Counts stop here: far beyond what is ever allowed."""
+"""Counts saturate here, far beyond what is ever allowed."""
 
 _HERE = ("not", "if", "then", "else")
 _HERE_LISTS = ("allOf", "anyOf", "oneOf")
@@ -32,29 +32,29 @@ _REFUSED = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
-"""What would need another way of counting, or of finding what is meant."""
+"""Keywords that would need another way to count, or to resolve references."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One schema within the schema, by the numbers of others."""
+    """One subschema; ``here`` and ``below`` are numbers of others."""
 
     weight: int
     here: tuple[int, ...]
     below: tuple[tuple[int, ...], ...]
-    """Of each group at most one is applied to the same value."""
+    """Groups; at most one part of each is applied to the same value."""
 
 
 class SchemaCost:
     """The graph of a schema."""
 
     def __init__(self, parts: Sequence[_Part], order: Sequence[int]) -> None:
-        """Keep the parts, the first one the whole; in ``order`` who is applied comes first."""
+        """Keep the parts, of which the first is the root; in ``order`` applied parts come first."""
         self._parts = parts
         self._order = order
 
     def looks(self, levels: int) -> list[int]:
-        """Return for each level how often at most a value is looked at that is so far down."""
+        """Return for each level the most looks at a value at that depth."""
         counts, found = [0] * len(self._parts), list[int]()
         for level in range(levels):
             counts = self._level(counts, at_top=level == 0)
@@ -76,7 +76,7 @@ def read_cost(schema: JsonObject, *, where: str) -> SchemaCost:
     """Read the graph of a schema.
 
     Raises:
-        UsageError: when it refers to what is not in it, or to itself without an end.
+        UsageError: when it refers to what it does not contain, or to itself without end.
     """
     reading = _Reading(schema, where)
     parts = reading.parts()
@@ -84,7 +84,7 @@ def read_cost(schema: JsonObject, *, where: str) -> SchemaCost:
 
 
 class _Reading:
-    """Numbers the parts as they are found, from the whole on."""
+    """Numbers the parts as they are found, beginning with the root."""
 
     def __init__(self, schema: JsonObject, where: str) -> None:
         self._schema = schema
@@ -133,7 +133,7 @@ class _Reading:
                 )
 
     def _here(self, schema: JsonObject, place: str) -> Iterator[tuple[str, JsonObject]]:
-        """Yield what is applied to the same value."""
+        """Yield the schemas that are applied to the same value."""
         yield from _children(schema, place, _HERE)
         for name in _HERE_LISTS:
             yield from _listed(schema, place, name)
@@ -146,7 +146,7 @@ class _Reading:
                 yield f"{self._where}{reference[1:]}", target
 
     def _target(self, reference: str, place: str) -> JsonValue:
-        """Find what a reference names."""
+        """Find the schema that a reference names."""
         if reference != "#" and not reference.startswith("#/"):
             raise UsageError(
                 f"{place}: {reference[:200]!r} is not in this schema, and nothing is fetched",
@@ -163,7 +163,7 @@ class _Reading:
 
 
 def _below(schema: JsonObject, place: str) -> Iterator[list[tuple[str, JsonObject]]]:
-    """Yield what is applied one level further down, in groups of which one counts."""
+    """Yield the schemas applied one level further down, in groups of which one applies."""
     yield list(_named(schema, place, "properties"))
     for child in _named(schema, place, "patternProperties"):
         yield [child]
@@ -205,19 +205,19 @@ def _child(value: JsonValue, word: str) -> JsonValue:
 
 
 def _weight(schema: Mapping[str, JsonValue]) -> int:
-    """Return how much there is to compare at one look: an ``enum`` takes as long as it is."""
+    """Return the cost of one look; that of an ``enum`` is its length."""
     return 1 + sum(len(v) if isinstance(v, list | dict) else 1 for v in schema.values())
 
 
 def _ordered(parts: Sequence[_Part], places: Sequence[str]) -> list[int]:
-    """Return the parts so that what is applied to the same value comes before who applies it."""
+    """Order the parts so that each comes after those it applies to the same value."""
     waiting = [len(part.here) for part in parts]
     users: list[list[int]] = [[] for _ in parts]
     for number, part in enumerate(parts):
         for other in part.here:
             users[other].append(number)
     order = [number for number, count in enumerate(waiting) if count == 0]
-    for number in order:  # grows while it is read
+    for number in order:  # grows during the loop
         for user in users[number]:
             waiting[user] -= 1
             if waiting[user] == 0:

@@ -1,8 +1,8 @@
-"""Answers that are to be SQL: each statement is parsed, none is run.
+"""Answers that must be SQL: each statement is parsed, none is run.
 
-Nobody said which SQL, so one dialect that reads it all is enough. A parser that reads any words as
-an expression would take ``hello world`` for SQL: only statements count. What the parser takes as a
-whole, without looking inside, is left open.
+No dialect is given, so it is enough if one dialect reads the whole answer. Only statements count:
+the parser reads any words as an expression, even ``hello world``. A statement that the parser keeps
+as raw text, without parsing it, neither passes nor fails.
 """
 
 import logging
@@ -16,7 +16,7 @@ from expertctl.engine.answer_form import Checked, code_blocks, worst
 MAX_CHARACTERS = 20_000
 """A longer answer is not checked: the parser is slow."""
 _DIALECTS = ("", "postgres", "mysql", "tsql")
-"""The one that reads most, and those that quote in ways of their own."""
+"""The default, which reads most, and dialects with quoting rules of their own."""
 _TAGS = frozenset({"", "sql", "mysql", "postgresql", "postgres", "sqlite", "tsql"})
 _STATEMENTS = (
     expressions.Query,
@@ -42,11 +42,11 @@ _STATEMENTS = (
 )
 _NOT_SQL = "the answer is not SQL"
 
-logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings show the text
+logging.getLogger("sqlglot").setLevel(logging.ERROR)  # its warnings contain the text
 
 
 def check_sql(text: str) -> Checked:
-    """Check that an answer, or each of its blocks of SQL, is statements of SQL."""
+    """Check that an answer, or each of its SQL code blocks, consists of SQL statements."""
     if not text.strip():
         return Checked(False, "the answer is empty")
     if len(text) > MAX_CHARACTERS:
@@ -56,7 +56,7 @@ def check_sql(text: str) -> Checked:
 
 
 def _checked(text: str) -> Checked:
-    """Return what the dialect says that likes the text best."""
+    """Return a pass if any dialect passes, else the verdict of the first dialect."""
     found = [_read(text, dialect) for dialect in _DIALECTS]
     return next((one for one in found if one.passed), None) or found[0]
 
@@ -76,7 +76,7 @@ def _read(text: str, dialect: str) -> Checked:
 
 
 def _fault(error: SqlglotError) -> str:
-    """Return what is wrong and where, without the text that is shown in colours beside it."""
+    """Return what is wrong and where, without the excerpt that the parser adds in colours."""
     first = error.errors[0] if isinstance(error, ParseError) and error.errors else {}
     if not first:
         return "it cannot be split into words"

@@ -1,1 +1,1 @@
-"""The status page: what the server does now, drawn by a browser from the numbers of one address."""
+"""The status page: a browser draws what the server does now, from numbers that it asks for."""

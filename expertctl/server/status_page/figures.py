@@ -1,7 +1,7 @@
 """The numbers behind the status page, as ``/status/data`` gives them.
 
-Sizes are in bytes, times in seconds; what is counted is counted since the start, so that whoever
-reads twice knows what happened in between.
+Sizes are in bytes, times in seconds. Counts are since the start, so that the difference of two
+readings shows what happened in between.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from expertctl.server.status_page.routed import routed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """How many texts have begun, and how long they took to, together."""
+    """How many texts have had a first token, and the sum of their times to it."""
 
     count: int
     seconds: float
@@ -26,7 +26,7 @@ class FirstTokens:
 
 
 def figures(now: Snapshot, first_tokens: FirstTokens) -> JsonObject:
-    """Return what a snapshot says, by subject."""
+    """Return the numbers of a snapshot, by subject."""
     kv_held = now.held["kv"]
     return {
         "jobs": _jobs(now),
@@ -68,9 +68,9 @@ def _jobs(now: Snapshot) -> JsonObject:
 
 
 def _experts(now: Snapshot) -> list[JsonValue]:
-    """List the experts of texts that are written and of jobs that are prepared, the busiest first.
+    """List the experts of running texts and of prepared jobs, the busiest first.
 
-    A plan counts an expert once, however often it stands in it.
+    An expert counts once for each plan, however often the plan names it.
     """
     running, prepared = _times(now.running_plans), _times(now.waiting_plans)
     busiest = sorted(running | prepared, key=lambda ref: (-running[ref], -prepared[ref], ref))

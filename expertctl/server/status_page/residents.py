@@ -7,7 +7,7 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 MAX_LISTED = 200
-"""So many fit on a page; the others are counted."""
+"""Most experts that are listed; the others are only counted."""
 
 
 def residents(experts: Sequence[ExpertHere], counts: ExpertCounts) -> JsonObject:

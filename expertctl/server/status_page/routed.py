@@ -1,13 +1,13 @@
-"""What the status page shows of routed experts: for how many is room, and who was there."""
+"""What the status page shows of routed experts: room in memory, hits and misses."""
 
 from expertctl.engine.serving.snapshot import Snapshot
 from expertctl.schema.strict_json import JsonObject, JsonValue
 
 
 def routed(now: Snapshot) -> JsonObject | None:
-    """Return the ``routed`` object; None where the base has no routed experts.
+    """Return the ``routed`` object; None if the base has no routed experts.
 
-    Layers are told of as far as they are counted, which `/moe` may end.
+    Layers are listed only while they are counted, which `/moe` may turn off.
     """
     if now.routed is None:
         return None

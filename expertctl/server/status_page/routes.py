@@ -1,7 +1,7 @@
 """The status page, its files, and the numbers that it asks for.
 
-The page holds nothing that is secret, so anybody may load it; the numbers want a key where the
-server does. It takes nothing from elsewhere and runs no script but its own.
+The page holds nothing secret, so anybody may load it; the numbers need a key if the server demands
+keys. The page loads nothing from elsewhere and runs no script but its own.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ FILES: Mapping[str, str] = {
 }
 """The files beside the page, with their media types."""
 OPEN = (PATH, *(f"{PATH}/{name}" for name in FILES))
-"""What a browser loads before anybody could type a key."""
+"""Paths that a browser loads before a user can type a key."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
@@ -59,7 +59,7 @@ _FOLDER = Path(__file__).parent / "static"
 
 
 def routes(service: Service) -> list[BaseRoute]:
-    """Return the page, its files and its numbers; the address of the server leads to it."""
+    """Return the routes of the page, its files and numbers; ``/`` redirects to the page."""
     numbers = _Numbers(service)
     return [
         Route("/", _to_page, methods=["GET"]),
@@ -71,7 +71,7 @@ def routes(service: Service) -> list[BaseRoute]:
 
 
 class _Numbers:
-    """Reads the engine, and tells one run of the server from another."""
+    """Reads the numbers of the engine; an id tells one run of the server from another."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -82,7 +82,7 @@ class _Numbers:
         return _json(await to_thread.run_sync(self._read))
 
     async def experts(self, _: Request) -> Response:
-        """Answer with what is installed and in memory, which may wait for a plan to be made."""
+        """Answer with the experts installed and in memory; this may wait for a plan."""
         engine = self._service.engine
         experts = await asyncio.wrap_future(engine.experts())
         return _json(residents(experts, engine.snapshot().totals.experts))

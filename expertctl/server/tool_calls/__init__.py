@@ -1,1 +1,1 @@
-"""Calls of tools in the text that a model writes: its own spelling of them, and what they say."""
+"""Calls of tools in the text that a model writes: the formats of models, and their content."""

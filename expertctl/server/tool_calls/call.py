@@ -1,7 +1,7 @@
-"""`Call`: a tool that a model wants used, with what arguments.
+"""`Call`: a tool that a model wants to use, and the arguments.
 
 A call names a tool that was offered, and its arguments are a JSON object, read as strictly as any
-other JSON from outside. What is anything else is no call, and stays text.
+other JSON from outside. Anything else is not a call, and stays text.
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from expertctl.errors import InvalidPackageError
 from expertctl.schema.strict_json import JsonObject, JsonValue, loads
 
 MAX_CALL_CHARACTERS = 1 << 18
-"""Of one call, or of several that are written as one list."""
+"""Most characters of one call, or of several that are written as one list."""
 MAX_CALLS = 128
-"""In one list."""
+"""Most calls in one list."""
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = {"name", "id", "type"}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, as far as the model's words go."""
+    """One call, as the model wrote it."""
 
     name: str
     arguments: JsonObject
@@ -34,13 +34,13 @@ class Call:
 
 
 def call_id(prefix: str, *, job_id: str, number: int) -> str:
-    """Return the id of a call of a job: as hard to guess as the job's, and the same each time."""
+    """Return the id of a call of a job: stable, and as hard to guess as the id of the job."""
     digest = hashlib.sha256(f"{job_id}/{number}".encode())
     return f"{prefix}{digest.hexdigest()[:24]}"
 
 
 def calls_in(text: str, *, tools: Collection[str]) -> tuple[Call, ...] | None:
-    """Return the calls that JSON text writes, one or a list of them; None when it is no such."""
+    """Return the calls in a JSON text, one or a list; None if it holds anything else."""
     document = _document(text)
     found = document if isinstance(document, list) else [document]
     if not 0 < len(found) <= MAX_CALLS:
@@ -51,7 +51,7 @@ def calls_in(text: str, *, tools: Collection[str]) -> tuple[Call, ...] | None:
 
 
 def call_of(name: str, text: str) -> tuple[Call, ...] | None:
-    """Return the call of a tool whose arguments are this JSON text; None when they are none."""
+    """Return the call of a tool with this JSON text as arguments; None if it is no object."""
     arguments = _document(text)
     return (Call(name, arguments),) if isinstance(arguments, dict) else None
 
@@ -65,7 +65,7 @@ def _document(text: str) -> JsonValue:
 
 
 def _call(value: JsonValue, tools: Collection[str]) -> Call | None:
-    """Refuse what says more than a call does: it would be lost."""
+    """Read one call; None for anything else, or for unknown fields, which would be lost."""
     if not isinstance(value, dict):
         return None
     name, given = value.get("name"), [key for key in _ARGUMENTS if key in value]

@@ -1,9 +1,9 @@
 """`CallFormat`: how the models of one family write a call of a tool.
 
-Which family it is shows in the chat template: it writes earlier calls as the model learnt to write
-them. Control tokens are no text (see `expertctl.engine.tokenizer`), so where a family marks a call
-by one, the mark may be missing: then a call counts only at the very beginning of an answer, or
-behind another call.
+The chat template shows the family: it writes earlier calls as the model learnt to write them.
+Control tokens are not text (see `expertctl.engine.tokenizer`), so where a family marks a call by
+one, the mark may be missing: then a call counts only at the very beginning of an answer, or
+right after another call.
 """
 
 import re
@@ -19,9 +19,9 @@ class Opening:
 
     text: str
     brackets: str
-    """How the JSON begins; white space may stand between."""
+    """Brackets that the JSON may begin with; white space may come before."""
     tool: str | None = None
-    """The tool, where the JSON is its arguments alone."""
+    """The tool, if the JSON holds its arguments alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,18 @@ class CallFormat:
     """How a family writes calls."""
 
     mark: str
-    """What begins a call, wherever it stands."""
+    """Text that begins a call, wherever it stands."""
     brackets: str = "{"
     end: str = ""
-    """What stands behind the JSON."""
+    """Text that follows the JSON."""
     bare: bool = False
     """Whether the mark may be missing."""
     separator: str = ""
-    """What may stand between two calls."""
+    """Characters that may stand between two calls."""
     named: str | None = None
-    """What stands between the name of a tool and its arguments; None: no name stands outside."""
+    """Text between the name of a tool and its arguments; None: the name is in the JSON."""
     id_length: int | None = None
-    """How many letters and digits the chat template demands of the id of a call; None: any."""
+    """Letters and digits that the chat template demands in the id of a call; None: any."""
 
     def openings(self, tools: Iterable[str], *, bare: bool) -> Iterator[Opening]:
         """Yield all ways to begin a call of these tools, with or without the mark."""
@@ -62,7 +62,7 @@ MISTRAL = CallFormat("[TOOL_CALLS]", brackets="[{", bare=True, named="[ARGS]", i
 
 
 def format_of(template: str) -> CallFormat:
-    """Return the format that a chat template writes; that of Hermes where it writes none."""
+    """Return the format that a chat template writes; Hermes if it writes none."""
     if HERMES.mark in template:
         return HERMES
     if MISTRAL.mark in template:
@@ -73,5 +73,5 @@ def format_of(template: str) -> CallFormat:
 
 
 def reads_tools(template: str) -> bool:
-    """Whether a chat template looks at the tools it is given: without, a model learns of none."""
+    """Whether a chat template reads tools; otherwise the model never sees them."""
     return _TOOLS.search(template) is not None

@@ -1,8 +1,7 @@
 """The calls of earlier turns, as the chat template of a base takes them.
 
-Some templates refuse ids that are not of the length that their models write. Clients send those of
-the API they speak, so a template is given short ones in their place: each call and its answer the
-same.
+Some templates refuse ids that do not have the length that their models write. Clients send ids of
+the API that they speak, so these are replaced by short ones, the same for a call and its answer.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from expertctl.server.tool_calls.call_format import CallFormat
 
 
 def with_known_ids(messages: Sequence[Message], form: CallFormat) -> tuple[Message, ...]:
-    """Return a conversation whose ids of calls are as the templates of a family demand them."""
+    """Return a conversation with call ids as the templates of a family demand them."""
     length = form.id_length
     if length is None:
         return tuple(messages)

@@ -1,10 +1,10 @@
-"""`JsonSpan`: where the JSON value that begins a text ends, while the text is still coming."""
+"""`JsonSpan`: finds the end of the JSON value that begins a text which is still coming."""
 
 import re
 from typing import Literal
 
 _BETWEEN = re.compile(r"[ \t\r\n,:0-9+\-.eEtrufalsn]*")
-"""What stands between brackets and strings, in no particular order: a parser sees to that."""
+"""What stands between brackets and strings, in any order: a parser checks it later."""
 _INSIDE = re.compile(r'[^"\\\x00-\x1f]*')
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -14,19 +14,19 @@ State = Literal["open", "closed", "broken"]
 class JsonSpan:
     """Follows one object or list through a text that grows; each letter is looked at once.
 
-    It knows brackets and strings only, enough to find the end. What cannot be JSON whatever
-    follows is mostly noticed at once.
+    It knows only brackets and strings, which is enough to find the end. Text that cannot become
+    JSON is mostly noticed at once.
     """
 
     def __init__(self, start: int) -> None:
-        """Begin where the first bracket is."""
+        """Begin at the first bracket."""
         self.start = self.end = start
         self.state: State = "open"
         self._closing: list[str] = []
         self._in_string = False
 
     def follow(self, text: str) -> None:
-        """Go on to the end of the value, or of the text so far, which begins as it did before."""
+        """Go on to the end of the value or of ``text``, which may only have grown since."""
         while self.state == "open" and self.end < len(text):
             inside = _INSIDE if self._in_string else _BETWEEN
             match = inside.match(text, self.end)
@@ -35,7 +35,7 @@ class JsonSpan:
                 return
 
     def _step(self, text: str) -> bool:
-        """Take the letter that matters; False when the one after it must be known, too."""
+        """Take the next significant letter; return False if it needs the letter after it."""
         letter = text[self.end]
         if self._in_string:
             return self._step_in_string(letter, last=self.end + 1 == len(text))

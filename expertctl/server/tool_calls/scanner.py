@@ -1,9 +1,9 @@
-"""`ToolCallScanner`: the calls in an answer, parted from its text while it is being written.
+"""`ToolCallScanner`: separates calls from the text of an answer while it is written.
 
-Text that could still become a call is held back; what turns out to be none is given out as it was
-written. White space around a call belongs to it. An answer that ends inside a call has the call
-all the same where nothing but its end mark is missing. How the text is cut into pieces does not
-matter, and no more is held back than the longest call may have.
+Text that could still become a call is held back; if it turns out to be none, it is given out as
+written. White space around a call belongs to the call. If an answer ends inside a call of which
+only the end mark is missing, the call counts. How the text is cut into pieces does not matter, and
+no more is held back than the longest call may have.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -15,7 +15,7 @@ from expertctl.server.tool_calls.call_format import CallFormat, Opening
 from expertctl.server.tool_calls.json_span import JsonSpan
 
 MAX_SPACE = 1024
-"""White space next to a call or inside it; what is more is text, and no call is behind it."""
+"""Most white space before or inside a call; more before its mark is text, else it is no call."""
 _SPACE = " \t\r\n"
 
 
@@ -31,7 +31,7 @@ Part = Text | Call
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What may be a call: how it opens, and its JSON in the text that is held."""
+    """A possible call: its opening, and its JSON in the text that is held."""
 
     opening: Opening
     json: JsonSpan
@@ -39,7 +39,7 @@ class _Candidate:
 
 
 class ToolCallScanner:
-    """Parts one answer."""
+    """Splits one answer into text and calls."""
 
     def __init__(self, form: CallFormat, tools: Collection[str]) -> None:
         """Look for calls of these tools."""
@@ -53,7 +53,7 @@ class ToolCallScanner:
         self._behind_call = False
 
     def push(self, text: str) -> list[Part]:
-        """Take the next piece, return what is certain now."""
+        """Take the next piece; return the parts that are certain now."""
         if not self._tools:
             return [Text(text)] if text else []
         self._held += text
@@ -73,7 +73,7 @@ class ToolCallScanner:
             yield from parts
 
     def _seek(self, *, final: bool) -> list[Part] | None:
-        """Give out the text before the next candidate; None: more text must come first."""
+        """Return the text before the next candidate; None if more text must come first."""
         if self._mark_may_miss:
             return self._seek_bare(final=final)
         at = _find(self._held, self._form.mark)
@@ -88,7 +88,7 @@ class ToolCallScanner:
         return parts
 
     def _seek_bare(self, *, final: bool) -> list[Part] | None:
-        """Look for a call right here; where there is none, the next one needs its mark."""
+        """Look for a call right here; if there is none, the next one needs its mark."""
         between = _SPACE + (self._form.separator if self._behind_call else "")
         begun = _begun(self._held, self._bare, bare=True, skip=between)
         if begun == "perhaps" and not final:
@@ -98,7 +98,7 @@ class ToolCallScanner:
         return []
 
     def _read(self, *, final: bool) -> list[Part] | None:
-        """Give out the candidate as calls, if it is whole; None: more text must come first."""
+        """Return the calls of the candidate if it is whole; None if more text must come first."""
         assert self._candidate is not None
         json = self._candidate.json
         json.follow(self._held)
@@ -118,12 +118,12 @@ class ToolCallScanner:
         return calls_in(text, tools=self._tools) if tool is None else call_of(tool, text)
 
     def _refuse(self, candidate: _Candidate) -> list[Part]:
-        """Give out the mark, behind which a call may begin; without one, look for a mark here."""
+        """Drop a candidate: its mark is text; without one, a mark is looked for from here on."""
         self._candidate = None
         return [] if candidate.bare else self._give(len(self._form.mark))
 
     def _give(self, count: int) -> list[Part]:
-        """Give out so much of what is held, but for the white space at its end."""
+        """Return ``count`` held characters as text; keep back the white space at their end."""
         text, self._held = self._space + self._held[:count], self._held[count:]
         text = text.lstrip(_SPACE) if self._behind_call else text
         body = len(text.rstrip(_SPACE))
@@ -134,7 +134,7 @@ class ToolCallScanner:
 
 
 def parted(text: str, form: CallFormat, tools: Collection[str]) -> list[Part]:
-    """Part a whole answer; the texts between two calls are one."""
+    """Split a whole answer; the text between two calls is one part."""
     scanner = ToolCallScanner(form, tools)
     parts: list[Part] = []
     for part in (*scanner.push(text), *scanner.finish()):
@@ -147,7 +147,7 @@ def parted(text: str, form: CallFormat, tools: Collection[str]) -> list[Part]:
 
 
 def _find(text: str, mark: str) -> int:
-    """Where a mark begins, whole or as far as the text goes; the length of the text: nowhere."""
+    """Return where a mark begins, even a partial one at the end; the length if nowhere."""
     at = text.find(mark)
     if at >= 0:
         return at
@@ -158,7 +158,7 @@ def _find(text: str, mark: str) -> int:
 def _begun(
     text: str, openings: Iterable[Opening], *, bare: bool, skip: str = ""
 ) -> _Candidate | Literal["perhaps"] | None:
-    """Return the candidate that a text begins with; one may yet come of it, or none."""
+    """Return the candidate that a text begins with; "perhaps" if it may yet become one."""
     first = len(text) - len(text.lstrip(skip)) if skip else 0
     perhaps = False
     for opening in openings if first <= MAX_SPACE else ():
@@ -176,7 +176,7 @@ def _begun(
 def _end_of(
     text: str, json: JsonSpan, mark: str, *, final: bool
 ) -> int | Literal["perhaps"] | None:
-    """Return where a candidate ends; it may yet, or does not."""
+    """Return the end of a candidate; "perhaps" if more text must come, None if it is no call."""
     if json.state == "broken" or json.end - json.start > MAX_CALL_CHARACTERS:
         return None
     if json.state == "open":
@@ -192,6 +192,6 @@ def _end_of(
 
 
 def _spaces(text: str, start: int) -> int:
-    """How much white space there is from here on."""
+    """Return how much white space begins at ``start``."""
     rest = text[start : start + MAX_SPACE + 1]
     return len(rest) - len(rest.lstrip(_SPACE))

@@ -1,1 +1,1 @@
-"""Traces for OpenTelemetry, where they are asked for: spans of requests, jobs and their stages."""
+"""Traces for OpenTelemetry, if they are asked for: spans of requests, jobs and stages."""

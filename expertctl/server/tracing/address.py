@@ -1,6 +1,6 @@
-"""Where traces go, by an option or by the variables that all programs with OpenTelemetry know.
+"""Where traces go, by an option or by the standard variables of OpenTelemetry.
 
-What else those variables say, such as headers, the sampler and the name of the service, is read by
+All other variables, such as headers, the sampler and the name of the service, are read by
 OpenTelemetry itself.
 """
 
@@ -10,17 +10,17 @@ from urllib.parse import urlsplit
 from expertctl.errors import UsageError
 
 PATH = "/v1/traces"
-"""Where collectors take traces, below the address that is theirs (OTLP over HTTP)."""
+"""The path for traces below the address of a collector (OTLP over HTTP)."""
 PROTOCOL = "http/protobuf"
 _OFF = {"OTEL_SDK_DISABLED": "true", "OTEL_TRACES_EXPORTER": "none"}
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 def trace_address(option: str | None, environment: Mapping[str, str]) -> str | None:
-    """Return the address that traces are sent to; None where nobody asked for any.
+    """Return the address that traces are sent to; None if no traces are asked for.
 
     Raises:
-        UsageError: when what names it is no address, or another protocol is asked for.
+        UsageError: when the address is malformed, or another protocol is asked for.
     """
     given = {name: value.strip() for name, value in environment.items() if value.strip()}
     off = next((name for name, off in _OFF.items() if given.get(name, "").lower() == off), None)
@@ -50,7 +50,7 @@ def _below(base: str) -> str:
 
 
 def _checked(address: str, source: str) -> str:
-    """Return an address that can be one; a login in it would stand in the log."""
+    """Return a valid address; a login in it, which would appear in the log, is refused."""
     if not _is_address(address):
         raise UsageError(
             f"{source}: that is no address of a collector",

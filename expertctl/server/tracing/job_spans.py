@@ -1,7 +1,7 @@
-"""The spans of a job and of its stages, made when it has ended, with the times it really had.
+"""The spans of a job and of its stages, made when it has ended, with its actual times.
 
-They go by the semantic conventions for generative AI. Neither prompt, nor answer, nor what a
-request says besides about them, such as stop strings, is in any of them.
+They follow the semantic conventions for generative AI. They contain neither prompt nor answer, nor
+other texts of the request, such as stop strings.
 """
 
 import time
@@ -19,22 +19,22 @@ from expertctl.server.tracing.request_span import RequestSpan, current_request
 
 PROVIDER = "expertctl"
 LEAST_MS = 1.0
-"""Shorter laps of a step have no span of their own, but for the longest one of each step."""
+"""Shorter laps have no span of their own, except the longest one of each step."""
 MOST_LAPS = 32
 Attributes = dict[str, AttributeValue]
 
 
 def traced(job: Job, sink: Sink) -> Sink:
-    """Return a sink that passes on what happens to a job, and makes its spans.
+    """Return a sink that makes the spans of a job from its events, and passes them on.
 
-    A job that no request began has none.
+    A job without a recorded request has no spans.
     """
     request = current_request()
     return sink if request is None else _TracedJob(request, job, sink)
 
 
 class _TracedJob:
-    """Hears one job; whoever reads its end finds the spans made."""
+    """Makes the spans of one job, before it passes on the last event."""
 
     def __init__(self, request: RequestSpan, job: Job, sink: Sink) -> None:
         self._request, self._job, self._sink = request, job, sink
@@ -46,7 +46,7 @@ class _TracedJob:
     def __call__(self, event: Event) -> None:
         try:
             self._hear(event)
-        finally:  # whatever ails the traces, the answer goes out
+        finally:  # the answer goes out even if tracing fails
             self._sink(event)
 
     def _hear(self, event: Event) -> None:
@@ -81,7 +81,7 @@ class _TracedJob:
             began=self._submitted,
             ended=time.perf_counter(),
             attributes=known,
-            failed=not isinstance(error, CancelledError),  # who asked wanted that
+            failed=not isinstance(error, CancelledError),  # the caller wanted that
         )
 
 
@@ -91,7 +91,7 @@ def _name(known: Attributes) -> str:
 
 
 def _asked(job: Job, base: str | None) -> Attributes:
-    """Return what was asked for; the name of the base is known once there is a plan."""
+    """Return the attributes of the request; the base is known once there is a plan."""
     request, wishes = job.request, job.request.route.wishes
     found: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion" if request.plain else "chat",
@@ -135,14 +135,14 @@ def _answered(results: tuple[RunResult, ...]) -> Attributes:
 
 
 def _worth_a_span(laps: tuple[Lap, ...]) -> list[Lap]:
-    """Return the laps that took a while, and of each step one at least."""
+    """Return the laps that took a while, but at least one of each step."""
     longest = {lap.step: lap for lap in sorted(laps, key=lambda lap: lap.ms)}
     told = [lap for lap in laps if lap.ms >= LEAST_MS or lap is longest[lap.step]]
     return told if len(told) <= MOST_LAPS else list(longest.values())
 
 
 def _inference(first: RunResult, started: float | None) -> Iterator[Lap]:
-    """Yield when the prompt was read and when texts were written, up to the end of the last one."""
+    """Yield the lap of reading the prompt and that of writing, to the end of the last text."""
     if started is None:
         return
     generated = first.generated

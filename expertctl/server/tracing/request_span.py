@@ -1,8 +1,8 @@
 """The span of a request, from its first byte to the last of its answer.
 
-It goes by the semantic conventions for HTTP servers. The caller's ``traceparent`` is its parent if
-it is one; a ``tracestate`` is not taken over. No query, no header and no body is in it. All times
-of a trace are those of one steady clock, set by the wall clock when the request began.
+It follows the semantic conventions for HTTP servers. The caller's ``traceparent`` is its parent if
+well-formed; a ``tracestate`` is ignored. The span contains no query, header or body. All times of a
+trace are those of one steady clock, set by the wall clock when the request began.
 """
 
 import time
@@ -25,13 +25,13 @@ from expertctl.server.request_id import request_id_of
 from expertctl.server.tracing.tracing import Tracing
 
 MAX_PARENT = 256
-"""Characters of a ``traceparent``; the version that is known has 55, later ones may have more."""
+"""Most characters of a ``traceparent``; the known version has 55, later ones may have more."""
 MAX_PATH = 256
 UNROUTED = "none"
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "TRACE"}
 _PARENTS = TraceContextTextMapPropagator()
 _CURRENT: ContextVar["RequestSpan | None"] = ContextVar("request_span", default=None)
-"""Whose spans the jobs are that are submitted now, in this task or thread."""
+"""The request whose span is the parent of jobs that this task or thread submits now."""
 
 
 class RequestSpan:
@@ -53,11 +53,11 @@ class RequestSpan:
 
     @property
     def is_recording(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether the span is sampled."""
         return self._span.get_span_context().trace_flags.sampled
 
     def receive(self, tick: float) -> None:
-        """Say that the request was read, and became a job; of several jobs the first counts."""
+        """Record that the request was read and became a job; of several jobs the first counts."""
         if not self._is_received:
             self._is_received = True
             self.part("reception", began=self._began, ended=tick)
@@ -72,7 +72,7 @@ class RequestSpan:
         attributes: dict[str, AttributeValue] | None = None,
         failed: bool = False,
     ) -> Span:
-        """Add a span that is over, below this one or another; times are of `perf_counter`."""
+        """Add an ended span below this one or ``within`` another; times are of `perf_counter`."""
         span = self._tracer.start_span(
             name,
             context=set_span_in_context(within or self._span, Context()),
@@ -85,16 +85,16 @@ class RequestSpan:
         return span
 
     def note(self, message: Message) -> None:
-        """See a message of the answer."""
+        """Take the status from a message of the answer."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
 
     def broke(self) -> None:
-        """Say that the answer broke off by a fault of the server, whatever its status was."""
+        """Record that a fault of the server broke off the answer, whatever its status."""
         self._scope.setdefault("state", {}).setdefault("error_code", ExpertError.code)
 
     def end(self) -> None:
-        """End it, with what is known of the request now."""
+        """End the span, with what is known of the request now."""
         span, scope = self._span, self._scope
         span.update_name(_name(scope))
         span.set_attributes(_ending(scope, self._status))
@@ -131,7 +131,7 @@ class TracedRequests:
 
 
 def current_request() -> RequestSpan | None:
-    """Return the span of the request that is being answered here; None where it is not recorded."""
+    """Return the span of the current request; None if it is not recorded."""
     current = _CURRENT.get()
     return current if current is not None and current.is_recording else None
 
@@ -150,7 +150,7 @@ def _traced(span: RequestSpan) -> Iterator[RequestSpan]:
 
 
 def _parent(headers: Headers) -> Context:
-    """Return the span that a caller names; anything but one well-formed name is none."""
+    """Return the parent span that a caller names; none unless there is one well-formed name."""
     given = headers.getlist("traceparent")
     if len(given) != 1 or len(given[0]) > MAX_PARENT:
         return Context()
@@ -168,7 +168,7 @@ def _method(scope: Scope) -> str:
 
 
 def _attributes(scope: Scope, server: str) -> dict[str, AttributeValue]:
-    """Return what is known from the beginning, so that samplers see it."""
+    """Return the attributes that are known at the beginning, which samplers see."""
     parts, client = urlsplit(server), scope.get("client")
     found: dict[str, AttributeValue] = {
         "http.request.method": _method(scope),

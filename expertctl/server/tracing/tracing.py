@@ -1,8 +1,8 @@
-"""`Tracing`: the owner of what sends spans to a collector.
+"""`Tracing`: sends spans to a collector.
 
 Ended spans wait in a queue of bounded length (``OTEL_BSP_MAX_QUEUE_SIZE``) for a thread that sends
-them; when it is full the oldest are dropped. So no request waits for a collector. One that does not
-answer is told in the log once a minute.
+them; when it is full the oldest are dropped. So no request waits for a collector. If the collector
+does not answer, the log says so once a minute.
 """
 
 import logging
@@ -20,7 +20,7 @@ from expertctl.errors import UsageError
 
 LOG = logging.getLogger("expertctl.server")
 NAME = "expertctl"
-"""The name of the service where the environment gives none."""
+"""The name of the service if the environment gives none."""
 LAST_SECONDS = 3.0
 """How long the last spans may take when the server ends."""
 SELDOM_SECONDS = 60.0
@@ -29,7 +29,7 @@ _NAMELESS = "unknown_service"
 
 
 class Tracing:
-    """What makes spans, once it is open, and sends them."""
+    """Makes spans, once it is open, and sends them."""
 
     def __init__(self, address: str, *, server: str) -> None:
         """Send nothing yet; ``server`` is the address that users see."""
@@ -42,7 +42,7 @@ class Tracing:
         """Begin to make spans, as the variables of the environment say.
 
         Raises:
-            UsageError: when one of them says what cannot be.
+            UsageError: when one of them has an impossible value.
         """
         try:
             processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=self.address))
@@ -55,7 +55,7 @@ class Tracing:
         self._provider, self.tracer = provider, provider.get_tracer(NAME, __version__)
 
     def close(self, *, seconds: float = LAST_SECONDS) -> None:
-        """Make no more spans; send those that there are, if that takes no longer than this."""
+        """Make no more spans; send the remaining ones, for ``seconds`` at most."""
         provider, self._provider = self._provider, None
         self.tracer = NoOpTracer()
         if provider is None:
@@ -69,7 +69,7 @@ class Tracing:
 
 
 class _Seldom(logging.Filter):
-    """Lets what a sender complains of pass once in a while, else it would fill the log."""
+    """Lets errors of the sender pass only once in a while, so that they do not fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Seldom(logging.Filter):
 
 
 def _resource() -> Resource:
-    """Return what is said of the server itself, in which the environment has the last word."""
+    """Return the attributes of the server itself; those of the environment take precedence."""
     found = Resource.create({SERVICE_VERSION: __version__})
     nameless = str(found.attributes[SERVICE_NAME]).startswith(_NAMELESS)
     return found.merge(Resource({SERVICE_NAME: NAME})) if nameless else found

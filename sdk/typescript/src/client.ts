@@ -52,7 +52,7 @@ export class ExpertClient {
     return fromWire<MoeActivity>(await this.#get("/moe", options));
   }
 
-  /** Count routed experts otherwise, or let a profile say who stays; tell what holds then. */
+  /** Count routed experts otherwise, or let a profile say which stay; tell what holds then. */
   async changeMoe(change: MoeChange, options: CallOptions = {}): Promise<MoeActivity> {
     return fromWire<MoeActivity>(await this.#post("/moe", change, options));
   }

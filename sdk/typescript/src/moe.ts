@@ -1,4 +1,4 @@
-/** Routed experts of a base: what a server counts of them, and who stays in memory. */
+/** Routed experts of a base: what a server counts of them, and which stay in memory. */
 
 import type { JsonObject } from "./request.js";
 
@@ -19,7 +19,7 @@ export interface MoeResidence {
   readonly cold: "read" | "map" | "direct";
 }
 
-/** What a profile says of who stays. */
+/** What a profile says of which experts stay. */
 export interface MoeGuide {
   /** The share of all residents that an update may exchange for others of it. */
   readonly exchange: number;
@@ -52,7 +52,7 @@ export interface MoeLayer {
   readonly coldExperts: readonly MoeCount[];
 }
 
-/** What a server counted; a profile, too. Where nobody counts it has a mode and no layers. */
+/** What a server counted; a profile, too. Where nothing is counted it has a mode and no layers. */
 export interface MoeActivity {
   readonly enabled: boolean;
   readonly mode: MoeMode;
@@ -64,11 +64,11 @@ export interface MoeActivity {
   readonly overflowResets?: number;
   readonly base?: string;
   readonly residence?: MoeResidence;
-  /** Only where somebody could be missing. */
+  /** Only where an expert could be missing. */
   readonly guide?: MoeGuide;
 }
 
-/** What is counted from now on, and which profile says who stays. */
+/** What is counted from now on, and which profile says which stay. */
 export interface MoeChange {
   /** Another mode begins to count again. */
   readonly mode?: MoeMode | undefined;

@@ -184,7 +184,7 @@ export interface Job {
   readonly error: { readonly code: string; readonly message: string; readonly hint: string } | null;
 }
 
-/** Which experts would answer, and who else was looked at. */
+/** Which experts would answer, and which others were considered. */
 export interface RouteResult {
   readonly plan: Plan;
   readonly candidates: readonly Candidate[];

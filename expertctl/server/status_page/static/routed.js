@@ -1,4 +1,4 @@
-/** The routed experts of the base: who is in memory, and who was there when he was asked for. */
+/** The routed experts of the base: which are in memory, and which were there when asked for. */
 
 import { Chart } from "./chart.js";
 import { byId, fill, pairs, say, tile } from "./elements.js";
@@ -6,8 +6,8 @@ import { bytes, count, nearPercent, percent, smallPercent, time } from "./number
 import { askedOf, hitsOf } from "./sample.js";
 
 const MISSES = {
-  exact: "An expert that is not in memory is read, and waited for.",
-  skip: "An expert that is not in memory may be left out; those that are there take over its weight.",
+  exact: "A routed expert that is not in memory is read, and waited for.",
+  skip: "A routed expert that is not in memory may be left out; those that are there take over its weight.",
 };
 const CHART = {
   title: "Hits of routed experts",
