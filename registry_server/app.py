@@ -96,5 +96,5 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 async def _left(request: Request, _: Exception) -> Response:
-    """A body that stops, or whose chunks are none, is no fault of the server."""
+    """A body that stops, or whose chunks are malformed, is no fault of the server."""
     return await _refused(request, UsageError("the body of the request did not come whole"))

@@ -3,7 +3,7 @@
 ::
 
     DATA/registry.toml           these settings
-    DATA/registry.db             who and what: SQLite
+    DATA/registry.db             users, rights and packages: SQLite
     DATA/blobs/<algorithm>/ab/<hex>
     DATA/uploads/<id>            blob uploads that go on
     DATA/keys/index.pem          signs index documents; mode 0600

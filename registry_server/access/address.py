@@ -2,7 +2,7 @@
 
 ``X-Forwarded-For`` counts only when the peer itself is a trusted proxy; it is read from its end,
 where proxies append, to the first address that is no trusted proxy. Everything before that was
-written by whoever asks.
+written by the client.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ MAX_HOPS = 20
 
 
 def client_address(scope: Scope, proxies: Sequence[Network]) -> str:
-    """Return the address of who asks; ``unknown`` when the server was not told one."""
+    """Return the client's address; ``unknown`` when the server was not told one."""
     client = scope.get("client")
     peer = _parsed(client[0]) if client else None
     if peer is None:

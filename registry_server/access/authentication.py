@@ -39,7 +39,7 @@ def identity_of(request: HTTPConnection) -> Identity:
 
 
 class Authentication:
-    """Names who asks, or refuses: 401 for a secret that is none, 429 for too many requests."""
+    """Names who asks, or refuses: 401 for an invalid secret, 429 for too many requests."""
 
     def __init__(self, app: ASGIApp, registry: Registry) -> None:
         """Begin with full buckets."""
@@ -69,7 +69,7 @@ class Authentication:
             await to_thread.run_sync(self._touch, identity.token_id)
 
     def _admit(self, scope: Scope) -> Identity:
-        """A short read of the database, cheaper here than the way to a thread and back."""
+        """A short read of the database, cheaper here than handing it to a thread."""
         address = client_address(scope, self._proxies)
         key = limit_key(address)
         identity = self._identify(Headers(scope=scope), address, key)
@@ -93,13 +93,13 @@ class Authentication:
         return replace(identity, address=address)
 
     def _count_failure(self, secret: str | None, key: str) -> None:
-        """A secret that has ended is no guess: it must not lock out others at its address."""
+        """A secret that was valid once is no guess: it must not lock out others at its address."""
         if not secret or not self._known.has_ended(secret):
             self._failures.take(key)
         if seconds := self._requests.take(key):
             raise RateLimitError("too many requests", retry_after=seconds)
 
     def _touch(self, token_id: str) -> None:
-        """Remember the use for people to look at; a full disk must not turn readers away."""
+        """Remember the use, for people to see; a full disk must not turn readers away."""
         with suppress(StoreError, DiskFullError), self._registry.database.jot() as connection:
             tokens.touch(connection, token_id)

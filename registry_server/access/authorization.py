@@ -1,7 +1,7 @@
 """The ``Authorization`` header: the one place where a request may carry a secret.
 
 Bearer carries the token itself; Basic carries it as the password, for clients that know nothing
-else, and its user name is not looked at. Secrets in the URL or in cookies are nobody's secrets.
+else, and its user name is not looked at. Secrets in the URL or in cookies are ignored.
 """
 
 import base64

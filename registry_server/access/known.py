@@ -1,8 +1,8 @@
-"""Whom secrets stand for, remembered for as long as nothing at all was written.
+"""The identities that secrets stand for, remembered until anything is written.
 
-Every request names a secret, and most come between two writes: then the answer of the last time is
-the answer of now. Any commit, by any worker, forgets everything, so that a token that is revoked is
-dead at once. What ends by itself carries its end. Secrets are remembered by their hash.
+Every request names a secret, and most come between two writes: then the last answer still holds.
+Any commit, by any worker, forgets everything, so that a revoked token is dead at once. Identities
+that expire carry their expiry. Secrets are remembered by their hash.
 """
 
 import threading
@@ -28,10 +28,10 @@ class KnownSecrets:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def find(self, secret: str) -> Identity | None:
-        """Return whom a secret stands for now, None when nobody.
+        """Return the identity that a secret stands for now, None when there is none.
 
         Raises:
-            StoreError: when the database cannot be read; nobody is believed then.
+            StoreError: when the database cannot be read; no secret is believed then.
         """
         hashed = tokens.digest(secret)
         with self._lock:
@@ -43,7 +43,7 @@ class KnownSecrets:
         return None if ended else found
 
     def has_ended(self, secret: str) -> bool:
-        """Tell whether a secret that stands for nobody did so once.
+        """Tell whether a secret that is not valid now was made by this registry.
 
         Raises:
             StoreError: when the database cannot be read.

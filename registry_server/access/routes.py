@@ -1,7 +1,7 @@
 """``/token``: where container clients change a token for a session limited to what they ask.
 
-The flow of docker's token authentication: a 401 names this address as its realm, the client comes
-with Basic, or as nobody, and goes back with the session as its bearer token.
+The flow of docker's token authentication: a 401 names this address as its realm, the client asks
+here with Basic, or without a login, and goes back with the session as its bearer token.
 """
 
 from datetime import UTC, datetime
@@ -34,7 +34,7 @@ def routes(registry: Registry) -> list[BaseRoute]:
 
 
 def _granted(registry: Registry, identity: Identity, asked: list[Scope]) -> list[Scope]:
-    """What is not allowed is left out without a word, as the protocol wants it."""
+    """What is not allowed is left out silently, as the protocol demands."""
     with registry.database.read() as connection:
         return [scope for scope in asked if _allows(connection, identity, scope)]
 

@@ -1,9 +1,9 @@
 """Session tokens: what ``/token`` gives to container clients; five minutes, a few repositories.
 
 A session token names the token that it was made with and carries its own scopes and end, under a
-MAC. Nothing of it is stored. It is worth what that token is worth now: when the token is revoked or
-its user removed, so is the session. The MAC key is derived from the index key, so that all workers
-have the same one and the database alone is of no use for making sessions.
+MAC. Nothing of it is stored. It grants no more than that token does now: when the token is revoked
+or its user removed, the session ends. The MAC key is derived from the index key, so that all
+workers have the same one and the database alone is of no use for making sessions.
 """
 
 import base64

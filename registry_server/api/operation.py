@@ -1,8 +1,8 @@
 """One operation of ``/api/v1``: a typed function, and how a request becomes its arguments.
 
-A handler takes the `Context` first; what else it names, ``path``, ``query`` and ``body``, is read
-from the request as the type that it says. Its type of answer and those types are all that the
-OpenAPI document is made from, so neither can say what the other does not do.
+A handler takes the `Context` first; its other parameters, ``path``, ``query`` and ``body``, are
+read from the request as their annotated types. The OpenAPI document is made only from these types
+and that of the answer, so the document and the API cannot disagree.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,8 +42,8 @@ class Context:
 class Operation:
     """A method and a path of the API, what answers them, and who may ask.
 
-    ``anonymous``: also somebody without a token may, though perhaps for less. ``errors`` are the
-    statuses beside those that every operation can have.
+    ``anonymous``: a request without a token is answered too, though perhaps with less. ``errors``
+    are the statuses beside those that every operation can have.
     """
 
     method: Method

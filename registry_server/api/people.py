@@ -252,7 +252,7 @@ def _demand_unlimited(identity: Identity) -> None:
 
 
 def _demand_revocable(connection: Connection, identity: Identity, token_id: str) -> None:
-    """Every token may end itself; of others, whether they are there is told only who may."""
+    """Every token may end itself; whether another exists is told only to users who may end it."""
     token = tokens.get(connection, token_id)
     own = token.user == identity.name and identity.covers(Action.MANAGE, None)
     admin = identity.admin and identity.covers(Action.ADMIN, None)

@@ -61,7 +61,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 class _Watch:
-    """A connection that only looks whether another one, of any process, has committed."""
+    """A connection that only checks whether another one, of any process, has committed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -184,7 +184,7 @@ class Database:
         self._engine.dispose()
 
     def _bring_up_to_date(self) -> None:
-        """Take the steps that are missing; what takes them is large, and is seldom needed."""
+        """Take the missing steps; the code for that is large, and only imported when needed."""
         with self.read() as connection:
             if current_revision(connection) == HEAD:
                 return

@@ -1,4 +1,4 @@
-"""Which step the tables of a database are at, told without loading what takes the steps."""
+"""Which step the tables of a database are at, told without loading alembic."""
 
 from sqlalchemy import Connection, text
 

@@ -1,4 +1,4 @@
-"""From a request to a repository that the one who asks may use so."""
+"""From a request to a repository that its user may use in this way."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from registry_server.oci.names import RepositoryName
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A repository that one may use: only `authorise` makes one."""
+    """A repository that the user may use: only `authorise` makes one."""
 
     name: RepositoryName
     namespace: NamespaceRow

@@ -55,7 +55,7 @@ class BlobResponse:
             async for piece in self._pieces(handle):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if gone.done():
-                    return  # nobody reads the rest, so nobody has to be told
+                    return  # the client is gone: no end of the answer is needed
             await send({"type": "http.response.body", "body": b""})
         finally:
             gone.cancel()

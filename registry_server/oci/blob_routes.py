@@ -53,7 +53,7 @@ class _BlobRequests:
         self._registry = registry
 
     async def get(self, request: Request) -> Response | BlobResponse:
-        """GET or HEAD: two short reads, cheaper here than the way to a thread and back."""
+        """GET or HEAD: two short reads, cheaper here than handing them to a thread."""
         name, digest = repository_name(request), read_digest(request.path_params["digest"])
         with self._registry.database.read() as connection:
             target = authorise(connection, asker(request), Action.READ, name)

@@ -1,7 +1,7 @@
 """Which blobs there are, and through which repositories they can be read.
 
-A blob is readable only where it was uploaded or mounted: that the storage has it says nothing to
-anybody else.
+A blob is readable only where it was uploaded or mounted: that the storage has it lets no other
+repository read it.
 """
 
 import time

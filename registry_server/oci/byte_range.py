@@ -53,7 +53,7 @@ def read_chunk(header: str) -> ByteRange:
     """Return what a chunk of an upload says that it is, ``start-end``.
 
     Raises:
-        OciError: BLOB_UPLOAD_INVALID when it says nothing sane.
+        OciError: BLOB_UPLOAD_INVALID when it is malformed.
     """
     match = _CHUNK.fullmatch(header)
     found = ByteRange(int(match[1]), int(match[2]) + 1) if match else None

@@ -2,7 +2,7 @@
 
 A document is read as the kind that its media type names. One that would be another kind to another
 reader, by its ``mediaType`` or because it has both layers and manifests, is refused (as after
-CVE-2021-41190): whoever checks it and whoever uses it must see the same thing.
+CVE-2021-41190): the registry that checks it and the client that uses it must see the same thing.
 """
 
 import json

@@ -48,7 +48,7 @@ class _ManifestRequests:
         self._registry = registry
 
     async def get(self, request: Request) -> Response:
-        """GET or HEAD: short reads, cheaper here than the way to a thread and back."""
+        """GET or HEAD: short reads, cheaper here than handing them to a thread."""
         name, reference = repository_name(request), read_reference(_reference(request))
         with self._registry.database.read() as connection:
             target = authorise(connection, asker(request), Action.READ, name)
@@ -164,7 +164,7 @@ class _ManifestRequests:
                 raise OciError(OciCode.MANIFEST_UNKNOWN, f"{name} has no manifest {reference}")
 
     def _counted(self, name: RepositoryName, found: StoredManifest) -> BackgroundTask | None:
-        """Count a fetch; return what has to be done when the answer is sent, for which none waits.
+        """Count a fetch; return what is left to do once the answer is sent, if anything.
 
         What cannot be written stays counted, and reading goes on.
         """

@@ -1,7 +1,7 @@
 """Receiving the body of a request into an upload, with bounded memory.
 
-While a thread writes and hashes one piece, the next comes in. Nothing is believed about lengths:
-what is more or less than was announced is no chunk, and is forgotten again.
+While a thread writes and hashes one piece, the next comes in. Announced lengths are not believed: a
+body that turns out longer or shorter is no chunk, and is forgotten again.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ async def _receive(
 
 
 async def _pieces(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Gather what comes into pieces that are worth the way to a thread."""
+    """Gather what comes into pieces that are worth handing to a thread."""
     gathered: list[bytes] = []
     size = 0
     try:

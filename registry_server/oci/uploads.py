@@ -4,7 +4,7 @@ The room is taken in the database before bytes are written, and the bytes become
 transaction: the file is moved to its place while the write lock is held, and the commit is what
 makes it readable. Whatever is interrupted leaves an upload that goes on, or a file that is swept.
 
-How much of an upload there is, its file says; so it goes on after a restart, hashed again.
+The file of an upload says how much of it there is; so it goes on after a restart, hashed again.
 """
 
 import os
@@ -247,7 +247,7 @@ class Uploads:
         blobs.enter(connection, digest, size)
 
     def _sweep(self, connection: Connection, cutoff: float) -> None:
-        """Remove some uploads that nobody goes on with, whenever a new one begins."""
+        """Remove some uploads that were not continued, whenever a new one begins."""
         query = select(UPLOADS.c.id).where(UPLOADS.c.updated < cutoff).limit(_SWEPT_AT_ONCE)
         stale = list(connection.execute(query).scalars())
         connection.execute(delete(UPLOADS).where(UPLOADS.c.id.in_(stale)))

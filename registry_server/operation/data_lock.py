@@ -19,10 +19,10 @@ WAIT_SECONDS = 3.0
 
 @contextmanager
 def serving(data: Path, *, seconds: float = WAIT_SECONDS) -> Iterator[None]:
-    """Hold the data folder for a server, or for what needs that there is none.
+    """Hold the data folder for a server, or for work during which none may run.
 
     Raises:
-        StoreError: when a server runs on it, or nobody here may write there.
+        StoreError: when a server runs on it, or this user may not write there.
     """
     try:
         with FileLock(data / LOCK_NAME, timeout=seconds, mode=0o600, thread_local=False):

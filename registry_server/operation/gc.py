@@ -1,17 +1,17 @@
 """Garbage collection on a running registry: blobs that nothing names, and uploads that stopped.
 
 A blob is kept while a manifest of a repository names it, and for a period of grace after it came to
-a repository: who uploads has that long to push the manifest. Removing goes from the names to the
-bytes, in small write transactions, so that others write in between:
+a repository: a client has that long to push the manifest. Removing goes from the names to the
+bytes, in small write transactions, so that others can write in between:
 
-1. uploads that nobody continued;
+1. uploads that were not continued;
 2. the links of blobs that no manifest of the repository names;
 3. the rows of blobs that no repository links;
 4. the files of blobs that have no row.
 
 Each step looks again inside its transaction, and a file is removed under the same write lock under
-which uploads put files in place. A crash leaves rows that are fewer than the files, never more: the
-next collection takes the rest.
+which uploads put files in place. A crash can leave files without rows, never rows without files:
+the next collection takes the rest.
 """
 
 import stat
@@ -79,7 +79,7 @@ def collect(registry: Registry, *, now: float) -> Garbage:
 
 
 def _collect_uploads(registry: Registry, cutoff: float) -> int:
-    """Forget uploads that nobody continued, then remove files that belong to none."""
+    """Forget uploads that were not continued, then remove files that belong to none."""
     with registry.database.write() as connection:
         stale = _stale_uploads(connection, cutoff)
         connection.execute(delete(UPLOADS).where(UPLOADS.c.updated < cutoff))
@@ -96,7 +96,7 @@ def _stale_uploads(connection: Connection, cutoff: float) -> list[str]:
 
 
 def _strays(registry: Registry, cutoff: float) -> list[Path]:
-    """Return old files among the uploads that belong to none that goes on."""
+    """Return old files in the upload folder that belong to no running upload."""
     with disk_errors():
         found = sorted(registry.settings.uploads.iterdir())
         old = [path for path in found if _is_old_file(path, cutoff)]
@@ -140,7 +140,7 @@ def _collect_files(database: Database, storage: BlobStorage, cutoff: float) -> l
     for batch in _batches(blob for blob in storage.blobs() if blob.changed < cutoff):
         with database.read() as connection:
             suspects = _without_row(connection, batch)
-        if not suspects:  # nobody waits for a collection that finds nothing
+        if not suspects:  # then no write lock is taken, for which others would wait
             continue
         with database.write() as connection:
             for blob in _without_row(connection, suspects):

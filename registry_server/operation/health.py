@@ -54,7 +54,7 @@ def routes(registry: Registry) -> list[BaseRoute]:
 
 
 def _stands_alone(settings: ServerSettings) -> bool:
-    """Tell whether nothing passes requests on: then who connects from here is here."""
+    """Tell whether no proxy passes requests on: then a local connection is a local client."""
     return settings.url is None and not settings.trusted_proxies
 
 

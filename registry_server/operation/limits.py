@@ -1,6 +1,6 @@
 """What a request to the registry must be like: its names, its pages, and how large a body may be.
 
-Only writing needs a page of our own: reading in the name of somebody else shows them nothing.
+Only writing needs a page of our own: a foreign page cannot see what it makes a browser read.
 """
 
 from functools import partial

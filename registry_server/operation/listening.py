@@ -1,4 +1,4 @@
-"""Whom the registry lets in without encryption."""
+"""Which clients the registry serves without encryption."""
 
 from expertctl.errors import UsageError
 from expertctl.http.listening import is_loopback

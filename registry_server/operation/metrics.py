@@ -1,8 +1,8 @@
 """What is counted about a running server, for Prometheus.
 
-Requests are counted as they end; what the registry holds is read from the database when somebody
-asks, so it is right after a restart and with several workers. Routes are templates, methods a
-closed set: no client can make new time series.
+Requests are counted as they end; what the registry holds is read from the database at each scrape,
+so it is right after a restart and with several workers. Routes are templates, methods a closed set:
+no client can make new time series.
 """
 
 import os

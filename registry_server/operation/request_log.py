@@ -56,7 +56,7 @@ class RegistryWatch:
         REQUESTS.info("request", extra={"fields": fields})
 
     def apology(self, scope: Scope, exchange: Exchange) -> Response:
-        """Return the answer where nobody expected what happened."""
+        """Return the answer to an unexpected error."""
         hint = f"tell whoever runs this registry the request {exchange.id}"
         error = ExpertError("the registry failed to answer this", hint=hint)
         if wants_page(scope):

@@ -1,7 +1,7 @@
 """Making a registry out of a backup: everything is checked on the way, and appears at once.
 
-Clients remember how new the index documents were that they saw, and refuse older ones. So those of
-the registry that was restored get revisions that none of the lost changes can have reached.
+Clients remember the revisions of the index documents that they saw, and refuse older ones. So those
+of the restored registry get revisions that none of the lost changes can have reached.
 """
 
 import secrets
@@ -33,7 +33,7 @@ from registry_server.storage.blobs import BlobStorage, disk_errors
 
 MAX_PROBLEMS = 20
 CHANGES_A_SECOND = 10
-"""More than one package gets for as long as nobody makes a backup."""
+"""More changes per second than a package gets, on average over the time since a backup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _check(backup: Path, folder: Path, changes: int) -> None:
 
 
 def _outdo(connection: Connection, key: PrivateKey, changes: int) -> None:
-    """Renew every index document, with a revision above that which so many changes would give."""
+    """Renew every index document, its revision above any that so many changes could have given."""
     query = select(PACKAGES.c.id, PACKAGES.c.updated).order_by(PACKAGES.c.id)
     for package, updated in connection.execute(query).all():
         own = update(PACKAGES).where(PACKAGES.c.id == package)

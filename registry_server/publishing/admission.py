@@ -59,7 +59,7 @@ def admit(
 
     Raises:
         UnauthenticatedError: when nobody is named.
-        ForbiddenError: when who asks may not push there.
+        ForbiddenError: when the user may not push there.
         OciError: when it is no namespace for packages, or blobs were not uploaded.
         TrustError: when no valid key of the namespace signed it.
         ConflictError: when the version is there with other content, or a name looks like another.
@@ -131,7 +131,7 @@ def _signature(storage: BlobStorage, offer: Offer) -> bytes:
 
 
 def damaged(fact: str) -> StoreError:
-    """Return the error that says that the storage no longer has what was put there."""
+    """Return the error for a blob that was lost, or is no longer what was stored."""
     hint = "whoever runs the registry should look at its disk"
     return StoreError(f"the storage is damaged: {fact}", hint=hint)
 

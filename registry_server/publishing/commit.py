@@ -6,9 +6,9 @@
                 offer    admission  the client's   └──────────── one write transaction ───────────┘
                                     own reader
 
-The bytes of the package are read without the write lock, so that nobody waits for them. Blobs never
-change under their digest, so what was read is still what lies there; all else that may have changed
-meanwhile is asked again inside the transaction.
+The bytes of the package are read without the write lock, so that no writer waits for them. Blobs
+never change under their digest, so what was read is still what lies there; all else that may have
+changed meanwhile is checked again inside the transaction.
 """
 
 import time

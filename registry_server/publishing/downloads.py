@@ -1,8 +1,8 @@
 """How often a version was fetched: counted in memory, written now and then.
 
 A counter that wrote to the database at each request would make readers wait for writers: so the
-first fetch after a while is written at once, and those that follow it together. What was not
-written when the process is killed is lost, which statistics can bear.
+first fetch after a while is written at once, and those that follow are written together. What was
+not written when the process is killed is lost, which is acceptable for statistics.
 """
 
 import time
@@ -65,7 +65,7 @@ class DownloadCounts:
 
 
 def _add(connection: Connection, repository: str, digest: str, times: int) -> None:
-    """Count fetches of what is a package; others are nobody's downloads."""
+    """Count fetches of packages; fetches of anything else are not downloads."""
     namespace, _, name = repository.partition("/")
     release = (
         select(SIGNED_FORMS.c.release_id)

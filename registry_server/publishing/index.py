@@ -1,6 +1,6 @@
 """Index documents: made from the rows of a package, signed, and kept in its row.
 
-The rows are the truth and the document is a function of them, its revision and the time. Whoever
+The rows are the truth and the document is a function of them, its revision and the time. Code that
 changes a row that the document shows calls `rewrite_index` in the same transaction, so that what
 clients read is always one state: the revision grows by one with each change, never without one.
 """
@@ -185,7 +185,7 @@ def _found_by(
 
 
 def _readable(document: IndexDocument, key: PrivateKey) -> bytes:
-    """Sign a document, and read it as a client will: one that nobody can read helps nobody."""
+    """Sign a document, and read it as a client will: an unreadable one must not be published."""
     what = f"the index of {document.package}"
     try:
         envelope = sign_index(document, key)

@@ -1,8 +1,8 @@
 """The publisher keys of a namespace: owners add and revoke them; every index document says so.
 
 The first key needs nobody's word: whoever installs from the namespace for the first time pins it.
-A later one is believed by those who have pinned an older one when that vouches for it; without such
-a statement they have to decide themselves. A revoked key stays revoked, and vouches for nothing.
+Users who pinned an older key believe a later one when the older one vouches for it; without such a
+statement they have to decide themselves. A revoked key stays revoked, and vouches for nothing.
 """
 
 import time

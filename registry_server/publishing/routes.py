@@ -29,7 +29,7 @@ def routes(registry: Registry) -> list[BaseRoute]:
         def read() -> Response:
             return _answer(read_index(registry, request.state.identity, name), known)
 
-        return await run_in_threadpool(read)  # hashing one of the largest takes a while, too
+        return await run_in_threadpool(read)  # hashing a large document also takes a while
 
     return [Route("/tuf/targets/index/{namespace}/{name}.json", index, methods=["GET"])]
 

@@ -1,6 +1,7 @@
 """Yanking: a version that nobody should newly choose, with the reason; and the way back.
 
-A yanked version stays in the index and can be pulled: who locked it goes on, resolvers pass it by.
+A yanked version stays in the index and can be pulled: users who locked it still get it, resolvers
+skip it.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 Two fences, each enough on its own: markdown-it renders CommonMark and tables with raw HTML off and
 links to the web only, and nh3 lets through the tags below and nothing else. Pictures become
-their description: a page that loads from elsewhere tells who reads it.
+their description: loading one from elsewhere would reveal who reads the page.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from markdown_it.utils import EnvType, OptionsDict
 from markupsafe import Markup, escape
 
 MAX_CHARACTERS = 60_000
-"""The worst text of that length keeps a processor busy for about a second, once."""
+"""The worst text of that length takes a processor about a second, once."""
 
 _KEPT = 64
 """How many READMEs are kept as HTML."""

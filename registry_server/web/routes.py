@@ -1,4 +1,4 @@
-"""The pages: home, search, a package, a version, and what is told when there is none.
+"""The pages: home, search, a package, a version, and what is shown when there is none.
 
 They show what the API answers, to the same people: whoever may not read a namespace gets the same
 page as for one that does not exist.
@@ -48,14 +48,14 @@ _Show = Callable[[Registry, Request], Response]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a package says of another, and the page of that one, when it is from here."""
+    """How a package names another, and that one's page when it is in this registry."""
 
     text: str
     path: str | None
 
 
 class Elsewhere(Route):
-    """Every address that nothing else answers, but for those of programs."""
+    """Every address that no other route answers, but for those of programs."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """Leave addresses of programs to the errors that they understand."""
