@@ -87,7 +87,7 @@ class LazyGroup(TyperGroup):
         return _command(cmd_name, target)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]  # typer.Context is the public name
-        """Find a command; a slip is answered with the names that look like it."""
+        """Find a command; the error for a misspelt name suggests similar ones."""
         names: Any = dict.fromkeys(COMMANDS)
         self.commands = names  # typer suggests its keys; commands come from `get_command`
         return super().resolve_command(ctx, args)
@@ -164,7 +164,7 @@ def run(words: list[str]) -> int:
 
 
 def _explained(error: ExpertError) -> ExpertError:
-    """Say which expert may be meant, where a name is at fault; the store is read only then."""
+    """Say which expert may be meant if a name is wrong; only then the store is read."""
     if not isinstance(error, UsageError) or not error.misnamed:
         return error
     from expertctl.cli.misnamed import explained
@@ -173,14 +173,14 @@ def _explained(error: ExpertError) -> ExpertError:
 
 
 def _replace_closed_streams() -> None:
-    """Give a closed stream (``<&-``, ``>&-``) an end, or it would be that of another one."""
+    """Open closed streams (``<&-``, ``>&-``) on the null device, else a file gets their number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115  # until the end
 
 
 def _let_go_of_stdout() -> None:
-    """Drop what cannot be written: Python would try again at the end, and exit with 120."""
+    """Drop output that cannot be written, else Python tries again at exit and exits with 120."""
     try:
         sys.stdout.flush()
     except OSError:

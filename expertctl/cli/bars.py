@@ -29,7 +29,7 @@ class Canvas:
         return cls(width, _can_encode(_EIGHTHS + _LEVELS + NOTHING, sys.stdout.encoding))
 
     def bar(self, share: float, width: int) -> str:
-        """Draw a share of 1 as a bar of up to ``width`` characters; above 0 something is seen."""
+        """Draw a share of 1 as a bar of up to ``width`` characters, never empty above 0."""
         share = min(1.0, max(0.0, share))
         if not self.has_blocks:
             return "#" * max(round(share * width), int(share > 0))
@@ -37,7 +37,7 @@ class Canvas:
         return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
     def spark(self, values: Sequence[float | None], *, most: float) -> str:
-        """Draw one character a value, as high as its share of the most; None is a dot."""
+        """Draw one character a value, as high as its share of the maximum; None is a dot."""
         levels = _LEVELS if self.has_blocks else _PLAIN_LEVELS
         nothing = NOTHING if self.has_blocks else _PLAIN_NOTHING
         top = len(levels) - 1

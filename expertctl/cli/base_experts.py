@@ -1,7 +1,7 @@
 """``expertctl base profile`` and ``base plan``: what is known of a base's routed experts.
 
-A profile is what answers on a base asked its routed experts for: it is learnt here, or taken from
-a file, and only kept on this machine.
+A profile records which routed experts the answers on a base asked for: it is learnt here or read
+from a file, and kept only on this machine.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ Kind = Literal["activity", "prompts"]
 
 @profile.command()
 def show(name: Name, as_json: JsonFlag = False) -> None:
-    """Show how much was learnt of a base, and of whom, layer by layer.
+    """Show how much was learnt of a base, and of which experts, layer by layer.
 
     Example: expertctl base profile show Qwen/Qwen3-30B-A3B
     """
@@ -201,11 +201,11 @@ def _file(base: StoredBase) -> HabitsFile:
 
 
 def _routed(name: str) -> "tuple[StoredBase, ExpertsConfig]":
-    """Return a base and what its routed experts are.
+    """Return a base and the configuration of its routed experts.
 
     Raises:
         NotFoundError: when there is no such base.
-        IncompatibleError: when it has none.
+        IncompatibleError: when the base has no routed experts.
     """
     from expertctl.package.model_config import read_config
 
@@ -219,7 +219,7 @@ def _routed(name: str) -> "tuple[StoredBase, ExpertsConfig]":
 
 
 def _learnt(base: StoredBase, routed: "ExpertsConfig") -> "Guide | None":
-    """Return what was learnt; None where nothing was."""
+    """Return what was learnt of a base; None if nothing was."""
     from expertctl.engine.moe.habit_keeper import learnt_guide
 
     return learnt_guide(_file(base), routed)

@@ -37,7 +37,7 @@ def profile_document(
 
 
 def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> str:
-    """Return what a person reads."""
+    """Return a profile as a person reads it."""
     if guide is None:
         return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
     from expertctl.engine.moe.guide import TOKENS
@@ -58,7 +58,7 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
 
 
 def plan_text(plan: "RoutedPlan") -> str:
-    """Return what a person reads of a plan."""
+    """Return a plan as a person reads it."""
     return "\n".join(_lines(plan))
 
 
@@ -67,7 +67,7 @@ def _lines(plan: "RoutedPlan") -> Iterator[str]:
     if plan.whole:
         yield "all of it fits: nothing is left on the disk"
     elif not plan.fits:
-        least = f"{-(-plan.least // _MEGABYTE)}MB"  # as it is typed
+        least = f"{-(-plan.least // _MEGABYTE)}MB"  # in the form of the option
         yield f"that is too little: {least} is the least for a usual text; shorter ones take less"
         yield from _parts(plan)
     else:

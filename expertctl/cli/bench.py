@@ -1,6 +1,6 @@
 """``expertctl bench``: how fast this machine reads and writes text, beside what it could do.
 
-Torch and numba are imported inside the functions, when everything else was looked at.
+Torch and numba are imported inside the functions, after everything else was checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from expertctl.engine.bench_result import Measured
 
 STARTER = "starter/base"
-"""Too small to say anything about a machine, so it is measured only when it is named."""
+"""Too small to say anything about a machine, so it is measured only if named."""
 USUAL_DTYPE: Literal["bf16"] = "bf16"
-"""What random weights are held in; those of a base as they are stored."""
+"""The dtype of random weights; those of a base are held as they are stored."""
 
 BenchBase = Annotated[
     str | None,
@@ -144,7 +144,7 @@ def _draw(found: "Measured", plot: Path | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a person wants to have measured."""
+    """What the user wants to measure."""
 
     base: str | None
     shape: str | None
@@ -153,7 +153,7 @@ class _Asked:
     memory_budget: int | None
 
     def check(self) -> None:
-        """Refuse what contradicts itself."""
+        """Refuse options that contradict each other."""
         if self.shape and (self.base or self.experts):
             other = "--base" if self.base else "--expert"
             raise UsageError(
@@ -192,7 +192,7 @@ def _wanted(
 def _subject(
     asked: _Asked, wanted: "Wanted", settings: Settings, *, as_json: bool
 ) -> Iterator["Subject"]:
-    """Bring what was asked for, else the newest base of this home, else a usual shape."""
+    """Load what was asked for, else the newest base of this home, else a usual shape."""
     from expertctl.engine.bench_subject import USUAL_SHAPE, drawn_bytes, random_subject
 
     own = asked.base or _newest_base(settings)
@@ -243,7 +243,7 @@ def _installed(
 
 
 def _newest_base(settings: Settings) -> str | None:
-    """Return the base that was added last, of those that say something about a machine."""
+    """Return the base that was added last, except the starter, which is too small."""
     from expertctl.store.bases import BaseStore
 
     bases = [base for base in BaseStore(settings.home.bases).bases() if base.name != STARTER]

@@ -1,6 +1,6 @@
-"""``expertctl bench moe``: what a base of routed experts does where not all of them are in memory.
+"""``expertctl bench moe``: measures a base with only some of its routed experts in memory.
 
-Torch and numba are imported inside the functions, when everything else was looked at.
+Torch and numba are imported inside the functions, after everything else was checked.
 """
 
 from collections.abc import Sequence
@@ -143,14 +143,14 @@ def bench_moe(
 
 
 def _check_request(device: "DeviceName", held: Numerics, cold: "MoeColdWish") -> None:
-    """Refuse what a device cannot do, as ``run`` does."""
+    """Refuse options that the device does not support, as ``run`` does."""
     from expertctl.routing.request import RouteRequest, check_request
 
     check_request(RouteRequest(prompt="bench", dtype=held.dtype, moe_cold=cold, device=device))
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    """Read shares with commas between them; each counts once, the largest first."""
+    """Read shares separated by commas; return each once, the largest first."""
     try:
         shares = {float(word) for word in text.split(",")}
     except ValueError as error:
@@ -195,7 +195,7 @@ def _check_plot(plot: Path | None, shares: Sequence[float]) -> None:
         check_picture(plot, example="hits")
         if min(shares) >= 1:
             raise UsageError(
-                "--plot draws who is missing, and with all experts resident nobody is",
+                "--plot draws which experts are missing, and with all resident none is",
                 hint="give --resident a share below 1",
             )
 
@@ -234,7 +234,7 @@ def _measured(
 
 
 def _newest_routed(bases: "Sequence[StoredBase]") -> str:
-    """Return the base that was added last, of those that have routed experts."""
+    """Return the last added base that has routed experts."""
     routed = [base for base in bases if _is_routed(base)]
     if not routed:
         raise NotFoundError(
@@ -250,7 +250,7 @@ def _is_routed(base: "StoredBase") -> bool:
 
     try:
         return not base.foreign and read_config(base.path).experts is not None
-    except ExpertError:  # what ails it is told to whoever names it
+    except ExpertError:  # naming the base shows the error
         return False
 
 

@@ -34,7 +34,7 @@ def _head(found: "RoutedMeasured") -> list[str]:
 
 
 def _start(found: "RoutedMeasured") -> list[str]:
-    """Say how each way began, where that is not without anything known."""
+    """Say which options of the start were given, if any."""
     wishes = found.start
     told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]

@@ -1,7 +1,7 @@
 """``expertctl chat``: a conversation at a terminal, or with the lines of a script.
 
-The answers go to stdout, all else to stderr. What goes wrong in a turn is said, and the chat goes
-on; a script learns of it by the exit code. With ``--json`` all turns are one document at the end.
+The answers go to stdout, all else to stderr. An error in a turn is shown, and the chat goes on; a
+script learns of it by the exit code. With ``--json`` all turns are one document at the end.
 """
 
 import signal
@@ -215,7 +215,7 @@ def _open(
 
 
 class _Session:
-    """One chat: what was said, and what went wrong first."""
+    """One chat: its conversation, and the exit code of its first error."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ class _Session:
         self._documents: list[dict[str, object]] = []
         self._warned: set[str] = set()
         self.end: Callable[[], None] = lambda: None
-        """Called when nothing more is said: what was learnt is kept then."""
+        """Called when the chat is over, to save what was learnt."""
 
     def run(self, read_line: ReadLine) -> int:
         """Answer until the end of the input; return the exit code."""
@@ -243,11 +243,11 @@ class _Session:
             while (said := self._next(read_line)) is not None and not _leaves(said):
                 if said.text.strip():
                     self._handle(said)
-        except KeyboardInterrupt:  # what was said is kept; of all else there is another document
+        except KeyboardInterrupt:  # other errors print a document of their own
             self._print_turns()
             raise
         self._print_turns()
-        with suppress(UsageError):  # an answer that was interrupted may be held yet
+        with suppress(UsageError):  # an interrupted answer may still be held
             self.end()
         return OK if self._interactive else self._code
 
@@ -256,7 +256,7 @@ class _Session:
             print_json({"turns": self._documents})
 
     def _next(self, read_line: ReadLine) -> Said | None:
-        """Return what is said next; Ctrl-C twice in a row is the end, where there is a prompt."""
+        """Return what the user says next; at a prompt, Ctrl-C twice in a row ends the chat."""
         for hint in (LEAVE_HINT, ""):
             try:
                 return next_said(read_line)
@@ -334,7 +334,7 @@ class _Session:
             "/plan": self._plan,
             "/feedback": self._feedback,
             "/reset": self._reset,
-            **dict.fromkeys(LEAVING, _want_none),  # alone they never come here
+            **dict.fromkeys(LEAVING, _want_none),  # without arguments they end the chat earlier
         }
         name, *rest = words
         if name not in commands:

@@ -16,7 +16,7 @@ PROMPT = "> "
 FURTHER = ". "
 QUOTES = '"""'
 _MAX_LINE_BYTES = 4 * 500_001
-"""More than the longest prompt can have in UTF-8."""
+"""More bytes than the longest prompt can have in UTF-8."""
 
 ReadLine = Callable[[str], str | None]
 """Shows a prompt, returns a line without its end; ``None`` at the end of the input."""
@@ -71,12 +71,12 @@ def _block(line: str, read_line: ReadLine) -> str:
 
 
 def line_reader(*, as_json: bool = False) -> ReadLine:
-    """Return what reads stdin: with line editing at a terminal, else without a prompt."""
+    """Return a reader of stdin; it edits lines if stdin and stdout are terminals, without JSON."""
     if not sys.stdin.isatty():
         return _piped_line
     if as_json or not sys.stdout.isatty():
         return _plain_line
-    with suppress(ImportError):  # not on every system; lines can be typed all the same
+    with suppress(ImportError):  # readline is not on every system, nor needed
         import readline
 
         if "libedit" not in (readline.__doc__ or ""):
@@ -95,7 +95,7 @@ def _edited_line(prompt: str) -> str | None:
 
 
 def _plain_line(prompt: str) -> str | None:
-    """Read from a terminal while stdout is for answers alone."""
+    """Read from a terminal, with the prompt on stderr: stdout is for answers alone."""
     sys.stderr.write(prompt)
     sys.stderr.flush()
     return _piped_line(prompt)

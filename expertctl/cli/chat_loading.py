@@ -1,4 +1,4 @@
-"""What goes on around an answer of ``chat``: reading for it, and saving the plan it had."""
+"""What goes on around an answer of ``chat``: reading files for it, and saving its plan."""
 
 import json
 from collections.abc import Callable
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class StoppedError(Exception):
-    """The user stopped an answer while something was read for it."""
+    """The user stopped an answer while files were read for it."""
 
 
 class Loading:
-    """Shows what is read for an answer, and ends that when the answer is not wanted any more."""
+    """Shows the progress of reading for an answer; stops it when the user stops the answer."""
 
     def __init__(self) -> None:
         """Show nothing yet."""
@@ -27,7 +27,7 @@ class Loading:
         """Count bytes that were read.
 
         Raises:
-            StoppedError: when nobody wants the answer any more.
+            StoppedError: when the user does not want the answer any more.
         """
         if self.unwanted():
             raise StoppedError

@@ -25,7 +25,7 @@ Ctrl-C stops an answer. What was written of it stays in the conversation.'''
 
 
 def turn_line(turn: "Turn") -> str:
-    """Return a turn in one line: who answered, how much was read, written, left out, how fast."""
+    """Return a turn in one line: experts, how much was read, written and left out, how fast."""
     result, generated = turn.result, turn.result.generated
     ends = {"stop": "", "length": " (cut at the limit)", "cancelled": " (interrupted)"}
     parts = [
@@ -71,13 +71,13 @@ def experts_text(conversation: "Conversation", planner: "Planner") -> str:
 
 
 def _default_base(planner: "Planner") -> "StoredBase | None":
-    """Return the base added last of those that a chat can use."""
+    """Return the last added base that a chat can use."""
     known = [base for base in planner.bases.bases() if not base.foreign]
     return max(known, key=lambda base: base.added_ns, default=None)
 
 
 def _reused(turn: "Turn") -> str:
-    """Say how much of it was known, and why nothing was where something could be expected."""
+    """Say how much of the prompt was reused, or why none was if the experts changed."""
     reused = turn.result.kv_reused_tokens
     if reused:
         return f" ({reused} kept from before)"

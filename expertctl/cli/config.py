@@ -42,7 +42,7 @@ def set_(
 
     Example: expertctl config set memory_budget 512MiB
     """
-    if key == "registry":  # what no command could use, or holds a password, is not kept
+    if key == "registry":  # refuse what no command could use, or a password
         RegistryAddress.parse(value, allow_http=True)
     if key == "encoder":
         value = parse_encoder(value)

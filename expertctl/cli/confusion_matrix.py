@@ -1,7 +1,7 @@
-"""The matrix of an evaluation of routing as it is drawn: who was wanted, and who answered.
+"""The confusion matrix of a routing evaluation, as it is drawn: wanted and answering experts.
 
-Experts that are confused stand beside each other. Where there are more than fit, those with the
-most wrong decisions have rows of their own, and one row and one column hold the others.
+Experts that are confused stand beside each other. If there are more than fit, those with the most
+wrong decisions have rows of their own, and one row and one column hold the others.
 """
 
 from collections import Counter
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from expertctl.routing.evaluation import RoutingEvaluation
 
 MOST_ROWS = 36
-"""Experts that have a row of their own."""
+"""Most experts that have a row of their own."""
 
 Cells = Mapping[tuple[str, str], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Counts of decisions: row, who was wanted; column, who answered."""
+    """Counts of decisions: row, the wanted expert; column, the one that answered."""
 
     names: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
-    experts: int  # all there are
-    hidden: int  # wrong decisions that fall into the cell of the others, and are not in it
+    experts: int  # number of all experts
+    hidden: int  # wrong decisions among the others, left out of their cell
 
     @property
     def row_sums(self) -> list[int]:
@@ -37,7 +37,7 @@ class Matrix:
 
 
 def matrix_of(found: "RoutingEvaluation") -> Matrix:
-    """Return the matrix: experts that are confused side by side, the others together, then none."""
+    """Return the matrix: confused experts side by side, then all others as one, then ``none``."""
     cells = {(_name(w), _name(g)): n for (w, g), n in found.confusion.items()}
     experts = sorted({name for pair in cells for name in pair} - {NONE})
     kept = side_by_side(_worst(experts, cells), cells)
@@ -57,8 +57,8 @@ def matrix_of(found: "RoutingEvaluation") -> Matrix:
 def side_by_side(names: Sequence[str], cells: Cells) -> list[str]:
     """Order names so that each stands beside the one that it is confused with most.
 
-    The next is who is confused most with the last one, else with any before, else whoever came
-    first in ``names``.
+    Next comes the expert that is confused most with the last one, else with any before, else the
+    first one in ``names``.
     """
     links = _links(cells)
     rest, placed = dict.fromkeys(names), list[str]()
@@ -76,7 +76,7 @@ def side_by_side(names: Sequence[str], cells: Cells) -> list[str]:
 
 
 def _worst(experts: Sequence[str], cells: Cells) -> list[str]:
-    """Return the experts with the most wrong decisions, as wanted and as answering."""
+    """Return the experts with the most wrong decisions, counted as wanted and as answering."""
     errors = Counter[str]()
     for (wanted, got), n in cells.items():
         if wanted != got:

@@ -1,4 +1,4 @@
-"""The registry that a command talks to: the one that was named, or the one that is meant."""
+"""The registry that a command talks to: the one that is named, or the one that is implied."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -27,17 +27,17 @@ RegistryOption = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One registry and what speaks with it."""
+    """One registry and the clients that talk to it."""
 
     address: RegistryAddress
     api: ApiClient
     oci: OciClient
     logged_in: bool
-    """Whether the registry is shown a token."""
+    """Whether requests to the registry carry a token."""
 
     @property
     def host(self) -> str:
-        """What the registry is called."""
+        """The host name of the registry."""
         return self.address.host
 
 
@@ -45,7 +45,7 @@ class Connection:
 def connected(
     settings: Settings, wanted: Reference | None, registry: str | None
 ) -> Iterator[Connection]:
-    """Lend the registry of ``--registry``, else of the reference, else of its namespace."""
+    """Connect to the registry of ``--registry``, else of the reference, else of its namespace."""
     named = _named(wanted, registry)
     namespaces = {wanted.package.namespace} if wanted is not None else set()
     with connected_for(settings, namespaces, named) as connection:
@@ -56,7 +56,7 @@ def connected(
 def connected_for(
     settings: Settings, namespaces: Collection[str], registry: str | None
 ) -> Iterator[Connection]:
-    """Lend the registry that was named, else the one that all these namespaces belong to."""
+    """Connect to the named registry, else that of the namespaces, else the set one."""
     address = _address(settings, namespaces, registry)
     login = CredentialStore(settings.home.credentials).for_address(address)
     with open_http(settings, tell=note_once()) as http:
@@ -72,7 +72,7 @@ def is_any_meant(settings: Settings, wanted: Reference, registry: str | None) ->
     """Tell whether there is a registry to ask for a package: a named one, its own, or the set one.
 
     Raises:
-        UsageError: when two are named, or it belongs to several.
+        UsageError: when two are named, or the namespace belongs to several.
     """
     record = TrustStore(settings.home.trust).read()
     meant = _named(wanted, registry) or _home(record, {wanted.package.namespace})

@@ -118,7 +118,7 @@ def _text(named: Sequence[Mapping[str, object]], found: PackageDiff) -> str:
 
 
 def _side_row(side: Mapping[str, object]) -> list[str]:
-    """Digests and keys are cut short here; ``--json`` has them whole."""
+    """Return a row with digests and keys cut short; ``--json`` has them whole."""
     signer = str(side["signed_by"] or "").removeprefix("sha256:")[:_SHORT] or "nobody"
     claimed = "" if side["verified"] or signer == "nobody" else " (not verified)"
     content = str(side["content_digest"])[: len("sha256:") + _SHORT]
@@ -139,7 +139,7 @@ def _value(value: JsonValue) -> str:
 
 
 def _short(text: str) -> str:
-    """A package's words stay in their line, and do not fill the screen."""
+    """Put a package's text on one line, cut if it is long."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_VALUE else f"{line[: _MAX_VALUE - 1]}…"
 

@@ -1,4 +1,4 @@
-"""``expertctl doctor``: what is wrong, and the way out; with ``--memory``, who holds what."""
+"""``expertctl doctor``: what is wrong, and the way out; ``--memory``: what holds memory."""
 
 from typing import Annotated
 

@@ -1,6 +1,6 @@
 """``expertctl eval``, and what ``build --eval`` puts into a package.
 
-Torch is imported inside the functions, when everything that can be wrong without it was looked at.
+Torch is imported inside the functions, after all checks that can be made without it.
 """
 
 import sys
@@ -149,7 +149,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """Which expert is measured on what, and what is demanded and shown."""
+    """Which expert is measured on which data, and what is demanded and shown."""
 
     target: str
     data: Path
@@ -214,9 +214,9 @@ def _evaluate_answers(
 
 
 def _fall_short(why: str, *, wrong: str) -> None:
-    """End with 1 where the figures above are less than was demanded."""
+    """Exit with 1 if the figures are below what was demanded."""
     if why:
-        sys.stdout.flush()  # the figures stand above what is said of them
+        sys.stdout.flush()  # the figures come before the error about them
         note(f"error: {why}\n\nhint: --show N shows more of the wrong {wrong}")
         raise typer.Exit(FAILURE)
 
@@ -224,7 +224,7 @@ def _fall_short(why: str, *, wrong: str) -> None:
 def measured(
     plan: Plan, data: EvaluationData, *, task: str | None, output: Path, as_json: bool
 ) -> Plan:
-    """Return a planned build with what its expert scores beside its base."""
+    """Return a planned build with the scores of its expert and of its base alone."""
     from expertctl.cli.evaluation_view import oddities
     from expertctl.package.evaluation_entry import build_date, with_evaluation
 

@@ -1,4 +1,4 @@
-"""``expertctl eval --routing``: who is chosen for labelled prompts, and how often that is right."""
+"""``expertctl eval --routing``: how often the router is right about labelled prompts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from expertctl.settings import load_settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingAsked:
-    """What is to be measured, demanded and shown."""
+    """What the user wants to measure, demand and see."""
 
     data: Path
     base: str | None
@@ -20,7 +20,7 @@ class RoutingAsked:
 
 
 def evaluate_routing(asked: RoutingAsked, *, as_json: bool) -> str:
-    """Measure and print; return by what the figures are less than was demanded."""
+    """Measure and print; return how the figures fall short of the demand, if they do."""
     from expertctl.cli.routing_evaluation_view import document, shortfall, text
     from expertctl.routing.evaluation import evaluate_routing as measure
     from expertctl.routing.labelled_prompts import read_labelled

@@ -15,7 +15,7 @@ _SHOWN_CHARACTERS = 300
 
 
 def document(found: "Evaluated", *, show: int, min_gain: float | None) -> dict[str, object]:
-    """Return everything that was found; of the wrong answers of the last score the first few."""
+    """Return all results, with the first few wrong answers of the last score."""
     gain = found.gains[-1].value
     return {
         "ref": found.expert.experts[-1].ref,
@@ -70,7 +70,7 @@ def oddities(found: "Evaluated") -> Iterator[str]:
 
 
 def shortfall(found: "Evaluated", min_gain: float | None) -> str:
-    """Say by what figures a gain is too small; empty when it is not, or none was demanded."""
+    """Say how a gain is too small; empty if it is not, or none was demanded."""
     gain = found.gains[-1]
     if min_gain is None or gain.value >= min_gain:
         return ""
@@ -135,7 +135,7 @@ def _span(interval: "Interval") -> str:
 
 
 def _wrong_texts(score: "Score", show: int) -> list[str]:
-    """Show wrong answers, their texts in quotes, so that space and line ends are seen."""
+    """Show wrong answers, quoted so that spaces and line ends are visible."""
     shown = score.wrong[:show]
     lines = ["", f"wrong answers of {score.name}, {len(shown)} of {len(score.wrong)}:"]
     for answer in shown:

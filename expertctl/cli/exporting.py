@@ -62,7 +62,7 @@ def _export_one(target: str, output: Path | None, form: Form, *, as_json: bool) 
 
 
 def _warn_of_files(target: str) -> None:
-    """The signature is left behind: nobody who gets the directory can check it."""
+    """Say that a file's signature was not checked; the directory holds none to check later."""
     if names_file(target):
         note("not verified: digests are right, the signature was not checked")
 

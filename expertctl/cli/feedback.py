@@ -47,7 +47,7 @@ def parse_verdict(words: Sequence[str]) -> Verdict:
 
 
 def verdict_text(catalogue: Catalogue, job: str, verdict: Verdict) -> str:
-    """Say that an answer was good or bad; return what that makes of its experts.
+    """Record that an answer was good or bad; return the new rates of its experts.
 
     Raises:
         NotFoundError: when the run is not remembered.
@@ -66,7 +66,7 @@ class _Said:
     after: SuccessRates
 
     def rates(self, used: UsedExpert) -> tuple[float | None, float | None]:
-        """Return what an expert was and is worth at the task."""
+        """Return the rate of an expert at the task, before and after."""
         digest, task = used.content_digest, self.job.task
         return self.before.of(digest, task=task), self.after.of(digest, task=task)
 

@@ -1,4 +1,4 @@
-"""How often what each layer asked for was in memory, over the tokens that were written."""
+"""Plot of the hit rate of each layer, over the tokens that were written."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 _INK, _NEVER, _LINE = "#222222", "#d9d9d9", "#d03b2f"
 _COLOURS = "viridis"
 _PANEL, _LAYER = 1.1, 0.16
-"""The height of a picture without layers, and of a layer, in inches."""
+"""Height of a panel without its layers, and of one layer, in inches."""
 _MOST_LABELS = 8
 
 
 def draw_hit_rates(found: "RoutedMeasured", path: Path) -> None:
-    """Draw them into a file, which is there whole or not at all."""
+    """Draw the hit rates into a file, written atomically."""
     write_figure(lambda: hit_rate_figure(found), path)
 
 
 def hit_rate_figure(found: "RoutedMeasured") -> "Figure":
-    """Return a picture for each way to hold the experts: layers from above, tokens to the right.
+    """Return a figure, a panel for each way to hold experts: layers downwards, tokens rightwards.
 
     Raises:
-        UsageError: when nobody could be missing in what was measured.
+        UsageError: when no expert could be missing in what was measured.
     """
     from matplotlib.figure import Figure
 
@@ -55,7 +55,7 @@ def hit_rate_figure(found: "RoutedMeasured") -> "Figure":
 
 
 def _draw_panel(axes: "Axes", row: "RoutedRow") -> "QuadMesh":
-    """Draw one of them; what no token asked for is grey."""
+    """Draw one panel; cells without a request are grey."""
     line = row.timeline
     axes.set_facecolor(_NEVER)
     mesh = axes.pcolormesh(
@@ -80,7 +80,7 @@ def _draw_panel(axes: "Axes", row: "RoutedRow") -> "QuadMesh":
 
 
 def _told(row: "RoutedRow") -> str:
-    """Say what it is, and its figures of the rounds that count."""
+    """Name the way to hold the experts, with the figures of the rounds that count."""
     residence = row.report.residence
     told = f"{row.holding.case} ({residence.slots} of {residence.experts} slots): "
     told += f"{100 * row.hit_rate:.0f} % hits, {row.rate.median:.1f} tok/s"
@@ -89,7 +89,7 @@ def _told(row: "RoutedRow") -> str:
 
 
 def _some(layers: int) -> list[int]:
-    """Return the places of layers that are named: all, every second, every third or so."""
+    """Return the places of layers that get a label: all, every second, every third or so."""
     return list(range(0, layers, -(-layers // _MOST_LABELS) or 1))
 
 

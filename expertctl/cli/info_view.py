@@ -1,4 +1,4 @@
-"""How ``expertctl info`` shows a package: what the registry says, and what is known here of it."""
+"""How ``expertctl info`` shows a package: what the registry says, and what is known here."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +23,7 @@ from expertctl.trust.record import TrustRecord
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a registry has of a package, and one of its versions."""
+    """The page of a package in a registry, and one of its versions."""
 
     host: str
     page: PackagePage
@@ -31,23 +31,23 @@ class Offer:
 
     @property
     def release(self) -> Release:
-        """That version."""
+        """The release of that version."""
         return self.version.release
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What this machine makes of a version on offer."""
+    """What this machine knows about a version on offer."""
 
     manifest: Manifest
     trusted: bool
-    """Whether its signer's key counts here."""
+    """Whether the key of its signer is trusted here."""
     to_be_pinned: bool
     """Whether the first install from there takes the namespace's keys from its index."""
     base: str | None
-    """The base here that it fits."""
+    """The base on this machine that it fits."""
     flags: tuple[Flag, ...]
-    """What looks suspicious beside what is installed."""
+    """What looks suspicious compared with what is installed."""
 
 
 def judged(offer: Offer, home: Home) -> Known:
@@ -90,7 +90,7 @@ def info_document(
     here: Sequence[StoredExpert],
     flagged: Flagged,
 ) -> dict[str, object]:
-    """Return all of it."""
+    """Return the document of a package."""
     installed = [
         {
             "version": str(expert.version),

@@ -1,4 +1,4 @@
-"""``expertctl install``, ``import``, ``remove``, ``reindex``: what changes what is installed."""
+"""``expertctl install``, ``import``, ``remove``, ``reindex``: change what is installed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -106,7 +106,7 @@ def _check_call(
     locked: bool,
     save: bool,
 ) -> None:
-    """Refuse what contradicts itself."""
+    """Refuse options that contradict each other."""
     if (locked or save) and not worklist.is_project:
         flag = "--locked" if locked else "--save"
         hint = "`expertctl lock` needs an experts.toml, too"
@@ -225,7 +225,7 @@ def _forget(ref: str, home: Home) -> None:
 
 
 def opened_settings(*, offline: bool) -> Settings:
-    """Return the settings, with the flag of a command."""
+    """Return the settings, combined with the ``--offline`` flag of a command."""
     settings = load_settings()
     return replace(settings, offline=settings.offline or offline)
 
@@ -246,19 +246,19 @@ def target_of(settings: Settings, *, unsigned: bool = False, mismatch: bool = Fa
 
 
 def age_of(settings: Settings) -> ReleaseAge:
-    """Return how old a version must be now."""
+    """Return the minimum age of a version, counted from now."""
     return ReleaseAge.starting_now(
         settings.minimum_release_age, settings.minimum_release_age_exclude
     )
 
 
 def lender(label: str, *, as_json: bool) -> Lend:
-    """Return what lends a progress bar for a number of bytes."""
+    """Return a function that opens a progress bar for a number of bytes."""
     return lambda total: progress(label, total, as_json=as_json)
 
 
 def sort_targets(texts: Sequence[str]) -> tuple[list[Reference], list[Path]]:
-    """Tell references from files; what is neither is a file that is not there."""
+    """Separate references from files; a text that is neither counts as a missing file."""
     references: list[Reference] = []
     files: list[Path] = []
     for text in texts:

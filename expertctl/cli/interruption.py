@@ -1,8 +1,8 @@
-"""How a person ends a command: Ctrl-C, or SIGTERM from elsewhere, both in order and both told.
+"""How a command is ended: Ctrl-C, or SIGTERM from elsewhere, both cleanly and with a message.
 
-Either raises `KeyboardInterrupt` where the command is, so whatever is borrowed is given back, bars
-are taken off the terminal, and `expertctl.cli.app` says so. An answer is ended where it is instead,
-by an `Ending`, so that its text is kept.
+Either raises `KeyboardInterrupt` inside the command, so that resources are released, bars are taken
+off the terminal, and `expertctl.cli.app` says so. An answer is ended where it is instead, by an
+`Ending`, so that its text is kept.
 """
 
 import os
@@ -18,43 +18,43 @@ from expertctl.cli.output import note
 STOPPED = "stopped"
 _CALLS_BACK, _SOON_SECONDS = "llvmlite", 0.02
 _NOT_OURS = (signal.SIG_IGN, None)
-"""Handlers that stay: of a signal that is ignored, and those that Python does not know."""
+"""Handlers that are kept: an ignored signal, or a handler not installed by Python."""
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM came: the end, also where Ctrl-C would have to be pressed twice."""
+    """SIGTERM came: it ends the command even where Ctrl-C must be pressed twice."""
 
 
 def heed_signals() -> None:
-    """Let both raise, unless whoever started this process wants it otherwise."""
+    """Let both signals raise, unless they are ignored or have a handler of others."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
             signal.signal(number, _end)
 
 
 def tell_stopped() -> None:
-    """Say that a command was stopped; another signal ends what the process still waits for."""
+    """Say that a command was stopped; a further signal kills the process at once."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    note(f"\n{STOPPED}" if sys.stderr.isatty() else STOPPED)  # a terminal shows ^C before it
+    note(f"\n{STOPPED}" if sys.stderr.isatty() else STOPPED)  # the terminal has echoed ^C
 
 
 class Ending:
-    """Whether a person wants an answer to end; the engine asks between two steps."""
+    """Whether the user wants an answer to end; the engine asks between two steps."""
 
     def __init__(self) -> None:
         """Begin with an answer that is wanted."""
         self._asked = False
 
     def __call__(self) -> bool:
-        """Tell whether it shall end."""
+        """Tell whether the answer shall end."""
         return self._asked
 
     @contextmanager
     def heeding(self, *signals: signal.Signals) -> Iterator[None]:
         """Take these signals as the wish to end the answer; a second one ends the command.
 
-        One that is ignored stays so, as of a command that a script started in the background.
+        An ignored signal stays ignored, as in a command that a script started in the background.
         """
         heeded = [number for number in signals if signal.getsignal(number) not in _NOT_OURS]
         before = {number: signal.signal(number, self._ask) for number in heeded}
@@ -71,7 +71,7 @@ class Ending:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Raise, or later where nothing may: who calls Python from C loses what it raises."""
+    """Raise the interruption; later, if called from C, where an exception would be lost."""
     if _is_called_from_c(frame):
         again = threading.Timer(_SOON_SECONDS, os.kill, (os.getpid(), number))
         again.daemon = True

@@ -1,4 +1,4 @@
-"""``expertctl keys``: the person's own signing keys."""
+"""``expertctl keys``: the user's own signing keys."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""``expertctl list``: what is installed. Starts without the libraries of others."""
+"""``expertctl list``: what is installed. Imports none of the libraries of other commands."""
 
 from expertctl.cli.output import JsonFlag, emit, human_size, note, table, warn
 from expertctl.settings import load_settings
@@ -49,7 +49,7 @@ def expert_document(expert: StoredExpert, signers: Signers, flagged: Flagged) ->
 
 
 def flags_of(expert: StoredExpert, signers: Signers, flagged: Flagged) -> list[str]:
-    """Return what is unusual about an installed expert, a word each."""
+    """Return what is unusual about an installed expert, one word for each fact."""
     flags = {
         "unsigned": expert.signer is None,
         "revoked": signers.has_revoked(expert),

@@ -1,4 +1,4 @@
-"""``expertctl login`` and ``logout``: who one is to a registry."""
+"""``expertctl login`` and ``logout``: the user's identity at a registry."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""How ``doctor --memory`` shows who holds what memory; fits a terminal of 80 columns."""
+"""How ``doctor --memory`` shows what holds memory; fits a terminal of 80 columns."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from expertctl.engine.presence import Holding
 
 _NAME, _SHOWN = 28, 12
-"""Columns of a name, and how many experts are shown."""
+"""Most columns of a name, and most experts that are shown."""
 _TOKENS = 1000
 _PURPOSES = ("base", "experts", "kv", "buffers")
 _DTYPES = ("float32", "bf16", "int8", "int4")
@@ -47,7 +47,7 @@ def memory_document(report: "MemoryReport") -> dict[str, object]:
 
 
 def memory_text(report: "MemoryReport") -> str:
-    """Return what a person reads."""
+    """Return the report as a person reads it."""
     parts = [
         _limits(report.limits),
         _engines(report.engines),
@@ -108,7 +108,7 @@ def _named(engine: "Holding") -> str:
 
 
 def _runs(report: "MemoryReport") -> Iterator[str]:
-    """Tell of the queue, if there is one."""
+    """Describe the queue of runs, if there is one."""
     waiting = [run.size for run in report.runs if run.waits]
     inside = [run.size for run in report.runs if not run.waits]
     if waiting:

@@ -1,4 +1,4 @@
-"""What a person means who names an expert by less than its whole name."""
+"""Suggestions for an expert that was named by less than its whole name."""
 
 from contextlib import suppress
 
@@ -18,7 +18,7 @@ def explained(error: ExpertError) -> ExpertError:
 
 
 def _near(name: str) -> list[str]:
-    with suppress(ExpertError, OSError):  # there is another error to tell
+    with suppress(ExpertError, OSError):  # the original error is the one to report
         experts = Store(find_home().store).experts()
         return near_names(name, [str(expert.package) for expert in experts])
     return []

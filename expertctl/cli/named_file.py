@@ -1,4 +1,4 @@
-"""Files that a person names for a command to write."""
+"""Files that the user names for a command to write."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from expertctl.errors import DiskFullError, NotFoundError
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write where a person said, through links and into pipes.
+    """Write to the path that the user named, through links and into pipes.
 
     Raises:
         DiskFullError: when there is no room.

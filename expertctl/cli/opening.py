@@ -1,4 +1,4 @@
-"""Opening what a model is run with: the home, the starter pack in a new one, and the engine."""
+"""Opens what a model needs to run: the home, with the starter pack if new, and the engine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from expertctl.routing.request import DeviceName
 
 UNFINISHED = "starter.unfinished"
-"""Stands below ``EXPERT_HOME`` while the starter pack is installed."""
+"""A file below ``EXPERT_HOME`` that exists while the starter pack is being installed."""
 
 
 def open_planner(settings: Settings, *, as_json: bool) -> "Planner":
     """Open the home; a new one gets the starter pack first, through the ordinary install.
 
-    A file stands in the home as long as that is not done, so an interrupted first run is made good.
+    A file marks the home until that is done, so that an interrupted first run is completed later.
     """
     from expertctl.install.first_run import is_new
     from expertctl.routing.planner import Planner
@@ -66,7 +66,7 @@ def open_engine(
     device: "DeviceName" = "cpu",
     moe: "StartWishes | None" = None,
 ) -> "Engine":
-    """Begin with nothing loaded; here torch is imported. ``moe``: how routed experts begin."""
+    """Open the engine with nothing loaded, importing torch. ``moe``: how routed experts start."""
     try:
         from expertctl.engine.moe.start import USUAL
         from expertctl.engine.runtime import Engine
@@ -80,10 +80,10 @@ def open_engine(
 
 @contextmanager
 def importing_engine(*, as_json: bool) -> Iterator[None]:
-    """Lend a place for imports of the engine: torch takes a while, which a bar shows.
+    """Show a bar around imports of the engine: torch takes a while.
 
     Raises:
-        NotFoundError: when what the engine needs is not installed.
+        NotFoundError: when a library that the engine needs is not installed.
     """
     from expertctl.engine.torch_library import map_ahead
 
@@ -96,7 +96,7 @@ def importing_engine(*, as_json: bool) -> Iterator[None]:
 
 
 def without_engine(error: ModuleNotFoundError) -> ExpertError:
-    """Say what is missing where torch or its company could not be imported, and the way out."""
+    """Return the error for a library of the engine that could not be imported."""
     from expertctl.engine.extra import ENGINE_MODULES
 
     if error.name not in ENGINE_MODULES:

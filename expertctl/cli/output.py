@@ -23,12 +23,12 @@ from expertctl.settings import human_limit as human_limit
 from expertctl.settings import human_size as human_size
 
 _NARROWEST = 20
-"""Columns that folded text has at least."""
+"""Fewest columns of folded text."""
 _GAP, _BELOW = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
-"""The space between a number and its unit: nothing is broken there."""
+"""The space between a number and its unit, where no line is broken."""
 _JOINT = "\0"
-"""Stands for a space at which nothing is broken; `printable` leaves none in a text."""
+"""Stands for a space at which no line is broken; `printable` replaces it in any text."""
 
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on stdout.", show_default=False)
@@ -63,7 +63,7 @@ def note(text: str) -> None:
 
 
 def note_once() -> Callable[[str], None]:
-    """Return what says something that is not data, the same text once, from any thread."""
+    """Return a function like `note` that prints a text only once; any thread may call it."""
     said: set[str] = set()
 
     def say(text: str) -> None:
@@ -86,13 +86,13 @@ def fail(error: ExpertError, *, as_json: bool) -> None:
     note(f"error: {error.message}{hint}")
     if as_json:
         fields = {"code": error.code, "message": error.message, "hint": error.hint}
-        with suppress(OSError):  # a full or closed stdout may be the error that is told
+        with suppress(OSError):  # the error may be that stdout is full or closed
             print_json({"error": fields})
             sys.stdout.flush()
 
 
 def printable(text: str) -> str:
-    """Replace what a terminal could obey (ANSI escapes, bidi overrides) but line ends, tabs."""
+    """Replace control characters (ANSI escapes, bidi overrides) except line ends and tabs."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
@@ -106,14 +106,14 @@ def _say(text: str, stream: TextIO) -> None:
 
 
 def _shown_on(text: str, stream: TextIO) -> str:
-    """Return a text as a person shall see it; a terminal breaks no line within a word."""
+    """Return a text as a person shall see it, folded on a terminal so that no word is broken."""
     width = terminal_width(stream)
     shown = printable(text)
     return "\n".join(fold(line, width) for line in shown.split("\n")) if width else shown
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Return the columns of a terminal; 0 of a pipe or a file, which takes lines of any length."""
+    """Return the columns of a terminal; 0 for a pipe or a file, which take lines of any length."""
     if not stream.isatty():
         return 0
     try:
@@ -123,9 +123,9 @@ def terminal_width(stream: TextIO) -> int:
 
 
 def fold(line: str, width: int) -> str:
-    """Break a line at spaces; what follows stands below the last column of the left half.
+    """Break a line at spaces; the rest is indented to the last column of the left half.
 
-    What two spaces end is a cell, such as ``2.6 MB``: broken only where it has no line to itself.
+    Two spaces separate cells; a cell such as ``2.6 MB`` is broken only if wider than a line.
     """
     if len(line) <= width:
         return line
@@ -133,7 +133,7 @@ def fold(line: str, width: int) -> str:
     column = line.rfind("  ", indent, width // 2) + 2
     start, hanging = (column, column) if column > 1 else (indent, indent + 2)
     wide_gap = len(line[start:]) - len(line[start:].lstrip())
-    if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins behind the middle
+    if wide_gap and start + wide_gap + _NARROWEST <= width:  # the column begins after the middle
         start = hanging = start + wide_gap
     room = max(width - hanging, _NARROWEST)
     cells = re.split("( {2,})", _UNIT.sub(_JOINT, line[start:]))
@@ -145,7 +145,7 @@ def fold(line: str, width: int) -> str:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """Escape what a stream's encoding lacks: nobody's text may end a command with a traceback."""
+    """Escape what the encoding of a stream lacks, else it would end a command with a traceback."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
@@ -153,8 +153,8 @@ def _encodable(text: str, stream: TextIO) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns with two spaces between them; readable without colour.
 
-    Where a terminal has no room for all but the last, those behind are in a line below, in each row
-    the same ones.
+    If a terminal has no room for all columns but the last, the ones that do not fit go to a line
+    below, the same ones in each row.
     """
     lines = [list(header), *[list(row) for row in rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -165,7 +165,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _columns_beside(widths: Sequence[int], room: int) -> int:
-    """Return how many columns stand beside each other; a long last one is folded instead."""
+    """Return how many columns fit on one line; a long last one is folded instead."""
     ends = [end - len(_GAP) for end in accumulate(width + len(_GAP) for width in widths)]
     if not room or len(ends) < 2 or ends[-2] <= room:
         return len(ends)
@@ -193,7 +193,7 @@ def progress(label: str, total: int | None, *, as_json: bool = False) -> Iterato
 
 @contextmanager
 def counting(label: str, total: int, *, as_json: bool) -> Iterator[Progress]:
-    """Show such a bar while things are handled one by one."""
+    """Show a progress bar while things are handled one by one."""
     with _bar(label, total, in_bytes=False, as_json=as_json) as report:
         yield report
 

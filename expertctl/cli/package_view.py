@@ -55,7 +55,7 @@ def files_document(files: Sequence[FileDigest]) -> list[Mapping[str, object]]:
 
 
 def signed_by(contents: PackageContents) -> str | None:
-    """Return the key that a signature names; nothing was verified.
+    """Return the key that a signature names, without verifying it.
 
     Raises:
         SignatureError: when there is a signature that cannot be read.
@@ -90,12 +90,12 @@ def inspect_text(contents: PackageContents) -> str:
 
 
 def one_line(text: str) -> str:
-    """Keep a package's words in their row: a line of theirs could pose as one of ours."""
+    """Put a package's text on one line: a line of it could pose as one of ours."""
     return " ".join(text.split())
 
 
 def manifest_rows(manifest: Manifest) -> list[list[str]]:
-    """Return what a manifest says, a row for each thing, without what it leaves out."""
+    """Return the fields of a manifest as rows, without those that it leaves out."""
     base, routing = manifest.base, manifest.routing
     rows = [
         ["description", manifest.description],

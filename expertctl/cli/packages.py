@@ -1,4 +1,4 @@
-"""Making packages and looking into them, from ``init`` to ``unpack``."""
+"""Make and inspect packages, from ``init`` to ``unpack``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -141,7 +141,7 @@ def build(
         plan = building.plan_build(directory, overrides, base=facts, progress=report)
     target = output or Path(f"{plan.manifest.package.name}-{plan.manifest.version}.expert")
     if samples is not None:
-        check_place(target)  # else refused when all was measured
+        check_place(target)  # refuse a bad place before measuring
         plan = measured(plan, samples, task=task, output=target, as_json=as_json)
     with progress("packing", 2 * plan.size, as_json=as_json) as report:
         built = building.build(plan, target, key=key, level=level, progress=report)
@@ -217,7 +217,7 @@ def _expected(target: str) -> Reference | None:
 def _overrides(
     name: str | None, version: str | None, description: str | None, license_: str | None
 ) -> Overrides:
-    """Return what was said, once it can be read; the files may still say something else wrong."""
+    """Return the values of options, parsed; those of files are checked later."""
     return Overrides(
         str(PackageName.parse(name)) if name is not None else None,
         str(Version.parse(version)) if version is not None else None,
@@ -227,7 +227,7 @@ def _overrides(
 
 
 def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFacts | None:
-    """Find the base: a directory that was named, else one that was added; None when unknown."""
+    """Find the base: a named directory, else a base that was added; None if unknown."""
     label = base_label(directory)
     if base is not None and Path(base).is_dir():
         return _read_base(Path(base), label, as_json=as_json)

@@ -52,17 +52,17 @@ def check_picture(path: Path, *, example: str = "scores") -> None:
 
 
 def draw(found: "Evaluated", path: Path) -> None:
-    """Draw the scores into a file, which is there whole or not at all."""
+    """Draw the scores into a file, written atomically."""
     write_figure(lambda: figure_of(found), path)
 
 
 def write_figure(make: Callable[[], "Figure"], path: Path) -> None:
-    """Draw a figure into a file, which is there whole or not at all."""
+    """Draw a figure into a file, written atomically."""
     import matplotlib as mpl
 
     kind, picture = path.suffix.lower().removeprefix("."), BytesIO()
     with mpl.rc_context(), warnings.catch_warnings():
-        mpl.rcdefaults()  # nobody's own style: the same scores give the same picture
+        mpl.rcdefaults()  # ignore local styles: the same scores give the same picture
         mpl.rcParams["svg.hashsalt"] = "expertctl"
         warnings.simplefilter("ignore", UserWarning)  # a glyph that no font has is a box
         make().savefig(picture, format=kind, dpi=200, metadata=_metadata(kind))
@@ -129,8 +129,8 @@ def _title(found: "Evaluated") -> str:
 
 
 def _label(score: "Score") -> str:
-    """Write a chain on a line an expert, and a very long name on several."""
-    joined = "\n+\N{NO-BREAK SPACE}"  # a plus stays with its expert
+    """Write a chain with one line for each expert, and a very long name on several."""
+    joined = "\n+\N{NO-BREAK SPACE}"  # keeps the plus with its expert
     lines = score.name.replace(" + ", joined).split("\n") if score.experts else ["base alone"]
     return "\n".join(part for line in lines for part in textwrap.wrap(line, _LABEL_CHARACTERS))
 

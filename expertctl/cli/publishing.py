@@ -1,4 +1,4 @@
-"""``expertctl publish`` and ``yank``: what changes what a registry offers."""
+"""``expertctl publish`` and ``yank``: change what a registry offers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,7 +102,7 @@ def exact(wanted: Reference) -> Version:
     """Return the one version that a reference names.
 
     Raises:
-        UsageError: when it names none, or a range.
+        UsageError: when it names no version, or a range.
     """
     version = wanted.constraint.pinned
     if version is None:
@@ -117,7 +117,7 @@ def _read(path: Path, trust: TrustStore, *, as_json: bool) -> Parcel:
 
 
 def _shipped(parcel: Parcel, to: Destination, *, dry_run: bool, as_json: bool) -> Shipment:
-    """Plan one package, and send it unless that is all that was asked."""
+    """Plan the upload of one package, and send it unless this is a dry run."""
     shipment = plan_shipment(parcel, to)
     if not dry_run:
         with progress(f"publishing {parcel.ref}", shipment.size, as_json=as_json) as report:
@@ -192,7 +192,7 @@ def _sent(shipment: Shipment, word: str) -> str:
 
 
 def _install_line(shipment: Shipment, host: str) -> str:
-    """Say how others install it; where there is no index only the bytes can be named."""
+    """Return the command that installs it; without an index it names the digest."""
     parcel = shipment.parcel
     if shipment.room is None:
         return f"expertctl install {host}/{parcel.package}@{parcel.contents.package_digest}"

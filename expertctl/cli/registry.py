@@ -176,7 +176,7 @@ def gc(
 
 @contextmanager
 def _server_extra() -> Iterator[None]:
-    """Import parts of the server inside, which few installations have.
+    """Guard imports of the server, an extra that few installations have.
 
     Raises:
         UsageError: when the extra is not installed.

@@ -17,11 +17,11 @@ _INK, _FAINT, _GREY = "#222222", "#e4e4e4", "#8a8f94"
 _WRITE, _READ = "#d9822b", "#2a6fb0"
 _MARKS, _DASHES = "osD^vP*X", ("--", "-.", ":")
 _ROOM = 5.0
-"""How much is drawn beside the outermost points."""
+"""Factor of space beyond the outermost points."""
 
 
 def draw_roofline(found: "Measured", path: Path) -> None:
-    """Draw it into a file, which is there whole or not at all."""
+    """Draw the roofline into a file, written atomically."""
     write_figure(lambda: roofline_figure(found), path)
 
 
@@ -40,7 +40,7 @@ def roofline_figure(found: "Measured") -> "Figure":
 
 
 def _span(found: "Measured", texts: Sequence["Row"]) -> tuple[float, float]:
-    """Return from which intensity to which the picture goes."""
+    """Return the lowest and highest intensity of the picture."""
     ridges = [found.roof(threads).ridge for threads in found.threads]
     seen = [row.work.intensity for row in texts if row.work is not None] + ridges
     return min(seen) / _ROOM, max(seen) * _ROOM
@@ -96,7 +96,7 @@ def _told(row: "Row") -> str:
 
 
 def _number(value: float) -> str:
-    """Write a figure as a person does: ``1,370``, ``52``, ``4.7``, ``0.1``."""
+    """Write a figure for people: ``1,370``, ``52``, ``4.7``, ``0.1``."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 

@@ -1,4 +1,4 @@
-"""What is told to a person of routed experts: how many are kept, missed and left out."""
+"""What a person reads of routed experts: how many are kept, missed and left out."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
-    """Say what was missing of routed experts, where any could be."""
+    """Say how many routed experts were missing, if any could be."""
     if moe is None or moe.residence.is_whole:
         return
     yield (
@@ -19,6 +19,6 @@ def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
 
 
 def loss_text(moe: "RoutedReport | None") -> Iterator[str]:
-    """Say how much was left out, where anything was: the answer is another one by it."""
+    """Say how much was left out, if anything was, since that changes the answer."""
     if moe is not None and moe.skipped_mass:
         yield f"{100 * moe.skipped_mass:.2g} % of the weights of routed experts were left out"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from expertctl.routing.evaluation import Decision, ExpertScore, RoutingEvaluation, Share
 
 NONE = "none"
-"""How the base alone is called beside experts."""
+"""The name of the base alone, in a list of experts."""
 
 _SHOWN_CHARACTERS = 300
 _SHOWN_PAIRS = 10
@@ -31,7 +31,7 @@ _SHOWN_COVERAGES = (1.0, 0.9, 0.8, 0.7, 0.5)
 def document(
     found: "RoutingEvaluation", *, show: int, min_accuracy: float | None
 ) -> dict[str, object]:
-    """Return everything that was found; of the wrong decisions the first few."""
+    """Return all results, with the first few wrong decisions."""
     return {
         "data": str(found.data.path),
         "dataset_sha256": found.data.digest.hex,
@@ -74,7 +74,7 @@ def text(found: "RoutingEvaluation", *, show: int) -> str:
 
 
 def shortfall(found: "RoutingEvaluation", min_accuracy: float | None) -> str:
-    """Say by what figures the accuracy is too low; empty when it is not, or none was demanded."""
+    """Say how the accuracy is too low; empty if it is not, or none was demanded."""
     share = found.accuracy
     if min_accuracy is None or share.value >= min_accuracy:
         return ""
@@ -85,7 +85,7 @@ def shortfall(found: "RoutingEvaluation", min_accuracy: float | None) -> str:
 
 
 def confused(found: "RoutingEvaluation") -> list[tuple[str, str, int]]:
-    """Return who was answered by whom instead, and how often, the commonest first."""
+    """Return wanted expert, answering expert and count of each confusion, commonest first."""
     cells = [(_name(w), _name(g), n) for (w, g), n in found.confusion.items() if w != g]
     return sorted(cells, key=lambda cell: (-cell[2], cell))
 
@@ -238,7 +238,7 @@ def _latency_text(found: "RoutingEvaluation") -> str:
 
 
 def _wrong_texts(found: "RoutingEvaluation", show: int) -> list[str]:
-    """Show wrong decisions, their prompts in quotes, so that space and line ends are seen."""
+    """Show wrong decisions, prompts quoted so that spaces and line ends are visible."""
     wrong = found.wrong
     shown = wrong[:show]
     lines = [f"wrong decisions, {len(shown)} of {len(wrong)}:"]
@@ -252,7 +252,7 @@ def _wrong_texts(found: "RoutingEvaluation", show: int) -> list[str]:
 
 
 def _outcome(decision: "Decision") -> str:
-    """Say who answered and why, or who came first and why that one did not."""
+    """Say which expert answered and why, or which came first and why it did not answer."""
     if decision.first is None:
         return f"{NONE}; no expert may answer"
     if decision.expert is None:

@@ -1,4 +1,4 @@
-"""The picture of an evaluation of routing: who is confused with whom, risk, and confidence."""
+"""The picture of a routing evaluation: confused experts, risk, and confidence."""
 
 import textwrap
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _RIGHT, _WRONG = (42, 111, 176), (217, 130, 43)
 _CELL, _LEAST_SIDE, _PANELS = 0.24, 4.2, 4.6  # in inches
 _PER_CHARACTER = 0.075
 _LABEL_CHARACTERS, _TITLE_CHARACTERS = 32, 90
-_PALEST = 0.3  # a single wrong decision is seen
+_PALEST = 0.3  # keeps a single wrong decision visible
 _STEPS = 20
 
 
@@ -33,7 +33,7 @@ def figure_of(found: "RoutingEvaluation") -> "Figure":
     labels = _labels(matrix)
     room = _PER_CHARACTER * max(map(len, labels))
     side = max(_LEAST_SIDE, _CELL * len(labels))
-    around = room + 0.2 * _note_of(matrix).count("\n") + 1.2  # of the matrix, in inches
+    around = room + 0.2 * _note_of(matrix).count("\n") + 1.2  # around the matrix, in inches
     figure = Figure(figsize=(side + room + _PANELS + 1, side + around), layout="constrained")
     grid = figure.add_gridspec(2, 2, width_ratios=(side + room + 0.6, _PANELS), wspace=0.06)
     _draw_matrix(figure.add_subplot(grid[:, 0]), matrix, labels)
@@ -146,7 +146,7 @@ def _draw_confidence(axes: "Axes", found: "RoutingEvaluation") -> None:
 
 
 def _confidences(decisions: Sequence["Decision"]) -> list[float]:
-    """Return the confidences within 0 to 1; a prompt without a candidate has none, as 0."""
+    """Return the confidences within 0 to 1; that of a prompt without a candidate is 0."""
     return [min(1.0, max(0.0, d.confidence or 0.0)) for d in decisions]
 
 
@@ -182,7 +182,7 @@ def _note_of(matrix: Matrix) -> str:
 
 
 def _labels(matrix: Matrix) -> list[str]:
-    """Return the names, without the namespace where all experts share one."""
+    """Return the names, without the namespace if all experts share one."""
     spaces = {name.partition("/")[0] for name in matrix.names if "/" in name}
     shown = [n.partition("/")[2] or n if len(spaces) == 1 else n for n in matrix.names]
     return [n if len(n) <= _LABEL_CHARACTERS else f"{n[: _LABEL_CHARACTERS - 1]}…" for n in shown]

@@ -278,9 +278,9 @@ def _run(
     stream: bool,
     as_json: bool,
 ) -> "RunResult":
-    """Answer, with a progress bar until the first piece of text; print pieces when wanted.
+    """Answer, with a progress bar until the first piece of text; print pieces if wanted.
 
-    From then on there is a text to be kept, so a signal ends the answer where it is.
+    After that, a signal ends the answer where it is, so that its text is kept.
     """
     from expertctl.engine.torch_library import map_ahead
 
@@ -302,7 +302,7 @@ def _run(
 
 
 class _Answer:
-    """The pieces of a text, one at a time, and then the result."""
+    """The pieces of a text, one at a time, then the result."""
 
     def __init__(self, pieces: "Generator[str, None, RunResult]") -> None:
         self.piece = ""

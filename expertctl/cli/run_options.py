@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from expertctl.routing.request import DeviceName
 
 _MAX_TEXT_BYTES = 4 * 500_001
-"""More than the longest prompt can have in UTF-8."""
+"""More bytes than the longest prompt can have in UTF-8."""
 
 Prompt = Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads stdin.")]
 Expert = Annotated[
@@ -77,7 +77,7 @@ MoeMiss = Annotated[
     ),
 ]
 SKIP_CAP = 0.25
-"""What `expertctl.routing.request` says; importing it takes time that ``--help`` has not."""
+"""The value of `expertctl.routing.request`, whose import is too slow for ``--help``."""
 MoeSkipCap = Annotated[
     float | None,
     typer.Option(
@@ -242,7 +242,7 @@ def budget_of(text: str | None, settings: Settings) -> int | None:
 
 
 def chosen_device(device: str | None, settings: Settings) -> "DeviceName":
-    """Return what computes: what the option says, else the setting, else the processor."""
+    """Return the device: from the option, else the setting, else the processor."""
     wanted = device or settings.device or "cpu"
     _check_known(wanted)
     if wanted == "cpu":
@@ -260,7 +260,7 @@ def chosen_device(device: str | None, settings: Settings) -> "DeviceName":
 
 
 def check_processor(settings: Settings, what: str) -> None:
-    """Refuse a setting that says where to compute for what the processor alone does."""
+    """Refuse a CUDA setting for work that only the processor does."""
     _check_known(settings.device or "cpu")
     if settings.device == "cuda":
         raise UsageError(f"{what} computes on the processor alone", hint=_SETTING)
@@ -273,7 +273,7 @@ def _check_known(device: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """How weights are held, and whether the same bits are wanted always; None: as stored."""
+    """How weights are held (None: as stored), and whether the same bits are always wanted."""
 
     dtype: DtypeName | None
     adapter_dtype: AdapterDtypeName
@@ -287,7 +287,7 @@ def numerics_of(
     adapter_dtype: AdapterDtypeName | None,
     deterministic: bool | None,
 ) -> Numerics:
-    """Return what the options say, else the settings.
+    """Return the numerics of the options, else of the settings.
 
     Raises:
         UsageError: when a setting that counts names what is not there.
@@ -302,10 +302,10 @@ def numerics_of(
 
 
 def cap_of(cap: float | None, misses: Sequence[str]) -> float:
-    """Return the most that is left out of a token: what the option says, else a quarter.
+    """Return the largest share left out of a token: from the option, else a quarter.
 
     Raises:
-        UsageError: when it is given where nothing is left out, whatever it says.
+        UsageError: when the option is given though nothing is left out.
     """
     if cap is not None and "skip" not in misses:
         raise UsageError(
@@ -316,7 +316,7 @@ def cap_of(cap: float | None, misses: Sequence[str]) -> float:
 
 
 def cold_of(moe_cold: MoeColdName | None, settings: Settings) -> MoeColdName:
-    """Return how routed experts come from the disk: what the option says, else the setting.
+    """Return how routed experts are read from disk: from the option, else the setting.
 
     Raises:
         UsageError: when a setting that counts names what is not there.
@@ -334,13 +334,13 @@ def start_of(
     exchange: float,
     learn: bool | None,
 ) -> "StartWishes":
-    """Return how routed experts begin: what the options say, else the settings.
+    """Return how routed experts start: from the options, else the settings.
 
     Raises:
-        NotFoundError: when there is no such profile; it is read only where experts are missing.
-        StoreError: when it cannot be opened.
-        InvalidPackageError: when it is no file.
-        UsageError: when one of them says what cannot be.
+        NotFoundError: when there is no such profile; it is read only if experts are missing.
+        StoreError: when the profile cannot be opened.
+        InvalidPackageError: when the profile is not a file.
+        UsageError: when an option or a setting has an impossible value.
     """
     from expertctl.engine.moe.guide import open_profile
     from expertctl.engine.moe.pins import parse_pins
@@ -360,7 +360,7 @@ def start_of(
 
 
 def _chosen(key: str, value: str | None, known: Sequence[str]) -> str | None:
-    """Return what the environment or ``config.toml`` says, which nobody has checked."""
+    """Return a value of the environment or ``config.toml``, checked only here."""
     if value is None or value in known:
         return value
     hint = f"`expertctl config set {key} {known[0]}`, or {CONFIG_KEYS[key]}={known[0]}; "

@@ -19,17 +19,16 @@ _HEADER = ["USED", "SCORE", "SHARE", "COSINE", "EXPERT"]
 _GAP = 2
 _SHOWN_CANDIDATES = 12
 _SHORTEST_TEXT = 30
-"""Columns from which on it is worth to begin with a text that must be cut."""
+"""Fewest columns for which a text that must be cut is shown at all."""
 _ENDLESS = 1 << 16
 _FORMS = {True: "as called for", False: "not as called for", None: "none called for"}
 _EMPTY = "the answer is empty"
 
 
 def routing_text(result: "RoutingResult", *, width: int) -> str:
-    """Return the plan, then the best candidates, each with its figures and what was decided.
+    """Return the plan, then the best candidates, each with its figures and the decision.
 
-    In the table the closest text of an expert is cut where a terminal of this width ends, 0 being
-    one without an end.
+    The closest text of an expert is cut where a line of ``width`` columns ends; 0: without limit.
     """
     lines = [f"base {result.plan.base}, encoder {result.encoder}", *_plan_lines(result)]
     shown = [c for n, c in enumerate(result.candidates) if c.chosen or n < _SHOWN_CANDIDATES]
@@ -49,7 +48,7 @@ def _candidate_table(candidates: Sequence["Candidate"], width: int) -> str:
 
 
 def _candidate_cells(candidate: "Candidate") -> list[str]:
-    """Return a row of the table; the figures have columns, so the words need not repeat them."""
+    """Return the cells of a candidate, except the reason."""
     scored = not candidate.vetoed and candidate.share is not None
     figures = (candidate.score if scored else None, candidate.share, candidate.cosine)
     return [
@@ -60,7 +59,7 @@ def _candidate_cells(candidate: "Candidate") -> list[str]:
 
 
 def _why(candidate: "Candidate", room: int) -> str:
-    """Return the decision and, as far as there is room, the text that is closest to the prompt."""
+    """Return the decision and, if there is room, the text that is closest to the prompt."""
     words = f"{candidate.told}{', suspicious' if candidate.flags else ''}"
     closest = f"; closest: {candidate.text}"
     if candidate.vetoed or candidate.share is None:
@@ -72,7 +71,7 @@ def _why(candidate: "Candidate", room: int) -> str:
 
 
 def footer(result: "RunResult") -> str:
-    """Return a run in a few lines: who answered and why, how much, how fast."""
+    """Return a run in a few lines: which experts answered and why, how much, how fast."""
     lost = _indented("\n".join(loss_text(result.moe)))
     return "\n".join(["", *_plan_lines(result.planned.result), _figures(result), *lost])
 
@@ -101,7 +100,7 @@ def statistics(result: "RunResult") -> str:
         f"{_INDENT}sampling {_pairs(plan.params.to_json())}",
         f"{_INDENT}form {_form(result)}",
     ]
-    if plan.experts:  # else the footer has the notes
+    if plan.experts:  # without experts the footer has the notes
         lines += [f"{_INDENT}{note}" for note in result.planned.result.notes]
     if result.trace is not None:
         lines += ["", *_indented(trace_text(result.trace))]
@@ -109,7 +108,7 @@ def statistics(result: "RunResult") -> str:
 
 
 def _form(result: "RunResult") -> str:
-    """Say what the check came to: an empty answer fails it whatever form is called for."""
+    """Return the result of the form check; an empty answer fails it whatever the form."""
     failed = result.validation_passed is False
     return (
         _EMPTY if failed and not result.generated.text.strip() else _FORMS[result.validation_passed]
@@ -117,7 +116,7 @@ def _form(result: "RunResult") -> str:
 
 
 def _steps(result: "RunResult") -> str:
-    """Return a row for each step of a run; those of the model with their tokens."""
+    """Return a row for each step of a run; steps of the model also have their tokens."""
     generated = result.generated
     counts = {
         "prefill": (generated.prefill_tokens, generated.prefill_tokens_per_s),
@@ -132,7 +131,7 @@ def _steps(result: "RunResult") -> str:
 
 
 def _memory(result: "RunResult") -> str:
-    """Return who holds how much of the budget."""
+    """Return how much of the budget each purpose holds."""
     sizes = {str(purpose): size for purpose, size in result.memory.held.items()}
     rows = [[name, human_size(size)] for name, size in sizes.items()]
     rows += [["peak", human_size(result.memory.peak)]]

@@ -1,4 +1,4 @@
-"""``expertctl search`` and ``info``: what a registry offers. All that it says is shown as text."""
+"""``expertctl search`` and ``info``: what a registry offers, shown as plain text only."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,7 +23,7 @@ from expertctl.store.store import Store
 LIMIT = 20
 MAX_LIMIT = 100
 _WIDEST = 60
-"""Letters of a description in a table."""
+"""Most letters of a description in a table."""
 
 
 def search(
@@ -79,7 +79,7 @@ def _offered(settings: Settings, wanted: Reference, registry: str | None) -> Off
 
 
 def _offered_besides(settings: Settings, wanted: Reference, registry: str | None) -> Offer | None:
-    """Return what a registry has of what is installed, too; None where none has, which is told."""
+    """Return the offer for an installed package; if there is none, say why and return None."""
     if not is_any_meant(settings, wanted, registry):
         note("only what is installed: no registry is set")
         return None
@@ -91,7 +91,7 @@ def _offered_besides(settings: Settings, wanted: Reference, registry: str | None
 
 
 def _ask(connection: Connection, wanted: Reference) -> Offer:
-    """Return a package with one of its versions: the one that is named, else the newest."""
+    """Return a package with one of its versions: the named one, else the newest."""
     page = package_page(connection.api, wanted.package)
     fitting = [r for r in page.versions if wanted.allows(Version.parse(r.version))]
     newest = next((r for r in fitting if r.version == page.latest), None)
@@ -110,7 +110,7 @@ def _installed(home: Home, wanted: Reference) -> list[StoredExpert]:
 
 
 def _unseen(connection: Connection) -> str:
-    """Tell whom nobody knows that there may be more."""
+    """Say that a login may show more, if the user is not logged in."""
     if connection.logged_in:
         return ""
     return f" for everybody to read; `expertctl login {connection.host}` may show more"

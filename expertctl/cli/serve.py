@@ -1,4 +1,4 @@
-"""``expertctl serve``: generate for programs, over HTTP; and the API keys of those that may ask.
+"""``expertctl serve``: generate for programs, over HTTP; and the API keys of these programs.
 
 The server is an extra, imported only by the commands that need it.
 """
@@ -306,13 +306,13 @@ def _seconds(text: str) -> float:
 
 
 def _first(given: _Value | None, kept: _Value | None, usual: _Value) -> _Value:
-    """Return what an option says, else a setting, else what is usual."""
+    """Return the value of an option, else of a setting, else the default."""
     chosen = kept if given is None else given
     return usual if chosen is None else chosen
 
 
 def _demand_traces() -> None:
-    """Refuse where the extra is not installed."""
+    """Refuse traces if the extra is not installed."""
     try:
         import expertctl.server.tracing.tracing  # noqa: F401  # nothing else tells whether it can be
     except ModuleNotFoundError as error:
@@ -324,7 +324,7 @@ def _demand_traces() -> None:
 
 @contextmanager
 def _server_extra() -> Iterator[None]:
-    """Say what is missing where the extra is not installed."""
+    """Say which library is missing if the extra is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

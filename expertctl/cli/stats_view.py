@@ -17,17 +17,17 @@ _SHORTEST_NAME, _LONGEST_NAME = 12, 48
 _LABEL = 10
 """Columns before a sparkline."""
 _TOLD = 16
-"""Columns behind it."""
+"""Columns after a sparkline."""
 _HEADER = ["EXPERT", "USES", "", "SUCCESS", "SAID", "FIRST", "TOTAL"]
 _OPTIONAL = 4
-"""The columns from here on are left out, the last first, where there is no room."""
+"""Index of the first optional column; without room, the last ones are left out first."""
 _CELL = 9
-"""What one of them takes, its gap included."""
+"""Width of an optional column, its gap included."""
 _GAP = 2
 
 
 def stats_text(tally: Tally, canvas: Canvas) -> str:
-    """Return the whole picture, no line wider than the canvas."""
+    """Return all statistics, no line wider than the canvas."""
     parts = [[_head(tally.runs)], _experts(tally, canvas), _days(tally, canvas), _newest(tally)]
     lines = "\n\n".join("\n".join(part) for part in parts if part).splitlines()
     return "\n".join(_cut(line, canvas.columns) for line in lines)

@@ -1,4 +1,4 @@
-"""FILE or REF: what several commands take, read with a progress bar."""
+"""FILE or REF, an argument of several commands, read with a progress bar."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def read_target(target: str, *, label: str, as_json: bool) -> PackageContents:
 
 @contextmanager
 def reading(label: str, file: Path, *, as_json: bool) -> Iterator[Progress]:
-    """Show how far a file is read."""
+    """Show the progress of reading a file."""
     total = file.stat().st_size if file.is_file() else None
     with progress(label, total, as_json=as_json) as report:
         yield report

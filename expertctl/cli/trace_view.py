@@ -26,7 +26,7 @@ def trace_text(trace: "Trace") -> str:
 
 
 def _layers(title: str, times: "LayerTimes", passes: int) -> str:
-    """Return a row for each layer, and for what is before and behind them."""
+    """Return a row for each layer, and for what comes before and after them."""
     rows = _by_row(times, passes)
     parts = [part for part in _PARTS if any(part in cells for cells in rows.values())]
     shown = [

@@ -156,7 +156,7 @@ def _limit(grant: Grant) -> str:
 
 
 def _state(key_id: str, record: TrustRecord) -> str:
-    """Return whether a key is revoked, and if so not everywhere, where."""
+    """Return whether a key is revoked, and where if not everywhere."""
     if record.revocation(key_id):
         return "revoked"
     scopes = [r.scope for r in record.revoked if r.key_id == key_id and r.scope]

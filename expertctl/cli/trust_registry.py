@@ -1,4 +1,4 @@
-"""``expertctl trust registry``: whose index is believed, and which namespaces are whose."""
+"""``expertctl trust registry``: which indexes are trusted, and whose a namespace is."""
 
 from pathlib import Path
 from typing import Annotated
@@ -111,7 +111,7 @@ def text(registries: tuple[KnownRegistry, ...]) -> str:
 def _index_key(
     settings: Settings, address: RegistryAddress, fingerprint: str | None, root: Path | None
 ) -> PublicKey:
-    """Return the key that the person vouches for, by its fingerprint, its file or both."""
+    """Return the key that the user vouches for, by its fingerprint, its file or both."""
     from expertctl.registry.http import open_http
     from expertctl.registry.index_key import fetch_index_key, read_fingerprint
 

@@ -117,7 +117,7 @@ def update(
 
 
 def _fresh(worklist: Worklist, texts: Sequence[str]) -> list[PackageName] | None:
-    """Return the packages that shall move; None for all."""
+    """Return the packages to update; None for all."""
     if not texts:
         return None
     project = worklist.file.read()

@@ -1,4 +1,4 @@
-"""``expertctl why``: why an expert is installed, and what hangs on it."""
+"""``expertctl why``: why an expert is installed, and what depends on it."""
 
 from typing import Annotated
 
@@ -84,7 +84,7 @@ def _text(found: Why) -> str:
 
 
 def _required_lines(found: Why) -> list[str]:
-    """Read each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
+    """Write each chain from the requirer down: ``acme/top@1.0.0 → acme/middle@^1 → acme/sql``."""
     chains = [
         " → ".join([requirer.ref, *(link.wanted for link in requirer.chain)])
         for requirer in found.required_by

@@ -221,7 +221,7 @@ def test_a_base_of_which_nothing_is_known_is_planned_too(
     assert [each["served"] for each in plan["weightings"]] == [None]
     assert "all of it fits" in expertctl("base", "plan", "moe", "--memory", "1GB").out
     said = expertctl("base", "plan", "moe", "--memory", BUDGET, "--moe-pin", "4")
-    assert "pins nobody" in said.err
+    assert "pins no expert" in said.err
 
 
 def test_a_base_that_is_another_one_now_is_not_planned(

@@ -109,7 +109,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) 
         (["--base", "nobody"], 3, "no base is called 'nobody'"),
         (["--memory-budget", "100KB"], 7, "the budget of 100 kB"),
         (["--plot", "hits.gif"], 2, "no picture ends so"),
-        (["--plot", "hits.png", "--resident", "1"], 2, "with all experts resident nobody is"),
+        (["--plot", "hits.png", "--resident", "1"], 2, "with all resident none is"),
         (["--threads", str(usable_cores() + 1)], 2, "can be used here"),
         (["--prompt-tokens", "600"], 2, "longer than the 512 that the base reads"),
     ],
