@@ -1,4 +1,4 @@
-"""Changing ``config.toml``: one line at a time, so that a person's comments stay."""
+"""Changing ``config.toml``: one line at a time, so that the user's comments stay."""
 
 import re
 import tomllib
@@ -45,13 +45,13 @@ _READERS: dict[str, Callable[[str], object]] = {
     **{key: partial(parse_count, key) for key in ("serve_port", "serve_rows", "serve_queue")},
     **{key: partial(parse_seconds, key) for key in ("serve_timeout", "serve_behind")},
 }
-"""What refuses a value that cannot be one."""
+"""Refuses a value that is not valid for its setting."""
 LOCK_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as it counts now, and who says so."""
+    """One setting as it counts now, and where it comes from."""
 
     key: str
     value: str | None

@@ -40,7 +40,7 @@ class Digest:
 
     @classmethod
     def typed(cls, text: str) -> Self:
-        """Read a digest that a person typed: nothing that was promised is broken by a slip.
+        """Read a digest that the user typed: a typing error is a usage error, not a broken promise.
 
         Raises:
             UsageError: for any other text.

@@ -15,7 +15,7 @@ from pathlib import Path
 from expertctl.digest import CHUNK
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
-"""What the system says where a disk, or somebody's share of it, is full."""
+"""What the system says where a disk or a quota is full."""
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/self/fd/")
 Write = Callable[[memoryview], None]
 
@@ -34,7 +34,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 def write_named(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Write where a person said: a link is followed, a device or a pipe is written into.
+    """Write where the user said: a link is followed, a device or a pipe is written into.
 
     So is what is open already, such as ``/dev/stdout``, wherever it leads.
     """
@@ -49,8 +49,8 @@ def write_named(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 def append(path: Path, data: bytes | memoryview, *, at: int) -> None:
     """Cut a file, or a new one, at an offset and write there; what lies before is not touched.
 
-    It is on the disk at the end, but what was cut off before is gone: a reader must be told by
-    another file, written later, how far it may read.
+    It is on the disk at the end, but what was cut off is gone: another file, written later, must
+    tell a reader how far it may read.
     """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
@@ -64,7 +64,7 @@ def append(path: Path, data: bytes | memoryview, *, at: int) -> None:
 
 @contextmanager
 def staged_file(path: Path, *, mode: int = 0o644) -> Iterator[Write]:
-    """Create or empty a file and lend what writes to it; it is on the disk at the end.
+    """Create or empty a file and lend it for writing; it is on the disk at the end.
 
     The folder is not flushed: the file is meant to be published from there.
     """
@@ -77,10 +77,10 @@ def staged_file(path: Path, *, mode: int = 0o644) -> Iterator[Write]:
 
 
 def publish(source: Path, target: Path) -> None:
-    """Move a file that is on the disk to its place, replacing what is there.
+    """Move a flushed file to its place, replacing what is there.
 
     The caller flushes the folder of ``target`` when its last file is there. A place on another
-    file system gets a copy, which appears at once too.
+    file system gets a copy, which also appears atomically.
     """
     try:
         source.replace(target)

@@ -17,7 +17,7 @@
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
     │   ├── UnauthenticatedError              it wants to know who asks
-    │   ├── ForbiddenError                    who asks may not do that
+    │   ├── ForbiddenError                    the caller may not do that
     │   ├── OfflineError                      the network is needed, and switched off
     │   ├── UnreachableError                  a connection failed or broke
     │   └── RateLimitError                    too many requests for now
@@ -29,7 +29,7 @@
     ├── StoreError                   exit 1   the store cannot be used (read-only, damaged)
     └── NoAnswerError                exit 1   a job ended before there was anything of its answer
         ├── TimedOutError                     the time that was given for it was over
-        └── CancelledError                    whoever asked does not want it any more
+        └── CancelledError                    the caller no longer wants it
 
 A message names the thing, the fact and, in ``hint``, the way out. Exit codes and HTTP statuses are
 mapped at the edges (``expertctl/cli/exit_codes.py``), never here.
@@ -40,7 +40,7 @@ from typing import ClassVar
 
 
 class ExpertError(Exception):
-    """Root of the tree; carries a stable ``code`` and a ``hint`` for the person."""
+    """Root of the tree; carries a stable ``code`` and a ``hint`` for the user."""
 
     code: ClassVar[str] = "error"
 
@@ -57,13 +57,13 @@ class UsageError(ExpertError):
     code = "usage"
 
     def __init__(self, message: str, *, hint: str = "", misnamed: str = "") -> None:
-        """Keep what somebody typed for the name of a package, too, where that is at fault."""
+        """Also keep the text given as the name of a package, where that is at fault."""
         super().__init__(message, hint=hint)
         self.misnamed = misnamed
 
 
 class MediaTypeError(UsageError):
-    """The body of a request is in a form that is not read there."""
+    """The body of a request is in a form that is not accepted there."""
 
     code = "media_type"
 
@@ -135,19 +135,19 @@ class RegistryError(ExpertError):
 
 
 class UnauthenticatedError(RegistryError):
-    """Nobody is named who may do this: no token, or one that is wrong, expired or revoked."""
+    """The request is not authenticated: no token, or one that is wrong, expired or revoked."""
 
     code = "unauthenticated"
 
 
 class ForbiddenError(RegistryError):
-    """Who asks is known, and has no right to do this; nor may this token."""
+    """The caller is known, but the caller, or this token, may not do this."""
 
     code = "forbidden"
 
 
 class RateLimitError(RegistryError):
-    """Too many requests for now; ``retry_after`` seconds later they are answered again."""
+    """Too many requests for now; after ``retry_after`` seconds they are answered again."""
 
     code = "rate_limit"
 
@@ -158,13 +158,13 @@ class RateLimitError(RegistryError):
 
 
 class OfflineError(RegistryError):
-    """The network would be needed, and the person switched it off."""
+    """The network would be needed, and the user switched it off."""
 
     code = "offline"
 
 
 class UnreachableError(RegistryError):
-    """A connection failed or broke, or whoever answers cannot now; later it may work."""
+    """A connection failed or broke, or the server cannot answer now; later it may work."""
 
     code = "unreachable"
 
@@ -225,18 +225,18 @@ class InvalidPackageError(ExpertError):
 
 
 class NoAnswerError(ExpertError):
-    """A job ended before there was anything of its answer."""
+    """A job ended before any part of its answer existed."""
 
     code = "no_answer"
 
 
 class TimedOutError(NoAnswerError):
-    """The time that was given for an answer was over before it began."""
+    """The time allowed for an answer ran out before the answer began."""
 
     code = "timeout"
 
 
 class CancelledError(NoAnswerError):
-    """Whoever asked does not want the answer any more."""
+    """The caller no longer wants the answer."""
 
     code = "cancelled"

@@ -16,7 +16,7 @@ from expertctl.errors import UsageError
 
 MAX_LENGTH = 256
 FROM_FILE = "local"
-"""In place of the host of a registry: what came from a file."""
+"""Stands in place of a registry's host for what came from a file."""
 NAME_PATTERN = r"[a-z0-9]+(-[a-z0-9]+)*"
 _NAME = re.compile(NAME_PATTERN)
 _HOST = re.compile(
@@ -154,7 +154,7 @@ class PackageName:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a person asks for: a package, perhaps a registry, and the versions that will do."""
+    """What is asked for: a package, perhaps a registry, and the versions that will do."""
 
     package: PackageName
     constraint: Constraint = ANY
@@ -191,7 +191,7 @@ class Reference:
         return self.constraint.allows(version) and self.digest in {None, *digests}
 
     def __str__(self) -> str:
-        """Return the reference as a person would type it."""
+        """Return the reference as the user would type it."""
         host = f"{self.registry}/" if self.registry else ""
         limit = self.digest or self.constraint
         tail = "" if limit == ANY else f"@{limit}"
@@ -209,7 +209,7 @@ def is_loopback(hostname: str) -> bool:
 
 
 def _host(text: str, whole: str) -> str:
-    """Return the one writing of a host, that of `expertctl.registry.address`."""
+    """Return the canonical spelling of a host, that of `expertctl.registry.address`."""
     match = _HOST.fullmatch(text)
     try:
         if match is None:

@@ -1,4 +1,4 @@
-"""Opening a file that somebody named: a regular one, or a clear refusal."""
+"""Opening a file that the user named: a regular one, or a clear refusal."""
 
 import os
 import stat

@@ -26,7 +26,7 @@ _TYPED = {
     **{f"{u}iB": 1024 ** (4 - i) for i, u in enumerate("TGMK")},
 }
 _MOST_WHOLE = 10_000
-"""A whole number of units from here on is chance: nobody types it."""
+"""A number of units this large is a whole one only by chance: no user types it."""
 _AGE = re.compile(r"([0-9]{1,5})\s*([mhdw])|(0)")
 _MINUTES = {"m": 1, "h": 60, "d": 1440, "w": 10080}
 _TRUE, _FALSE = {"1", "true", "yes"}, {"0", "false", "no"}
@@ -70,12 +70,12 @@ DEVICES = ("cpu", "cuda", "auto")
 DTYPES = ("float32", "bf16", "int8", "int4")
 """What the weights of a base can be held in."""
 ADAPTER_DTYPES = ("published", "fp16", "int8")
-"""What those of experts can be held in."""
+"""What the weights of experts can be held in."""
 MOE_COLDS = ("auto", "read", "map", "direct")
 """How routed experts that are not in memory come from the disk."""
 MOE_WARMUPS = ("none", "hybrid", "full")
 ENCODERS = ("minilm", "static", "lexical")
-"""The encoders that have names; any other is a directory."""
+"""The encoders that have names; any other value is a directory."""
 
 
 def parse_size(text: str) -> int:
@@ -205,12 +205,12 @@ class Home:
 
     @property
     def suspicions(self) -> Path:
-        """What is odd about installed packages, and who came first, an SQLite database."""
+        """What is odd about installed packages, and which came first, an SQLite database."""
         return self.root / "suspicions.db"
 
     @property
     def flagged(self) -> Path:
-        """Which installed packages look suspicious, for who only reads."""
+        """Which installed packages look suspicious, for code that only reads."""
         return self.root / "flagged.json"
 
     @property
@@ -245,7 +245,7 @@ class Home:
 
     @property
     def registries(self) -> Path:
-        """What registries said last, and blobs that are half here: see `expertctl.registry`."""
+        """What registries said last, and partly fetched blobs: see `expertctl.registry`."""
         return self.root / "registries"
 
     @property
@@ -282,15 +282,15 @@ class ServeChoices:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The user's choices; ``None`` means that nobody chose."""
+    """The user's choices; ``None`` means no choice."""
 
     home: Home
     registry: str | None = None
     offline: bool = False
     ca_file: Path | None = None
-    """Certificates that are believed beside those of the system."""
+    """Certificates that are trusted beside those of the system."""
     allow_http: bool = False
-    """Whether registries beyond this machine may be spoken to without encryption."""
+    """Whether registries beyond this machine may be reached without encryption."""
     minimum_release_age: timedelta | None = None
     minimum_release_age_exclude: tuple[str, ...] = ()
     device: str | None = None

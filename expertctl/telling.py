@@ -1,12 +1,12 @@
-"""Telling: who gets what a person should know while they wait. The command line prints it."""
+"""Telling: callbacks for what the user should know while waiting; the command line prints it."""
 
 from collections.abc import Callable
 
 Tell = Callable[[str], None]
-"""Gets a sentence for a person."""
+"""Called with a sentence for the user."""
 WARNING = "warning: "
-"""Begins one that is more than news."""
+"""Begins a sentence that is more than news."""
 
 
 def tell_nobody(_: str) -> None:
-    """Keep it to oneself."""
+    """Do nothing with the sentence."""

@@ -112,7 +112,7 @@ class AsyncExpertClient:
         return await self._transport.ask(Call("GET", "/moe"), MoeActivity)
 
     async def change_moe(self, **options: Unpack[MoeOptions]) -> MoeActivity:
-        """Count routed experts otherwise, or let a profile say who stays; tell what holds then.
+        """Count routed experts otherwise, or let a profile say which stay; tell what holds then.
 
         Raises:
             UsageError: when that would change nothing, or cannot be.

@@ -45,7 +45,7 @@ class InferOptions(RouteOptions, total=False):
 
 
 class MoeOptions(TypedDict, total=False):
-    """What a server is to count of its routed experts, and which profile says who stays."""
+    """What a server is to count of its routed experts, and which profile says which stay."""
 
     mode: Literal["full", "update", "off"]
     """Another one begins to count again."""

@@ -118,7 +118,7 @@ class MoeResidence(Struct, frozen=True, kw_only=True):
 
 
 class MoeGuide(Struct, frozen=True, kw_only=True):
-    """What a profile says of who stays."""
+    """What a profile says of which experts stay."""
 
     exchange: float
     """The share of all residents that an update may exchange for others of it."""
@@ -156,7 +156,7 @@ class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema: str
     mode: MoeMode
     layers: tuple[MoeLayer, ...]
-    """None where nobody counts."""
+    """Empty where nothing is counted."""
     n_expert: int = 0
     n_expert_used: int = 0
     updates: int = 0
@@ -164,7 +164,7 @@ class MoeActivity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     base: str | None = None
     residence: MoeResidence | None = None
     guide: MoeGuide | None = None
-    """None where nobody could be missing."""
+    """None where no expert could be missing."""
 
 
 class Dropped(Struct, frozen=True, kw_only=True):
@@ -218,7 +218,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class RouteResult(Struct, frozen=True, kw_only=True):
-    """Which experts would answer, and who else was looked at."""
+    """Which experts would answer, and which others were considered."""
 
     plan: Plan
     candidates: tuple[Candidate, ...]

@@ -1,7 +1,7 @@
 """How many connections one worker holds at once, and the open files that they need.
 
 A connection that says nothing is closed after `hosting.HEADER_MILLISECONDS`, one whose body stalls
-after `limits.STALL_SECONDS`. Until then it takes a place, and where no place is left others wait:
+after `limits.STALL_SECONDS`. Until then it takes a place, and others wait when no place is left:
 so there are many. A proxy in front can limit how many come from one address.
 """
 

@@ -1,12 +1,13 @@
 """How a server is told to end: by signals, any number of them, at any moment.
 
-granian sets a `threading.Event` in its signal handlers. A signal that comes while the main thread
-is inside that event, waiting or setting it for the signal before, waits there for itself for ever;
-and of two signals that come together other threads may take both, which wakes nobody. Here whatever
-thread takes a signal writes it into a pipe, without Python, and one thread passes on what it reads.
+granian sets a `threading.Event` in its signal handlers. A handler that runs while the main thread
+is inside that event, waiting for it or setting it for an earlier signal, deadlocks; and when two
+signals come together, other threads may take both, which does not wake the main thread. Here the
+thread that takes a signal writes it into a pipe, without Python, and one thread passes on what it
+reads.
 
-In a worker granian breaks off what runs at the second signal, which comes whenever a terminal tells
-all processes. Here a worker heeds the first alone.
+In a worker, granian breaks off what runs at the second signal, which always comes when a terminal
+signals all processes. Here a worker heeds only the first.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ def heed_signals(server: MPServer) -> None:
     os.set_blocking(tell, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     for number in _SIGNALS:
-        signal.signal(number, operator.is_)  # nothing, and in C: no signal comes inside of it
+        signal.signal(number, operator.is_)  # does nothing, in C: no signal can interrupt it
     threading.Thread(target=_pass_on, args=(told, server), daemon=True).start()
 
 
@@ -41,9 +42,9 @@ def ignore_signals() -> None:
 
 
 def heed_first_signal(loop: asyncio.AbstractEventLoop, told_to_end: Callable[[], None]) -> None:
-    """Let the handlers that a worker will add to its loop be called once, all of them together.
+    """Pass on only the first of all signals to the handlers that a worker will add to its loop.
 
-    Before them ``told_to_end`` is, which returns at once.
+    ``told_to_end``, which must return at once, is called before that handler.
     """
     signal.set_wakeup_fd(-1)
     add = loop.add_signal_handler
@@ -62,9 +63,9 @@ def heed_first_signal(loop: asyncio.AbstractEventLoop, told_to_end: Callable[[],
 
 
 def _pass_on(told: int, server: MPServer) -> None:
-    """Tell the server what it was told, and to end until it did.
+    """Pass signals on to the server; once it was told to end, repeat that until it has ended.
 
-    Once is not enough: a reload that begins just then forgets it, and a worker that was only forked
+    Once is not enough: a reload that begins just then forgets it, and a worker that was just forked
     has the handlers of its parent, which do nothing there.
     """
     while set(os.read(told, _PIECE)) == {signal.SIGHUP}:

@@ -1,7 +1,7 @@
 """Running an application under granian, in processes of its own.
 
-One process listens for signals, its workers answer. When it is killed they end with it; when it is
-told to end, requests that run are finished first, for some seconds at most.
+One process listens for signals, its workers answer. When it is killed, the workers end with it;
+when it is told to end, running requests are finished first, for some seconds at most.
 """
 
 import asyncio

@@ -1,13 +1,13 @@
 """What a request must be like before anything else looks at it.
 
 - ``Host`` is a name of this server: a page elsewhere cannot reach it by a name of its own. Nor
-  can it use the login that a browser remembers, or that it runs on this machine: its ``Origin`` is
-  not ours.
+  can it use the login that the browser remembers, or that the browser runs on this machine: its
+  ``Origin`` is not ours.
 - Headers are bounded, and a body comes as it is: no ``Content-Encoding``, no more bytes than its
   route takes, no longer pause than `STALL_SECONDS` between two pieces, and after as many seconds
   no slower than `LEAST_RATE` on the whole.
-- What large bodies take together is bounded, where a server keeps them until it has answered. Small
-  ones are not counted, so who sends many large ones, or halves of them, keeps nobody from asking.
+- Where a server keeps bodies until it has answered, large ones are bounded in sum. Small ones are
+  not counted, so a client that sends many large ones, or halves of them, does not block the others.
 - The path has one reading: encoded slashes, empty or dot segments, and control characters are
   refused, so that a proxy in front and the routes behind never mean different things.
 """
@@ -74,7 +74,7 @@ class Bounds:
     """What a body must be; None: each route says."""
     refuse: Callable[[Refusal, Scope], Response]
     whose: str
-    """What is said of the server: ``this registry``."""
+    """What messages call the server: ``this registry``."""
     host_hint: str = ""
     """How it gets another name."""
     origin_hint: str = ""
@@ -120,7 +120,7 @@ class RequestLimits:
             self._room.leave(body.counted)
 
     async def _within(self, body: "_Body", scope: Scope, send: Send) -> None:
-        """Run the request; answer instead of the app what the body was refused for."""
+        """Run the request; if its body is refused, answer with that refusal instead of the app."""
         started = False
         sent_body = _has_body(Headers(scope=scope))
 
@@ -149,7 +149,7 @@ class RequestLimits:
         )
 
     def _foreign(self, scope: Scope, headers: Headers) -> Refusal | None:
-        """Refuse who means another server, or speaks for another site."""
+        """Refuse a request for another server, or from a page of another site."""
         bounds = self.bounds
         if not self._is_ours(headers.getlist("host")):
             error = UsageError(f"{bounds.whose} has another name", hint=bounds.host_hint)
@@ -296,7 +296,7 @@ def _too_large(limit: int) -> TooLargeError:
 
 
 def _is_plain(path: bytes) -> bool:
-    """Tell whether a path, as it was sent, means the same to everybody."""
+    """Tell whether a path, as it was sent, means the same to every reader."""
     if not path.startswith(b"/") or _DOUBTFUL_RAW.search(path):
         return False
     segments = path.lower().replace(b"%2e", b".").split(b"/")
@@ -304,7 +304,7 @@ def _is_plain(path: bytes) -> bool:
 
 
 def _is_address(name: str) -> bool:
-    """An IP address is no name that somebody else could point here."""
+    """Tell whether this is an IP address, which others cannot point here as they can a name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

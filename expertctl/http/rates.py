@@ -1,8 +1,8 @@
 """How often something may happen: one token bucket for each of many keys.
 
-The buckets live in the memory of one process and are bounded in number; the one that was asked for
-longest ago is forgotten first. A forgotten bucket is a full one, so memory is what a flood of
-addresses can win, never more than that.
+The buckets live in the memory of one process and are bounded in number; the one that was taken
+from longest ago is forgotten first. A forgotten bucket counts as full, so a flood of addresses can
+refill buckets, but it never takes more memory than the bound.
 """
 
 import math

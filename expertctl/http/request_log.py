@@ -1,7 +1,7 @@
 """Around every request: an id, one line in the log, and the counters.
 
-It is the outermost layer, so it also answers what nothing inside expected: with 500 and no detail,
-the traceback goes to the log under the same id.
+It is the outermost layer, so it also answers unexpected errors: with 500 and no detail; the
+traceback goes to the log under the same id.
 """
 
 import logging
@@ -63,7 +63,7 @@ class Watch(Protocol):
         """Count and log a request that was answered."""
 
     def apology(self, scope: Scope, exchange: Exchange) -> Response:
-        """Return the answer where nobody expected what happened."""
+        """Return the answer to an unexpected error."""
 
 
 class RequestLog:

@@ -1,4 +1,4 @@
-"""What could be installed: one version of one package, whoever offers it."""
+"""What could be installed: one version of one package, from any source."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from expertctl.store.ref import LOCAL, StoredExpert
 
 Verdict = Literal["trusted", "unknown", "revoked"]
 Judge = Callable[[Release, SignedForm], Verdict]
-"""Says what the key that signed a form is worth here."""
+"""Says how much the key that signed a form counts here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One version: what it needs and refuses, and by which digests it is known."""
+    """One version: what it requires and refuses, and its digests."""
 
     package: PackageName
     version: Version
     registry: str
     content_digest: Digest
     package_digests: tuple[Digest, ...]
-    """Of its signed forms, the newest of a trusted key first: it is taken where none is named."""
+    """Of its signed forms, the newest of a trusted key first, which is the default."""
     requires: tuple[Reference, ...] = ()
     conflicts: tuple[Reference, ...] = ()
     base: str = ""
@@ -37,7 +37,7 @@ class Candidate:
     revoked: bool = False
     """Whether every key that signed it was revoked."""
     given: bool = False
-    """Whether the bytes are here already: installed, or in a file that the person named."""
+    """Whether the bytes are here already: installed, or in a file that the user named."""
 
     @property
     def ref(self) -> str:
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def contradicts_itself(self) -> bool:
-        """Tell whether it needs another version of its own name, which can never be beside it."""
+        """Tell whether it requires another version of its own package, which can never be met."""
         own = [wanted for wanted in self.requires if wanted.package == self.package]
         return not all(wanted.allows(self.version) for wanted in own)
 

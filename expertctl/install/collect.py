@@ -1,4 +1,4 @@
-"""Removing what nothing needs: of the store, and of the bases."""
+"""Removing what nothing needs, from the store and from the bases."""
 
 import os
 import stat
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `list` and `gc` start without what reads packages
 
 
 def collect(store: Store, bases: BaseStore) -> "Freed":
-    """Remove what `garbage` tells.
+    """Remove what `garbage` returns.
 
     Raises:
         StoreError: when a record is damaged, or something cannot be written.

@@ -1,7 +1,7 @@
 """Packages of a registry that has no index: any OCI registry, as it is.
 
-Nothing there says which versions are right, so a person must: by naming exact bytes, or an exact
-version whose publisher's key they trust for that namespace of that registry.
+Nothing there says which versions are right, so the user must: by naming exact bytes, or an exact
+version whose publisher's key the user trusts for that namespace of that registry.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Direct:
 
     candidate: Candidate
     named: Digest | None
-    """Its exact bytes, where a person named them by hand."""
+    """Its exact bytes, where the user named them by hand."""
 
 
 def find_direct(need: Need, sources: Sources) -> Direct | None:
@@ -57,7 +57,7 @@ def find_direct(need: Need, sources: Sources) -> Direct | None:
 
 
 def _may_be(need: Need, address: RegistryAddress, sources: Sources) -> bool:
-    """Tell whether somebody vouches: the person for the bytes, or a trusted key for a version."""
+    """Tell whether the user vouches for the bytes, or a trusted key for the version."""
     wanted = need.wanted
     if wanted.digest is not None and need.by_hand:
         return True

@@ -23,18 +23,18 @@ _CHAIN = 6
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """That somebody wants, or refuses, some versions of a package."""
+    """A wish for, or a refusal of, some versions of a package, by the user or an expert."""
 
     wanted: Reference
     by: str
     """``you``, a file's name, or the ref of an expert."""
     asker: PackageName | None = None
-    """The package that needs it; None when a person does."""
+    """The package that needs it; None when the user does."""
     home: str | None = None
     """Where to look for it when it names no registry: that of its asker's own namespace."""
     refused: bool = False
     by_hand: bool = False
-    """Whether a person typed it, who may name any registry."""
+    """Whether the user typed it."""
 
     @classmethod
     def of(
@@ -52,12 +52,12 @@ class Need:
 
     @property
     def package(self) -> PackageName:
-        """Whom it is about."""
+        """The package that it is about."""
         return self.wanted.package
 
     @property
     def from_person(self) -> bool:
-        """Whether a person asks, not an expert."""
+        """Whether the user asks, not an expert."""
         return self.asker is None
 
     @property
@@ -87,7 +87,7 @@ class Offer:
 
 
 class Asked(Protocol):
-    """What the search remembers: who asked for what, and what there was."""
+    """What the search remembers: which needs there were, and what was on offer."""
 
     asked: dict[PackageName, list[Need]]
 
@@ -142,7 +142,7 @@ def _missing(
 
 
 def _clause(need: Need, search: Asked) -> str:
-    """Return a need with the chain that led to it, from what a person asked for down."""
+    """Return a need with the chain that led to it, from what the user asked for down."""
     links = [str(need)]
     seen = {need.package}
     while need.asker is not None and need.asker not in seen and len(links) < _CHAIN:

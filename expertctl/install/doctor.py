@@ -41,7 +41,7 @@ class Finding:
     problem: str
     hint: str
     broken: bool = True
-    """False when all works, but somebody should know."""
+    """False when all works, but the user should know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _expert_findings(
     yield from broken
     if not broken:
         yield from _record_findings(expert, store)
-        if trust is not None:  # else that one file is at fault, and no expert
+        if trust is not None:  # otherwise that one file is at fault, and no expert
             yield from _signer_findings(expert, store, trust)
 
 
@@ -284,7 +284,7 @@ def _vector_findings(home: Path) -> Iterator[Finding]:
 def _suspicion_findings(
     suspicions: Suspicions | None, store: Store, now: Scan
 ) -> Iterator[Finding]:
-    """Tell what was flagged at install, or would be now where nobody has judged it."""
+    """Report what was flagged at install, or would be now where it was not judged yet."""
     if suspicions is None:
         return
     for problem in suspicions.problems():

@@ -1,9 +1,9 @@
-"""Bringing packages here from registries: manifests by digest, then every blob that is missing.
+"""Fetching packages from registries: manifests by digest, then every blob that is missing.
 
-A blob that the store has does not travel, one that two packages share travels once. What arrived
-whole lies in ``registries/arrived/`` until it is installed, so that a killed install goes on where
-it was; what is half here is `expertctl.registry.download`'s. Everything is hashed again when the
-packages are read.
+A blob that the store has is not fetched, one that two packages share is fetched once. Complete
+blobs lie in ``registries/arrived/`` until they are installed, so that a killed install can go on;
+partial ones belong to `expertctl.registry.download`. Everything is hashed again when the packages
+are read.
 """
 
 import time
@@ -35,12 +35,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Lend = Callable[[int], AbstractContextManager[Progress]]
-"""Lends what reports progress over a number of bytes."""
+"""Lends a reporter of progress over a number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """One package that shall come: by which digest, from where, and what it must be."""
+    """One package to fetch: by which digest, from where, and what it must be."""
 
     wanted: Reference
     """Its name and exact version."""
@@ -49,7 +49,7 @@ class Parcel:
     package_digest: Digest
     content_digest: Digest
     release: Release | None
-    """What the index says of it; None when there is none, and a person named its bytes."""
+    """What the index says of it; None when it does not come from an index."""
     named: Digest | None = None
 
     @property
@@ -59,7 +59,7 @@ class Parcel:
 
     @property
     def what(self) -> str:
-        """It, as messages name it."""
+        """The package as messages name it."""
         return f"{self.wanted} from {self.registry}"
 
 
@@ -79,7 +79,7 @@ class Arrivals:
             self.path(digest).unlink(missing_ok=True)
 
     def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove what nobody came back for."""
+        """Remove old blobs of installs that were not resumed."""
         now = time.time()
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             with suppress(FileNotFoundError):
@@ -93,7 +93,7 @@ def fetch(
     """Bring packages into a staging folder, read as strictly as files.
 
     Raises:
-        NotFoundError: when a registry has not what its index promised.
+        NotFoundError: when a registry lacks what its index promised.
         DigestError: when bytes are not those of their digest.
         TrustError: when a package is not what the index says of it.
         InvalidPackageError: when one is malformed.
@@ -114,7 +114,7 @@ def fetch(
 
 
 def tidy(staged: Iterable[Staged], registries: Path) -> None:
-    """Forget what arrived for packages that are installed now."""
+    """Remove what arrived for packages that are installed now."""
     layers = {file.digest for item in staged for file in item.contents.layout.layers}
     Arrivals(registries / "arrived").forget(layers)
 
@@ -143,7 +143,7 @@ def _gather(
     registries: Path,
     lend: Lend,
 ) -> None:
-    """Have every blob in staging: from the store, from what arrived, or from a registry."""
+    """Bring every blob into staging: from the store, from what arrived, or from a registry."""
     arrivals.sweep()
     make_folders(arrivals.folder, mode=0o700)
     missing = _missing(pairs, staging, [store.paths.blob, arrivals.path])
@@ -160,7 +160,7 @@ def _gather(
 def _missing(
     pairs: _Pairs, staging: Staging, places: Sequence[Callable[[Digest], Path]]
 ) -> list[tuple[Parcel, list[FileDigest]]]:
-    """Adopt what is here; return what is not, each blob once, with a package that has it."""
+    """Adopt the blobs that are here; return each missing one once, with a package that has it."""
     seen: set[Digest] = set()
     missing: list[tuple[Parcel, list[FileDigest]]] = []
     for parcel, layout in pairs:
@@ -175,7 +175,7 @@ def _missing(
 def _not_arrived(
     files: Sequence[FileDigest], staging: Staging, arrivals: Arrivals
 ) -> list[FileDigest]:
-    """Adopt what was hashed as it came; return what another process has taken meanwhile."""
+    """Adopt blobs that were hashed on arrival; return those that another process took meanwhile."""
     left = []
     for file in files:
         try:
@@ -186,7 +186,7 @@ def _not_arrived(
 
 
 def _adopt(file: FileDigest, staging: Staging, place: Callable[[Digest], Path]) -> bool:
-    """Have a blob that is here already, if it is whole."""
+    """Adopt a blob that is here already, if it is whole."""
     if staging.path(file.digest).exists():
         return True
     source = place(file.digest)
@@ -213,7 +213,7 @@ def _download(
     ]
     try:
         downloads.fetch_all(wanted, arrivals, progress)
-    except FileNotFoundError as error:  # another process tidied up meanwhile
+    except FileNotFoundError as error:  # another process cleaned up meanwhile
         what = missing[0][0].what
         raise RegistryError(f"{what}: {error.filename} vanished; try again") from error
 
@@ -228,7 +228,7 @@ def _read(part: tuple[Parcel, Layout, Staging]) -> Staged:
 
 
 def _check_claims(staged: Staged, release: Release, parcel: Parcel) -> None:
-    """Demand that a package says of itself what its index says of it."""
+    """Demand that a package matches what its index says of it."""
     manifest = staged.contents.manifest
     pairs: Mapping[str, tuple[object, object]] = {
         "requires": (manifest.composition.requires, release.requires),
@@ -245,7 +245,7 @@ def _check_claims(staged: Staged, release: Release, parcel: Parcel) -> None:
 
 
 def _in_parallel(work: Callable[[T], R], items: Sequence[T], http: Http) -> list[R]:
-    """Return what work on each gives, in order; the first failure is raised, the rest cancelled."""
+    """Return the result of work on each, in order; raise the first failure, cancel the rest."""
     if len(items) == 1:
         return [work(items[0])]
     with ThreadPoolExecutor(PARALLEL, thread_name_prefix="fetch") as pool, http.ended_by_ctrl_c():

@@ -3,8 +3,8 @@
 They come from files, from one set that was exported elsewhere, or from registries
 (`expertctl.install.order`); the checks are the same. Everything given in one call counts together.
 Nothing is published before all of it has passed; then each is published after what it requires, so
-that being killed leaves no expert without its needs. When one cannot be published, those before it
-are taken back.
+a killed process leaves no expert without its requirements. When one cannot be published, those
+before it are withdrawn.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ from expertctl.trust.record import TrustRecord
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What became of one package."""
+    """What happened to one package."""
 
     expert: StoredExpert
     outcome: Outcome
@@ -63,7 +63,7 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A package whose bytes are here and right; nobody has vouched for it yet."""
+    """A package whose bytes are here and right; its signature is not verified yet."""
 
     contents: PackageContents
     staging: Staging
@@ -72,7 +72,7 @@ class Staged:
     expected: Reference | None = None
     """What was asked for."""
     named: Digest | None = None
-    """Its exact bytes, where a person named them: whoever signed them then."""
+    """Its exact bytes, where the user named them; then the signer need not be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) ->
 
 
 def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> _Candidate:
-    """Accept the exact bytes that a person named, though nobody who is trusted signed them."""
+    """Accept the exact bytes that the user named, though no trusted key signed them."""
     place = staged.staging, staged.registry
     try:
         package = verify_contents(
@@ -286,7 +286,7 @@ def _checked(candidates: Sequence[_Candidate], changes: Transaction) -> list[_Ca
 
 
 def _preferred(first: _Candidate | None, second: _Candidate) -> _Candidate:
-    """Of the same package given twice, take the signed one, else the first."""
+    """Of a package that was given twice, take the signed one, else the first."""
     if first is None:
         return second
     if first.package.contents.content_digest != second.package.contents.content_digest:
@@ -339,7 +339,7 @@ def _remember(
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
 ) -> dict[str, list[str]]:
-    """Enter installed experts where they are looked up; return warnings by ref."""
+    """Enter installed experts in the catalogue and the index; return warnings by ref."""
     try:
         if catalogue is not None:
             catalogue.add_all(manifests.items())

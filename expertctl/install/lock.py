@@ -39,7 +39,7 @@ class Locked:
 
     @classmethod
     def of(cls, chosen: Chosen) -> Self:
-        """Return what is written of a choice."""
+        """Return what is written about a choice."""
         candidate = chosen.candidate
         return cls(
             candidate.package,
@@ -78,12 +78,12 @@ class Locked:
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """All of a lock file: what was asked for, and what that came to."""
+    """All of a lock file: what was asked for, and what that was resolved to."""
 
     wanted: tuple[str, ...]
     """The references of experts.toml, sorted."""
     experts: tuple[Locked, ...]
-    """Sorted by name; of each package one."""
+    """Sorted by name, one of each package."""
 
     @classmethod
     def of(cls, project: Project, chosen: Iterable[Chosen]) -> Self:
@@ -119,15 +119,15 @@ class Lock:
         return head + "".join(map(_table, self.experts))
 
     def locked(self, package: PackageName) -> Locked | None:
-        """Return what is locked of a package."""
+        """Return the locked version of a package."""
         return next((locked for locked in self.experts if locked.package == package), None)
 
     def pins(self) -> Mapping[PackageName, Pin]:
-        """Return what the resolver shall prefer."""
+        """Return the versions that the resolver is to prefer."""
         return {locked.package: locked.pin for locked in self.experts}
 
     def demand_current(self, project: Project, *, what: str) -> None:
-        """Demand that this is a lock of that project: nothing missing, nothing besides.
+        """Demand that this is the lock of that project: nothing missing, nothing extra.
 
         Raises:
             ConflictError: naming every difference.
@@ -190,7 +190,7 @@ def demand_lock(path: Path) -> Lock:
 
 
 def write_lock(path: Path, lock: Lock) -> bool:
-    """Write a lock file unless it says that already; tell whether it was written."""
+    """Write a lock file unless it has that content already; tell whether it was written."""
     text = lock.encode()
     if path.is_file() and read_text(path) == text:
         return False
@@ -199,7 +199,7 @@ def write_lock(path: Path, lock: Lock) -> bool:
 
 
 def tomlike(text: str) -> str:
-    """Return a text without what an editor may change by itself: space at ends of lines."""
+    """Return a text without what an editor may change unasked: space at ends of lines."""
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
 
@@ -222,7 +222,7 @@ def _table(locked: Locked) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a basic TOML string, which JSON's escapes are among."""
+    """Return a basic TOML string; JSON's escapes are valid in it."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 

@@ -1,8 +1,9 @@
 """Installing exactly what a lock file says, and nothing that it should not say.
 
-A lock file comes with a project, so it is believed in nothing: its registry must be where the
-namespace belongs, its digests those of the registry's signed index or of what is installed, and
-the publisher's key must count. It can only narrow what would be installed without it.
+A lock file comes with a project, so nothing in it is believed unchecked: its registry must be the
+one where the namespace belongs, its digests those of the registry's signed index or of what is
+installed, and the publisher's key must count. It can only narrow what would be installed without
+it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ _AGAIN = "if you trust what the registry says, `expertctl lock` writes expert.lo
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What one line of a lock file came to."""
+    """What one entry of a lock file was resolved to."""
 
     chosen: Chosen
     direct: Direct | None = None
@@ -41,10 +42,10 @@ def install_locked(
     sources: Sources,
     lend: Lend,
 ) -> Done:
-    """Install what the lock file says, or of that only what some references need.
+    """Install what the lock file says, or only the part of it that some references need.
 
     Raises:
-        NotFoundError: when there is no lock file, or it has not what is wanted.
+        NotFoundError: when there is no lock file, or it lacks what is wanted.
         ConflictError: when it is not that of experts.toml.
         TrustError: when it says something else than the registry, or another registry.
         ExpertError: as `install_chosen`; nothing is installed then.
@@ -59,7 +60,7 @@ def install_locked(
 
 
 def _part(lock: Lock, wanted: Sequence[Reference]) -> list[Locked]:
-    """Return what some references need, all of it where there are none."""
+    """Return the entries that some references need; all of them without references."""
     if not wanted:
         return list(lock.experts)
     packages: list[PackageName] = []
@@ -111,7 +112,7 @@ def _version(locked: Locked, candidates: Sequence[Candidate]) -> Candidate:
 
 
 def _demand_same(locked: Locked, candidate: Candidate, who: str) -> None:
-    """Demand that a lock file says of an expert what is true of it."""
+    """Demand that what a lock file says of an expert is true."""
     pairs = {
         "version": (locked.version, candidate.version),
         "content_digest": (locked.content_digest, candidate.content_digest),
@@ -127,7 +128,7 @@ def _demand_same(locked: Locked, candidate: Candidate, who: str) -> None:
 
 
 def _demand_home(locked: Locked, project: Project, sources: Sources) -> None:
-    """Demand that an expert is locked to where its namespace belongs."""
+    """Demand that an expert is locked to the registry where its namespace belongs."""
     if locked.registry == LOCAL:
         return
     homes = _homes(locked, project, sources)

@@ -30,7 +30,7 @@ from expertctl.trust.policy import TrustStore
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where experts are installed to, and what the user lets pass."""
+    """Where experts are installed to, and what the user tolerates."""
 
     store: Store
     bases: BaseStore
@@ -44,7 +44,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What shall be installed."""
+    """What is to be installed."""
 
     needs: tuple[Need, ...] = ()
     files: tuple[Path, ...] = ()
@@ -55,11 +55,11 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What became of an order."""
+    """The result of an order."""
 
     installed: tuple[Installed, ...]
     chosen: tuple[Chosen, ...]
-    """What its references were resolved to."""
+    """What the references were resolved to."""
     notes: tuple[str, ...] = ()
 
 
@@ -160,7 +160,7 @@ def _directs(needs: Iterable[Need], here: Sequence[Candidate], sources: Sources)
 def _surely_asked(
     order: Order, here: Sequence[Candidate], directs: Sequence[Direct]
 ) -> list[tuple[Reference, bool]]:
-    """Return which indexes are needed whatever is chosen: none for what is here and will do."""
+    """Return the indexes needed in any case: none for installed versions that will do."""
     found = {direct.candidate.package for direct in directs}
     asked = []
     for need in order.needs:
@@ -172,7 +172,7 @@ def _surely_asked(
 
 
 def _needs_of_files(files: Sequence[Candidate], there: Sequence[Candidate]) -> list[Need]:
-    """Return what files require and neither they nor the store have."""
+    """Return what files require and neither the files nor the store have."""
     return [
         Need(wanted, file.ref, file.package)
         for file in files
@@ -211,7 +211,7 @@ def _is_whole(expert: StoredExpert, store: Store) -> bool:
 
 
 def _parcel(item: Chosen, sources: Sources, direct: Direct | None) -> Parcel:
-    """Return what shall come for a choice; its signer must be one that counts.
+    """Return what is to be fetched for a choice; its signer must be one that counts.
 
     Raises:
         TrustError: when nobody who is trusted signed that form.
@@ -232,7 +232,7 @@ def _parcel(item: Chosen, sources: Sources, direct: Direct | None) -> Parcel:
 
 
 def _named_again(item: Chosen, sources: Sources) -> Digest | None:
-    """Return the exact bytes that a person names once more, of an expert that is damaged here."""
+    """Return the exact bytes that the user names again for an expert that is damaged here."""
     candidate = item.candidate
     named = {need.wanted.digest for need in item.needs if need.by_hand}
     if sources.knows(candidate.registry) or candidate.package_digest not in named:
@@ -241,7 +241,7 @@ def _named_again(item: Chosen, sources: Sources) -> Digest | None:
 
 
 def _refuse_revoked(present: Iterable[StoredExpert], sources: Sources) -> None:
-    """Refuse what is here already, but whose key the registry has just said to be revoked."""
+    """Refuse installed experts whose key the registry has just reported as revoked."""
     for expert in present:
         if sources.is_revoked(expert.signer, expert.package, expert.registry):
             hint = "wait for a version that is signed with another key"

@@ -1,4 +1,4 @@
-"""What is behind: of each expert the version that is here, the one its list allows, the newest."""
+"""What is behind: for each expert the installed version, the one allowed, and the newest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from expertctl.store.ref import LOCAL
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How one expert stands to what its registry has."""
+    """How one expert compares with what its registry has."""
 
     package: PackageName
     current: Version
     """Locked, or else the newest installed."""
     wanted: Version
-    """The newest that all who want it allow, and that may be taken today."""
+    """The newest that all needs allow and that may be taken today."""
     newest: Version
     """The newest that was not yanked, prereleases aside."""
     waiting: tuple[Version, datetime] | None = None
@@ -34,7 +34,7 @@ class Standing:
 
     @property
     def is_behind(self) -> bool:
-        """Tell whether somebody should look."""
+        """Tell whether the user should look at it."""
         return self.yanked is not None or self.current != self.newest or self.waiting is not None
 
 
@@ -44,7 +44,7 @@ def outdated(
     """Compare what is locked, or outside a project installed, with what registries have.
 
     Raises:
-        TrustError: when an index is not to be believed.
+        TrustError: when an index cannot be trusted.
         RegistryError: when a registry cannot be reached.
     """
     current = _current(worklist, target)
@@ -59,7 +59,7 @@ def outdated(
 
 
 def _current(worklist: Worklist, target: Target) -> list[Candidate]:
-    """Return what counts as here, of each package one; what came from files has no newer."""
+    """Return the current version of each package; those from files, never behind, are left out."""
     lock = worklist.lock()
     if lock is not None:
         return [
@@ -79,7 +79,7 @@ def _current(worklist: Worklist, target: Target) -> list[Candidate]:
 
 
 def _offered(candidate: Candidate, sources: Sources, *, by_hand: bool) -> Sequence[Candidate]:
-    """Return what the registry of a candidate has now; without an index nobody can tell."""
+    """Return what the registry of a candidate has now; nothing when it has no index."""
     wanted = Reference(candidate.package, registry=candidate.registry)
     if not sources.has_index(sources.address(wanted, by_hand=True)):
         return []

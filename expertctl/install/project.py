@@ -9,8 +9,8 @@
     [registries]
     beta = "hub.example"
 
-It is read strictly. It comes with somebody's project, so it never adds trust and never moves a
-namespace: a registry that it names must be known to the user already.
+It is read strictly. It may come with another person's project, so it never adds trust and never
+moves a namespace: a registry that it names must be known to the user already.
 """
 
 import re
@@ -44,9 +44,9 @@ class Project:
     """What ``experts.toml`` says."""
 
     experts: tuple[Reference, ...] = ()
-    """Sorted by name; of each package one."""
+    """Sorted by name, one of each package."""
     registries: tuple[tuple[str, str], ...] = ()
-    """Namespaces, and the registries that they shall come from."""
+    """Namespaces, and the registries that they are to come from."""
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Self:
@@ -86,7 +86,7 @@ class ProjectFile:
 
     path: Path
     guard: Path
-    """Held by whoever changes such a file; it lies in the user's home, not in the project."""
+    """The lock held while the file is changed; it lies in the user's home, not in the project."""
 
     @property
     def lock_path(self) -> Path:

@@ -12,7 +12,7 @@ from expertctl.install.candidate import Candidate
 
 @dataclass(frozen=True, slots=True)
 class ReleaseAge:
-    """The least age, and for whom it does not count; ``now`` is when the command began."""
+    """The least age, and what is exempt from it; ``now`` is when the command began."""
 
     minimum: timedelta = timedelta()
     exclude: tuple[str, ...] = ()
@@ -21,7 +21,7 @@ class ReleaseAge:
 
     @classmethod
     def starting_now(cls, minimum: timedelta | None, exclude: Iterable[str]) -> "ReleaseAge":
-        """Return the rule as it counts from this moment."""
+        """Return the rule as of this moment."""
         return cls(minimum or timedelta(), tuple(exclude), datetime.now(UTC))
 
     def ripe_at(self, candidate: Candidate) -> datetime | None:

@@ -1,4 +1,4 @@
-"""Taking away experts and bases, but not from under those that need them."""
+"""Removing experts and bases, unless others need them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from expertctl.store.transaction import Freed
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was removed, and what misses it now."""
+    """What was removed, and what lacks a requirement now."""
 
     ref: str
     freed: Freed
@@ -32,7 +32,7 @@ def remove_expert(
     index: RoutingIndex | None = None,
     force: bool = False,
 ) -> Removed:
-    """Remove the newest version that fits; by its exact name also one whose ref is damaged.
+    """Remove the newest version that fits; given its exact name, also one with a damaged ref.
 
     Raises:
         NotFoundError: when nothing fits.

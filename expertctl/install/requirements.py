@@ -1,4 +1,4 @@
-"""What experts say of each other: who needs whom, who will not be beside whom. Decides; no I/O."""
+"""What experts say of each other: which require and which exclude others. No I/O."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from expertctl.store.ref import LOCAL, StoredExpert
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What one expert, installed or about to be, says of others."""
+    """What one expert, installed or about to be installed, says of others."""
 
     package: PackageName
     version: Version
@@ -45,7 +45,7 @@ class Claims:
 
 
 def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that all that the new experts require is there, they themselves included.
+    """Demand that all that the new experts require is installed or among them.
 
     Raises:
         MissingDependencyError: naming everything that is missing.
@@ -65,7 +65,7 @@ def check_requirements(new: Sequence[Claims], installed: Iterable[Claims]) -> No
 
 
 def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
-    """Demand that no expert refuses another, whichever of them says so.
+    """Demand that no expert refuses another, in either direction.
 
     Raises:
         ConflictError: naming every pair.
@@ -80,7 +80,7 @@ def check_conflicts(new: Sequence[Claims], installed: Iterable[Claims]) -> None:
 
 
 def in_order(new: Sequence[Claims]) -> list[Claims]:
-    """Return the new experts so that each comes after those it requires, cycles aside."""
+    """Return the new experts in an order in which each follows what it requires, cycles aside."""
     ordered: list[Claims] = []
     seen: set[str] = set()
 
@@ -101,7 +101,7 @@ def in_order(new: Sequence[Claims]) -> list[Claims]:
 def with_requirements(
     wanted: Sequence[StoredExpert], installed: Sequence[StoredExpert]
 ) -> list[StoredExpert]:
-    """Return experts and all that they require, the newest that fits of each.
+    """Return experts and all that they require, of each the newest version that fits.
 
     Raises:
         MissingDependencyError: when something that one requires is not installed.
@@ -127,7 +127,7 @@ def _newest(
 
 
 def dependants(expert: StoredExpert, installed: Iterable[StoredExpert]) -> list[str]:
-    """Return the refs that would miss an expert: they require it, and nothing else there fits."""
+    """Return the refs that would miss an expert: they require it, and nothing else fits."""
     rest = [Claims.of(other) for other in installed if other != expert]
     own = Claims.of(expert)
     return [

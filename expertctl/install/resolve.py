@@ -1,13 +1,14 @@
 """From what is asked for to one version of each package: a search with backjumping.
 
-One version per package in one resolution; older ones may stay installed beside it. What is locked
-is preferred, then, where nobody asked for it by name, what is installed, then the newest version
-that is not yanked and has its least age. A yanked version is taken only when it is locked or named
-exactly by a person; a prerelease only when a constraint names it. Requirements may form a cycle.
+One version per package in one resolution; older ones may stay installed beside it. The locked
+version is preferred; then, for a package that the user did not ask for by name, the installed one;
+then the newest version that is not yanked and has its least age. A yanked version is taken only
+when it is locked or named exactly by the user; a prerelease only when a constraint names it.
+Requirements may form a cycle.
 
 The search finds an answer iff there is one: a choice that fails is undone together with those after
 it that have no part in the failure, and nothing is remembered beyond the choices it depended on.
-`resolvelib` carries such memory over and misses answers, so this is not that library.
+`resolvelib` carries such memory over and misses answers, so it is not used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,13 +24,13 @@ from expertctl.reference import PackageName, Reference, Version
 MAX_STEPS = 5_000
 """How many versions are tried before the search gives up."""
 MAX_LOOKS = 300_000
-"""How many versions are held against what is needed of them, over all tries: some seconds."""
+"""How many times a version is checked against needs, over all tries: some seconds."""
 MAX_PACKAGES = 300
 """More than any real set of experts; each costs a request."""
 
 Index = Callable[[Reference, bool], Sequence[Candidate]]
-"""Asks for all versions of a package; its registry, if one is named, was named by a person, or not
-(by a package or a project file)."""
+"""Asks for all versions of a package; the flag says whether a registry, if named, was named by the
+user, and not by a package or a project file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +53,16 @@ class Universe:
     given: Sequence[Candidate] = ()
     """Installed experts."""
     files: Sequence[Candidate] = ()
-    """From files that the person named: of their names, nothing else counts."""
+    """From files that the user named: for the same package, nothing else counts."""
     locked: Mapping[PackageName, Pin] = field(default_factory=dict)
     age: ReleaseAge = field(default_factory=ReleaseAge)
     prefer_given: bool = True
-    """Whether what is installed is good enough where nobody asks for it by name."""
+    """Whether an installed version is good enough where the user did not ask for it by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """One version of the resolution, and why it is in it."""
+    """One version of the resolution, and the reasons for it."""
 
     candidate: Candidate
     needs: tuple[Need, ...]
@@ -143,7 +144,7 @@ class _Search:
         self._steps = 0
 
     def extend(self, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
-        """Choose all that is needed beyond what is chosen; the choices so far stay."""
+        """Choose all that is needed beyond the choices so far, which stay."""
         package = self._next(choices, needs)
         if package is None:
             return choices
@@ -160,7 +161,7 @@ class _Search:
         return _Conflict(frozenset(blame - {package}), [*troubles, needs[package]][0])
 
     def _try(self, candidate: Candidate, choices: _Choices, needs: _Needs) -> _Choices | _Conflict:
-        """Go on with one choice, unless what it needs cannot be at once."""
+        """Go on with one choice, unless its requirements clearly cannot be met."""
         more, package = needs_of(candidate), candidate.package
         joined = _added(needs, more)
         for need in more:
@@ -173,7 +174,7 @@ class _Search:
         return self.extend({**choices, package: candidate}, joined)
 
     def _next(self, choices: _Choices, needs: _Needs) -> PackageName | None:
-        """Return what to choose next: what a person asked for first, then by name."""
+        """Return what to choose next: first what the user asked for, then by name."""
         open_ = [p for p in needs if p not in choices and _is_wanted(needs[p])]
         return min(open_, key=lambda p: (not self.shelves.is_direct(p), p), default=None)
 
@@ -196,20 +197,20 @@ def _askers(needs: Sequence[Need]) -> Iterator[PackageName]:
 
 
 class Shelves:
-    """What there is of each package, best first; asks an index once, and only when it must."""
+    """The versions of each package, best first; asks an index once, and only when it must."""
 
     def __init__(self, universe: Universe, direct: set[PackageName]) -> None:
-        """Offer what is in a universe; ``direct`` packages were asked for by a person."""
+        """Offer what is in a universe; ``direct`` packages were asked for by the user."""
         self._universe = universe
         self._direct = direct
         self._published: dict[tuple[PackageName, str | None], Offer] = {}
         self._hopeless: set[frozenset[Need]] = set()
         self._looks = 0
         self.asked: dict[PackageName, list[Need]] = {}
-        """What was last asked of each package, to tell why it was wanted."""
+        """The last needs of each package, to tell why it was wanted."""
 
     def is_direct(self, package: PackageName) -> bool:
-        """Tell whether a person asked for a package."""
+        """Tell whether the user asked for a package."""
         return package in self._direct
 
     def choices(self, package: PackageName, needs: Sequence[Need]) -> Iterator[Candidate]:
@@ -222,7 +223,7 @@ class Shelves:
                 yield candidate
 
     def is_hopeless(self, package: PackageName, needs: Sequence[Need]) -> bool:
-        """Tell whether nothing meets all needs of a package; versions often need the same."""
+        """Tell whether nothing meets all needs of a package; cached, as versions often agree."""
         key = frozenset(replace(need, by="") for need in needs)
         if key in self._hopeless:
             self.asked[package] = list(needs)
@@ -233,7 +234,7 @@ class Shelves:
         return True
 
     def offer(self, package: PackageName) -> Offer:
-        """Return what is known of a package, for messages; nothing is asked for now."""
+        """Return what is known of a package, for messages; no index is asked."""
         known = [offer for (name, _), offer in self._published.items() if name == package]
         here = tuple(c for c in self._here(package))
         every = tuple(c for offer in known for c in offer.candidates)

@@ -1,8 +1,8 @@
 """What registries offer this user: versions from index documents that were believed.
 
-A person's reference chooses its registry; what a package or a project file says moves nothing
-(`expertctl.registry.known`). Each index is asked for once in a command. Nothing but revocations is
-written to ``trust.json`` before something is going to be installed.
+A reference typed by the user chooses its registry; a package or a project file cannot move a
+namespace (`expertctl.registry.known`). Each index is asked for once in a command. Only revocations
+are written to ``trust.json`` before something is going to be installed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,11 +44,11 @@ from expertctl.trust.grant import KnownRegistry
 from expertctl.trust.policy import TrustStore
 
 ASKED_AT_ONCE = 8
-"""Indexes that are asked for together."""
+"""How many indexes are asked for at once."""
 
 
 class Sources:
-    """Owns what was asked of registries in one command."""
+    """Keeps the answers of registries during one command."""
 
     def __init__(self, http: Http, trust: TrustStore, settings: Settings) -> None:
         """Ask through ``http``; nothing is asked yet."""
@@ -63,7 +63,7 @@ class Sources:
         self._heard: list[str] = []
 
     def candidates(self, wanted: Reference, by_hand: bool = False) -> list[Candidate]:
-        """Return all versions of a package; ``by_hand`` says that a person named the registry.
+        """Return all versions of a package; ``by_hand`` says that the user named the registry.
 
         Raises:
             NotFoundError: when its registry does not have it, or none is set.
@@ -78,9 +78,9 @@ class Sources:
         return published(document, address.host, self._judge(wanted.package, address.host))
 
     def prefetch(self, wanted: Iterable[tuple[Reference, bool]]) -> None:
-        """Ask for several indexes at once; what is refused is asked for again, and told, alone.
+        """Ask for several indexes at once; a refused one is later asked for alone and reported.
 
-        Each reference stands with whether a person named its registry.
+        Each reference comes with whether the user named its registry.
 
         Raises:
             UnreachableError: when a registry cannot be reached.
@@ -95,7 +95,7 @@ class Sources:
                         jobs[known.host, reference.package] = job
                 for (host, package), job in jobs.items():
                     self._believe(self._before.registry(host), package, job.result())
-            except UnreachableError:  # to try again would take as long again
+            except UnreachableError:  # trying again would take as long again
                 raise
             except ExpertError:
                 return
@@ -122,14 +122,14 @@ class Sources:
 
     @property
     def default_host(self) -> str | None:
-        """The registry that is set, if one is."""
+        """The host of the configured registry, if there is one."""
         if self.settings.registry is None:
             return None
         allow_http = self.settings.allow_http
         return RegistryAddress.parse(self.settings.registry, allow_http=allow_http).host
 
     def project_host(self, wanted: Reference) -> str:
-        """Return where a project file's reference means; a key trusted for there is enough.
+        """Return the host that a project file's reference means; a key trusted there is enough.
 
         Raises:
             NotFoundError: when it names no registry, and none is set.
@@ -143,7 +143,7 @@ class Sources:
         return self.address(wanted, by_hand=False).host
 
     def demand_home(self, wanted: Reference, address: RegistryAddress) -> None:
-        """Let no project file take a namespace from where it belongs to a registry without index.
+        """Refuse a project file that moves a namespace to a registry without an index.
 
         Raises:
             TrustError: when it would.
@@ -152,9 +152,10 @@ class Sources:
         demand_home(wanted, address, self._before, hint=hint)
 
     def demand_claims(self, chosen: Sequence[Chosen]) -> None:
-        """Let no package say to which registry a namespace belongs that belongs nowhere yet.
+        """Refuse a package that assigns a registry to a namespace which has none yet.
 
-        From then on all that a person asks for in it would come from there, not from the default.
+        Otherwise all that the user asks for in it would from then on come from there, not from the
+        default registry.
 
         Raises:
             TrustError: when one does.
@@ -189,20 +190,20 @@ class Sources:
         self._plain.add(address.host)
 
     def client(self, host: str) -> OciClient:
-        """Return what speaks with a registry."""
+        """Return the client of a registry."""
         known = self._before.registry(host)
         allow_http = self.settings.allow_http
         address = address_of(known) if known else RegistryAddress.parse(host, allow_http=allow_http)
         return OciClient(self.http, address)
 
     def release(self, candidate: Candidate) -> tuple[IndexDocument, Release] | None:
-        """Return what the index says of a candidate; None when it comes from none."""
+        """Return what the index says of a candidate; None when it does not come from an index."""
         document = self._documents.get((candidate.registry, candidate.package))
         release = document.release(candidate.version) if document else None
         return (document, release) if document and release else None
 
     def offered(self, candidate: Candidate) -> list[Candidate]:
-        """Return every version of a candidate's package that its index was seen to have."""
+        """Return every version of a candidate's package in its index, if that was read."""
         document = self._documents.get((candidate.registry, candidate.package))
         judge = self._judge(candidate.package, candidate.registry)
         return published(document, candidate.registry, judge) if document else []
@@ -235,7 +236,7 @@ class Sources:
             raise problem
 
     def is_revoked(self, key_id: str | None, package: PackageName, registry: str) -> bool:
-        """Tell whether a key counts no more for a namespace."""
+        """Tell whether a key no longer counts for a namespace."""
         namespace = package.namespace
         if key_id is None:
             return False
@@ -302,7 +303,7 @@ class Sources:
 def open_sources(
     settings: Settings, trust: TrustStore, *, tell: Tell | None = None
 ) -> Iterator[Sources]:
-    """Lend what asks the registries of this user; nothing is sent while offline."""
+    """Lend a `Sources` for this user's registries; nothing is sent while offline."""
     with open_http(settings, tell=tell) as http:
         yield Sources(http, trust, settings)
 

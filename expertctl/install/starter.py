@@ -70,7 +70,7 @@ def install_starter(
     folder: Path = STARTER,
     progress: Progress = no_progress,
 ) -> list[Installed]:
-    """Add the base and install the experts of the starter pack; again is harmless.
+    """Add the base and install the experts of the starter pack; repeating this is harmless.
 
     Raises:
         InvalidPackageError: when the installation is damaged.

@@ -1,6 +1,6 @@
-"""Why an expert is here: who requires it, who vouches for it, which base it is for.
+"""Why an expert is here: which experts require it, who vouches for it, which base it is for.
 
-The store does not record whether a person asked for an expert by name, so nothing here says so.
+The store does not record whether the user asked for an expert by name, so nothing here says so.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class Vouching:
     name: str | None
     """What the user calls the key; None when it is not trusted any more."""
     grant: Grant | None
-    """The leave to sign this expert's namespace and content, if there is one."""
+    """The permission to sign this expert's namespace and content, if there is one."""
     revoked: str | None
     """The reason of the revocation, if there is one."""
 
@@ -52,7 +52,7 @@ class Why:
     expert: StoredExpert
     required_by: tuple[Requirer, ...]
     breaks: tuple[str, ...]
-    """What would not run any more without it."""
+    """The experts that would no longer run without it."""
     vouching: Vouching | None
     """None means that nobody signed it."""
     bases: tuple[str, ...]
@@ -92,19 +92,19 @@ def _requirers(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[
 
 
 def _wants(claims: Claims, other: Claims) -> str | None:
-    """Return the words in which one expert requires another."""
+    """Return the reference by which one expert requires another."""
     return next((str(wanted) for wanted in claims.requires if other.fits(wanted)), None)
 
 
 def _broken_without(expert: StoredExpert, installed: Sequence[StoredExpert]) -> list[str]:
-    """Return what would miss the expert, or something that misses it."""
+    """Return what would lack the expert, directly or through its own requirements."""
     rest = [Claims.of(other) for other in installed if other != expert]
     sound, before = _sound(rest), _sound([*rest, Claims.of(expert)])
     return [claims.ref for claims in rest if claims in before - sound]
 
 
 def _sound(claims: Sequence[Claims]) -> set[Claims]:
-    """Return those that find all they require among those that do so too."""
+    """Return the largest set in which each finds all that it requires within the set."""
     kept = set(claims)
     while True:
         left = {c for c in kept if all(any(o.fits(w) for o in kept) for w in c.requires)}

@@ -1,8 +1,8 @@
 """What is wanted here: a project's ``experts.toml``, or else the user's own in ``EXPERT_HOME``.
 
 Only the working folder is looked at. A project has a lock file; the user's list has none, for what
-is installed is its state. A project's file was written by somebody else and may name only
-registries that the user knows; the user's list is the user's word.
+is installed is its state. A project's file may come from another person and may name only
+registries that the user knows; the user's own list counts as typed by the user.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ from expertctl.settings import Home
 
 @dataclass(frozen=True, slots=True)
 class Worklist:
-    """A list of wanted experts and whose it is."""
+    """A list of wanted experts, and whether it is a project's."""
 
     file: ProjectFile
     is_project: bool
@@ -47,7 +47,7 @@ class Worklist:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What a list came to."""
+    """What a list was resolved to."""
 
     chosen: tuple[Chosen, ...]
     directs: tuple[Direct, ...]
@@ -152,7 +152,7 @@ def install_list(
 
 
 def _moved(project: Project, sources: Sources) -> list[str]:
-    """Say where a project's file says that a namespace comes from, if not from the usual one."""
+    """Say from which registry a project's file takes a namespace, if not the usual one."""
     usual = sources.default_host
     return [
         f"{namespace}/* comes from {host}, says {PROJECT}"

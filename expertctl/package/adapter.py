@@ -23,14 +23,14 @@ _MAX_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Where the halves for one expert lie in tensors that have those of all experts of a layer."""
+    """Where the halves of one expert lie in tensors that hold those of all experts of a layer."""
 
     expert: int
     experts: int
     first: int
     """The first of its outputs among those that share a stack."""
     turned: bool
-    """Whether A is to be found in the tensor of B, and B in that of A, both transposed."""
+    """Whether A lies in the tensor of B, and B in that of A, both transposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Lora:
 
     @property
     def beyond(self) -> str | None:
-        """Of the last expert of a stack, the module behind it: no base that it fits has that."""
+        """For the last expert of a stack, the module after it, which no fitting base has."""
         if self.stacked is None or self.stacked.expert + 1 < self.stacked.experts:
             return None
         experts, _, name = self.module.rsplit(".", 2)

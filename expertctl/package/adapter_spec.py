@@ -1,6 +1,6 @@
 """Reading an adapter: which tensor of a file belongs to which part, and nothing left over.
 
-A tensor that means nothing is an error, and so is a file of which nothing has a meaning.
+A tensor without a meaning is an error, and so is a file without any tensor that has one.
 """
 
 from expertctl.errors import InvalidPackageError

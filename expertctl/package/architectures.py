@@ -1,7 +1,7 @@
-"""The architectures that the decoder runs: a row for each holds all that it does differently.
+"""The architectures that the decoder runs: a row for each holds all that differs in it.
 
-The decoder knows no names. Values of a row are what transformers takes for absent keys of
-``config.json``.
+The decoder knows no architecture by name. Values of a row are what transformers takes for absent
+keys of ``config.json``.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Window = Literal[
     "late_layers_always",
     "even_layers",
 ]
-"""Which layers see a window of earlier tokens only; see `expertctl.package.layer_windows`."""
+"""Which layers see only a window of earlier tokens; see `expertctl.package.layer_windows`."""
 Norms = Literal["none", "head", "projection"]
 """What queries and keys are normed over: one head, or all heads together."""
 Scoring = Literal["softmax", "sigmoid"]
@@ -31,11 +31,11 @@ class ExpertsRow:
     """How an architecture routes tokens to experts; without a default a key must be there."""
 
     count_names: tuple[str, ...]
-    """The keys of how many there are; any of them counts."""
+    """The keys that may hold the number of experts; any of them counts."""
     count: int | None = None
     used: int | None = None
     size: int | None = None
-    """Of one expert, under ``moe_intermediate_size``; None: it is the intermediate size."""
+    """The default for ``moe_intermediate_size``; None: the intermediate size of the base."""
     layers: RoutedLayers = "all"
     scoring: Scoring = "softmax"
     normalised: bool | None = None
@@ -60,7 +60,7 @@ class Architecture:
     window: Window = "none"
     experts: ExpertsRow | None = None
     refused: str | None = None
-    """A key whose values, but null, mean what the decoder does not compute."""
+    """A key whose values, except null, mean something that the decoder does not compute."""
 
 
 _COUNTS = ("num_experts", "num_local_experts")

@@ -56,7 +56,7 @@ def members(layout: AnyLayout) -> list[Member]:
 
 
 def documents(layout: AnyLayout) -> dict[str, bytes]:
-    """Return the members that are made, not packed, in order: all before the files."""
+    """Return the generated members in order: all that come before the packed files."""
     manifests = {blob_name(Digest.of(data)): data for data in (*layout.manifests, CONFIG)}
     return {LAYOUT_MEMBER: OCI_LAYOUT, INDEX_MEMBER: layout.index, **manifests}
 

@@ -1,4 +1,4 @@
-"""Reading the tar of a package or of a set in one pass, as strictly as can be.
+"""Reading the tar of a package or of a set in one pass, as strictly as possible.
 
 The archive that must come is derived from the index and the OCI manifests, which are themselves
 derived from the files they name, and each byte is compared or hashed. What is kept of the files in
@@ -49,7 +49,7 @@ from expertctl.schema.manifest import SIGNATURE_PATH
 MAX_SMALL_BYTES = 1 << 20
 MAX_SIGNATURE_BYTES = 1 << 20
 MAX_KEPT_BYTES = 320 << 20
-"""What may be looked at of all files: more than any one package needs, little for a set.
+"""How many bytes of all files may be kept: more than any one package needs, little for a set.
 
 Bytes that several files share count for each of them, as they are read for each."""
 DAMAGED = "it is damaged or was altered; get it again"
@@ -73,7 +73,7 @@ class Content(Protocol):
 
 
 class PlainContent:
-    """The bytes of an archive that no frame is around."""
+    """The bytes of an archive without a frame."""
 
     def __init__(self, stream: BinaryIO, what: str) -> None:
         """Read from ``stream`` on."""
@@ -152,7 +152,7 @@ class ArchiveReader:
         self._sink = sink
         self._progress = progress
         self.starts: dict[Digest, bytes] = {}
-        """The beginning of every blob, as much as is looked at later."""
+        """The beginning of every blob, as much as is needed later."""
         self._kept = 0
 
     def read_package(self) -> Layout:
@@ -246,7 +246,7 @@ class ArchiveReader:
 
 
 class _Start:
-    """The beginning of a blob: as much as is looked at later, which of tensors is the header."""
+    """The beginning of a blob, as much as is needed later: of a tensor file, the header."""
 
     def __init__(self, files: Sequence[FileDigest]) -> None:
         self.data = bytearray()

@@ -31,7 +31,7 @@ TOKENIZER_FILE = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
-    """A base by name and content; ``weights`` is ``None`` when nobody has read them."""
+    """A base by name and content; ``weights`` is ``None`` when they were not read."""
 
     name: str
     revision: str | None
@@ -42,7 +42,7 @@ class BaseIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BaseFacts:
-    """What checking an adapter needs of a base: who it is, and (out, in) of its linear layers."""
+    """What checking an adapter needs of a base: its identity, (out, in) of its linear layers."""
 
     identity: BaseIdentity
     shapes: Mapping[str, tuple[int, int]]
@@ -108,7 +108,7 @@ def read_base(
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]) -> Digest:
-    """Return what names the weights of a base: of each tensor name, dtype and sha256 in hex."""
+    """Return the digest of a base's weights, over name, dtype and hex sha256 of each tensor."""
     rows: list[list[Any]] = [[n, tensors[n].info.dtype, digests[n]] for n in sorted(digests)]
     return Digest.of(canonical(rows))
 

@@ -1,7 +1,7 @@
 """The tensors of a base as its safetensors files hold them, without torch.
 
-What a base must hold follows from its configuration (`ModelConfig.tensor_shapes`); it is checked
-here, from the headers alone, for whoever names a base and for whoever loads it.
+What a base must hold follows from its configuration (`ModelConfig.tensor_shapes`). It is checked
+here, from the headers alone, both for naming a base and for loading it.
 """
 
 import os
@@ -30,7 +30,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """By what a file is known again; no byte of it is read for that."""
+    """What identifies an unchanged file, without reading a byte of it."""
 
     inode: int
     size: int
@@ -44,9 +44,9 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a base: its file, what it is, and the byte in the file where it begins.
+    """One tensor of a base: its file, its type and shape, and the byte where it begins.
 
-    In the file it is called ``stored``, or it is some rows of that one, from ``row`` on.
+    In the file it is the tensor ``stored``, or some rows of that one, from ``row`` on.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class StoredTensor:
         return self.info.end - self.info.begin
 
     def open(self) -> FileIO:
-        """Open its file, which is read long after its table where a base does not fit.
+        """Open its file; where a base does not fit into memory, it is read long after its table.
 
         Raises:
             InvalidPackageError: when the file was replaced or written since.

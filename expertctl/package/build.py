@@ -80,7 +80,7 @@ class _Findings:
         self.hints: list[str] = []
 
     def of(self, step: Callable[[], _Value]) -> _Value | None:
-        """Do a step and keep what is wrong with it."""
+        """Run a step and keep its problems."""
         try:
             return step()
         except InvalidPackageError as error:
@@ -218,7 +218,7 @@ def _look_into(
     *,
     progress: Progress,
 ) -> list[str]:
-    """Look at every number of an adapter, and hold its shapes to the base; return warnings."""
+    """Check every number of an adapter, and its shapes against the base; return warnings."""
     path = adapter.weights_path
     with (directory / path).open("rb") as stream:
         found = peaks(stream, adapter.table, progress=progress)
@@ -248,7 +248,7 @@ def _against(
     base: BaseFacts | None,
     findings: _Findings,
 ) -> list[str]:
-    """Hold the manifest to the files, and to the base that was given."""
+    """Check the manifest against the files and against the given base."""
     by_path = {adapter.weights_path: adapter for adapter in adapters}
     for entry in manifest.adapters:
         if entry.path in by_path:

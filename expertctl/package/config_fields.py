@@ -1,4 +1,4 @@
-"""Typed, bounded reading of a base's configuration; every problem is kept, not the first alone.
+"""Typed, bounded reading of a base's configuration; every problem is kept, not only the first.
 
 ``null`` counts as absent, except where a caller asks (`Fields.is_null`). After a problem a reader
 returns a harmless value of the right type, so that the rest of the file is still looked at.

@@ -56,7 +56,7 @@ def named_files(manifest: Manifest) -> set[str]:
 
 
 def file_set_problems(manifest: Manifest, paths: Mapping[str, object]) -> list[str]:
-    """Return which files are missing, and which nobody named."""
+    """Return which files are missing, and which are not named in the manifest."""
     named = named_files(manifest)
     missing = [
         f"{path} is named in {MANIFEST_PATH} but missing" for path in sorted(named - set(paths))
@@ -72,7 +72,7 @@ def entry_spec(
     headers: Mapping[str, bytes],
     sizes: Mapping[str, int],
 ) -> AdapterSpec:
-    """Read one adapter's configuration and table of tensors, and hold the manifest to it.
+    """Read one adapter's configuration and table of tensors, and check the manifest against them.
 
     Raises:
         InvalidPackageError: with every problem.

@@ -1,7 +1,8 @@
 """What changed between two packages: what they say, their files, their tensors.
 
-Signatures are left out: they say who, not what. Two packages are equal when their content digests
-are. Every byte was hashed when they were opened; a piece of one pair of tensors is read at a time.
+Signatures are left out: they say who signed, not what. Two packages are equal when their content
+digests are. Every byte was hashed when they were opened; a piece of one pair of tensors is read at
+a time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDiff:
-    """Two adapters with each other, or one that the other package has no counterpart for."""
+    """Two adapters compared, or one without a counterpart in the other package."""
 
     old: AdapterEntry | None
     new: AdapterEntry | None
@@ -125,7 +126,7 @@ def _are_alike(old: JsonValue, new: JsonValue) -> bool:
 
 
 def _children(value: JsonValue) -> Mapping[str, JsonValue] | None:
-    """Return what is looked into: objects, and lists of objects; other lists are one value."""
+    """Return the children of objects and of lists of objects; other lists are one value."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
@@ -148,7 +149,7 @@ _Pair = tuple[AdapterEntry | None, AdapterEntry | None]
 
 
 def _pairs(old: Sequence[AdapterEntry], new: Sequence[AdapterEntry]) -> list[_Pair]:
-    """Pair adapters by the names of their files; where each has but one, those."""
+    """Pair adapters by the names of their files; where each package has only one, pair those."""
     if len(old) == len(new) == 1:
         return [(old[0], new[0])]
     before, after = {entry.path: entry for entry in old}, {entry.path: entry for entry in new}

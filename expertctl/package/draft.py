@@ -1,9 +1,9 @@
-"""Drafting ``expert.json`` from what a person wrote, what they said, and what the files show.
+"""Drafting ``expert.json`` from an existing one, the command line, and what the files show.
 
 What cannot be known is a problem, and all problems come at once.
 
 Order of authority: flags, then an existing ``expert.json``, then the files. What the files decide
-(rank, dtype, number of tensors) is never a matter of opinion: a manifest that differs is refused.
+(rank, dtype, number of tensors) cannot be overridden: a manifest that differs is refused.
 """
 
 import json
@@ -104,7 +104,7 @@ def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
 
 
 def is_hub_name(label: str) -> bool:
-    """Tell whether a label names a model rather than a place on somebody's disk."""
+    """Tell whether a label names a model rather than a path on a disk."""
     return _HUB_NAME.fullmatch(label) is not None
 
 
@@ -210,7 +210,7 @@ def _description(adapters: Sequence[AdapterFiles]) -> str:
 
 
 def _entries(stated: JsonValue, adapters: Sequence[AdapterFiles]) -> JsonValue:
-    """Fill in what the files decide; what a person wrote beside it is checked, not replaced."""
+    """Fill in what the files decide; what the publisher wrote already is checked, not replaced."""
     if stated is None:
         return [_entry(adapter) for adapter in adapters]
     if not isinstance(stated, list):

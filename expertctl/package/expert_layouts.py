@@ -1,7 +1,7 @@
-"""In which ways files hold routed experts: each matrix apart, or those of a layer in one stack.
+"""The layouts in which files hold routed experts: each matrix apart, or those of a layer stacked.
 
-Whatever the way, each matrix of each expert becomes a tensor of its own, a stretch of rows of what
-is stored. So the digest of a base, its loading and reading some rows do not depend on the way.
+In either layout, each matrix of each expert becomes a tensor of its own: a range of rows of what is
+stored. So the digest of a base, its loading and reading some rows do not depend on the layout.
 """
 
 import re
@@ -24,7 +24,7 @@ _WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a tensor comes from: the stored one that it is, or whose rows it is some of."""
+    """Where a tensor comes from: a whole stored tensor, or some of its rows."""
 
     stored: str
     row: int
@@ -47,7 +47,7 @@ def canonical_sources(
 
 
 def _mixed(infos: Mapping[str, TensorInfo]) -> list[str]:
-    """All experts of a base are stored in one way; a base of two would hold some of them twice."""
+    """All experts of a base are stored in one layout; with two, some would be stored twice."""
     firsts = {
         way: next((name for name in infos if pattern.fullmatch(name)), None)
         for way, pattern in _WAYS.items()

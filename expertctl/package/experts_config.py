@@ -14,18 +14,18 @@ from expertctl.schema.strict_json import JsonObject
 MAX_COUNT = 1024
 """The most experts of one layer."""
 MAX_ALL = 1 << 16
-"""The most experts of all layers; each has three matrices of its own, all of them named."""
+"""The most experts of all layers together; each has three matrices with names of their own."""
 _MAX_SIZE = 1 << 19
 _SIZE = "moe_intermediate_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
-    """The routed experts of a base; every layer that has some has as many, of one size."""
+    """The routed experts of a base: the same number and size in every layer that has any."""
 
     count: int
     used: int
-    """How many a token is routed to."""
+    """How many experts a token is routed to (top-k)."""
     intermediate_size: int
     layers: tuple[int, ...]
     """The numbers of the layers that have routed experts; the others are dense."""
@@ -33,13 +33,13 @@ class ExpertsConfig:
     normalised: bool
     """Whether the weights of a token are divided by their sum."""
     choice_bias: bool
-    """Whether a bias takes part in the choice of experts, and not in their weights."""
+    """Whether a bias takes part in the choice of experts, but not in their weights."""
     scale: float
-    """What weights are multiplied with at last."""
+    """The factor that the weights are multiplied with in the end."""
     shared_size: int
     """The intermediate size of the expert that reads every token; 0: there is none."""
     shared_gate: bool
-    """Whether a gate of its own says how much of it counts."""
+    """Whether the shared expert has a gate of its own that scales its output."""
 
     def to_json(self) -> JsonObject:
         """Return every field as the digest of a base holds it."""
@@ -78,7 +78,7 @@ def parse_experts(
 
 
 def _count(fields: Fields, row: ExpertsRow) -> int:
-    """Read the one key of how many there are, or several that agree."""
+    """Read the number of experts from its one key, or from several that agree."""
     there = [name for name in row.count_names if fields.get(name) is not None]
     names = there or row.count_names[:1]
     counts = [fields.integer(n, low=1, high=MAX_COUNT, default=row.count) for n in names]

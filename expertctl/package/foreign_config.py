@@ -1,7 +1,7 @@
 """The configuration of a base as transformers reads it: any architecture, nothing interpreted.
 
-The decoder of our own needs none of this. A base of an architecture that it does not know is named
-by its whole ``config.json``, without the fields in `_NOT_COMPUTED`: who wrote the file, with which
+Our own decoder needs none of this. A base of an architecture that it does not know is named by its
+whole ``config.json``, without the fields in `_NOT_COMPUTED`: who wrote the file, with which
 library, from where, which implementation ran it there. What would make transformers run foreign
 code, read other files or quantise is refused by name, at any depth.
 """
@@ -51,13 +51,13 @@ _REFUSED: Mapping[str, str] = {
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _BARE: Mapping[str, str] = {"gpt2": "transformer", "bloom": "transformer", "opt": "model"}
-"""Architectures published without their head too, and what the names of tensors lack then."""
+"""Architectures also published without their head, and the prefix that tensor names lack then."""
 HEADS = ("lm_head", "embed_out")
 """What architectures call the layer that gives the scores, as wide as their tokens."""
 LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What architectures call the number of tokens that they read."""
 UNKNOWN_LENGTH = 2048
-"""The context of a base that does not say how much it reads."""
+"""The context length of a base that does not state one."""
 
 Shape = tuple[int, ...]
 

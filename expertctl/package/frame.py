@@ -17,7 +17,7 @@ from expertctl.errors import InvalidPackageError
 
 MAGIC = b"\x28\xb5\x2f\xfd"
 FAST = -1
-"""Leaves what looks random as it is, so that reading costs little more than hashing."""
+"""A level that stores data that looks random as is: reading costs little more than hashing."""
 LEVELS = range(-7, 20)
 WINDOW_LOG = 17
 MAX_WINDOW = 8 << 20
@@ -25,11 +25,11 @@ MAX_WINDOW = 8 << 20
 MAX_RATIO = 50
 RATIO_FREE_BYTES = 64 << 20
 MANY_BLOCKS, SMALL_BLOCK = 1024, 256
-"""So many blocks, and then one for each 256 bytes of content; compressors make far larger ones."""
+"""The most blocks: 1024, and one per 256 bytes of content; compressors make far larger blocks."""
 _CHUNK = 1 << 18
 _BUFFERS = 8
 _RETURNED = 4
-"""Buffers go back so many at a time: waking the thread for each costs a fifth of hashing it."""
+"""Buffers are returned in batches: waking the thread for each costs a fifth of hashing it."""
 _READ = 1 << 18
 _RAW, _RLE, _RESERVED = 0, 1, 3
 _MAX_BLOCK = 128 << 10
@@ -55,7 +55,7 @@ def check_frame(stream: BinaryIO, *, file_size: int, max_content: int, what: str
 
 
 def check_ratio(content: int, compressed: int, *, what: str) -> None:
-    """Refuse what only a decompression bomb looks like.
+    """Refuse what looks like a decompression bomb.
 
     Raises:
         InvalidPackageError: when much more comes out than went in.
@@ -95,7 +95,7 @@ def _window(descriptor: int) -> int:
 
 
 def _end_of_blocks(stream: BinaryIO, position: int, most: int, what: str) -> int:
-    """Walk at most so many block headers (section 3.1.1.2); return where the last block ends."""
+    """Walk at most ``most`` block headers (section 3.1.1.2); return where the last block ends."""
     for _ in range(most):
         stream.seek(position)
         head = stream.read(3)
@@ -116,7 +116,7 @@ class FrameReader:
     """
 
     def __init__(self, filled: "_Filled", empty: "_Buffers", what: str) -> None:
-        """Take the two queues that connect it with the decompressing thread."""
+        """Take the two queues that connect the reader with the decompressing thread."""
         self._filled = filled
         self._empty = empty
         self._what = what
@@ -205,7 +205,7 @@ def _decompress(stream: BinaryIO, filled: _Filled, empty: _Buffers) -> None:
     try:
         with decompressor.stream_reader(stream, read_size=_READ, closefd=False) as reader:
             _fill(reader.readinto, filled, empty)
-    except (zstandard.ZstdError, OSError, MemoryError) as error:  # else the reader waits forever
+    except (zstandard.ZstdError, OSError, MemoryError) as error:  # or the reader waits forever
         filled.put(error)
 
 

@@ -1,4 +1,4 @@
-"""Threads that hash files, and let go of them when whoever waits was interrupted."""
+"""Threads that hash files, and stop early when the caller was interrupted."""
 
 import os
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ MOST = 4
 
 
 class _GivenUpError(Exception):
-    """Nobody waits for this digest any more."""
+    """The digest is no longer wanted."""
 
 
 @contextmanager
 def hashing_threads() -> Iterator[tuple[ThreadPoolExecutor, Progress]]:
-    """Lend threads, and what each of them has to call for every chunk that it hashes.
+    """Lend threads, and a function that each must call for every chunk that it hashes.
 
-    That raises in them once the block was left by an exception, so that files of any size end
-    soon; else whoever pressed Ctrl-C would wait for all that was begun.
+    It raises in the threads once the block was left by an exception, so that hashing even large
+    files stops soon; otherwise Ctrl-C would wait for all files that were begun.
     """
     given_up = Event()
 

@@ -34,8 +34,8 @@ class Ia3Config:
     def on_input(self, module: str) -> bool | None:
         """Tell whether a module's inputs are scaled; ``None`` where its tensor must show it.
 
-        PEFT takes any ending of a module's name here, not only a dotted one. A stranger chose both
-        names, so it is the endings that are looked up, however many names there are.
+        PEFT takes any ending of a module's name here, not only a dotted one. Both names are
+        untrusted, so the endings are looked up, which takes the same time for any number of names.
         """
         names = self.feedforward_modules
         if names is None:

@@ -46,7 +46,7 @@ def _in_every_layer(fields: Fields, window: int | None, layers: int) -> Windows:
 
 
 def _late(fields: Fields, layers: int, *, first: int) -> list[bool]:
-    """Which layers have a window where the file does not list them: those from some layer on."""
+    """Return which layers have a window if the file lists none: those from some layer on."""
     begin = fields.integer("max_window_layers", low=0, high=_MAX_LAYER, default=first)
     return [layer >= begin for layer in range(layers)]
 

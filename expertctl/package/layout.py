@@ -155,7 +155,7 @@ def file_problems(files: Sequence[FileDigest]) -> list[str]:
 
 
 def two_sizes(files: Iterable[FileDigest]) -> list[str]:
-    """Return which digests are given two sizes: one of them lies, and nobody may believe it."""
+    """Return the digests that are given with two sizes: one is false, so neither is believed."""
     sizes: dict[Digest, set[int]] = {}
     for file in files:
         sizes.setdefault(file.digest, set()).add(file.size)

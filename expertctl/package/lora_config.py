@@ -16,10 +16,10 @@ from expertctl.package.targets import literals, names_module
 from expertctl.schema.strict_json import JsonObject
 
 _INSIDE = r".*\."
-"""Begins an alternative that something stands before, and a dot."""
+"""Begins an alternative that must follow something and a dot."""
 _LITERAL = re.compile(rf"(\^|{re.escape(_INSIDE)})?[A-Za-z0-9_.-]+\$?")
 _ANYTHING = r"[^.]+\.[^.]+"
-"""PEFT takes no number for that of a layer before the third place."""
+"""PEFT takes no number before the third place for a layer number."""
 _PER_NAME = 16
 
 
@@ -33,7 +33,7 @@ class Pattern:
     def parse(cls, key: str) -> "Pattern":
         r"""Read ``name``, ``a.b``, ``^whole.name`` and ``a|b``; ``.`` stands for any character.
 
-        So is ``.*\.name``, which PEFT writes for stacks of experts: something stands before it.
+        So is ``.*\.name``, which PEFT writes for stacks of experts: it must follow something.
 
         Raises:
             ValueError: for any other regular expression.
@@ -79,7 +79,7 @@ class LoraConfig:
 
     @property
     def pattern_size(self) -> int:
-        """What looking up one module costs at most: the characters of all names, and the names."""
+        """The highest cost of looking up one module: all characters, and a constant per name."""
         patterns = [p for p, _ in (*self.rank_pattern, *self.alpha_pattern)]
         return sum(_PER_NAME + len(part) for pattern in patterns for part in pattern.alternatives)
 
@@ -116,7 +116,7 @@ class LoraConfig:
         return exact or self.layers_to_transform is None or self._layer_is_chosen(module)
 
     def _key(self, module: str) -> str:
-        """Return what patterns are held against: the weight of a module, where that is a target."""
+        """Return what patterns are matched with: the weight of a module, where that is a target."""
         weight = f"{module}.{WEIGHT}"
         return weight if self.targets_parameter(weight) else module
 
@@ -165,7 +165,7 @@ def lora_config_of(document: JsonObject, *, what: str) -> LoraConfig:
 def layer_of(module: str, patterns: tuple[str, ...]) -> int | None:
     """Return the layer number in a module name: the first one, or the first after a pattern.
 
-    Patterns are tried in order, and searched for: a stranger chose both them and the name.
+    Patterns are tried in order, by plain search: both they and the name are untrusted.
     """
     before = [re.escape(pattern) for pattern in patterns] or [_ANYTHING]
     found = (re.search(rf"\.{words}\.([0-9]+)\.", f".{module}") for words in before)

@@ -90,7 +90,7 @@ def _magnitudes(names: list[str], problems: list[str]) -> dict[str, str]:
 
 
 def _check_effort(modules: int, pattern_size: int, what: str) -> None:
-    """Every module is held against every pattern, and a stranger chose both."""
+    """Every module is matched with every pattern, and both are untrusted."""
     if modules * pattern_size > _MAX_EFFORT:
         problem = f"{modules} modules are too many for such long patterns of rank and alpha"
         raise InvalidPackageError(what, [problem])

@@ -22,14 +22,14 @@ CONFIG_FILE = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ROUTER = "mlp.gate"
-"""What chooses the experts of a layer; modules of a layer are named from its prefix on."""
+"""The router of a layer; the names of modules in a layer omit the layer's prefix."""
 CHOICE_BIAS = "e_score_correction_bias"
 SHARED = "mlp.shared_expert"
 SHARED_GATE = "mlp.shared_expert_gate"
 _MAX_CONFIG_BYTES = 1 << 20
 
 _LATER: Mapping[str, object] = {"projection_norm": False, "experts": None}
-"""Fields that dense bases, whose digests hold all others, do not name."""
+"""Fields added later: the digest of a base leaves them out at these values, so old ones hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class ModelConfig:
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return ``(out, in)`` of every linear layer, by module name, ``lm_head`` included.
 
-        The router of a layer is none of them: nothing may change it.
+        The router of a layer is not among them: no adapter may change it.
         """
         shapes = {
             f"model.layers.{layer}.{name}": shape

@@ -17,9 +17,9 @@ from expertctl.package.read import PackageContents
 from expertctl.package.tensor_file import TensorInfo, TensorTable, read_header
 
 EXTREME = 1000.0
-"""A change beyond it is worth a warning: the weights of trained bases are below 10, so are LoRA's
-changes to them and the factors of IA³; soft prompts and DoRA's magnitudes, which are norms of rows,
-stay below 100. It is far enough from 65504, where float16 ends."""
+"""A change beyond it is worth a warning: the weights of trained bases are below 10, and so are
+LoRA's changes to them and the factors of IA³; soft prompts and DoRA's magnitudes, which are norms
+of rows, stay below 100. It is far enough from 65504, where float16 ends."""
 
 _MAGNITUDE: Mapping[str, tuple[str, int, int]] = {
     "F32": ("<u4", 0x7FFFFFFF, 0x7F800000),
@@ -45,7 +45,7 @@ def not_finite(found: Mapping[str, float]) -> list[str]:
 
 
 def extremes(spec: AdapterSpec, found: Mapping[str, float]) -> list[str]:
-    """Return where the numbers of an adapter are finite, but beyond what training gives."""
+    """Return where the numbers of an adapter are finite but larger than training gives."""
     reaches = ((part, _reach(part, found)) for part in spec.parts)
     return shortened(
         [
@@ -73,7 +73,7 @@ def doubts(contents: PackageContents, blobs: Blobs) -> list[str]:
 
 
 def _reach(part: Part, found: Mapping[str, float]) -> float:
-    """Return a bound on the numbers that a part adds to weights, multiplies by, or puts in."""
+    """Return a bound on the numbers that a part adds to weights, multiplies by, or inserts."""
     match part:
         case Lora():
             return _product(part, found)
@@ -110,7 +110,7 @@ def _peak(stream: BinaryIO, offset: int, tensor: TensorInfo, progress: Progress)
 
 
 def _value(bits: int, dtype: str) -> float:
-    """Return the number that bits without a sign spell."""
+    """Return the number that these bits, without a sign, stand for."""
     if dtype == "F16":
         return float(np.uint16(bits).view(np.float16))
     return float(np.uint32(bits << 16 if dtype == "BF16" else bits).view(np.float32))

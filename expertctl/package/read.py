@@ -48,7 +48,7 @@ _MAX_SET_ARCHIVE = MAX_SET_BYTES + (MAX_FILES + 8) * MAX_PACKAGES * _MEMBER_BYTE
 
 @dataclass(frozen=True, slots=True)
 class PackageContents:
-    """What a package holds; its digests are right, but nobody has vouched for it yet."""
+    """What a package holds; its digests are right, but its signature is not verified yet."""
 
     manifest: Manifest
     adapters: tuple[AdapterSpec, ...]
@@ -101,8 +101,8 @@ def read_set(
 ) -> Iterator[PackageContents]:
     """Read several packages that were exported together, in a frame or as a plain tar.
 
-    Every byte is read and hashed at once. What a package says is looked into when it is taken, so
-    that one which nobody vouches for is the last that costs anything.
+    Every byte is read and hashed at once. A package's content is parsed only when it is taken, so
+    after one that is not vouched for, no further one costs anything.
 
     Raises:
         NotFoundError: when there is no such file.
@@ -147,7 +147,7 @@ def names_file(text: str) -> bool:
         return True
     try:
         mode = os.stat(text).st_mode  # noqa: PTH116  # an empty Path is this folder
-    except (OSError, ValueError):  # not there, or nothing that could be
+    except (OSError, ValueError):  # it does not exist, or cannot be a path
         return False
     return not (stat.S_ISDIR(mode) and _is_reference(text))
 

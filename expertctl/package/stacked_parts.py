@@ -1,9 +1,9 @@
 """The tensors of a LoRA on stacks of routed experts: each is cut into the parts of single experts.
 
-PEFT wraps the module of all experts once for each stack that it changes, in the order in which the
-module has them. So the last of them is named by the module itself, and each one before it by one
-``base_layer`` more. For E experts and rank r, ``lora_A`` is [E r, in], expert after expert, and
-``lora_B`` [out, r E], where the experts of one rank stand beside each other.
+PEFT wraps the module of all experts once for each stack that it changes, in the order of the
+stacks in the module. So the last of them is named by the module itself, and each one before it by
+one ``base_layer`` more. For E experts and rank r, ``lora_A`` is [E r, in], expert after expert, and
+``lora_B`` [out, r E], where for each rank the columns of all experts stand side by side.
 """
 
 import re

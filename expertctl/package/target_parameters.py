@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The stacks of a layer in their order there, and the matrices of an expert in each, by rows."""
+"""The stacks of a layer in their order, and the matrices of one expert in each, by rows."""
 WEIGHT = "weight"
 """What a linear layer calls its matrix."""
 _RELEASE = re.compile(r"([0-9]{1,4})\.([0-9]{1,4})\.([0-9]{1,4})(?P<rest>.{0,90})", re.DOTALL)

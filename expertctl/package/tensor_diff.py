@@ -54,7 +54,7 @@ class Distance:
         return math.sqrt(self.squares / self.old_squares) if self.old_squares else None
 
     def __add__(self, other: "Distance") -> "Distance":
-        """Take two pairs together, as if they were one."""
+        """Combine two pairs as if they were one."""
         return Distance(
             max(self.max_abs, other.max_abs),
             self.squares + other.squares,
@@ -74,7 +74,7 @@ class TensorChange:
     old: TensorForm | None
     new: TensorForm | None
     distance: Distance | None = None
-    """Of equal shapes of finite numbers."""
+    """Only where both have the same shape and finite numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class KindSummary:
     kind: str
     counts: Mapping[Change, int]
     distance: Distance | None
-    """Of all its pairs together, where there are any."""
+    """The distance over all pairs together, where there are any."""
 
 
 def summarise(changes: Iterable[TensorChange]) -> list[KindSummary]:

@@ -55,8 +55,8 @@ def verify_contents(
 ) -> VerifiedPackage:
     """Demand the package that was asked for, signed by a key that may sign it.
 
-    ``registry`` is where it came from: what is trusted there alone counts too. Whoever verifies
-    many packages reads what is trusted once, and passes that.
+    ``registry`` is where it came from: what is trusted only there counts too. A caller that
+    verifies many packages reads what is trusted once, and passes it.
 
     Raises:
         UnsignedError: when there is no signature.

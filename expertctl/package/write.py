@@ -1,6 +1,6 @@
 """Writing a package: the deterministic tar, plain for export or in a zstd frame as ``.expert``.
 
-Bytes are hashed again while they are written, so a file that changes under us is found out. A
+Bytes are hashed again while they are written, so a file that changes meanwhile is detected. A
 package appears under its name whole or not at all, and so does a directory made of one.
 """
 

@@ -1,7 +1,7 @@
 """What a registry answered, as typed values: the one place that turns its JSON into them.
 
-Fields that are not known here are passed over, so that a newer registry can say more. Text stays
-as it came; whoever shows it makes it harmless.
+Unknown fields are ignored, so that a newer registry can say more. Text stays as it came; the code
+that shows it makes it harmless.
 """
 
 from collections.abc import Iterator

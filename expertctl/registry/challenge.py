@@ -1,7 +1,7 @@
 """Logins that a registry asks for: Basic, or Bearer with a token from its realm.
 
 A secret goes only to the address it belongs to, or to the realm that its owner named beside it.
-Any other realm is asked without it, and none at all where that would reach into a network.
+Any other realm is asked without it, or not at all where that would reach into a network.
 """
 
 import base64
@@ -36,7 +36,7 @@ Fetch = Callable[[str, str | None], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """One way in that a 401 offers."""
+    """One way to log in that a 401 offers."""
 
     scheme: str
     fields: Mapping[str, str]
@@ -49,7 +49,7 @@ class _Session:
 
 
 class Logins:
-    """What to say to each registry about who asks; short-lived tokens are kept in memory."""
+    """The logins to show to each registry; short-lived tokens are kept in memory."""
 
     def __init__(
         self, find: Find, fetch: Fetch, *, clock: Callable[[], float] = time.monotonic
@@ -73,7 +73,7 @@ class Logins:
         return None
 
     def shown(self, address: RegistryAddress) -> bool:
-        """Tell whether a registry has asked who asks, and was answered."""
+        """Tell whether a registry asked for a login, or a token of its realm, and was given one."""
         return any(url == address.url for url, _ in self._sessions)
 
     def answer(
@@ -138,7 +138,7 @@ class Logins:
 
 
 def read_challenges(header: str) -> list[Challenge]:
-    """Read ``WWW-Authenticate``, several challenges included; what is malformed ends it."""
+    """Read ``WWW-Authenticate``, several challenges included; the first malformed one ends it."""
     challenges: list[Challenge] = []
     position = 0
     text = header[:MAX_HEADER]

@@ -1,4 +1,4 @@
-"""Tokens for registries: one per address, in a file that its owner alone can read.
+"""Tokens for registries: one per address, in a file that only its owner can read.
 
 A token belongs to exactly one scheme, host and port. ``EXPERT_TOKEN`` belongs to the registry that
 ``EXPERT_REGISTRY`` names and to no other. Nothing is read from ``.netrc`` or from docker.
@@ -31,7 +31,7 @@ _HINT = "remove the file and run `expertctl login` again"
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """What a registry knows somebody by."""
+    """What identifies a user to a registry."""
 
     user: str
     secret: str = field(repr=False)
@@ -171,7 +171,7 @@ def _read(document: JsonObject, what: str) -> dict[str, Credential]:
 
 
 def _check_url(url: str, what: str) -> None:
-    """Demand the one writing of an address, or a login would be there and not be found."""
+    """Demand the one spelling of an address; a login under another would not be found."""
     try:
         if RegistryAddress.parse(url, allow_http=True).url == url:
             return

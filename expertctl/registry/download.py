@@ -1,7 +1,7 @@
-"""Fetching blobs: several at once, on from where they broke off, verified while they are written.
+"""Fetching blobs: several at once, resumed where they broke off, verified while written.
 
-Bytes are only ever appended to bytes of the same registry and ETag; a whole blob gets to its
-target by one rename, on the disk. What is half here is in `expertctl.registry.partial`.
+Bytes are only ever appended to bytes of the same registry and ETag; a whole blob, flushed to the
+disk, gets to its target by one rename. For partial blobs see `expertctl.registry.partial`.
 """
 
 import re
@@ -45,7 +45,7 @@ class BlobTarget(Protocol):
     """Where whole blobs go: a staging folder of the store."""
 
     def path(self, digest: Digest) -> Path:
-        """Return where a blob shall be."""
+        """Return the path for a blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Wanted:
 
 
 class _RestartError(Exception):
-    """What is here does not go with what comes: begin anew."""
+    """The bytes that are here do not belong to those that come: begin anew."""
 
 
 class _StoppedError(Exception):
@@ -67,12 +67,12 @@ class _StoppedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Downloads:
-    """Owns the folder of blobs that are half here."""
+    """Owns the folder of partial blobs."""
 
     folder: Path
     workers: int = WORKERS
     kept_bytes: int = KEPT_BYTES
-    """Smaller blobs begin anew when they break off: to remember them would cost more."""
+    """Smaller blobs begin anew when they break off: remembering them would cost more."""
 
     def fetch(
         self,
@@ -89,7 +89,7 @@ class Downloads:
     def fetch_all(
         self, wanted: Iterable[Wanted], target: BlobTarget, progress: Progress = no_progress
     ) -> None:
-        """Bring blobs to their target, several at once; what was here before goes on.
+        """Bring blobs to their target, several at once; partial blobs are resumed.
 
         Raises:
             DigestError: when bytes are not those of their digest.
@@ -120,7 +120,7 @@ class Downloads:
             raise error
 
     def sweep(self, *, age: float = KEPT_SECONDS) -> None:
-        """Remove what nobody went on with for ``age`` seconds."""
+        """Remove partial blobs that were not continued for ``age`` seconds."""
         sweep_partials(self.folder, age=age)
 
     def check_integrity(self) -> None:
@@ -133,7 +133,7 @@ class Downloads:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One blob that shall come."""
+    """One blob to fetch."""
 
     downloads: Downloads
     wanted: Wanted
@@ -253,7 +253,7 @@ def _check_start(job: _Job, answer: OpenAnswer, start: int) -> None:
     size = job.file.size
     if answer.status == 416 or (start > 0 and answer.status == 200):
         if start == 0:
-            raise RegistryError(f"{job.what}: a range is refused that nobody asked for")
+            raise RegistryError(f"{job.what}: it refuses a range that was not asked for")
         raise _RestartError
     if answer.status == 206:
         text = answer.headers.get("content-range", "")

@@ -1,7 +1,7 @@
 """HTTP to registries: credentials stay where they belong, answers are bounded, failures named.
 
-A login is shown to the scheme, host and port it was made for and to nobody else: not to where a
-redirect leads, even if that leads back. Nothing is sent at all while offline.
+A login is shown only to the scheme, host and port it was made for: never to the target of a
+redirect, nor after one that leads back. Nothing is sent at all while offline.
 """
 
 import os
@@ -134,7 +134,7 @@ class Http:
     def ended_by_ctrl_c(self) -> Iterator[None]:
         """On Ctrl-C end what other threads wait for, and keep them from asking again.
 
-        To be entered after a pool of such threads, which waits for them when it is left.
+        Enter it after the pool of these threads, which waits for them on exit.
         """
         try:
             yield
@@ -144,7 +144,7 @@ class Http:
             raise
 
     def asked_who(self, address: RegistryAddress) -> bool:
-        """Tell whether a registry was shown a login, or at least a token for anybody."""
+        """Tell whether a registry was shown a login, or at least an anonymous token."""
         return self._logins.shown(address)
 
     def request(
@@ -176,7 +176,7 @@ class Http:
         """Send a request, once, and lend its answer as it comes.
 
         Raises:
-            UnreachableError: also while the body is read; whoever reads it decides to try again.
+            UnreachableError: also while the body is read; the caller decides whether to try again.
             ExpertError: as `request`.
         """
         response = self._opened(call, accept)
@@ -196,7 +196,7 @@ class Http:
             response.close()
 
     def _opened(self, call: Call, accept: Collection[int]) -> httpx2.Response:
-        """Return an answer with one of the statuses hoped for, its body unread."""
+        """Return an answer with one of the accepted statuses, its body unread."""
         response = self._followed(call)
         if response.status_code in accept:
             return response
@@ -209,7 +209,7 @@ class Http:
         raise refusal(status, headers, body, host=host, what=call.what)
 
     def _followed(self, call: Call) -> httpx2.Response:
-        """Send a request and go where it is sent on to, without the login once it has left."""
+        """Send a request and follow redirects, without the login once one left the registry."""
         url = _url(f"{call.address.url}/", call.target, call.address)
         home, seen = call.address.url, {str(url)}
         at_home = _origin(url) == home
@@ -287,7 +287,7 @@ class Http:
             return b""
 
     def _dismiss(self, response: httpx2.Response) -> None:
-        """Let go of an answer; once it is read its connection can be used again."""
+        """Discard an answer; once it is read, its connection can be reused."""
         try:
             self._read_error(response)
         finally:
@@ -302,7 +302,7 @@ class Http:
             return self._found[address.url]
 
     def _fetch_token(self, url: str, authorization: str | None) -> bytes:
-        """Ask a realm, which may not send on to anywhere else."""
+        """Ask a realm, which may not redirect."""
         target = httpx2.URL(url)
         address = RegistryAddress.parse(_origin(target), allow_http=True)
         call = Call("GET", address, url)
@@ -363,7 +363,7 @@ def _next(call: Call, url: httpx2.URL, location: str) -> httpx2.URL:
 
 
 def _url(base: str, text: str, address: RegistryAddress) -> httpx2.URL:
-    """Return where a path or URL leads that was found at ``base``."""
+    """Resolve a path or URL that was found at ``base``."""
     try:
         url = httpx2.URL(urljoin(base, text))
         if url.scheme in {"http", "https"} and url.host and not url.userinfo:

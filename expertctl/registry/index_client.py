@@ -25,9 +25,9 @@ def fetch_index(
     """Return what a registry says of a package now; offline, what it said last.
 
     Raises:
-        NotFoundError: when it has no such package, or was never asked and may not be now.
+        NotFoundError: when it has no such package, or we are offline and never asked it.
         TrustError: when its index key did not sign this, or it is older than before.
-        StoreError: when what it said last cannot be read, or this not remembered.
+        StoreError: when what it said last cannot be read, or the answer not be remembered.
         RegistryError: when it cannot be reached or understood.
     """
     floor = store.recall(known, package)

@@ -3,7 +3,7 @@
 ::
 
     <folder>/<registry>/index/<index key>/<namespace>/<name>.json   the newest signed envelope
-    <folder>/<registry>/index/lock                                  held by whoever writes one
+    <folder>/<registry>/index/lock                                  held while one is written
 
 A new index key, which only the person can accept, begins anew; nothing else ever lowers the floor.
 A file that cannot be read stops everything about its package: it is not taken for an unknown one.
@@ -79,8 +79,8 @@ class IndexStore:
     ) -> IndexDocument:
         """Return the newest document, which is then remembered.
 
-        ``floor`` is what was remembered before the registry was asked. Whoever was told more
-        meanwhile is right too.
+        ``floor`` is what was remembered before the registry was asked. A newer document that
+        another process has remembered meanwhile is returned instead.
 
         Raises:
             TrustError: when it is not signed as it must be, older than before, or changed without

@@ -1,6 +1,6 @@
 """The statement by which one publisher key vouches for another of the same namespace.
 
-Who has pinned the older key follows it to the newer one without asking anybody.
+A client that pinned the older key accepts the newer one without asking the user.
 """
 
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ def statement_signer(
 
 
 def claimed_signer(data: bytes) -> str:
-    """Return whom a statement names as its signer, unverified; empty when it is malformed."""
+    """Return the key id that a statement names, unverified; empty when it is malformed."""
     try:
         what = "a key statement"
         return Envelope.parse(

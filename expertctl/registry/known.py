@@ -65,7 +65,7 @@ def required_registry(
 def demand_home(
     reference: Reference, named: RegistryAddress, record: TrustRecord, *, hint: str
 ) -> None:
-    """Demand of a namespace that belongs somewhere already that it belongs to a registry.
+    """Demand that a namespace belongs to the named registry, or to none yet.
 
     Raises:
         TrustError: when it belongs elsewhere.
@@ -83,7 +83,7 @@ def known_registry(address: RegistryAddress, record: TrustRecord) -> KnownRegist
     """Return a registry whose index key was accepted.
 
     Raises:
-        TrustError: when nobody did.
+        TrustError: when that key was not accepted.
     """
     if known := record.registry(address.host):
         return known

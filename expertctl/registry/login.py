@@ -1,4 +1,4 @@
-"""Trying a login before it is kept: what a registry says about who shows it."""
+"""Trying a login before it is kept: what the registry says about its user."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from expertctl.telling import Tell
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """Who one is to a registry."""
+    """What a registry knows of the user."""
 
     address: RegistryAddress
     credential: Credential
@@ -25,7 +25,7 @@ class Login:
     token: Token | None = None
     """What our own registry says about the token; other registries say nothing."""
     checked: bool = True
-    """False where a registry lets anybody in and so never looked at it."""
+    """False where a registry lets anybody in and so never checked the credential."""
 
 
 def try_login(
@@ -36,7 +36,7 @@ def try_login(
     *,
     tell: Tell | None = None,
 ) -> Login:
-    """Show a credential to its registry and return who that makes one.
+    """Show a credential to its registry and return whom it identifies.
 
     Raises:
         UnauthenticatedError: when the registry does not accept it.

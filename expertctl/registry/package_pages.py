@@ -70,7 +70,7 @@ class PackagePage:
 
 @dataclass(frozen=True, slots=True)
 class VersionPage:
-    """One version with its ``expert.json``, which nobody verified here."""
+    """One version with its ``expert.json``, which is not verified here."""
 
     release: Release
     manifest: JsonObject
@@ -110,7 +110,7 @@ def version_page(api: ApiClient, package: PackageName, version: Version) -> Vers
 
 
 def yank(api: ApiClient, package: PackageName, version: Version, reason: str) -> None:
-    """Take a version back: nobody is given it any more but who locked it."""
+    """Take a version back: only users who locked it are still given it."""
     api.put(_yank_path(package, version), {"reason": reason})
 
 

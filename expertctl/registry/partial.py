@@ -1,4 +1,4 @@
-"""The beginning of a blob that is not whole yet: kept for whoever comes back.
+"""The beginning of a blob that is not whole yet, kept for the next attempt.
 
 ::
 
@@ -6,7 +6,7 @@
     FOLDER/<hex>.json     where they came from: URL of the registry and ETag
     FOLDER/<hex>.lock     held by the process that writes them
 
-After a power cut the bytes may be other ones than were written; the digest tells. A second
+After a power cut the bytes may differ from those written; the digest tells. A second
 process that wants the same blob does not wait: it writes a private file that it does not keep.
 """
 
@@ -26,7 +26,7 @@ from expertctl.errors import ExpertError
 from expertctl.schema.strict_json import canonical, load_object
 
 KEPT_SECONDS = 7 * 86400.0
-"""How long the beginning of a blob is kept for somebody who comes back."""
+"""How long the beginning of a blob is kept for another attempt."""
 BLOB_MODE = 0o444
 MAX_STATE = 16 << 10
 
@@ -90,7 +90,7 @@ class Partial:
         self._hasher, self.size, self.origin = hashlib.sha256(), 0, None
 
     def seal(self) -> None:
-        """Have the bytes on the disk, and nobody change them."""
+        """Flush the bytes to the disk, and make the file read-only."""
         if os.name == "posix":
             os.fchmod(self._handle, BLOB_MODE)
         os.fsync(self._handle)
@@ -106,7 +106,7 @@ class Partial:
         self.forget()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._handle)
 
     def _read_state(self) -> Origin | None:
@@ -124,7 +124,7 @@ class Partial:
 
 @contextmanager
 def kept_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
-    """Lend the blob's file: the one that is kept, or a private one while another has that."""
+    """Lend the blob's file: the kept one, or a private one while another process holds that."""
     base = folder / file.digest.hex
     lock = FileLock(f"{base}.lock", timeout=0, thread_local=False, mode=0o600)
     try:
@@ -148,7 +148,7 @@ def kept_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
 
 @contextmanager
 def private_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
-    """Lend a file that nobody comes back to."""
+    """Lend a file that is removed at the end."""
     name = f"{file.digest.hex}-{secrets.token_hex(8)}.part"
     partial = Partial(folder / name, None)
     try:
@@ -159,7 +159,7 @@ def private_partial(folder: Path, file: FileDigest) -> Iterator[Partial]:
 
 
 def sweep_partials(folder: Path, *, age: float) -> None:
-    """Remove what nobody went on with for ``age`` seconds, and nobody holds."""
+    """Remove files that were not continued for ``age`` seconds and that no process holds."""
     now = time.time()
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
@@ -182,7 +182,7 @@ def _sweep(path: Path) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a file at once, but not to the disk: after a power cut a blob may begin anew."""
+    """Replace a file at once, without a flush: after a power cut a blob may begin anew."""
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(data)
     temporary.replace(path)

@@ -48,7 +48,7 @@ def pinned(record: TrustRecord, document: IndexDocument, known: KnownRegistry) -
 def heed(document: IndexDocument, known: KnownRegistry, trust: TrustStore) -> list[str]:
     """Take over what an index revokes, and nothing else, where keys are pinned already.
 
-    For whoever only asked: what is installed from there must be refused from now on.
+    For callers that only ask: what is installed from there must be refused from now on.
 
     Raises:
         TrustError: when ``trust.json`` may not be believed or would grow too large.
@@ -110,7 +110,7 @@ def _revoking(record: TrustRecord, document: IndexDocument, known: KnownRegistry
 def _vouched_for(
     entries: Sequence[KeyEntry], vouching: Sequence[PublicKey], namespace: str
 ) -> list[PublicKey]:
-    """Return the keys that lead back to one that counts; each statement is read once."""
+    """Return keys that count, and those that statements, each read once, trace back to them."""
     waiting: dict[str, list[KeyEntry]] = {}
     for entry in entries:
         if entry.statement is not None and (signer := claimed_signer(entry.statement)):

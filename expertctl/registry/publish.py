@@ -1,8 +1,8 @@
 """Publishing: what a registry lacks, then those bytes, then the manifest, which is the commit.
 
 Everything that can be refused is refused before a byte travels. Until the manifest is accepted
-nobody sees anything; afterwards the version never changes. Blobs that arrived count the next time,
-and half ones go on where they ended (`expertctl.registry.upload`).
+nothing is visible; afterwards the version never changes. Blobs that arrived need not be sent again,
+and partial ones go on where they ended (`expertctl.registry.upload`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,7 +53,7 @@ State = Literal["new", "signed anew", "published"]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A package file that may be published: whole, without secrets, and somebody vouches for it."""
+    """A package file that may be published: whole, without secrets, signed by a trusted key."""
 
     path: Path
     contents: PackageContents
@@ -98,7 +98,7 @@ class Shipment:
     state: State
     missing: tuple[tuple[Digest, int], ...]
     room: Namespace | None
-    """The namespace as the registry describes it; None where there are none."""
+    """The namespace as the registry describes it; None where a registry has none."""
 
     @property
     def size(self) -> int:
@@ -114,7 +114,7 @@ class Shipment:
 
 
 def read_parcel(path: Path, trust: TrustStore, *, progress: Progress = no_progress) -> Parcel:
-    """Read a package file as strictly as one who installs it, and look for secrets in it.
+    """Read a package file as strictly as install does, and look for secrets in it.
 
     Raises:
         InvalidPackageError: when it is malformed, or holds what must never be published.
@@ -264,7 +264,7 @@ class _Wanted:
 def _spooled(
     parcel: Parcel, missing: Sequence[tuple[Digest, int]], beside: Path
 ) -> Iterator[Blobs]:
-    """Lay the missing blobs out as files: out of the frame they come in one order only."""
+    """Write the missing blobs to files: the frame yields them in one order only."""
     beside.mkdir(mode=0o700, parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".publish-", dir=beside) as name:
         spool = Spool(Path(name))

@@ -69,7 +69,7 @@ class Reason:
 def refusal(
     status: int, headers: Mapping[str, str], body: bytes, *, host: str, what: str
 ) -> ExpertError:
-    """Return the error for an answer that is none of those that were hoped for."""
+    """Return the error for an answer whose status was not expected."""
     reason = read_reason(body)
     message = f"{host}: {_fact(status, reason, what)}"
     if status == 429:
@@ -85,7 +85,7 @@ def refusal(
 
 
 def _fact(status: int, reason: Reason, what: str) -> str:
-    """Return what happened: the words of a registry of ours, which say it whole, or the request."""
+    """Return what happened: a full message of a registry of ours, else the request and status."""
     if reason.message and reason.code in _OUR_CODES:
         return reason.message
     said = f": {reason.message}" if reason.message else ""
@@ -93,7 +93,7 @@ def _fact(status: int, reason: Reason, what: str) -> str:
 
 
 def _hint(status: int, reason: Reason, host: str) -> str:
-    """Return the way out; how to log in is known better here, where the host has its name."""
+    """Return the way out; for a 401 our own hint, which names the host."""
     here = _HINTS.get(status, "").format(host=host)
     return here if status == 401 else reason.hint or here
 
@@ -117,7 +117,7 @@ def read_reason(body: bytes) -> Reason:
 
 
 def shown(text: str, limit: int = MAX_TEXT) -> str:
-    """Return a text of a server as it may be printed: bounded, one line, nothing to obey."""
+    """Return a text of a server as it may be printed: bounded, one line, printable."""
     cut = text[: limit + 1]
     clean = " ".join("".join(c if c.isprintable() else " " for c in cut).split())
     return clean if len(text) <= limit else f"{clean[:limit]}…"

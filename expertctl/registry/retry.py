@@ -22,7 +22,7 @@ class Retries:
     longest_asked: float = 60.0
     """A server that asks for a longer pause is not waited for."""
     tell: Callable[[str], object] | None = None
-    """Hears of the first failure, so that nobody wonders what is waited for."""
+    """Told of the first failure, so that the user knows what is waited for."""
     sleep: Callable[[float], object] | None = None
     chance: Callable[[], float] = random.random
 
@@ -33,7 +33,7 @@ class Retries:
         repeatable: bool = True,
         stop: Event | None = None,
     ) -> _Result:
-        """Do something until it works; a request that may have arrived only if it is repeatable.
+        """Retry until it works; a request that may have arrived only if it is repeatable.
 
         Raises:
             UnreachableError: the last one, when every attempt failed.

@@ -1,8 +1,8 @@
 """Sending blobs: in one piece when small, else in chunks that go on where they broke off.
 
-Where an upload stands is what the registry says, never what was remembered; a file beside only
-remembers its address, so that another process can ask. Bytes go to the registry itself: an upload
-that is to continue on another host is refused.
+Only the registry says how far an upload is; a local file remembers nothing but its address, so that
+another process can ask. Bytes go to the registry itself: an upload that would continue on another
+host is refused.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ Open = Callable[[], AbstractContextManager[BinaryIO]]
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """A blob that shall get to a registry."""
+    """A blob to send to a registry."""
 
     path: str
     """Where uploads begin: ``/v2/<name>/blobs/uploads/``."""
@@ -161,7 +161,7 @@ class Uploader:
         except (UnreachableError, RateLimitError):
             raise
         except ExpertError:
-            source.demand_digest()  # ours to blame before the registry is
+            source.demand_digest()  # rule out our own file before the registry is blamed
             raise
 
     def _new_session(self, upload: Upload) -> _Session:
@@ -321,7 +321,7 @@ class Uploader:
 
 
 def sweep_uploads(folder: Path, *, now: float, age: float) -> None:
-    """Forget uploads that nobody went on with for ``age`` seconds."""
+    """Forget uploads that were not continued for ``age`` seconds."""
     for path in folder.iterdir() if folder.is_dir() else ():
         with suppress(FileNotFoundError):
             if abs(now - path.stat().st_mtime) >= age:

@@ -1,6 +1,6 @@
 """Connections: TLS, proxies, and the watch over answers that never come or never end.
 
-No certificate is accepted unseen: there is no switch for that. A machine's own addresses are
+Certificates are always verified: there is no switch against that. A machine's own addresses are
 reached directly, whatever the environment says about proxies.
 """
 
@@ -133,7 +133,7 @@ def translated(host: str) -> Iterator[None]:
 
     Raises:
         UnreachableError: when a connection cannot be made or breaks.
-        RegistryError: when the other side cannot prove who it is.
+        RegistryError: when the other side cannot prove its identity.
     """
     try:
         yield
@@ -270,7 +270,7 @@ class _WatchedBackend(httpcore2.NetworkBackend):
         return self.watch(stream)
 
     def watch(self, stream: httpcore2.NetworkStream) -> "_WatchedStream":
-        """Remember a connection for as long as anybody uses it."""
+        """Remember a connection for as long as it is used."""
         watched = _WatchedStream(stream, self._stall, self)
         with self._lock:
             self._open.add(watched)
@@ -333,10 +333,10 @@ class _WatchedStream(httpcore2.NetworkStream):
         return self._backend.watch(stream)
 
     def interrupt(self) -> None:
-        """Wake whoever waits in `read`: closing alone would not."""
+        """Wake the thread that waits in `read`: closing alone would not."""
         connection = self._stream.get_extra_info("socket")
         with suppress(OSError):
-            socket.shutdown(connection, SHUT_RDWR)  # of TLS connections, too, without a farewell
+            socket.shutdown(connection, SHUT_RDWR)  # for TLS too, without its closing message
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

@@ -2,7 +2,8 @@
 
 numpy is loaded here, before anything else loads it, with one BLAS thread. OpenBLAS reads its thread
 count when it is loaded, and its threads spin: for one prompt they gain nothing, and beside another
-busy process they make 10 ms of encoding a second. Who sets ``OPENBLAS_NUM_THREADS`` is obeyed.
+busy process they turn 10 ms of encoding into a second. A value that the user sets for
+``OPENBLAS_NUM_THREADS`` is kept.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Which parts of a prompt are addressed to the router, or to whatever dispatches it, not the model.
 
-A sentence counts when somebody is told to do something (use, ignore, send) with something that only
-a router knows of (a router, an expert, an adapter), in any of some languages; or when it plays a
-role that is not the user's. Asking for "an expert plumber" is no such thing on its own, so what
-would leave nothing of a prompt is for the caller to keep.
+A sentence counts when it gives an order (use, ignore, send) about something that only a router
+knows of (a router, an expert, an adapter), in any of several languages; or when it plays a role
+other than the user's. "Choose an expert plumber" counts as an order too though it is none, so the
+caller must keep a prompt of which nothing would remain.
 """
 
 import re
@@ -46,9 +46,9 @@ _STEMS = (
     *("instruction", "rule", "prompt", "\u8def\u7531", "\u4e13\u5bb6", "\u5c08\u5bb6"),
     *("\u043c\u0430\u0440\u0448\u0440\u0443\u0442", "\u044d\u043a\u0441\u043f\u0435\u0440\u0442"),
 )
-"""One of these is in every order: most prompts have none, and are done with."""
+"""Every order contains one of these; most prompts contain none and need no further check."""
 _STANDS = 2
-"""Spaces before an order from which on something is asked there."""
+"""At least this many spaces in the text before an order make that text a request of its own."""
 _OPTION = re.compile(r"(?<!\S)--(?:expert|exclude|max-experts|no-experts|base|plan)\b[= ]?\S*")
 _COMMENT = re.compile(r"<!--.*?(?:-->|$)|/\*.*?(?:\*/|$)", re.DOTALL)
 _MATTER = re.compile(r"\A\s*---\n(?:[\w -]{1,40}:[^\n]*\n){1,20}---(?:\n|\Z)")
@@ -73,7 +73,7 @@ _TAG = re.compile(r"(?<!\S)[#@](?:[A-Za-z][\w/@.-]*|(?!\S))")
 
 
 def without_roles(text: str) -> str:
-    """Leave out what plays another role than the user's, and comments that nobody is to see."""
+    """Leave out text in a role other than the user's, and comments that are not displayed."""
     if "---\n" in text:
         text = _MATTER.sub("\n", text)
     if "<!--" in text or "/*" in text:
@@ -82,7 +82,7 @@ def without_roles(text: str) -> str:
 
 
 def without_labels(text: str) -> str:
-    """Leave out keywords that are called so, tags, mentions, and options of our own command."""
+    """Leave out labelled keywords, tags, mentions, and options of our own command."""
     return _TAG.sub(" ", _OPTION.sub(" ", _LABELLED.sub(" ", text)))
 
 
@@ -92,7 +92,7 @@ def is_order(sentence: str) -> bool:
 
 
 def without_order(sentence: str) -> str:
-    """Return what a sentence says before or after an order to a router, else nothing."""
+    """Return the part of a sentence that is no order to a router; empty where none stands apart."""
     found = _order_in(sentence)
     if found is None:
         return sentence

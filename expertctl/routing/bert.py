@@ -3,7 +3,7 @@
 Shapes: h hidden, n heads of d, c texts of one length, t tokens of a text, w tokens of all texts,
 side by side. A token is a column: the weights as they lie in the file, [out, in], times [in, w]
 take half the time of the usual product with rows of tokens. Texts need no padding, as only
-attention tells them apart; the few columns that make w a multiple of `COLUMNS` belong to none.
+attention tells them apart; the few columns that pad w to a multiple of `COLUMNS` belong to no text.
 """
 
 import math
@@ -29,7 +29,7 @@ _LIMITS = {
     "vocab_size": 1_000_000,
 }
 COLUMNS = 16
-"""Tokens are computed in multiples of it: what a vector unit of 512 bits takes at a time."""
+"""Tokens are computed in multiples of this: what a 512-bit vector unit takes at a time."""
 
 _GELU = (-1.5956551533, -0.0729398634, 2.509523236e-4, 6.093441144e-5, -2.225264237e-6)
 """p of gelu(x) = x / (1 + exp(x · p(x²))), lowest power first; fitted for the least error, 4e-6."""
@@ -130,7 +130,7 @@ class Means:
 
 
 class Bert:
-    """The forward pass over weights that somebody else owns."""
+    """The forward pass over weights that it does not own."""
 
     def __init__(self, config: BertConfig, weights: Mapping[str, Floats]) -> None:
         """Keep the weights, named as in `weight_shapes`."""
@@ -138,7 +138,7 @@ class Bert:
         self.weights = weights
 
     def means(self, texts: Sequence[Sequence[int]]) -> Means:
-        """Return what the model says of texts, whose tokens are ids; best sorted by length."""
+        """Run the model over texts given as token ids; fastest when they are sorted by length."""
         lengths = np.array([len(text) for text in texts])
         runs = _runs(lengths.tolist())
         x = self._embedded(texts, width=-int(lengths.sum()) // COLUMNS * -COLUMNS)
@@ -229,7 +229,7 @@ def product(weight: Floats, x: Floats) -> Floats:
 
 
 def exponentials(x: Floats) -> Floats:
-    """Make numbers, in place, exponentials of which the largest down a column is 1; give the sums.
+    """Exponentiate in place, so that the largest of each column is 1; return the sums.
 
     Divided by these sums [..., 1, columns] they are the softmax of each column.
     """

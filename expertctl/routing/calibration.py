@@ -1,8 +1,8 @@
-"""Calibration: from the head's evidence to a score, of which 0.5 or more is enough.
+"""Calibration: from the head's evidence to a score; 0.5 or more is enough.
 
-The examples of installed experts are asked again as if they were prompts. With the row of the
-example itself hidden they say what evidence a prompt has that belongs to an expert; with its whole
-expert left out, what evidence one has that belongs to none. No other text is needed.
+The examples of installed experts are asked again as if they were prompts. With the example's own
+row hidden, they show the evidence of a prompt that belongs to an expert; with its whole expert left
+out, the evidence of a prompt that belongs to none. No other text is needed.
 
 The threshold turns away three in a hundred of the examples that are rightly answered (split
 conformal prediction: Vovk, Gammerman and Shafer, 2005), or fewer where it turns away nine in ten of
@@ -27,10 +27,10 @@ from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 CALIBRATION_FILE = "calibration.json"
 TURNED_AWAY = 0.03
-"""The share of examples that have an expert which may be turned away."""
+"""The share of examples with their expert present that may be turned away."""
 STRANGERS = 0.9
-"""The share of examples without their expert, which are closer than most prompts for nobody are,
-that it is enough to turn away."""
+"""The share of examples without their expert that it is enough to turn away: they are closer to
+other experts than most prompts without an expert are."""
 MOST_ASKED = 400
 """How many examples are asked again at most."""
 OF_EACH = 5
@@ -53,7 +53,7 @@ class Calibration:
     threshold: float
     slope: float
     experts: int = 0
-    """How many there were."""
+    """How many experts there were."""
 
     def score(self, evidence: float) -> float:
         """Return a score between 0 and 1."""
@@ -61,7 +61,7 @@ class Calibration:
         return 1 / (1 + math.exp(-max(-30.0, min(log_odds, 30.0))))
 
     def is_fresh(self, experts: int) -> bool:
-        """Tell whether it holds for so many experts."""
+        """Tell whether the calibration still holds for this number of experts."""
         return abs(experts - self.experts) <= GROWTH * self.experts
 
 
@@ -80,7 +80,7 @@ def prior_of(encoder: str) -> Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What examples had when they were asked again."""
+    """The evidence that examples had when they were asked again."""
 
     inside: tuple[float, ...]  # those that reached their expert
     outside: tuple[float, ...]  # all, with their expert left out
@@ -91,7 +91,7 @@ NOTHING_ASKED = Evidence((), ())
 
 @dataclass(frozen=True, slots=True)
 class _Example:
-    """An example by its numbers: its expert, its row there, that row among the deep ones."""
+    """An example by its numbers: its expert and its row, in the table and among the deep rows."""
 
     expert: int
     deep_expert: int
@@ -119,9 +119,9 @@ def ask_again(table: VectorTable, deep: VectorTable, search: Search) -> Evidence
 
 
 def _others(deep: VectorTable, candidates: Rows, query: Vectors, example: _Example) -> Rows:
-    """Return the candidates but the example's expert, and but those that are like it.
+    """Return the candidates without the example's expert and without those that are like it.
 
-    Versions of a package would else say that prompts for nobody are as close as any.
+    Otherwise other versions of a package would make prompts without an expert look close.
     """
     verdict = judge(deep, candidates, query)
     own = int(np.flatnonzero(candidates == example.deep_expert)[0])
@@ -130,7 +130,7 @@ def _others(deep: VectorTable, candidates: Rows, query: Vectors, example: _Examp
 
 
 def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calibration:
-    """Return what examples say; with few of them, more of what is assumed of any."""
+    """Return what the examples say; the fewer there are, the more the prior counts."""
     inside, outside = np.array(evidence.inside), np.array(evidence.outside)
     trust = len(inside) / (len(inside) + _PRIOR)
     if len(inside) == 0:
@@ -145,7 +145,7 @@ def calibrated(evidence: Evidence, prior: Calibration, *, experts: int) -> Calib
 
 
 def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
-    """Read what was found out before, with this encoder; ``None`` when that is not there."""
+    """Read the calibration made earlier with this encoder; ``None`` when there is none."""
     with suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
         document = json.loads(path.read_bytes())
         read = Calibration(
@@ -159,14 +159,14 @@ def read_calibration(path: Path, *, encoder: str) -> Calibration | None:
 
 
 def write_calibration(path: Path, calibration: Calibration, *, encoder: str) -> None:
-    """Keep what was found out; where that cannot be, it is found out again next time."""
+    """Keep the calibration; where it cannot be written, it is made again next time."""
     with suppress(OSError):
         document = {"encoder": encoder, **asdict(calibration)}
         write_atomic(path, json.dumps(document).encode(), mode=0o600)
 
 
 def _matching(table: VectorTable, deep: VectorTable) -> Rows:
-    """Return where the deep rows of every position are, -1 of those that have none."""
+    """Return where the deep rows of every position are, -1 for positions without any."""
     at = np.full(len(table), -1, np.int64)
     alive = np.flatnonzero(table.alive)
     at[alive] = deep.positions(table.digests)
@@ -174,9 +174,9 @@ def _matching(table: VectorTable, deep: VectorTable) -> Rows:
 
 
 def _sample(table: VectorTable, deep: VectorTable, deep_at: Rows) -> Iterator[_Example]:
-    """Draw examples, of no expert more than most have; a description is not asked.
+    """Draw examples, from no expert more than most have; descriptions are not asked.
 
-    So no package decides by many examples what is enough for all.
+    So no package can set the threshold for all by having many examples.
     """
     experts = np.flatnonzero(deep_at >= 0)
     experts = experts[deep.counts[deep_at[experts]] > 1]
@@ -193,7 +193,7 @@ def _sample(table: VectorTable, deep: VectorTable, deep_at: Rows) -> Iterator[_E
 
 
 def _as_new(table: VectorTable, found: Found, example: _Example) -> Rows:
-    """Return what a search found as if the example were not there: its expert may come later."""
+    """Return what the search would find without the example: its expert may then rank lower."""
     rows = table.rows_of(np.array([example.expert]))
     own = (table.rows[rows[rows != example.row]] @ table.rows[example.row]).max()
     strange = found.experts != example.expert

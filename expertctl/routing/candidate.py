@@ -1,4 +1,4 @@
-"""A candidate: one installed expert as the router sees it for one prompt, and why it thinks so."""
+"""A candidate: one installed expert as the router sees it for one prompt, with the reasons."""
 
 import math
 from collections.abc import Iterable
@@ -72,14 +72,14 @@ class Installed:
 class Candidate:
     """An expert, what speaks for it, and what was decided; a refusal is a sentence.
 
-    What was not among the closest has no ``cosine``; what the head did not compare, or must not
-    answer, has neither ``share`` nor ``support``, and the score 0.
+    An expert that was not among the closest has no ``cosine``; one that the head did not compare,
+    or that must not answer, has neither ``share`` nor ``support``, and the score 0.
     """
 
     expert: Installed
     cosine: float | None
     text: str  # the text of the expert that is closest
-    keywords: tuple[str, ...]  # those of its manifest that are in the prompt
+    keywords: tuple[str, ...]  # those of its manifest that occur in the prompt
     hint: bool | None  # whether its hint holds; None: it has none
     success: float
     vram_mb: float
@@ -92,11 +92,11 @@ class Candidate:
     vetoed: bool = False  # refused for another reason than its score
     reason: str = ""
     chosen: bool = False
-    leads: bool = False  # the one that others may join
+    leads: bool = False  # the expert that others may join
 
     @property
     def order(self) -> tuple[bool, bool, float, float, Order]:
-        """The best sorts first; of those that score too little the closest, the barred last."""
+        """Sort key: the best first; below the threshold the closest first; barred ones last."""
         key = order_key(
             score=self.score,
             flagged=bool(self.flags),
@@ -117,7 +117,7 @@ class Candidate:
 
     @property
     def told(self) -> str:
-        """Why it was decided so, as short as beside a column for each figure."""
+        """The reason, short enough to stand beside a column for each figure."""
         if self.chosen or self.vetoed:
             words = self.reason.removesuffix(f": {evidence(self)}")
             return words.removeprefix("refused: ").removesuffix(SAID)
@@ -177,7 +177,7 @@ def measure(
     success: float | None,
     flags: tuple[Flag, ...] = (),
 ) -> Candidate:
-    """Put together what is known of an expert for a prompt; nothing is decided yet."""
+    """Gather what is known of an expert for a prompt; nothing is decided yet."""
     hint = expert.manifest.routing.hint
     return Candidate(
         expert=expert,
@@ -223,7 +223,7 @@ def veto(manifest: Manifest, features: Features) -> str:
 
 
 def may_veto(manifest: Manifest) -> bool:
-    """Tell whether there are prompts that an expert refuses, besides those in other letters."""
+    """Tell whether an expert can refuse prompts for a reason other than their script."""
     return bool(manifest.routing.exclude_keywords or manifest.routing.hint)
 
 

@@ -31,7 +31,7 @@ from expertctl.routing.suggestion import not_installed
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An expert of the plan: its weight and why it is there; ``pulled`` for another one only."""
+    """An expert of the plan, its weight and reason; ``pulled`` if it is there only for another."""
 
     expert: Installed
     weight: float
@@ -189,7 +189,7 @@ def _check_weights(choices: Sequence[Choice]) -> None:
 
 
 def _told(decided: Sequence[Candidate], reasons: dict[Digest, str]) -> list[Candidate]:
-    """Mark as chosen what came in as a requirement, whatever was said of it before."""
+    """Mark as chosen what came in as a requirement, whatever was decided about it before."""
     return [
         c if c.chosen or c.expert.digest not in reasons else c.accepted(reasons[c.expert.digest])
         for c in decided
@@ -197,12 +197,12 @@ def _told(decided: Sequence[Candidate], reasons: dict[Digest, str]) -> list[Cand
 
 
 def _joining(candidate: Candidate, present: Sequence[Installed]) -> str:
-    """Say whom a candidate joins; empty when it is the first."""
+    """Say which expert a candidate joins; empty when it is the first."""
     return f"score {candidate.score:.2f}, joins {present[0].ref}" if present else ""
 
 
 def _standing(candidate: Candidate, candidates: Sequence[Candidate], gains: Gains) -> str:
-    """Return where a candidate stands among those that would do, and what decided a tie."""
+    """Return where a candidate ranks among those not refused, and what decided a tie."""
     able = [c for c in candidates if not c.refusal]
     place = able.index(candidate)
     if place == 0:

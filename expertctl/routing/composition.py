@@ -1,9 +1,9 @@
 """Which experts may stand in one plan, what they need beside them, and in which order.
 
 Composition is a capability, not a default: a second expert joins only when both say so, each one's
-``composes_with`` naming the other's ``role``, or when it was measured that the two gain. What an
-expert requires comes with it, before it, whatever ``load_order`` says; of what the user names, the
-order is the user's.
+``composes_with`` naming the other's ``role``, or when the two were measured to gain. What an expert
+requires comes with it, before it, whatever ``load_order`` says; experts that the user names keep
+the user's order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,9 +27,9 @@ _Offered = tuple[Sequence[Installed], Sequence[Installed]]
 def with_requirements(
     expert: Installed, usable: Sequence[Installed], *, present: Sequence[Installed] = ()
 ) -> list[Installed]:
-    """Return an expert after all that it requires, what is required first.
+    """Return an expert with all that it requires, requirements first.
 
-    A version that is ``present`` in the plan will do; else the newest usable one comes.
+    A version that is ``present`` in the plan will do; else the newest usable one is taken.
 
     Raises:
         MissingDependencyError: when something required is not among the usable experts.
@@ -86,14 +86,14 @@ def not_composing(newcomer: Installed, chosen: Iterable[Installed], gains: Gains
 
 
 def _has_gained(one: Installed, two: Installed, gains: Gains) -> bool:
-    """Tell whether the two were measured together, and were better than one."""
+    """Tell whether two experts were measured together and were better than one."""
     return any(
         gains.get(pair, 0) > 0 for pair in ((one.digest, two.digest), (two.digest, one.digest))
     )
 
 
 def in_plan_order(experts: Iterable[Installed]) -> list[Installed]:
-    """Sort by ``load_order``, but what is required before what requires it; else as they come."""
+    """Sort by ``load_order``, requirements before what requires them; else keep the order."""
     waiting = sorted(experts, key=lambda expert: expert.manifest.composition.load_order)
     placed: dict[str, Installed] = {}
     for expert in waiting:

@@ -68,7 +68,7 @@ def copied_texts(manifest: Manifest, others: Known) -> Iterator[Flag]:
 
 
 def _foreign(owners: Mapping[int, str], manifest: Manifest) -> dict[int, str]:
-    """Leave out what the same publisher brought: nobody copies from himself."""
+    """Leave out what the same publisher brought: that is not copying."""
     own = manifest.package.namespace
     return {mark: name for mark, name in owners.items() if name.partition("/")[0] != own}
 

@@ -1,7 +1,8 @@
 """Deciding one prompt: search, vetoes, the head, and a score for every candidate.
 
-Everything that an installed expert knows of itself was worked out before (`roster`), and nothing is
-put into words here (`router`), so that what is left takes little longer than the search.
+Everything about an installed expert that does not depend on the prompt was worked out before
+(`roster`), and nothing is put into words here (`router`), so the rest takes little longer than the
+search.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,16 +29,16 @@ ASKED_LAST = "its examples are about everything, so it is asked last"
 """Why a grab-all does not answer where another expert does."""
 
 JOINS = 0.1
-"""The share, less any windfall, from which on an expert counts beside one that it composes with."""
+"""The least share, less any windfall, with which an expert joins one that it composes with."""
 
 _WITHIN = 16
-"""So many of the closest are looked at for partners."""
+"""How many of the closest are looked at for partners."""
 
 _SAME = 0.03
 """Scores further apart than this are not equal, however they are rounded."""
 
 Success = Callable[[Installed], float | None]
-"""How often an expert was judged good at what a prompt asks for; ``None`` when nobody judged."""
+"""How often an expert was judged good at what a prompt asks for; ``None`` without judgements."""
 
 
 class Standing(NamedTuple):
@@ -82,14 +83,14 @@ def decide(
 
 
 def _less(experts: Rows, some: frozenset[int]) -> Rows:
-    """Leave some out, mostly nobody."""
+    """Leave out some experts; mostly there are none to leave out."""
     if not some or some.isdisjoint(experts.tolist()):
         return experts
     return np.array([at for at in experts.tolist() if at not in some], np.int64)
 
 
 def _running(roster: Roster, decision: Decision, features: Features) -> Rows:
-    """Return the candidates less those that refuse the prompt, and copies of others of them."""
+    """Return the candidates without those that refuse the prompt or copy another candidate."""
     experts = decision.found.experts
     some = experts.tolist()
     guarded = roster.speaking if features.script else roster.guarded
@@ -104,7 +105,7 @@ def _running(roster: Roster, decision: Decision, features: Features) -> Rows:
 
 
 def _copies(roster: Roster, running: list[int]) -> dict[int, str]:
-    """Return which candidates are copies of others of them, and say so."""
+    """Return which candidates are copies of other candidates, each with a sentence saying so."""
     names = {str(roster.by_position[at].stored.package) for at in running}
     copies = {}
     for at in roster.flagged.intersection(running):
@@ -125,8 +126,8 @@ def _judge(
 ) -> None:
     """Let the head compare candidates, and name the best.
 
-    Experts that compose do not compete: what a prompt for several of them leaves to each counts
-    for all of them.
+    Experts that compose do not compete: on a prompt for several of them, their shares are added
+    and the sum counts for each.
     """
     joining = _may_join(roster, running)
     if joining:
@@ -152,14 +153,14 @@ def _judge(
 
 
 def _may_join(roster: Roster, running: Rows) -> bool:
-    """Tell whether one of the closest may join another: it need not be close to count."""
+    """Tell whether at least two of the closest may join others; a partner need not be close."""
     if not roster.composing:
         return False
     return len(roster.composing.intersection(running[:_WITHIN].tolist())) > 1
 
 
 def _closest(roster: Roster, running: Rows) -> Rows:
-    """Return those closest, and behind them those that compose: many tasks may be closer."""
+    """Return the closest, then those further off that compose: other tasks may be closer."""
     behind = running[MANY.candidates : _WITHIN].tolist()
     partners = [at for at in behind if at in roster.composing]
     return np.array([*running[: MANY.candidates].tolist(), *partners], np.int64)
@@ -173,7 +174,7 @@ def _spread(roster: Roster, compared: list[int], verdict: Verdict, query: Vector
 
 
 def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -> int:
-    """Return which candidate sorts first; only those that score about the same are looked at."""
+    """Return which candidate sorts first; only those with about the best score are compared."""
     enough = max(standing.score for standing in standings.values()) - _SAME
     equals = [at for at, standing in standings.items() if standing.score >= enough]
     if len(equals) == 1:
@@ -182,7 +183,7 @@ def _best(roster: Roster, standings: Mapping[int, Standing], success: Success) -
 
 
 def _together(roster: Roster, compared: list[int], verdict: Verdict) -> list[int]:
-    """Return which candidates a prompt is for at once: the best, and those that join it."""
+    """Return the candidates that a prompt is for together: the best, and those that join it."""
     evidence = verdict.evidence.tolist()
     order = sorted(range(len(evidence)), key=evidence.__getitem__, reverse=True)
     together = order[:1]

@@ -1,4 +1,4 @@
-"""`DecisionCache`: what was planned for prompts, to be given again to the same prompt.
+"""`DecisionCache`: plans that are returned again for the same prompt.
 
 Prompts are the same when they differ in nothing but case and white space; digits, words and the
 ends of lines count. So does what is read from spelling alone: whether a prompt has code.
@@ -18,7 +18,7 @@ from expertctl.routing.planner import Planned
 from expertctl.routing.request import RouteRequest
 
 REMEMBERED = 2_000
-"""How many plans are kept, those that were asked for last: some 30 MB."""
+"""How many plans are kept, the most recently asked for: some 30 MB."""
 KEPT_SECONDS = 3_600.0
 """In an hour a success rate fades by a thousandth."""
 KEPT = 16
@@ -61,7 +61,7 @@ class DecisionCache:
         return len(self._plans)
 
     def find(self, question: Question, *, revision: object) -> Planned | None:
-        """Return what was planned of late, unless something has changed; all is forgotten then."""
+        """Return what was planned of late; when something has changed, forget all instead."""
         if revision != self._revision:
             self._plans.clear()
             self._revision = revision

@@ -34,7 +34,7 @@ def made_unit(rows: Vectors) -> Vectors:
 
 
 def mapped(cosines: Vectors, points: Sequence[tuple[float, float]]) -> Vectors:
-    """Return cosines as lines between points map them."""
+    """Map cosines by linear interpolation between points."""
     raw, meant = zip(*points, strict=True)
     similar: Vectors = np.interp(cosines, raw, meant).astype(np.float32)
     return similar

@@ -64,7 +64,7 @@ def open_encoder(
     *,
     home: Home | None = None,
 ) -> Encoder:
-    """Open the encoder that the setting asks for, the best one there is when it asks for none.
+    """Open the encoder that the setting asks for, else the best one available.
 
     What is derived for ``static`` is kept in the home, that of the environment if none is given.
 

@@ -1,8 +1,8 @@
-"""Evaluation of routing: who would answer labelled prompts, and how often that is right.
+"""Evaluation of routing: which expert would answer labelled prompts, and how often that is right.
 
 Each prompt is decided alone, as `route` decides it, on one reading of the installed experts. The
-expert that *answers* is the one that leads the plan: not one that another requires, and the best of
-those that were composed. Nothing is counted as use.
+expert that *answers* is the one that leads the plan: the best of those that were composed, never
+one that is only required. Nothing is counted as use.
 """
 
 import time
@@ -28,7 +28,7 @@ from expertctl.store.base_record import StoredBase
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many of how many; at least one of them."""
+    """A count out of a total, which is at least one."""
 
     right: int
     n: int
@@ -40,17 +40,17 @@ class Share:
 
     @property
     def interval(self) -> Interval:
-        """Where the share may really lie."""
+        """The confidence interval of the share."""
         return share_interval(self.right, self.n)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the router made of one prompt: who answers, and who comes first, answering or not."""
+    """What the router made of one prompt: what answers, and what comes first, answering or not."""
 
     prompt: LabelledPrompt
     expert: PackageName | None  # None: the base alone
-    first: PackageName | None  # None: nobody may answer
+    first: PackageName | None  # None: no expert may answer
     confidence: float | None  # of the first
     reason: str
     experts: int  # in the plan
@@ -58,7 +58,7 @@ class Decision:
 
     @property
     def right(self) -> bool:
-        """Whether the wanted expert answers, or nobody where the base should."""
+        """Whether the wanted expert answers, or none where the base should."""
         return self.expert == self.prompt.expert
 
     @property
@@ -84,7 +84,7 @@ class ExpertScore:
     wanted: int
     right: int
     abstained: int  # prompts of it that were left to the base
-    answered: int  # prompts of anybody
+    answered: int  # prompts of any expert or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class RoutingEvaluation:
 
     @property
     def composed(self) -> int:
-        """How many plans have more than one expert."""
+        """The number of plans with more than one expert."""
         return sum(d.experts > 1 for d in self.decisions)
 
     @property
@@ -145,7 +145,7 @@ class RoutingEvaluation:
         return Counter((d.prompt.expert, d.expert) for d in self.decisions)
 
     def per_expert(self) -> list[ExpertScore]:
-        """Return how each expert fared that is wanted or answers, the worst first."""
+        """Return how each expert that is wanted or answers fared, the worst first."""
         cells = self.confusion
         wanted, answered = Counter[PackageName](), Counter[PackageName]()
         for (want, got), n in cells.items():

@@ -1,7 +1,8 @@
-"""The texts of an expert that are compared with a prompt, and the row that each of them has.
+"""The texts of an expert that are compared with a prompt, and the row of each.
 
-The description, every example, the keywords as one text, the name as words, and, of several
-examples, a mean, in which what they ask for outweighs what each is about (ADR 4).
+These are the description, every example, the keywords as one text, the name as words and, where
+there are several examples, their mean, in which what they ask for outweighs what each is about
+(ADR 4).
 """
 
 import re
@@ -45,7 +46,7 @@ class ExpertTexts:
         return [self.description, *self.examples, *keywords, self.name]
 
     def rows(self, encoded: Vectors) -> Vectors:
-        """Return the rows of the expert: those of its texts and, of several examples, a mean."""
+        """Return the rows of the expert: one per text and, with several examples, a mean."""
         mean = encoded[: 1 + len(self.examples)].mean(0, keepdims=True)
         norm = np.linalg.norm(mean)
         if 1 + len(self.examples) < MEAN_FROM or norm == 0:

@@ -78,7 +78,7 @@ _CODE_MARKS = (
     *("```", "def", "class", "func", "fn", "import", "#include", "public", "const", "var"),
     *(";", "=>", "return"),
 )
-"""One of these is in whatever `_CODE` finds."""
+"""Whatever `_CODE` finds contains one of these."""
 
 _TASKS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (task, re.compile(pattern, re.IGNORECASE))
@@ -106,7 +106,7 @@ _TASK_MARKS = (
     *("code", "method", "query", "regex", "unit test", "translat", "summar", "tl;dr", "tldr"),
     *("categori", "sentiment"),
 )
-"""One of these is in whatever a pattern of `_TASKS` finds: most prompts have none."""
+"""Whatever a pattern of `_TASKS` finds contains one of these; most prompts contain none."""
 
 _SCRIPTS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (language, re.compile(pattern))
@@ -143,7 +143,7 @@ _LANGUAGES_OF: Mapping[str, tuple[str, ...]] = {
 
 
 def _script(text: str) -> str | None:
-    """Return the language whose letters a text is written in, if no other is."""
+    """Return the language of a text's script; ``None`` for a script of several, such as Latin."""
     letters = sum(character.isalpha() for character in text)
     found = (name for name, pattern in _SCRIPTS if len(pattern.findall(text)) > letters // 4)
     return next(found, None) if letters else None

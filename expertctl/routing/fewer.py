@@ -1,7 +1,7 @@
-"""Fewer experts: leaving out of a plan what does not fit into memory, the least of it first.
+"""Fewer experts: leaving out of a plan what does not fit into memory, the lowest score first.
 
-The expert with the lowest score goes, among equals the later one, together with what requires it
-and with what only those that go required. The rest keeps its order; its plan is made anew.
+The expert with the lowest score is dropped (among equals the later one), together with what
+requires it and what is then required no more. The rest keeps its order; its plan is made anew.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Dropped:
 
     @property
     def warning(self) -> str:
-        """What a person is told."""
+        """What the user is told."""
         return f"{self.ref} was left out: {self.reason}"
 
     def to_json(self) -> JsonObject:
@@ -44,9 +44,9 @@ class Dropped:
 def without_least(
     planned: Planned, request: RouteRequest, *, why: str
 ) -> tuple[Planned, tuple[Dropped, ...]]:
-    """Return a plan without its least expert and what cannot do without it, and what went.
+    """Return a plan without its lowest-scoring expert and its dependents, and what was dropped.
 
-    ``why`` says what did not fit, with the bytes; the plan has an expert at least.
+    ``why`` says what did not fit, with the bytes; the given plan has at least one expert.
     """
     choices = planned.result.choices
     least = _least(planned)
@@ -63,7 +63,7 @@ def _least(planned: Planned) -> Installed:
 
 
 def _without(choices: Sequence[Choice], least: Installed) -> tuple[Choice, ...]:
-    """Leave out an expert, then what misses a requirement, then what nobody needs any more."""
+    """Leave out an expert, then what misses a requirement, then what is no longer needed."""
     kept = tuple(choice for choice in choices if choice.expert.digest != least.digest)
     while (fewer := tuple(c for c in kept if _has_all(c.expert, kept))) != kept:
         kept = fewer

@@ -1,7 +1,7 @@
-"""A further prompt of a conversation: routed anew, and where that finds nobody, the experts stay.
+"""A further prompt of a conversation: routed anew; where that finds no expert, the old ones stay.
 
-"And now the other way round" says nothing that an expert could be chosen by, but it belongs to
-what was said before.
+"And now the other way round" names nothing to choose an expert by, but it belongs to what was said
+before.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def plan_follow_up(
     base: str | None = None,
     files: Sequence[Installed] = (),
 ) -> Planned:
-    """Plan a prompt that follows one which was answered by the plan ``before``.
+    """Plan a prompt that follows one answered by the plan ``before``.
 
     Raises:
         ExpertError: as `PlanningSession.recall` does, also when an expert of that plan is gone.
@@ -47,7 +47,7 @@ def plan_follow_up(
 
 
 def _demand_installed(store: Store, plan: Plan) -> None:
-    """Say by name who is gone; only the digests of a plan are looked up."""
+    """Demand the experts of a plan, found by digest; the error names the one that is gone."""
     for expert in plan.experts:
         try:
             store.find(expert.content_digest)

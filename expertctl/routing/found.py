@@ -9,7 +9,7 @@ import numpy as np
 from expertctl.routing.vector_table import Mask, Rows, Vectors, VectorTable
 
 DECIMALS = 6
-"""To how many places cosines are told."""
+"""To how many decimal places cosines are rounded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +40,9 @@ class Allowed:
         return self.table.rows_of(self.positions)
 
     def of(self, table: VectorTable) -> "Allowed":
-        """Return the filter for the table with entries added since: it does not let them through.
+        """Return the filter for the table with entries added since; these do not pass.
 
-        It is the same for the same table.
+        For the same table it is the same filter.
         """
         if table is self.table:
             return self
@@ -56,8 +56,8 @@ class Allowed:
 class Found:
     """Experts close to a query, the closest first, each with the best of its rows.
 
-    The three arrays are as long as each other. ``experts`` are positions in the index, which stay
-    what they are until `RoutingIndex.revision` changes; ``cosines`` are raw.
+    The three arrays have one length. ``experts`` are positions in the index, valid until
+    `RoutingIndex.revision` changes; ``cosines`` are raw.
     """
 
     experts: Rows
@@ -84,8 +84,8 @@ class Found:
 def best_of_each(table: VectorTable, rows: Rows, cosines: Vectors) -> Found:
     """Group rows by the expert that owns them; of equal rows the first counts.
 
-    Cosines are rounded, as the same product comes out otherwise in its last bits when other rows
-    are multiplied beside it: no order may hang on that.
+    Cosines are rounded, as the last bits of a product depend on which other rows are multiplied
+    with it: no order may depend on that.
     """
     cosines = cosines.round(DECIMALS)
     order = np.lexsort((rows, -cosines))

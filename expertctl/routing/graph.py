@@ -49,7 +49,7 @@ class GraphRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contents: str  # digest of the entries whose rows it covers
     rows: int
     width: int  # hnswlib's ef
-    recall: float  # at that width, as measured with rows that were held out
+    recall: float  # at that width, measured with held-out rows
     size: int
     graph: str
 
@@ -98,8 +98,8 @@ def build_graph(table: VectorTable) -> Graph | None:
     """Build the graph of what is alive; ``None`` without hnswlib, or where it finds too little.
 
     Some rows are held out at first and used as prompts: the graph is searched as widely as it
-    takes to find what exact search finds for them. That is nine rows of the ten, as the text of
-    such a row would be the first itself.
+    takes to find what exact search finds for them. Of ten rows that is nine, as the first would be
+    the held-out row itself.
     """
     if find_spec("hnswlib") is None:
         return None
@@ -184,7 +184,7 @@ def _hnswlib_index(table: VectorTable) -> Any:
 def _spread_out(table: VectorTable, rows: Rows) -> Rows:
     """Shuffle rows: one of every entry, then a second of every entry, and so on.
 
-    Of entries that lose several rows at once those left are not what a prompt would find.
+    An entry that loses several rows at once no longer has the rows that a prompt would find.
     """
     shuffled = np.random.default_rng(_SEED).permutation(rows)
     owners = table.owners[shuffled]
@@ -204,7 +204,7 @@ def _insert(index: Any, table: VectorTable, rows: Rows) -> None:
 
 
 def _threads(rows: int) -> int:
-    """Return 1 but for large graphs: with more, the same rows give another graph every time."""
+    """Return 1 except for large graphs: with more threads, the same rows give varying graphs."""
     return 1 if rows < _PARALLEL_ROWS else os.cpu_count() or 1
 
 
@@ -238,7 +238,7 @@ def _least_cosines(table: VectorTable, rows: Rows, queries: Vectors, count: int)
 
 
 def _is_recorded(folder: Path, record: GraphRecord) -> bool:
-    """Tell whether the file is the one that was recorded."""
+    """Tell whether the file is the recorded one."""
     try:
         size, digest = hash_file(folder / GRAPH_FILE)
     except OSError:

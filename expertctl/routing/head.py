@@ -3,10 +3,10 @@
 Kernel ridge regression, one expert against the rest (Saunders, Gammerman and Vovk, 1998), on deep
 rows of the candidates' own texts. It is fitted when it is asked, on the rows closest to the prompt,
 so there is nothing to train: an expert counts from the moment its rows are there. A few candidates
-are asked first, and more of them where these few leave it open.
+are compared first, and more where these few leave it open.
 
-Experts whose texts are as close to each other as to their own are one answer to the question, and
-the head does not choose between them.
+Experts whose texts are as close to each other as to their own count as one answer; the head does
+not choose between them.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,16 @@ CLOSE = 0.2
 """With a lead smaller than this, more candidates and more of their rows are looked at."""
 ALIKE = 0.99
 RELATED = 0.19
-"""The least mean kernel of texts that may be alike; that of texts without a common word is 0.14."""
+"""The least mean kernel of texts that may be alike; texts without a common word have 0.14."""
 NEAREST = 3
-"""Support is the mean cosine of so many rows of an expert."""
+"""Support is the mean cosine of this many rows of an expert."""
 _NOWHERE = -2
 """The cosine of a row that is not there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Breadth:
-    """How many candidates are compared, by how many of their rows."""
+    """How many candidates are compared, and how many rows of each."""
 
     candidates: int
     rows: int
@@ -40,7 +40,7 @@ class Breadth:
 
 FEW, MANY = Breadth(4, 6), Breadth(8, 11)
 COMPETING = 6
-"""Where so many experts compete, or more, no share has a windfall."""
+"""Where this many experts or more compete, no share has a windfall."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,9 +48,9 @@ class Verdict:
     """What the head says of the candidates that it compared, in their order.
 
     ``shares`` is the regression's answer: about 1 for the expert that a prompt belongs to and 0 for
-    the others; of experts that are alike, each has what they have together. ``support`` is how
-    close the prompt is to an expert's closest texts. ``groups`` numbers what is alike. ``windfall``
-    is what everybody's share has of there being few to compare with.
+    the others; experts that are alike each have the share of their group. ``support`` is how close
+    the prompt is to an expert's closest texts. ``groups`` numbers the groups of alike experts.
+    ``windfall`` is the part of every share that comes from having few experts to compare with.
     """
 
     shares: Vectors
@@ -88,7 +88,7 @@ def judge(
 
 
 def judge_all(table: VectorTable, candidates: Rows, query: Vectors) -> Verdict:
-    """Compare candidates by as many rows as `judge` does where few leave it open."""
+    """Compare all candidates, with as many rows as `judge` takes where few leave it open."""
     breadth = Breadth(len(candidates), MANY.rows)
     return _compared(table, candidates, query, breadth, None) if len(candidates) else NOBODY
 
@@ -109,21 +109,21 @@ def _compared(
 
 
 def _windfall(groups: int) -> float:
-    """Return by how much the share of a prompt for nobody exceeds that where six compete.
+    """Return how far the share on a prompt for no expert exceeds the one where six compete.
 
-    Without it a threshold that holds for many experts would let an expert that is alone on its
-    base answer nearly everything.
+    Without this correction, a threshold that holds for many experts would let the only expert of
+    a base answer nearly everything.
     """
     return max(1 / (groups + 1) - 1 / (COMPETING + 1), 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Near:
-    """The rows of some candidates that are closest to a prompt, those of each together."""
+    """The rows of some candidates closest to a prompt, grouped by candidate."""
 
     rows: Vectors  # [rows, deep dimensions]
     cosines: Vectors
-    sizes: tuple[int, ...]  # how many of them each candidate has
+    sizes: tuple[int, ...]  # how many of these rows each candidate has
     support: Vectors  # [candidates]
 
 
@@ -148,7 +148,7 @@ def _nearest_rows(
 
 
 def _cosines(table: VectorTable, starts: list[int], counts: list[int], query: Vectors) -> Vectors:
-    """Return those of all rows of some candidates: one line for each, and nowhere where it ends."""
+    """Return the cosines of all rows, one line per candidate, filled up with `_NOWHERE`."""
     cosines = np.full((len(counts), max(counts)), _NOWHERE, np.float32)
     for own, start, count in zip(cosines, starts, counts, strict=True):
         table.rows[start : start + count].dot(query, out=own[:count])
@@ -163,7 +163,7 @@ def _support(best: Vectors) -> Vectors:
 
 
 def _support_of_some(best: Vectors) -> Vectors:
-    """Return what `_support` does where some cosines are missing; of none it is 0."""
+    """Do as `_support` where some cosines are missing; without any it is 0."""
     first = best[:, :NEAREST]
     there = first > _NOWHERE
     total = np.where(there, first, np.float32(0)).sum(axis=1)
@@ -172,7 +172,7 @@ def _support_of_some(best: Vectors) -> Vectors:
 
 
 def _kernel(cosines: Vectors) -> Vectors:
-    """Turn cosines, which are no more, into the kernel."""
+    """Turn cosines into the kernel; the cosines are overwritten."""
     cosines -= 1
     cosines *= WIDTH
     return np.exp(cosines, out=cosines)
@@ -180,12 +180,12 @@ def _kernel(cosines: Vectors) -> Vectors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Split:
-    """What can be told of rows by how many each candidate has; for reading only."""
+    """What follows from the number of rows of each candidate; read-only."""
 
     members: Vectors  # which candidate each row is of: one column for each
-    means: Vectors  # the same, with which a product gives means
+    means: Vectors  # the same, scaled so that a product with it gives means
     own: Vectors  # the share of a row with itself in the mean kernel of a candidate's rows
-    pairs: Vectors  # what that mean, less that share, times this is without it
+    pairs: Vectors  # that mean less that share, times this, is the mean without it
     lone: Vectors  # 1 for the candidates with no pairs of rows
 
 
@@ -201,8 +201,8 @@ def _split(sizes: tuple[int, ...]) -> _Split:
 def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
     """Return the answer for each group: ``k (K + RIDGE I)^-1 (Y - e) + e``.
 
-    Far from all rows that is e, for which nobody counts as one more group. What it is given is
-    used up.
+    Far from all rows that is e, for which "no expert" counts as one more group. ``kernel`` and
+    ``cosines`` are overwritten.
     """
     even = 1 / (members.shape[1] + 1)
     kernel.reshape(-1)[:: len(kernel) + 1] += RIDGE
@@ -212,10 +212,10 @@ def _regression(kernel: Vectors, members: Vectors, cosines: Vectors) -> Vectors:
 
 
 def _groups(kernel: Vectors, split: _Split) -> Rows | None:
-    """Number the candidates so that those alike have one number; ``None`` when none are.
+    """Number the candidates so that alike ones have one number; ``None`` when none are alike.
 
-    Two are alike when the mean kernel between their rows is that within each of them, a row with
-    itself not counted: few texts about this and that are not like those of everybody else.
+    Two are alike when the mean kernel between their rows is about that within each of them, not
+    counting a row with itself, and at least about `RELATED`: few mixed texts are like no others.
     """
     between: Vectors = split.means.T.dot(kernel).dot(split.means)  # `@` takes twice as long here
     within = (between.diagonal() - split.own) * split.pairs + split.lone
@@ -235,7 +235,7 @@ def _merged(members: Vectors, groups: Rows) -> Vectors:
 
 
 def _lead(verdict: Verdict, candidates: int) -> float:
-    """Return by how much the best group leads: not at all where it hid all other candidates."""
+    """Return the lead of the best group; there is none where it hid all other candidates."""
     groups: list[int] = verdict.groups.tolist()
     answers: list[float] = verdict.shares.tolist()
     shares = sorted(dict(zip(groups, answers, strict=True)).values())

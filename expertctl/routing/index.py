@@ -1,8 +1,8 @@
 """`RoutingIndex`: the vectors of installed experts, kept beside ``index.db``.
 
 An expert is as close to a prompt as the closest of its vectors (`expert_texts`); the deep rows of
-its description and examples, from the same pass of the encoder, are for the head. To add an expert
-costs what its own texts cost. See `vector_store` for the files.
+its description and examples, from the same pass of the encoder, are for the head. Adding an expert
+costs only the encoding of its own texts. See `vector_store` for the files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -90,7 +90,7 @@ class RoutingIndex:
             self._calibrate()
 
     def lacking(self, experts: Texts) -> int:
-        """Return how many of these experts `add` would encode, by what was read last."""
+        """Return how many of these experts `add` would encode, going by the last read."""
         return len(self._missing(experts))
 
     def remove(self, digests: Iterable[Digest]) -> None:
@@ -125,17 +125,17 @@ class RoutingIndex:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of the files, in the order in which it came up."""
+        """What the user should know of the files: first of the rows, then of the deep rows."""
         return [*dict.fromkeys([*self._rows.notes, *self._deep.notes])]
 
     @property
     def deep(self) -> VectorTable:
-        """The rows that the head reads; a value, which later changes leave alone."""
+        """The rows that the head reads; an immutable value."""
         return self._deep.table
 
     @property
     def calibration(self) -> Calibration:
-        """What evidence of the head is enough."""
+        """How much evidence of the head is enough."""
         if self._calibration is None:
             self._calibrate()
         assert self._calibration is not None, "`_calibrate` sets it"
@@ -143,12 +143,12 @@ class RoutingIndex:
 
     @property
     def table(self) -> VectorTable:
-        """The vectors of now; a value, which later changes leave alone."""
+        """The current vectors; an immutable value."""
         return self._rows.table
 
     @property
     def revision(self) -> str:
-        """What changes whenever positions may mean others, or there are more or fewer."""
+        """A text that changes when positions may mean other experts or their number changes."""
         table = self.table
         return f"{table.generation}:{len(table)}:{table.dead_rows}"
 
@@ -157,7 +157,7 @@ class RoutingIndex:
         return self.table.digest(position)
 
     def positions(self, digests: Iterable[Digest]) -> Rows:
-        """Return where experts are; those that are not in the index are left out."""
+        """Return the positions of experts; those that are not in the index are left out."""
         found = self.table.positions(list(digests))
         return found[found >= 0]
 
@@ -179,14 +179,14 @@ class RoutingIndex:
         return self._searching.run(table, query, count=count, allowed=_filter(table, allowed))
 
     def measure(self, query: Vectors, experts: Rows) -> Found:
-        """Return how close the experts at these positions are, whatever else is closer."""
+        """Return how close the experts at these positions are, even where others are closer."""
         table = self.table
         mask = np.zeros(len(table), np.bool_)
         mask[experts] = True
         return exactly(table, query, count=len(table), allowed=Allowed(table, mask))
 
     def encoded(self, prompt: str) -> Encoded:
-        """Return what is read from a prompt; the last is kept, as it meets many bases."""
+        """Return the rows of a prompt; the last one is kept, as it is routed on many bases."""
         last = self._last  # another thread may replace it meanwhile
         if last is None or last[0] != prompt:
             last = self._last = (prompt, self.encoder.encode_deep([prompt]))
@@ -208,7 +208,7 @@ class RoutingIndex:
         return {digests[n]: experts[digests[n]] for n in np.flatnonzero(lacking)}
 
     def _encoded(self, experts: Texts) -> _Encoded:
-        """Encode all texts in one go, and cut the rows apart."""
+        """Encode all texts in one go, and split the rows by expert."""
         texts = {digest: ExpertTexts.of(manifest) for digest, manifest in experts.items()}
         counts = np.array([len(each.all) for each in texts.values()], np.int64)
         encoded = self.encoder.encode_deep([t for each in texts.values() for t in each.all])
@@ -219,7 +219,7 @@ class RoutingIndex:
         }
 
     def _build_graph(self, table: VectorTable) -> None:
-        """Build the graph of a table that is on disk, without keeping writers out meanwhile."""
+        """Build the graph of a table that is on disk, without locking out writers meanwhile."""
         graph = build_graph(table) if len(table.rows) >= GRAPH_ROWS else None
         with self._rows.writing():
             if graph is None:
@@ -229,7 +229,7 @@ class RoutingIndex:
                 self._searching.take(table, graph)
 
     def _calibrate(self) -> None:
-        """Ask examples again where there are many more experts, or fewer, than when they were."""
+        """Ask examples again where the number of experts has changed much since the last time."""
         path = self.folder / CALIBRATION_FILE
         before = self._calibration or read_calibration(path, encoder=self.encoder.stamp)
         if before is not None and before.is_fresh(int(self.table.alive.sum())):

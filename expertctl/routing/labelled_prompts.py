@@ -22,7 +22,7 @@ _HINT = 'each line is an object such as {"prompt": "Sort 3, 1, 2", "expert": "ac
 
 @dataclass(frozen=True, slots=True)
 class LabelledPrompt:
-    """One line: what is asked, and who should answer; ``None`` is the base alone."""
+    """One line: what is asked, and which expert should answer; ``None`` is the base alone."""
 
     line: int
     prompt: str
@@ -65,8 +65,8 @@ def check_installed(data: LabelledPrompts, installed: Collection[PackageName]) -
     """Demand that every wanted expert is installed.
 
     Raises:
-        NotFoundError: with every name that is not, the line where it comes first, and what may
-            have been meant.
+        NotFoundError: with every name that is not installed, the line where it comes first, and
+            what may have been meant.
     """
     first: dict[PackageName, int] = {}
     for prompt in data.prompts:

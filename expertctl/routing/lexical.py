@@ -72,7 +72,7 @@ class LexicalEncoder:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A word as the encoder sees it: every number alike, data damped."""
+    """A word as the encoder sees it: all numbers alike, data with less weight."""
 
     text: str
     importance: float

@@ -1,8 +1,8 @@
 """Which experts are closest to a query: exactly, or through a graph where that costs less.
 
-A filter keeps recall. Where it lets few rows through, just these are compared. Where it lets many
-through, the graph is asked for so many more rows that enough of them pass, and for more again when
-they do not, until comparing all that may pass would cost less.
+A filter keeps recall. Where few rows pass it, just these are compared. Where many pass it, the
+graph is asked for so many more rows that enough should pass, and for more again when too few did,
+until comparing all that may pass would cost less.
 """
 
 import numpy as np
@@ -12,9 +12,9 @@ from expertctl.routing.graph import Closest, Graph
 from expertctl.routing.vector_table import Rows, Vectors, VectorTable
 
 ROWS_PER_LINK = 48
-"""How many rows are compared in the time that one more of width costs a graph."""
+"""How many rows are compared in the time by which one more of width slows a graph search."""
 ROWS_PER_EXPERT = 16
-"""Where experts found have more rows than this on the average, more rows are asked for."""
+"""Where the experts found have more rows than this on average, more rows are asked for."""
 
 _MOST = 0.3
 _SPARE = 1.2
@@ -32,7 +32,7 @@ def nearest(
     """Return at most ``count`` experts, the closest first, of those allowed.
 
     With a graph they are the owners of as many of the closest rows as it finds at its width, and of
-    more rows where one expert has so many of them that it hides the others.
+    more rows where one expert has so many of the closest rows that it hides others.
     """
     found = None if graph is None else _enough(table, graph, query, count, allowed)
     return exactly(table, query, count=count, allowed=allowed) if found is None else found
@@ -56,7 +56,7 @@ def _enough(
 def exactly(
     table: VectorTable, query: Vectors, *, count: int, allowed: Allowed | None = None
 ) -> Found:
-    """Return what `nearest` does, having compared every row that may be found."""
+    """Do as `nearest`, by comparing every row that may be found."""
     positions = np.arange(len(table)) if allowed is None else allowed.positions
     if len(positions) == 0 or count == 0:
         return Found.nothing()

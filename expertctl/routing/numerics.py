@@ -20,7 +20,7 @@ from expertctl.routing.request import (
 from expertctl.store.base_record import StoredBase
 
 SMALL_BASE = 64 << 20
-"""Of a base of fewer bytes many tokens are there before numba, which kernels need, is imported."""
+"""A base of fewer bytes gives many tokens before numba, which kernels need, is imported."""
 _FLOAT_BYTES = 4
 _COMPAT = ("transformers", "peft")
 
@@ -57,9 +57,9 @@ def numeric_settings(
 
 
 def dtype_of(base: StoredBase, asked: Dtype | None, *, engine: EngineName = "native") -> Dtype:
-    """Return what the weights of a base are held in: what is asked for, else float32 or bf16.
+    """Return the dtype that base weights are held in: the one asked for, else float32 or bf16.
 
-    That is bf16 where a base that is not small is stored so. A small one is exact and fast in
+    It is bf16 where a base that is not small is stored in it. A small one is exact and fast in
     float32, and bfloat16 would round one that is stored in float16.
 
     Raises:
@@ -74,7 +74,7 @@ def dtype_of(base: StoredBase, asked: Dtype | None, *, engine: EngineName = "nat
 
 
 def context_of(base: StoredBase, *, engine: EngineName) -> int:
-    """Return how many tokens a base reads, with the answer.
+    """Return how many tokens a base can read, the answer included.
 
     Raises:
         IncompatibleError: when the engine does not support such a model.
@@ -111,7 +111,7 @@ def _matrix_dtypes(base: StoredBase, config: ModelConfig) -> set[str]:
 def _native(deterministic: bool, device: DeviceName, skip_cap: float | None) -> int | str:
     """Return the version of our own engine, with what else its numbers depend on.
 
-    Texts that were kept under one cap on what may be skipped are no start for another.
+    Texts kept under one cap on what may be skipped cannot be reused under another.
     """
     besides = [
         *([device] if device != "cpu" else ()),
@@ -130,7 +130,7 @@ def _check_engine(base: StoredBase, engine: EngineName) -> None:
 
 
 def check_identity(plan: Plan, now: Digest) -> None:
-    """Check that a saved plan gives the same numbers now: that its identity is still this one.
+    """Check that a saved plan still gives the same numbers: that its identity is unchanged.
 
     Raises:
         IncompatibleError: when its identity is another one.
@@ -146,7 +146,7 @@ def check_identity(plan: Plan, now: Digest) -> None:
 
 
 def compare_experts(before: PlannedExpert, now: PlannedExpert) -> list[str]:
-    """Return what a person should know of an expert of a saved plan whose content is the same.
+    """Return what the user should know of an expert of a saved plan whose content is the same.
 
     Raises:
         IncompatibleError: when its name or kind is not what that content says.

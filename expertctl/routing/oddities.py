@@ -1,4 +1,4 @@
-"""Oddities of one manifest: what nobody writes who only wants to say what an expert does.
+"""Oddities of one manifest: what no honest description of an expert contains.
 
 Piled-up or foreign keywords, repeated examples, names of other packages, orders to the router, and
 letters that are not what they look like.
@@ -42,7 +42,7 @@ _ORDER = re.compile(
 
 
 def oddities(manifest: Manifest, others: Known) -> Iterator[Flag]:
-    """Flag what is odd about a manifest by itself, and names of others in it."""
+    """Flag what is odd about a manifest by itself, and names of other packages in it."""
     yield from _stuffed(manifest)
     yield from _naming(manifest, others)
     yield from _repeated(manifest.routing.examples)

@@ -1,8 +1,8 @@
 """Reading a saved plan: the document of ``route --json`` or of ``run --json``, from anywhere.
 
 A plan file is untrusted: it is checked against ``schemas/route.schema.json``, and what it names is
-looked up by digest again before anything is loaded. Of the rest only ``threads`` is read, which the
-last bits of the numbers depend on.
+looked up by digest again before anything is loaded. Of the rest only ``threads`` is read, because
+the last bits of the numbers depend on it.
 """
 
 from dataclasses import dataclass
@@ -101,7 +101,7 @@ def parse_plan(data: bytes, *, what: str = "plan") -> SavedPlan:
 
 
 def _is_count(value: JsonValue) -> bool:
-    """Tell whether a value is a number of threads; ``true`` is none."""
+    """Tell whether a value is a number of threads; ``true`` is not."""
     return type(value) is int and 1 <= value <= _MAX_THREADS
 
 

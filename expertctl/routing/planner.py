@@ -33,7 +33,7 @@ from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
 
 RosterMaker = Callable[[RouteRequest, StoredBase, Sequence[Installed]], Roster]
-"""Who of some experts may answer such requests on a base."""
+"""Works out which of some experts may answer such requests on a base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class Planned:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a person should know, of the home and of the plan."""
+        """What the user should know of the home and of the plan."""
         return self.result.warnings
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """The installed experts that can be read, and the others with what is wrong with them."""
+    """The installed experts that can be read, and the others with their errors."""
 
     experts: tuple[Installed, ...]
     broken: tuple[tuple[StoredExpert, ExpertError], ...]
@@ -76,11 +76,11 @@ class Planner:
     index: RoutingIndex
     home: Home
     tell: Tell = tell_nobody
-    """Gets what a person should know while they wait."""
+    """Called with what the user should know while waiting."""
 
     @classmethod
     def open(cls, settings: Settings, *, tell: Tell = tell_nobody) -> Self:
-        """Name the parts of a home; nothing of it is read yet but the encoder's files.
+        """Name the parts of a home; only the encoder's files are read now.
 
         Raises:
             NotFoundError: when the encoder that was asked for is not there.
@@ -203,22 +203,22 @@ class Planner:
         return trusted.revocation(signer, namespace=namespace, registry=stored.registry) is not None
 
     def _unvouched_signer(self, stored: StoredExpert) -> str | None:
-        """Return who signed what a person took by naming its exact bytes; its key may be bad."""
+        """Return who signed an expert that the user took by its exact bytes; the key may be bad."""
         if stored.signature is None:
             return None
         try:
             return read_bundle(self.store.blob_path(stored.signature.digest).read_bytes()).key_id
-        except (OSError, ExpertError):  # `doctor` says so
+        except (OSError, ExpertError):  # `doctor` reports it
             return None
 
     def _refuse_broken(self, request: RouteRequest, inventory: Inventory) -> None:
-        """Raise what is wrong with an expert that the user names; others are only left out."""
+        """Raise the error of a broken expert that the user names; others are only left out."""
         errors = dict(inventory.broken)
         for forced in request.force if errors else ():
             try:
                 error = errors.get(self.store.find(forced.target))
             except NotFoundError:
-                continue  # a file, or the router says so
+                continue  # a file, or the router reports it
             if error is not None:
                 raise error
 
@@ -245,7 +245,7 @@ class Planner:
     def roster(
         self, request: RouteRequest, base: StoredBase, experts: Sequence[Installed]
     ) -> Roster:
-        """Return who may answer such requests on a base."""
+        """Return which experts may answer such requests on a base."""
         self._tell_of_encoding(experts)
         return roster_of(
             request,
@@ -257,7 +257,7 @@ class Planner:
         )
 
     def _tell_of_encoding(self, experts: Sequence[Installed]) -> None:
-        """Say why it takes a while, where vectors are made that installing did not make."""
+        """Tell the user why it takes a while, where installing did not make all vectors."""
         manifests = {expert.digest: expert.manifest for expert in experts}
         if not self.index.lacking(manifests):
             return
@@ -273,7 +273,7 @@ class Planner:
     ) -> list[StoredBase]:
         """Return the bases to route on: the one named, else those that experts fit.
 
-        What the engine does not run comes last, to be refused where nothing else would do.
+        A base that the engine does not run comes last, to be refused where no other one will do.
         """
         if name is not None:
             return [self.bases.find(name)]

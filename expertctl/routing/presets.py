@@ -1,8 +1,8 @@
 """Request limits, defaults and task presets, and who decides each generation setting.
 
-For every setting the first that says something wins: the user, then the experts' ``decoding`` in
-the order of the plan, then the preset of the task, which is complete. The task is that of the first
-expert that names a preset, else what the prompt looks like.
+The first source that gives a setting wins: the user, then the experts' ``decoding`` in the order of
+the plan, then the preset of the task, which is complete. The task is that of the first expert that
+names a preset, else what the prompt looks like.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -77,7 +77,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check_limit(name: str, value: float | None) -> None:
-    """Refuse a value outside ``LIMITS``; ``None`` is nobody's choice and fits.
+    """Refuse a value outside ``LIMITS``; ``None`` is no choice and fits.
 
     Raises:
         UsageError: with the range.
@@ -140,14 +140,14 @@ def resolve(
 
 
 def completed(wishes: SamplingWishes, saved: SamplingParams) -> SamplingWishes:
-    """Return wishes that leave nothing open: what they do not say is as in a saved plan."""
+    """Return complete wishes: what they leave open is taken from a saved plan."""
     params = saved.greedy() if wishes.greedy or wishes.temperature == 0.0 else saved
     kept = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
     return replace(wishes, **{**kept, **_given(wishes)})
 
 
 def unapplied(decoding: Decoding) -> list[str]:
-    """Name what an expert recommends and no run applies."""
+    """Name the recommended settings that no run applies."""
     return [] if decoding.grammar is None else ["grammar"]
 
 

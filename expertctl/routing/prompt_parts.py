@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from expertctl.routing.words import STOP_WORDS
 
 LONG = 48
-"""Words from which on sentences that ask nothing are left out."""
+"""In a text of more words than this, sentences that ask nothing are left out."""
 _ENOUGH = 2
-"""A request of so many words that say something stands without its body."""
+"""A request with this many meaningful words stands without its body."""
 _POINTING = frozenset(
     {"answer", "below", "following", "here", "input", "message", "prompt", "question", "read"}
     | {"request", "task", "text", "user"}
@@ -21,7 +21,7 @@ _POINTING = frozenset(
 """Words of a request that only points at its body."""
 _PILE = 6
 _JOINED = 0.2
-"""The share of stop words that any sentence has."""
+"""The least share of stop words in a real sentence."""
 _REPEATS = 4
 _LAST_WORDS = 2
 """How many words the last keyword of a list has at most."""
@@ -112,7 +112,7 @@ def asks(sentence: str) -> bool:
 
 
 def is_pile(sentence: str) -> bool:
-    """Tell whether a sentence is words with next to none that join them."""
+    """Tell whether a sentence is a pile of words with hardly any stop words to join them."""
     said = [word.casefold().partition("'")[0] for word in _WORD.findall(sentence)]
     words = [word for word in said if not word[0].isdigit()]
     joining = sum(word in STOP_WORDS for word in words)
@@ -135,13 +135,13 @@ def _joins(listed: str) -> bool:
 
 
 def _request_in(text: str, end: int) -> int:
-    """Return where a request begins behind a list, whose last word may follow its end; or 0."""
+    """Return where a request begins behind a list whose last words may follow ``end``; or 0."""
     words = list(_WORD.finditer(text, end))[: _LAST_WORDS + 1]
     return next((word.start() for word in words if asks(text[word.start() :])), 0)
 
 
 def shortened(parts: Sequence[str]) -> list[str]:
-    """Return the sentences that ask, of a text that is long; all of one that is not."""
+    """Return the sentences of a long text that ask; all sentences of a short one."""
     if sum(part.count(" ") + 1 for part in parts) <= LONG:
         return list(parts)
     best = max(map(_clarity, parts))
@@ -149,7 +149,7 @@ def shortened(parts: Sequence[str]) -> list[str]:
 
 
 def without_repeats(text: str) -> str:
-    """Leave out words that are said again and again, numbers excepted."""
+    """Leave out words that are repeated often, numbers excepted."""
     words = [word.casefold() for word in _WORD.findall(text)]
     usual = max(_REPEATS, len(words) // 12), max(2 * _REPEATS, len(words) // 4)
     piled = {
@@ -161,7 +161,7 @@ def without_repeats(text: str) -> str:
 
 
 def _clarity(text: str) -> int:
-    """Return how clearly a text asks: by its form, else by whom it speaks of, else not."""
+    """Return how clearly a text asks: 2 by its form, 1 by a word such as "me" or "you", else 0."""
     if any(map(asks, sentences(text))):
         return 2
     return int(_PERSON.search(text) is not None)

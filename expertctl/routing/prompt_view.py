@@ -1,7 +1,7 @@
 """The router's view of a prompt: what it asks, without what is addressed to the router itself.
 
-Who writes into a prompt, or into a text that is pasted there, must not steer the choice. What
-cannot be seen goes; letters that only look like others are read as those. Orders to the router,
+An order written into a prompt, or into a text pasted there, must not steer the choice. Invisible
+characters are removed; letters that only look like others are read as those. Orders to the router,
 names of experts, other roles, piles of keywords and what the request is about are left out where a
 request remains. Only the router sees this; the model is given the prompt as it was written.
 """
@@ -24,14 +24,14 @@ from expertctl.routing.spelling import plain
 from expertctl.routing.words import MAX_CHARACTERS
 
 LEAST_WORDS = 2
-"""A prompt of which fewer words would remain is looked at as it is."""
+"""A prompt of which fewer words would remain is read unchanged."""
 
 _CALL = 3
 """Words that may call an expert by its name and say nothing else."""
 _END = 2048
 _REPEATED = 5
 _COMMAS = 2
-"""So many commas make no list of keywords."""
+"""Up to this many commas do not make a list of keywords."""
 _NAME = re.compile(
     r"(?<![a-z0-9_-])[a-z0-9]+(?:[-_][a-z0-9]+)*/[a-z0-9]+(?:[-_][a-z0-9]+)*(?:@[\w.^~*-]+)?"
 )
@@ -45,13 +45,13 @@ _SPACES = re.compile(r"\s+")
 
 
 def mentionable(names: Iterable[str]) -> frozenset[str]:
-    """Return what prompts may call packages: ``namespace/name``, and the name alone."""
+    """Return what prompts may call packages: ``namespace/name``, or the name alone."""
     full = frozenset(names)
     return full | {name.partition("/")[2] for name in full}
 
 
 def view(prompt: str, names: frozenset[str]) -> str:
-    """Return what the router looks at; ``names`` are those of `mentionable`."""
+    """Return what the router reads of a prompt; ``names`` are those of `mentionable`."""
     text = plain(_ends(prompt))
     if _is_simple(text):
         return without_lists(text) if text.count(",") > _COMMAS else text
@@ -62,14 +62,14 @@ def view(prompt: str, names: frozenset[str]) -> str:
 
 
 def _ends(prompt: str) -> str:
-    """Return the beginning and the end of a very long prompt: one of them asks."""
+    """Return the beginning and the end of a very long prompt: one of them holds the request."""
     if len(prompt) <= MAX_CHARACTERS:
         return prompt
     return f"{prompt[: MAX_CHARACTERS - _END]}\n\n{prompt[-_END:]}"
 
 
 def _is_simple(text: str) -> bool:
-    """Tell whether nothing in a text could be more than a request."""
+    """Tell whether a text is plainly a request and nothing more."""
     spelled = text.casefold()
     words = spelled.split()
     return (
@@ -90,7 +90,7 @@ def _for_the_model(sentence: str, names: frozenset[str]) -> str:
 
 
 def _without_names(part: str, names: frozenset[str]) -> str:
-    """Leave out references to packages that are there."""
+    """Leave out references to known packages."""
     for pattern in (_NAME, _ASIDE, _COMPOUND):
         part = pattern.sub(lambda match: _unless_named(match, names), part)
     return part

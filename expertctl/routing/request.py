@@ -18,22 +18,22 @@ from expertctl.routing.presets import (
 Dtype = Literal["float32", "bf16", "int8", "int4"]
 """What base weights are held in."""
 QUANTISED = frozenset[Dtype]({"int8", "int4"})
-"""Those with a scale for each group of weights."""
+"""The dtypes with a scale for each group of weights."""
 AdapterDtype = Literal["published", "fp16", "int8"]
 """What the weights of experts are held in."""
 
 DeviceName = Literal["cpu", "cuda"]
-"""What computes."""
+"""The device that computes."""
 MoeMiss = Literal["exact", "skip"]
-"""What happens where a routed expert is not in memory: it is brought, or left out."""
+"""What happens on a miss of a routed expert: it is loaded, or skipped."""
 MoeCold = Literal["read", "map", "direct"]
-"""How one comes from the disk: it is read, computed in the system's file cache, or read past it."""
+"""How a missing expert is taken from disk: read, used in the page cache, or read past it."""
 MoeColdWish = Literal["auto", "read", "map", "direct"]
-"""What is wished of that; ``auto`` reads past the cache where it could not keep much."""
+"""The choice of the user; ``auto`` reads past the page cache where that could not keep much."""
 SKIP_CAP = 0.25
-"""How much of the weights of a token may be left out in a layer, where nothing else is said."""
+"""The default share of a token's router weights that may be skipped in a layer."""
 EngineName = Literal["native", "transformers"]
-"""Our own decoder, or the slow way round it for what it does not run."""
+"""Our own decoder, or transformers: slower, for what our decoder does not run."""
 
 Target = Reference | Digest
 """How an expert is named: a reference, or its content or package digest."""
@@ -59,7 +59,7 @@ class RouteRequest:
     seed: int | None = None
     wishes: SamplingWishes = NO_WISHES
     dtype: Dtype | None = None
-    """What base weights are held in; None: as they are stored."""
+    """The dtype that base weights are held in; None: as they are stored."""
     adapter_dtype: AdapterDtype = "published"
     deterministic: bool = False
     moe_miss: MoeMiss = "exact"
@@ -103,7 +103,7 @@ def check_request(request: RouteRequest) -> None:
 
 
 def _check_engine(request: RouteRequest) -> None:
-    """Refuse what only the kernels of our own engine can do of another one."""
+    """Refuse to ask another engine for what only the kernels of our own can do."""
     refused = _of_kernels(request)
     if request.moe_miss == "skip":
         refused |= {"--moe-miss skip": "--moe-miss exact"}
@@ -115,7 +115,7 @@ def _check_engine(request: RouteRequest) -> None:
 
 
 def _check_device(request: RouteRequest) -> None:
-    """Refuse what only a processor can do of a CUDA device; from there no copy is computed with."""
+    """Refuse to ask a CUDA device for what only a processor can do."""
     refused = _of_kernels(request)
     if request.moe_cold in {"map", "direct"}:
         refused |= {f"--moe-cold {request.moe_cold}": "--moe-cold auto"}
@@ -129,7 +129,7 @@ def _check_device(request: RouteRequest) -> None:
 
 
 def _check_misses(request: RouteRequest) -> None:
-    """Refuse what is no share, and to leave out what is not there while bits are promised."""
+    """Refuse a cap that is no share, and skipping missing experts where bits are promised."""
     if not 0.0 <= request.moe_skip_cap <= 1.0:
         raise UsageError(
             f"--moe-skip-cap {request.moe_skip_cap} is not a share of the weights of a token",
@@ -143,9 +143,9 @@ def _check_misses(request: RouteRequest) -> None:
 
 
 def _of_kernels(request: RouteRequest) -> dict[str, str]:
-    """Return what is asked of the kernels of processors, and what asks for nothing of them.
+    """Return the options that need the kernels of processors, each with the option without them.
 
-    A setting may say so, which no person can leave out.
+    Settings may ask for it too, and a setting cannot be left out on the command line.
     """
     dtype, adapters = f"--dtype {request.dtype}", f"--adapter-dtype {request.adapter_dtype}"
     asked = (

@@ -1,7 +1,7 @@
 """Resemblance: what the vectors of a package say about it beside those of other packages.
 
-A near copy says what another says in other words. The examples of a grab-all have nothing in
-common: not with its description, or they are those of many others.
+A near copy says in other words what another package says. The examples of a grab-all have little in
+common, and either are also far from its description or mostly resemble those of other packages.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ NEAR = 0.9
 """Texts this similar say the same in other words."""
 
 MEANING = "minilm"
-"""The encoder that sees meaning; by their words alone, examples of one task may share nothing."""
+"""The encoder that sees meaning; examples of one task may have no words in common."""
 
 _SAMPLE = 12
 """How many examples of a package are compared with all others."""
@@ -28,14 +28,14 @@ _ALIKE = 0.6
 _UNLIKE = 0.25
 """Examples this far apart on average have nothing in common."""
 _GRABBED = 4
-"""From how many packages the examples of a grab-all resemble one."""
+"""How many other packages the examples of a grab-all resemble at least."""
 _GRABBED_SHARE = 0.5
 _SEVERAL = 10
-"""How many examples must have nothing in common for this to mean anything by itself."""
+"""How many examples must have nothing in common for this to count by itself."""
 _UNLIKE_ALL = 0.19
 _UNTOLD = 0.12
-"""Examples this far from each other, and this far from what they are said to be, are about
-everything: a field as wide as medicine has a description that its examples are closer to."""
+"""Examples this far from each other and from their description are about everything: even in a
+field as wide as medicine they are closer to the description."""
 _BLOCK = 1 << 14
 
 Name = Callable[[int], str]
@@ -44,7 +44,7 @@ Name = Callable[[int], str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Told:
-    """The rows of what a package tells of itself."""
+    """The rows of a package's description and examples."""
 
     description: Vectors  # [dimensions]
     examples: Vectors  # [examples, dimensions]
@@ -52,7 +52,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Closest:
-    """How similar others' closest text is to each of some examples, and whose it is."""
+    """How similar the closest text of other packages is to each example, and its owner."""
 
     similarities: Vectors
     owners: Rows
@@ -98,7 +98,7 @@ def _is_untold(told: Told) -> bool:
 
 
 def _closest(table: VectorTable, queries: Vectors, others: Mask, encoder: Encoder) -> _Closest:
-    """Return how close others are to each query; to nobody where there are none."""
+    """Return how close others are to each query; the owner is -1 where there are none."""
     best = np.full(len(queries), -1, np.float32)
     owner = np.full(len(queries), -1, np.int64)
     end = _end(table, others)
@@ -115,7 +115,7 @@ def _closest(table: VectorTable, queries: Vectors, others: Mask, encoder: Encode
 
 
 def _end(table: VectorTable, others: Mask) -> int:
-    """Return the end of the rows of the last of others."""
+    """Return where the rows of the last of the others end."""
     positions = np.flatnonzero(others)
     return int(table.starts[positions[-1]] + table.counts[positions[-1]]) if len(positions) else 0
 

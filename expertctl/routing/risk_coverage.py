@@ -109,7 +109,7 @@ def calibration_error(found: Sequence[Bin]) -> float | None:
 
 
 class _Tally:
-    """What the guesses added so far come to, were they all answered and no others."""
+    """The figures if the guesses added so far were answered and no others."""
 
     def __init__(self, guesses: Sequence[Guess]) -> None:
         self._n, self._n_in = len(guesses), sum(guess.in_scope for guess in guesses)

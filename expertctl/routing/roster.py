@@ -1,7 +1,7 @@
-"""`Roster`: who may answer on one base, worked out once for any number of prompts.
+"""`Roster`: which experts may answer on one base, worked out once for any number of prompts.
 
 Most of what decides about an expert does not depend on the prompt: whether it is trusted, fits the
-base, was excluded or is an older version. What is left are positions in the index.
+base, was excluded or is an older version. The result is kept as positions in the index.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ Flags = Mapping[Digest, tuple[Flag, ...]]
 class Roster:
     """The installed experts, and which of them may answer.
 
-    ``bars`` says of the others why not. The head's rows are ``deep``, and ``deep_at`` says where
-    those of each position of the index are, -1 where there are none.
+    ``bars`` gives the reason for each of the others. The head's rows are ``deep``; ``deep_at`` says
+    where those of each position of the index are, -1 where there are none.
     """
 
     experts: tuple[Installed, ...]
-    usable: tuple[Installed, ...]  # those that may stand in a plan; of some versions, only if asked
+    usable: tuple[Installed, ...]  # those that may stand in a plan; some versions only if asked for
     bars: Mapping[Digest, str]
     flags: Flags
     gains: Gains
@@ -43,17 +43,17 @@ class Roster:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """What prompts may call the experts."""
+        """The names by which prompts may call the experts."""
         return mentionable(str(expert.stored.package) for expert in self.experts)
 
     @cached_property
     def guarded(self) -> frozenset[int]:
-        """The positions of experts that refuse some prompts, whatever letters they are in."""
+        """The positions of experts that refuse some prompts for a reason other than script."""
         return frozenset(at for at, e in self.by_position.items() if may_veto(e.manifest))
 
     @cached_property
     def speaking(self) -> frozenset[int]:
-        """The same, with those of experts that refuse prompts by their letters."""
+        """The same, with those of experts that refuse prompts by their script."""
         speaking = (at for at, e in self.by_position.items() if e.manifest.routing.languages)
         return self.guarded.union(speaking)
 
@@ -96,9 +96,9 @@ def build_roster(
     flags: Flags,
     gains: Gains,
 ) -> Roster:
-    """Make sure that experts are indexed, and return who of them may answer.
+    """Make sure that experts are indexed, and return which of them may answer.
 
-    ``bar`` says why one may not; ``passed_over`` why those that may are not looked at.
+    ``bar`` says why an expert may not; ``passed_over`` why some that may are not looked at.
     """
     index.add({expert.digest: expert.manifest for expert in experts})
     bars = {expert.digest: why for expert in experts if (why := bar(expert))}

@@ -1,7 +1,7 @@
 """From a prompt to a plan: which experts answer it, in which order, and why the others do not.
 
 Routing is automatic unless experts are forced. The best candidate answers; another joins only when
-both declare it. An expert that nobody vouches for is never chosen of the router's own accord.
+both declare it. Of its own accord the router never chooses an expert whose signer is not trusted.
 """
 
 import secrets
@@ -42,7 +42,7 @@ from expertctl.schema.strict_json import JsonObject, JsonValue
 from expertctl.store.base_record import StoredBase
 
 SuccessRate = Callable[[Digest, str], float | None]
-"""Content digest, task → how often it was judged good; ``None`` when nobody judged."""
+"""Content digest, task → how often it was judged good; ``None`` without judgements."""
 
 NO_FLAGS: Flags = {}
 NO_GAINS: Gains = {}
@@ -50,7 +50,7 @@ NO_GAINS: Gains = {}
 
 @dataclass(frozen=True, slots=True)
 class RoutingResult:
-    """The plan, what was decided about every expert, and what a person should know."""
+    """The plan, what was decided about every expert, and what the user should know."""
 
     plan: Plan
     choices: tuple[Choice, ...]
@@ -85,7 +85,7 @@ class RoutingResult:
 
 
 def nobody_judged(_: Digest, __: str) -> None:
-    """Know of no usage: every success rate is the default."""
+    """Return None: without usage, every success rate is the default."""
 
 
 def route(
@@ -153,7 +153,7 @@ def roster_of(
     flags: Flags = NO_FLAGS,
     gains: Gains = NO_GAINS,
 ) -> Roster:
-    """Return who may answer requests like this one on a base.
+    """Return which experts may answer requests like this one on a base.
 
     Raises:
         UsageError: when the request itself is wrong; nothing is indexed then.
@@ -196,7 +196,7 @@ def _measured_choices(
     success_rate: SuccessRate,
     timings: dict[str, float],
 ) -> list[Candidate]:
-    """Measure the experts that are named, and those that they require."""
+    """Measure the named experts, and those that they require."""
     encoded, decision = _decided(asked, roster, index, success_rate, timings)
     positions = index.positions([choice.expert.digest for choice in choices])
     found = [index.measure(encoded.rows[0], positions)]
@@ -213,7 +213,7 @@ def _far_off(
     candidates: Sequence[Candidate],
     success_rate: SuccessRate,
 ) -> list[Candidate]:
-    """Measure what is required by the chosen, and not among the closest to the prompt."""
+    """Measure what the chosen experts require and is not among the closest to the prompt."""
     known = {candidate.expert.digest for candidate in candidates}
     reasons = {c.expert.digest: c.reason for c in choices if c.expert.digest not in known}
     if not reasons:
@@ -253,14 +253,14 @@ def _candidates(
     closest: Sequence[Found],
     success_rate: SuccessRate,
 ) -> list[Candidate]:
-    """Put into words what was found, the best first."""
+    """Describe the experts that were found as candidates, the best first."""
     similar: dict[int, Similarity] = {}
     for found in closest:
         similar |= _similarities(index, found)
     candidates = []
     for at, similarity in similar.items():
         expert = roster.by_position.get(at)
-        if expert is None:  # in the index, and not among the experts that are asked
+        if expert is None:  # in the index, but not in the roster
             continue
         measured = measure(
             expert,
@@ -280,7 +280,7 @@ def _similarities(index: RoutingIndex, found: Found) -> dict[int, Similarity]:
 
 
 def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -> Candidate:
-    """Add what the head said of a candidate, and why it is refused, if it is."""
+    """Add the head's result for a candidate, and why it is refused, if it is."""
     bar = roster.bars.get(candidate.expert.digest)
     if bar:
         return candidate.barred_because(bar)
@@ -299,7 +299,7 @@ def _judged(candidate: Candidate, at: int, roster: Roster, decision: Decision) -
 
 
 def _bar(expert: Installed, request: RouteRequest, base: StoredBase) -> str:
-    """Say why an expert may not be used, whatever the prompt is; empty when it may."""
+    """Say why an expert may not be used for any prompt; empty when it may."""
     if is_excluded(expert, request.exclude):
         return "excluded by the user"
     allow = request.allow_base_mismatch

@@ -9,14 +9,14 @@ import math
 THRESHOLD = 0.5
 """An expert is used only from this score on; below it the base answers alone."""
 DEFAULT_SUCCESS = 0.5
-"""The success rate of an expert that nobody has judged."""
+"""The success rate of an expert without judgements."""
 
 _MIB = 1 << 20
 _LEAST = 1e-12
 
 
 def trusted(score: float, *, success: float) -> float:
-    """Return a score less what bad answers took from it: half of it when all were bad."""
+    """Return a score reduced by bad answers: half of it when all were bad."""
     return score * min(1.0, 0.5 + success)
 
 
@@ -46,8 +46,7 @@ def order_key(
 ) -> Order:
     """Sort key: the best score first, by its odds: near 1 scores differ by less than they mean.
 
-    Of equals, first what is not suspicious, then what was judged better, then by the manifest's
-    priority, then the smaller one, then by name.
+    Equals are ordered by: not suspicious, judged better, the manifest's priority, smaller, name.
     """
     return (-round(log_odds(score), 1), flagged, -round(success, 2), -priority, vram_mb, name)
 

@@ -1,8 +1,8 @@
 """`Searching`: the owner of a loaded graph, and when loading one pays.
 
 A process that routes one prompt and ends pays more for loading a graph than comparing all rows
-costs; a server does not. Nobody needs to say which it is: a graph is loaded once exact searches
-have taken as long as loading it takes, so it never costs more than twice what was best.
+costs; a server does not. No setting says which it is: a graph is loaded once exact searches have
+taken as long as loading it takes, so the cost is never more than twice the best.
 """
 
 import threading
@@ -15,14 +15,14 @@ from expertctl.routing.nearest import exactly, nearest
 from expertctl.routing.vector_table import Vectors, VectorTable
 
 ABSORBED = 5_000
-"""How many rows a loaded graph takes in at most; more are searched exactly until `reindex`."""
+"""How many rows a loaded graph absorbs at most; more are searched exactly until `reindex`."""
 
 
 class Searching:
-    """Searches tables, by the graph in a folder where that pays; for several threads."""
+    """Searches tables, by the graph in a folder where that pays; safe for several threads."""
 
     def __init__(self, folder: Path) -> None:
-        """Remember where; nothing is loaded yet."""
+        """Remember the folder; nothing is loaded yet."""
         self.folder = folder
         self._graph: Graph | None = None
         self._generation = ""  # of the table that the graph belongs to
@@ -46,7 +46,7 @@ class Searching:
         return found
 
     def load(self, table: VectorTable) -> None:
-        """Load the graph of a table, if it has one, and take in the rows that came later."""
+        """Load the graph of a table, if it has one, and absorb the rows that came later."""
         if len(table.rows) < GRAPH_ROWS:
             return
         graph = load_graph(self.folder, table)
@@ -60,7 +60,7 @@ class Searching:
             self._graph, self._generation = graph, table.generation if graph else ""
 
     def _count(self, table: VectorTable, seconds: float) -> None:
-        """Count what an exact search took, and load the graph once that would have paid."""
+        """Count the time of an exact search; load the graph once loading would have paid."""
         if self._asked is None or self._asked.generation != table.generation:
             record = read_record(self.folder, table)
             self._asked = table

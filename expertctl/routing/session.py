@@ -1,9 +1,9 @@
-"""`PlanningSession`: many prompts to one home, of which no more is read than has changed.
+"""`PlanningSession`: many prompts to one home, reading again only what has changed.
 
-Installed experts are read again when one came or went or trust changed, by any process; who of them
-may answer is worked out once for each base and each way of asking, until vectors or what was learnt
-from runs change too. So is what was planned for a prompt, which is remembered for a while where the
-caller wants that.
+Installed experts are read again when any process added or removed one or changed trust. Which of
+them may answer is worked out once for each base and each way of asking, until one of these, the
+vectors or what was learnt from runs changes. The same holds for the plan of a prompt, which is
+remembered for a while where the caller wants that.
 """
 
 import time
@@ -19,7 +19,7 @@ from expertctl.store.file_mark import stamp_of
 from expertctl.store.flags import FILE as FLAGGED_FILE
 
 ROSTERS = 16
-"""How many are kept: whoever asks may leave out other experts every time."""
+"""How many rosters are kept: every request may leave out other experts."""
 
 _Key = tuple[object, ...]
 
@@ -28,7 +28,7 @@ class PlanningSession:
     """Plans prompts one after the other."""
 
     def __init__(self, planner: Planner, *, clock: Callable[[], float] = time.time) -> None:
-        """Remember whose; nothing is read yet."""
+        """Remember the planner; nothing is read yet."""
         self.planner = planner
         flagged = planner.index.folder / FLAGGED_FILE
         self._trust = str(planner.trust.path)
@@ -51,17 +51,17 @@ class PlanningSession:
         self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
     ) -> Planned:
         """Plan one prompt as `Planner.plan` does; raises as it does."""
-        roster = None if files else self._roster  # those of files are not worth keeping
+        roster = None if files else self._roster  # rosters with files are not worth keeping
         inventory = self.inventory
         return self.planner.plan_from(inventory, request, base=base, files=files, roster=roster)
 
     def recall(
         self, request: RouteRequest, *, base: str | None = None, files: Sequence[Installed] = ()
     ) -> Planned:
-        """Plan one prompt; what was planned for the same prompt before is given again.
+        """Plan one prompt; a plan made before for the same prompt is returned again.
 
-        Of its candidates only the first are left then, and the plan has a seed of its own. With
-        ``files`` nothing is remembered. Raises as `plan` does.
+        Such a plan keeps only its first candidates and gets its own seed. With ``files`` nothing is
+        remembered. Raises as `plan` does.
         """
         start = time.perf_counter()
         question, before = Question.of(request, base), self._changes()
@@ -99,11 +99,11 @@ class PlanningSession:
         return self._rosters[key]
 
     def _with_vectors(self, changes: _Key) -> _Key:
-        """Return what changes with anything that a plan depends on."""
+        """Return a key that changes with anything that a plan depends on."""
         return self.planner.index.revision, *changes
 
     def _changes(self) -> _Key:
-        """Return what changes with all but the vectors, which planning itself may add."""
+        """Return the same key without the vectors, which planning itself may add."""
         beside = map(stamp_of, self._beside)
         return *self._installed(), self.planner.catalogue.revision(), *beside
 

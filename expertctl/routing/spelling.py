@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 
 
 def hidden(text: str) -> str | None:
-    """Return a word of a text that reads otherwise than it looks; None where there is none."""
+    """Return a word that reads differently from how it looks; None where there is none."""
     if text.isascii():
         return None
     for word in unicodedata.normalize("NFKC", text).split():

@@ -108,7 +108,7 @@ def open_static(folder: Path, model: Path | None) -> StaticEncoder:
         return _encoder(found)
     minilm = open_minilm(model)
     source = minilm.digest()
-    if found is not None and found.source == source:  # the same weights in another place
+    if found is not None and found.source == source:  # the same weights, elsewhere
         table = replace(found, stamp=minilm.stamp)
     else:
         table = _derived(minilm, source)

@@ -1,4 +1,4 @@
-"""What a person who names an expert that is not installed may have meant."""
+"""What the user may have meant by the name of an expert that is not installed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -39,7 +39,7 @@ def idle_exclusions(exclude: Sequence[Target], installed: Sequence[Installed]) -
 
 
 def _is_named(target: Target, expert: Installed) -> bool:
-    """Tell whether a target means an expert, or a whole package that it is a prerelease of."""
+    """Tell whether a target means an expert, or the whole package of which it is a prerelease."""
     if isinstance(target, Digest) or target.digest or target.constraint.bounds:
         return expert.is_meant(target)
     return target.package == expert.stored.package
@@ -52,7 +52,7 @@ def _warning(target: Target, installed: Sequence[Installed]) -> str:
 
 
 def _way_out(target: Target, installed: Sequence[Installed]) -> str:
-    """Name the versions that are there, else the names that look alike."""
+    """Name the installed versions, else names that look alike."""
     if isinstance(target, Digest):
         return "`expertctl list --json` shows digests"
     versions = {e.stored.version for e in installed if e.stored.package == target.package}

@@ -1,7 +1,7 @@
 """Suspicion: what in a manifest looks as if it were made to mislead the router.
 
 Deterministic, from the manifest and from what other packages brought before. Nothing here refuses a
-package: a flag is told to people, and costs a package its ties.
+package: a flag is shown to the user, and between equals the flagged package comes second.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -32,14 +32,14 @@ class KnownManifests:
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest]) -> Self:
-        """Return what these bring, the earliest first."""
+        """Collect what these manifests bring, the earliest first."""
         known = cls()
         for manifest in manifests:
             known.add(manifest)
         return known
 
     def add(self, manifest: Manifest) -> None:
-        """Add what one more brings."""
+        """Add what one more manifest brings."""
         self.names |= {manifest.name: manifest.name, manifest.package.name: manifest.name}
         for mark in marks_of(manifest):
             self.marks.setdefault(mark, manifest.name)

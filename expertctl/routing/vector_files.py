@@ -1,10 +1,11 @@
 """`VectorFiles`: the vectors of installed experts on the disk, beside ``index.db``.
 
 ``vectors.journal`` says which expert has which rows of ``vectors-….rows``, a matrix of float32
-that is mapped, not read. To add experts is to append to both, rows first and each flushed, so it
-costs what they cost and is there or not, whatever is killed when. What is forgotten is a record;
-its rows go when all is written anew, to a file of another name that the new journal names. Damage
-makes the files worthless, not dangerous: the vectors are made again from the manifests.
+that is mapped, not read. Adding experts appends to both files, rows first, each flushed: it costs
+only the new rows, and is complete or absent whenever the process is killed. Forgetting an expert
+appends a record; its rows go when everything is written anew, to a file of another name that the
+new journal names. Damage makes the files worthless, not dangerous: the vectors are made again from
+the manifests.
 """
 
 import secrets
@@ -37,11 +38,11 @@ from expertctl.routing.vector_table import Rows, Vectors, VectorTable, parts_of
 JOURNAL_FILE = "vectors.journal"
 ROWS_GLOB = "vectors-*.rows"
 CHECKED_BYTES = 8 << 20
-"""Rows up to this size are read and checked when they are opened; more of them are mapped."""
+"""Rows up to this size are read and checked when they are opened; larger files are mapped."""
 _ATTEMPTS = 5
 
 Signature = tuple[int, int, int]
-"""What changes when the journal does: its inode, size and time."""
+"""The inode, size and time of the journal, which change when it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +55,21 @@ class _Opened:
 
 
 class VectorFiles:
-    """The files in one folder; writers take turns by a lock that their owner holds."""
+    """The files in one folder; the owner of this object holds a lock while it writes."""
 
     def __init__(self, folder: Path, *, dimensions: int) -> None:
-        """Remember where, and how long rows are; nothing is read yet."""
+        """Remember the folder and the length of a row; nothing is read yet."""
         self.folder = folder
         self.dimensions = dimensions
         self._opened: _Opened | None = None
 
     @property
     def journal(self) -> Path:
-        """The file that is replaced or appended to last."""
+        """The journal, which is always replaced or appended to last."""
         return self.folder / JOURNAL_FILE
 
     def changed(self) -> bool:
-        """Tell whether the files are others than those that were read last."""
+        """Tell whether the files have changed since they were read last."""
         known = None if self._opened is None else self._opened.signature
         return _signature(self.journal) != known
 
@@ -79,7 +80,7 @@ class VectorFiles:
         return None if self._opened is None else self._opened.table
 
     def append(self, added: Mapping[Digest, Vectors]) -> VectorTable:
-        """Add entries that are not there to a table that is, and return both.
+        """Add new entries to the table on disk, and return the whole table.
 
         Nothing is read again, so adding takes as long for a large table as for a small one.
         """
@@ -92,13 +93,13 @@ class VectorFiles:
         return self._keep(journal, table.joined(added, rows))
 
     def bury(self, positions: Rows) -> VectorTable:
-        """Forget the entries at these positions of the table that is there."""
+        """Forget the entries at these positions of the table on disk."""
         opened = self._writable()
         journal = self._recorded(opened.journal, buried_records(opened.table.keys, positions))
         return self._keep(journal, opened.table.without(positions))
 
     def restamp(self, stamp: str) -> VectorTable:
-        """Say how to recognise the encoder, which may have moved; the rows stay."""
+        """Record a new stamp of the encoder, which may have moved; the rows stay."""
         opened = self._writable()
         if opened.journal.header.stamp == stamp:
             return opened.table
@@ -106,7 +107,7 @@ class VectorFiles:
         return self._begin(header, opened.journal.records, replace(opened.table, stamp=stamp))
 
     def replace(self, table: VectorTable) -> VectorTable:
-        """Write all that is alive anew and return it; who reads the old files may go on."""
+        """Write all that is alive anew and return it; readers of the old files may go on."""
         whole = table.compact() if table.dead_rows else table
         name = f"vectors-{secrets.token_hex(8)}.rows"
         header = Header(FORMAT, str(table.encoder), table.stamp, self.dimensions, name)
@@ -125,7 +126,7 @@ class VectorFiles:
         return not vector_damage(self.folder)
 
     def _open(self) -> _Opened | None:
-        """Open what is there; again when a writer replaced it between its journal and its rows."""
+        """Open the files; try again when a writer replaced them between journal and rows."""
         for _ in range(_ATTEMPTS):
             signature = _signature(self.journal)
             opened = self._opened_at(signature)
@@ -153,7 +154,7 @@ class VectorFiles:
         return _Opened(signature, journal, table)
 
     def _writable(self) -> _Opened:
-        """Return what is open, in files that can be appended to: damaged ones are written anew."""
+        """Return the open files, ready to append to: damaged ones are written anew first."""
         assert self._opened is not None, "writers read first"
         if self._opened.journal.damaged:
             self.replace(self._opened.table)
@@ -195,7 +196,7 @@ class VectorFiles:
         return _map(self.folder / Path(name).name, (count, self.dimensions))
 
     def _more_rows(self, table: VectorTable, new: Vectors) -> Vectors:
-        """Return the rows of a table with those that were appended to its file."""
+        """Return the rows of a table together with those that were appended to its file."""
         if table.rows.nbytes > CHECKED_BYTES:
             return self._mapped(table.generation, len(table.rows) + len(new))
         both: Vectors = np.concatenate([table.rows, new])
@@ -203,7 +204,7 @@ class VectorFiles:
 
     @contextmanager
     def _removed_unless_named(self, name: str) -> Iterator[None]:
-        """Leave no rows on a disk that may be full, unless the journal got to name them."""
+        """Remove rows after a write error (a full disk), unless the journal already names them."""
         try:
             yield
         except OSError:
@@ -214,7 +215,7 @@ class VectorFiles:
             raise
 
     def _remove_others(self, name: str) -> None:
-        """Remove the rows of older journals; those that somebody has open go a later time."""
+        """Remove the rows of older journals; a later call removes those still in use."""
         for path in self.folder.glob(ROWS_GLOB):
             if path.name != name:
                 with suppress(OSError):
@@ -226,7 +227,7 @@ def vector_damage(folder: Path) -> str:
     for _ in range(_ATTEMPTS):
         before = _signature(folder / JOURNAL_FILE)
         damage = _damage(folder, read_journal(folder / JOURNAL_FILE)) if before else ""
-        if before == _signature(folder / JOURNAL_FILE):  # nobody wrote meanwhile
+        if before == _signature(folder / JOURNAL_FILE):  # no process wrote meanwhile
             break
     return damage
 

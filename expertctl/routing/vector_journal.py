@@ -1,8 +1,8 @@
 """The journal of the vectors: which rows of their file belong to which expert.
 
 A header of one line of JSON, then records of 64 bytes, appended and never changed. A record counts
-from when it is whole: its check covers its bytes, its place and the header. So an append that broke
-off is no record, and all records are read and checked by a few operations on one array.
+once it is whole: its check covers its bytes, its place and the header. So an append that broke off
+is no record, and all records are read and checked by a few operations on one array.
 """
 
 import json
@@ -60,8 +60,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Journal:
     """What was read: the records up to the first that is not whole.
 
-    ``size`` is where they end. In a ``damaged`` journal more follow that are whole, so that it was
-    not an append that broke off.
+    ``size`` is where they end. In a ``damaged`` journal whole records follow later, so the cause
+    was not an append that broke off.
     """
 
     header: Header
@@ -70,14 +70,14 @@ class Journal:
     damaged: bool
 
     def with_records(self, added: Records) -> "Journal":
-        """Return the journal with records that were appended."""
+        """Return the journal with the appended records."""
         records = np.concatenate([self.records, added])
         return replace(self, records=records, size=self.size + added.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """What the records come to."""
+    """The entries that the records result in."""
 
     keys: Keys
     counts: Rows
@@ -105,7 +105,7 @@ def read_journal(path: Path) -> Journal | None:
 
 
 def replay(records: Records) -> Entries | None:
-    """Return what records come to; ``None`` when they contradict each other."""
+    """Return the entries that records result in; ``None`` when they contradict each other."""
     is_added = records["kind"] == ADDED
     added, buried = records[is_added], records[~is_added]
     counts = added["count"].astype(np.int64)

@@ -26,10 +26,10 @@ DEAD = 0.3
 
 
 class VectorStore:
-    """The owner of the files of one folder; a table that it gave is a value that stays as it is."""
+    """The owner of the files of one folder; each table that it returns is an immutable value."""
 
     def __init__(self, folder: Path, encoder: Encoder, *, dimensions: int) -> None:
-        """Remember where and with what; nothing is read yet."""
+        """Remember the folder and the encoder; nothing is read yet."""
         self.folder = folder
         self.encoder = encoder
         self.dimensions = dimensions
@@ -39,7 +39,7 @@ class VectorStore:
 
     @property
     def table(self) -> VectorTable:
-        """The vectors of now."""
+        """The current vectors."""
         if self._table is None:
             self._table = self.read()
         return self._table
@@ -50,7 +50,7 @@ class VectorStore:
             self._table = self.read()
 
     def read(self) -> VectorTable:
-        """Return the published table, an empty one where it is absent, damaged or another's."""
+        """Return the published table; empty where it is absent, damaged or of another encoder."""
         table = self._files.read()
         if table is None:
             return self._empty()
@@ -61,7 +61,7 @@ class VectorStore:
         return self._empty()
 
     def append(self, added: Mapping[Digest, Vectors]) -> None:
-        """Publish what is on disk by now and these entries; in memory where that fails."""
+        """Publish these entries beside those on disk by now; keep them in memory if that fails."""
         try:
             with self.writing():
                 self._table = self._appended(self.read(), added)
@@ -70,7 +70,7 @@ class VectorStore:
             self._table = self.table.with_entries(added)
 
     def bury(self, digests: Iterable[Digest]) -> bool:
-        """Forget entries; tell whether all the others were written anew, as too much was dead.
+        """Forget entries; tell whether the rest was written anew because too much was dead.
 
         Raises:
             StoreError: when the folder cannot be written.

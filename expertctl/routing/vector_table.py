@@ -1,8 +1,8 @@
 """`VectorTable`: the vectors of experts as one matrix, entry after entry.
 
-An entry has a position that it keeps: new ones come behind, and what is forgotten stays in its
-place, dead, until everything is written anew. So whoever keeps something per position need not
-look again while `VectorTable.generation` is the same.
+An entry keeps its position: new ones come behind, and a forgotten one stays in its place, dead,
+until everything is written anew. So data kept per position stays valid while
+`VectorTable.generation` is the same.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from expertctl.digest import Digest
 
 Vectors = npt.NDArray[np.float32]
-"""Unit rows, or other float32 numbers that come of them."""
+"""Unit rows, or other float32 numbers derived from them."""
 
 Rows = npt.NDArray[np.int64]
 """Indices of rows, or positions of experts."""
@@ -114,7 +114,7 @@ class VectorTable:
         )
 
     def lacking(self, added: Mapping[Digest, Vectors]) -> dict[Digest, Vectors]:
-        """Return what of these entries is not in the table."""
+        """Return those of these entries that are not in the table."""
         at = self.positions(list(added))
         return {d: rows for (d, rows), there in zip(added.items(), at, strict=True) if there < 0}
 
@@ -137,12 +137,12 @@ class VectorTable:
         )
 
     def _scan(self, heads: npt.NDArray[np.uint64]) -> Rows:
-        """Find a few digests by looking at all; -1 where nothing begins like one."""
+        """Find a few digests by scanning all keys; -1 where none has the same head."""
         mine = [np.flatnonzero((self._heads == head) & self.alive) for head in heads]
         return np.array([at[-1] if len(at) else -1 for at in mine], np.int64)
 
     def _bisect(self, heads: npt.NDArray[np.uint64]) -> Rows:
-        """Find many digests in a sorted list of what is alive."""
+        """Find many digests in a sorted list of the live entries."""
         order = self._order
         at = np.searchsorted(self._heads[order], heads)
         inside = at < len(order)

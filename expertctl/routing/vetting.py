@@ -1,7 +1,7 @@
 """Vetting: judging packages as they are installed, each by what was there before it.
 
 The verdict is kept (`store.suspicions`), so routing only reads it. What is judged already stays
-judged: whoever was there first is never flagged for a copy that came later.
+judged: a package that was there first is never flagged for a copy that came later.
 """
 
 from collections.abc import Collection, Mapping
@@ -31,7 +31,7 @@ def suspicions_of(index: RoutingIndex) -> Suspicions:
 
 
 def vet(experts: Experts, index: RoutingIndex) -> dict[Digest, tuple[Flag, ...]]:
-    """Judge those that nobody has judged yet, and remember it; return the flags of all.
+    """Judge the experts not judged yet, and remember the verdicts; return the flags of all.
 
     Raises:
         StoreError: when the verdicts cannot be written.
@@ -53,7 +53,7 @@ def vet(experts: Experts, index: RoutingIndex) -> dict[Digest, tuple[Flag, ...]]
 
 
 def vet_again(experts: Experts, index: RoutingIndex) -> dict[Digest, tuple[Flag, ...]]:
-    """Forget all but these, judge the flagged ones once more, and those that nobody has judged.
+    """Forget all but these, judge again those that were flagged, and those not judged yet.
 
     Raises:
         StoreError: when the verdicts cannot be written.
@@ -81,10 +81,10 @@ class _Either:
 
 
 class Vetting:
-    """One round of judging: who may be copied from so far."""
+    """One round of judging, with the packages that may have been copied from so far."""
 
     def __init__(self, suspicions: Suspicions, index: RoutingIndex, *, pending: Experts) -> None:
-        """Begin; what is pending counts only once it is judged, what is flagged never."""
+        """Begin; a pending package counts only once it is judged, a flagged one never."""
         self.suspicions = suspicions
         self.index = index
         self.names = {digest: manifest.name for digest, manifest in pending.items()}
@@ -95,7 +95,7 @@ class Vetting:
         self.others[index.positions([*pending, *suspicions.flagged()])] = False
 
     def judge(self, batch: Experts) -> list[Verdict]:
-        """Judge packages in order, each by those before it."""
+        """Judge packages in order, each against those before it."""
         seen = KnownManifests()
         known = _Either(self.suspicions, seen)
         return [self._judge(digest, m, known, seen) for digest, m in batch.items()]

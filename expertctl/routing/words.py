@@ -31,7 +31,7 @@ def normalise(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word in its place; ``data`` when it looks like what a request is about, not the request.
+    """A word of a text; ``data`` when it looks like what a request is about, not the request.
 
     Items of a list, ``key = value`` pairs and what follows a colon look like data.
     """

@@ -52,21 +52,21 @@ class Keyword:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The opposite."""
+    """The negation of an expression: ``NOT``."""
 
     hint: "Hint"
 
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Every one of them: ``AND``."""
+    """All of several expressions: ``AND``."""
 
     hints: tuple["Hint", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """At least one of them: ``OR``."""
+    """At least one of several expressions: ``OR``."""
 
     hints: tuple["Hint", ...]
 

@@ -79,7 +79,7 @@ class JsonLines:
             raise InvalidPackageError(self.what, shown, hint=self.hint)
 
     def _check_size(self, data: bytes, *, lines: int) -> None:
-        """Refuse too many lines before there is an object for each."""
+        """Refuse too many lines before any of them becomes an object."""
         if not data.strip():
             self._problems.append("it is empty: there is nothing to evaluate")
         if len(data) > MAX_DATA_BYTES:

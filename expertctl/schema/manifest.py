@@ -67,7 +67,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """With whom an expert may, must and must not be used."""
+    """With which others an expert may, must and must not be used."""
 
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
@@ -191,7 +191,7 @@ def manifest_of(document: JsonObject, *, what: str = MANIFEST_PATH) -> Manifest:
 
 
 def _in_words(document: JsonObject, problems: Iterable[str]) -> list[str]:
-    """Say what is wrong with a name or a version in words, where a schema shows its pattern."""
+    """Say in words what is wrong with a name or a version; the schema would show a pattern."""
     readers = {"name": PackageName.parse, "version": Version.parse}
     said: list[str] = []
     for problem in problems:
@@ -215,7 +215,7 @@ def _beyond_the_schema(manifest: Manifest) -> list[str]:
 
 
 def _need(text: str) -> Reference:
-    """Read what a package says of another: versions, for a digest would outlive every fix."""
+    """Read a reference to another package: by version, as a digest would outlive every fix."""
     reference = Reference.parse(text)
     if reference.digest is not None:
         raise UsageError(f"{text[:80]!r} names a digest, not versions")

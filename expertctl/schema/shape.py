@@ -2,7 +2,7 @@
 
 msgspec 0.22 prepares a class when it is first used, and lets other threads see it half prepared:
 two first uses at once end the process with a segmentation fault, as installs of several packages
-did. So one thread prepares each class before anybody uses it.
+did. So one thread prepares each class before any thread uses it.
 """
 
 import threading

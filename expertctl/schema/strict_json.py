@@ -22,10 +22,10 @@ _MAX_INTEGER = 2**53 - 1
 _NESTED = (list, dict)
 _DIGITS = bytes(48 if 48 <= byte < 58 else byte for byte in range(256))
 _LONG = b"0" * 16
-"""Shorter integers are within bounds; a hook for each would take as long as reading all."""
+"""Shorter integers are within bounds; a hook for each would cost as much as the parsing."""
 
 _LARGE = 64 << 10
-"""Of a longer document the garbage collector leaves what is being made alone."""
+"""While a longer document is parsed, the garbage collector is paused."""
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 JsonObject = dict[str, JsonValue]
@@ -94,12 +94,12 @@ def _read(data: bytes) -> JsonValue:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Search for no garbage meanwhile: none is made.
+    """Pause the garbage collector: no garbage is made meanwhile.
 
-    Each search goes through all that was read until then, and nothing else in the process goes on:
-    of a million empty lists that took half a second, the reading itself a tenth of it.
+    Each collection goes through all that was read until then and holds up the process: for a
+    million empty lists that took half a second, the reading itself a tenth of it.
     """
-    if not gc.isenabled():  # another thread reads, or nobody ever searches
+    if not gc.isenabled():  # another thread has paused it, or it was switched off before
         yield
         return
     try:

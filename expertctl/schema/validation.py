@@ -12,12 +12,12 @@ from expertctl.schema.strict_json import JsonValue
 _PACKAGE = Path(__file__).parent.parent
 MAX_PROBLEMS = 50
 LONGEST = 300
-"""How many characters of a place, and of what is wrong there, are told."""
+"""How many characters of a place, and of its problem, are shown."""
 LARGE = 20_000
-"""Values in a document; of one that has more, the first problem is told.
+"""In a document of more values than this, only the first problem is reported.
 
-All are gathered before the first is given, each in kilobytes: those of a hostile document of
-some megabytes would take all memory.
+All problems are gathered before the first is given, and each takes kilobytes: those of a hostile
+document of some megabytes would take all memory.
 """
 _MORE = "… and more"
 

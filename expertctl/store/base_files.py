@@ -84,7 +84,7 @@ def fingerprint(
 def current_files(
     directory: Path, files: Iterable[BaseFile]
 ) -> tuple[tuple[BaseFile, ...], list[str]]:
-    """Return the files as they are now, and what is not as it was, one line per file.
+    """Return the files as they are now, and what has changed, one line per file.
 
     A file of the same size with another time or inode is hashed: copies and restored backups are
     still the same base.
@@ -128,7 +128,7 @@ def refuse_changes(name: str, problems: list[str]) -> None:
 
 
 class _ChangedError(ValueError):
-    """What became of one file."""
+    """What happened to one file."""
 
 
 def _current(directory: Path, file: BaseFile) -> BaseFile:

@@ -1,12 +1,12 @@
-"""What a base's routed experts are asked for: a small private file beside its record.
+"""Habits: how a base's routed experts are used, in a small private file beside its record.
 
 ::
 
     bases/<name>/habits.jsonl    mode 0600
 
-Losing it costs time, nothing else, so it is never worth a run. It is believed only as a file of
-this user that nobody else may write, and changed as a whole while the bases are locked: no change
-of another process is lost, and a killed one leaves what was there.
+Losing it costs time, nothing else, so no run fails because of it. It is believed only when it
+belongs to this user and no other user may write it. It is replaced as a whole while the bases are
+locked: no change of another process is lost, and a killed process leaves the old file.
 """
 
 import os
@@ -25,7 +25,7 @@ from expertctl.store.disk import disk_errors
 
 MAX_BYTES = 32 << 20
 LOCK_SECONDS = 5.0
-"""Nobody waits longer for others, only to keep habits."""
+"""How long to wait for the lock at most; habits are not worth a longer wait."""
 _OPEN = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
@@ -38,14 +38,14 @@ class HabitsFile:
 
     @property
     def path(self) -> Path:
-        """Where they are, if there are any."""
+        """The path of the file, whether it exists or not."""
         return self.bases.habits_of(self.base)
 
     def read(self) -> bytes | None:
-        """Return what is there; None where nothing is.
+        """Return the content of the file; None where there is none.
 
         Raises:
-            StoreError: when it is no file of this user alone, too large, or cannot be read.
+            StoreError: when others may write it, or it is too large or cannot be read.
         """
         path = self.path
         with disk_errors(path):
@@ -64,7 +64,7 @@ class HabitsFile:
         return data
 
     def change(self, change: Callable[[bytes | None], bytes]) -> None:
-        """Replace what is there by what is made of it; of what cannot be read None is made.
+        """Replace the content by ``change(content)``; an unreadable or absent one is None there.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
@@ -79,7 +79,7 @@ class HabitsFile:
                 write_atomic(self.path, change(data), mode=0o600)
 
     def remove(self) -> bool:
-        """Forget what is there; return whether anything was.
+        """Remove the file; return whether there was one.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
@@ -92,7 +92,7 @@ class HabitsFile:
             return was_there
 
     def _clear(self) -> None:
-        """Remove what killed processes left half written; nobody writes now."""
+        """Remove what killed processes left half written; the lock is held."""
         for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):
             left.unlink(missing_ok=True)
 

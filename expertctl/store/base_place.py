@@ -1,4 +1,4 @@
-"""The place of a base as somebody named it: a directory, and what it is called."""
+"""The place of a base as the user named it: a directory, and what it is called."""
 
 from pathlib import Path
 from urllib.parse import quote
@@ -6,16 +6,16 @@ from urllib.parse import quote
 from expertctl.errors import NotFoundError, UsageError
 
 _PLACES = {"..", "~"}
-"""Begin a path, and no name of a model on a hub."""
+"""What begins a path, and never the name of a model on a hub."""
 _MAX_NAME = 200
 
 
 def check_directory(directory: Path) -> None:
-    """Demand that it is one.
+    """Demand that it is a directory.
 
     Raises:
         UsageError: when it is something else.
-        NotFoundError: when there is nothing.
+        NotFoundError: when it does not exist.
     """
     if directory.is_dir():
         return
@@ -27,7 +27,7 @@ def check_directory(directory: Path) -> None:
 
 
 def named(directory: Path, name: str | None, revision: str | None) -> tuple[str, str | None]:
-    """Fill in what the folders of a hub cache tell: ``models--org--name/snapshots/<commit>``.
+    """Fill in what the path in a hub cache tells: ``models--org--name/snapshots/<commit>``.
 
     Raises:
         UsageError: when what it is called cannot name a base.
@@ -44,5 +44,5 @@ def named(directory: Path, name: str | None, revision: str | None) -> tuple[str,
 
 
 def _may_be_of_a_hub(place: Path) -> bool:
-    """Tell whether what is no directory may be meant as what a hub calls a model."""
+    """Tell whether a text that is no directory may be meant as the name of a model on a hub."""
     return 0 < len(place.parts) <= 2 and not place.is_absolute() and place.parts[0] not in _PLACES

@@ -1,9 +1,9 @@
 """`BaseStore`: the base models that this machine knows, one folder each.
 
 A base stays where it is: ``bases/<name>/base.json`` holds its path, its digests, the shapes of its
-linear layers, and size, time, inode and digest of every file. With a copy, the files lie beside,
-wherever the folder is moved. Whatever changes a record gives ``bases/`` a new time, so whoever
-keeps what was read need look at that only.
+linear layers, and size, time, inode and digest of every file. A copy's files lie beside that
+record, wherever the folder is moved. Every change of a record gives ``bases/`` a new time, so a
+reader that caches records need check only that.
 """
 
 import os
@@ -109,7 +109,7 @@ class BaseStore:
         revision: str | None = None,
         progress: Progress = no_progress,
     ) -> StoredBase:
-        """Read a base whole and remember it where it is; again is harmless.
+        """Read a base whole and remember it where it is; repeating this is harmless.
 
         Raises:
             NotFoundError: when the directory or one of its files is missing.
@@ -120,7 +120,7 @@ class BaseStore:
         _check_base(directory)
         name, revision = named(directory, name, revision)
         with self._changing():
-            pass  # a folder that cannot be written is told before anything is hashed
+            pass  # a folder that cannot be written is reported before anything is hashed
         with disk_errors(self.folder):
             base = _read_whole(directory, name=name, revision=revision, progress=progress)
         with self._changing():
@@ -134,7 +134,7 @@ class BaseStore:
         revision: str | None = None,
         progress: Progress = no_progress,
     ) -> StoredBase:
-        """Copy a base and remember the copy, see `add`; a copy that is there and sound stays."""
+        """Copy a base and remember the copy, see `add`; a sound copy that exists is kept."""
         _check_base(directory)
         name, revision = named(directory, name, revision)
         with disk_errors(self.folder), ExitStack() as stack:
@@ -147,24 +147,24 @@ class BaseStore:
                 return self._place(files, base)
 
     def remove(self, base: StoredBase) -> None:
-        """Forget a base; of its files only a copy of ours is removed.
+        """Forget a base; its files stay, unless they are a copy of ours.
 
         Raises:
             StoreError: when the store cannot be written.
         """
         with self._changing():
             home = self._home(base.name)
-            self._say_so()  # before, too: this may be killed between a change and saying so
+            self._say_so()  # before, too: the process may be killed after the change
             (home / _RECORD).unlink(missing_ok=True)
             sync_folder(home)
             remove_home(home)
             self._say_so()
 
     def check(self, base: StoredBase) -> None:
-        """Demand the files that were added, by size, time and inode; in doubt by content.
+        """Demand that the files are those added, by size, time and inode; in doubt by content.
 
         Raises:
-            BaseMismatchError: naming every file that is not.
+            BaseMismatchError: naming every file that differs.
         """
         files, problems = current_files(base.path, base.files)
         refuse_changes(base.name, problems)
@@ -172,18 +172,18 @@ class BaseStore:
             self._refresh(base, files)
 
     def rehash(self, base: StoredBase, *, progress: Progress = no_progress) -> None:
-        """Demand the files that were added, reading every byte.
+        """Demand that the files are those added, reading every byte.
 
         Raises:
-            BaseMismatchError: naming every file that is not.
+            BaseMismatchError: naming every file that differs.
         """
         refuse_changes(base.name, rehashed(base.path, base.files, progress=progress))
 
     @contextmanager
     def staging(self, base: StoredBase) -> Iterator[Path]:
-        """Lend a folder among the copies of a base, on their disk, to write one in.
+        """Lend a folder beside the copies of a base, on their disk, to write a copy in.
 
-        What is left there, or by a killed process, goes.
+        At the end it is removed with what is in it; at the start, what killed processes left.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
@@ -203,7 +203,7 @@ class BaseStore:
         return self._home(base.name) / QUANTISED
 
     def keep(self, base: StoredBase, staged: Path, place: Path) -> None:
-        """Move a file that is on the disk among the copies of a base; older ones like it go.
+        """Move a flushed file to its place among the copies; older ones of its scheme go.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
@@ -214,12 +214,12 @@ class BaseStore:
             put_in_place(staged, place)
 
     def habits_of(self, base: StoredBase) -> Path:
-        """Where it is kept what a base's routed experts are asked for; see `HabitsFile`."""
+        """Where the habits of a base's routed experts are kept; see `HabitsFile`."""
         return self._home(base.name) / HABITS
 
     @contextmanager
     def holding(self, base: StoredBase, *, seconds: float) -> Iterator[None]:
-        """Have nobody else change what is kept with a base; wait at most so long for that.
+        """Lock what is kept with a base against changes; wait at most ``seconds`` for the lock.
 
         Raises:
             ConflictError: when the base was removed or replaced meanwhile.
@@ -232,7 +232,7 @@ class BaseStore:
     def discard(self, copies: Iterable[Path], *, seconds: float = LOCK_SECONDS) -> None:
         """Remove files, or folders, that lie among the copies of bases.
 
-        Others who change bases are waited for so long.
+        It waits at most ``seconds`` for other processes that change bases.
 
         Raises:
             StoreError: when the store cannot be written.
@@ -243,7 +243,7 @@ class BaseStore:
                 remove_entry(path)
 
     def collect(self) -> tuple[Path, ...]:
-        """Remove what `garbage` tells.
+        """Remove what `garbage` returns.
 
         Raises:
             StoreError: when the store cannot be written.
@@ -268,7 +268,7 @@ class BaseStore:
             self.check(base)
 
     def _record(self, base: StoredBase) -> StoredBase:
-        """Remember a base where it is, then let go of a copy of it."""
+        """Remember a base where it is, then remove a copy of it."""
         self._refuse_another(base)
         home = self._home(base.name)
         copy = home / COPY
@@ -309,12 +309,12 @@ class BaseStore:
         self._say_so()
 
     def _say_so(self) -> None:
-        """Let those who read records a while ago read them again."""
+        """Change the time of the folder, so that processes that cache records read them again."""
         now = time.time_ns()
         os.utime(self.folder, ns=(now, now))
 
     def _sound_copy(self, home: Path) -> StoredBase | None:
-        """Return the copy that is there; another process may be reading it."""
+        """Return the existing copy if it is sound; another process may be reading it."""
         path = home / _RECORD
         base = read_base_record(path) if path.exists() else None
         if base is None or not base.copied:
@@ -340,7 +340,7 @@ class BaseStore:
                 yield
 
     def _demand(self, base: StoredBase) -> None:
-        """Demand that a base is still the one that is known by its name."""
+        """Demand that a base is still the one recorded under its name."""
         record = self._home(base.name) / _RECORD
         if not record.exists() or read_base_record(record).identity != base.identity:
             raise ConflictError(f"the base {base.name} was removed or replaced meanwhile")
@@ -350,7 +350,7 @@ class BaseStore:
 
 
 def _check_base(directory: Path) -> None:
-    """Refuse what cannot run before anything of it is hashed or copied."""
+    """Refuse a base that cannot run, before anything of it is hashed or copied."""
     check_directory(directory)
     read_headers(directory)
 

@@ -1,8 +1,8 @@
 """`Catalogue`: what is installed, in the tables of ``index.db``, and the history beside it.
 
 It may be deleted at any time: `rebuild` makes the table of experts again from the store, and the
-history starts anew. A damaged file is moved aside, said in `notes`. Where nothing can be written,
-reading still works and uses are not recorded.
+history starts anew. A damaged file is moved aside, and `notes` says so. Where nothing can be
+written, reading still works and uses are not recorded.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,14 +22,14 @@ class Catalogue:
     """The owner of the table of experts; `history` owns the rest of the same file."""
 
     def __init__(self, path: Path) -> None:
-        """Remember where; nothing is read yet."""
+        """Remember the path; nothing is read yet."""
         self.path = path
         self.database = IndexDatabase(path)
         self.history = History(self.database)
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know of the file; grows."""
+        """What the user should know of the file; grows."""
         return self.database.notes
 
     def add(self, expert: StoredExpert, manifest: Manifest) -> None:
@@ -88,17 +88,17 @@ class Catalogue:
         return self.database.revision()
 
     def success_rates(self) -> SuccessRates:
-        """Return all success rates of now, which answer without reading the file again."""
+        """Return the current success rates; looking one up does not read the file again."""
         return self.history.success_rates()
 
     def success_rate(self, content_digest: Digest, *, task: str | None = None) -> float | None:
-        """Return how well an expert did, 0 to 1, of late and at such tasks; None: nobody knows."""
+        """Return how well an expert did of late at such tasks, 0 to 1; None: not known."""
         return self.success_rates().of(content_digest, task=task)
 
     def gains(self, *, base: str | None = None) -> Mapping[tuple[Digest, Digest], float]:
-        """Return what chains of two experts gain over the better one of them, where that is sure.
+        """Return what chains of two experts surely gain over the better one of the two.
 
-        A pair is (first, second) of the chain. With ``base`` only what was measured on it.
+        A pair is (first, second) of the chain. With ``base`` only gains measured on it count.
         """
         return self.history.gains(base=base)
 

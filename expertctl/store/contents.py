@@ -18,13 +18,13 @@ from expertctl.store.store import Store, parse_wanted
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A package whose bytes can be read; whoever reads them hashes them."""
+    """A package whose bytes can be read; the reader has to hash them."""
 
     ref: str
     layout: Layout
     blobs: Blobs
     signer: str | None = None
-    """Whose signature was verified, when it is installed."""
+    """The key whose signature was verified, when the package is installed."""
 
 
 def read_stored(
@@ -90,7 +90,7 @@ def stored_layout(expert: StoredExpert) -> Layout:
 
 
 def stored_blobs(store: Store) -> Blobs:
-    """Return what opens the files of a store."""
+    """Return a function that opens the files of a store."""
 
     @contextmanager
     def blob(digest: Digest) -> Iterator[BinaryIO]:

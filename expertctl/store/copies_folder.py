@@ -1,8 +1,8 @@
 """The folder of a base's quantised copies: an ordinary one, or a link or a mount to another disk.
 
-Then it may hold what is not ours. So only what has a name of ours is ever removed there:
-``<scheme>-<version>``, and the folders in which a copy is being written. Where others may write,
-nothing is: a link could take the place of a folder while that is emptied.
+Such a disk may hold other files. So only what has a name of ours is ever removed there:
+``<scheme>-<version>``, and the folders in which a copy is being written. Where other users may
+write, nothing is removed: a link could take the place of a folder while that is emptied.
 """
 
 import errno
@@ -17,15 +17,15 @@ from expertctl.durable import make_folders, remove_tree, sync_folder
 from expertctl.store.base_record import COPY
 
 QUANTISED = "quantised"
-"""Its name, beside the record of the base."""
+"""The name of the folder, beside the record of the base."""
 HABITS = "habits.jsonl"
-"""What a base's routed experts were asked for, beside its record, too: see `HabitsFile`."""
+"""The habits of a base's routed experts, also beside its record: see `HabitsFile`."""
 STAGED = ".new-"
 _COPY = re.compile(r"(int[0-9]{1,2}|bfloat16|float32)-[0-9]{1,9}")
 _STAGED = re.compile(re.escape(STAGED) + r"[0-9a-f]{16}")
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _STAYS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY}
-"""Why a folder is not removed: somebody was faster, it holds other things, it is a mount."""
+"""Why a folder is not removed: it is gone already, holds other things, or is a mount."""
 
 
 def copies_in(folder: Path) -> list[Path]:
@@ -40,27 +40,27 @@ def staged_in(folder: Path) -> list[Path]:
 
 
 def removable_in(folder: Path) -> list[Path]:
-    """Return what is named like ours in a folder of copies that only this user writes."""
+    """Return what has a name of ours, if only this user may write the folder of copies."""
     return [*copies_in(folder), *staged_in(folder)] if is_own(folder) else []
 
 
 def staged_below(bases: Path) -> list[Path]:
-    """Return such folders of all bases, and those in which bases are being copied."""
+    """Return the staging folders of all bases, and those in which bases are being copied."""
     own = [folder for folder in bases.glob(f"*/{QUANTISED}") if is_own(folder)]
     return [left for folder in (bases, *own) for left in staged_in(folder)]
 
 
 def left_below(bases: Path) -> list[Path]:
-    """Return the folders of bases whose records are gone; never where a link leads.
+    """Return the folders of bases whose records are gone; links are not followed.
 
-    Folders of other names are not ours, such as the ``lost+found`` of a disk.
+    Folders with other names, such as the ``lost+found`` of a disk, are not ours.
     """
     found = [path for path in bases.glob("[!.]*") if path.is_dir() and not path.is_symlink()]
     return [path for path in found if _has_own_name(path) and _is_left(path)]
 
 
 def put_in_place(staged: Path, place: Path) -> None:
-    """Move a copy that is on the disk to its place; older ones of its scheme go."""
+    """Move a flushed copy to its place; older ones of its scheme are removed."""
     scheme = place.name.partition("-")[0]
     for old in copies_in(place.parent):
         if old.name.startswith(f"{scheme}-") and (old != place or not old.is_file()):
@@ -70,10 +70,10 @@ def put_in_place(staged: Path, place: Path) -> None:
 
 
 def make_copies_folder(folder: Path) -> None:
-    """Make the folder, where there is none, and demand one that only this user writes.
+    """Make the folder if there is none, and demand that only this user may write it.
 
     Raises:
-        OSError: when that is not so, saying why.
+        OSError: when that fails, saying why.
     """
     if folder.is_symlink() and not folder.exists():
         raise OSError(f"it leads to {folder.readlink()}, which is not there")
@@ -84,10 +84,10 @@ def make_copies_folder(folder: Path) -> None:
 
 
 def demand_own(found: os.stat_result) -> None:
-    """Demand what only this user writes.
+    """Demand that this user owns it and no other user may write it.
 
     Raises:
-        OSError: when others may, or it is theirs.
+        OSError: when it is not so.
     """
     if found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
         raise OSError("others may write it")
@@ -104,7 +104,7 @@ def remove_entry(path: Path) -> None:
 def remove_home(home: Path) -> None:
     """Remove the folder of a base with its copies; what is not ours among them stays.
 
-    Where it is a link, other things may lie where that leads: they stay, too.
+    Where it is a link, other files in the folder it leads to stay, too.
     """
     copies = home / QUANTISED
     for path in removable_in(copies):
@@ -130,7 +130,7 @@ def _remove_emptied(folder: Path) -> None:
 
 
 def _is_left(home: Path) -> bool:
-    """Tell whether a folder is what is left of a base: no record, and nothing but what is ours."""
+    """Tell whether a folder is what is left of a base: no record, and only what is ours."""
     try:
         ours = {path.name for path in home.iterdir()} <= {COPY, QUANTISED, HABITS}
         return ours and not _stays(home / QUANTISED)
@@ -143,7 +143,7 @@ def _has_own_name(home: Path) -> bool:
 
 
 def is_own(folder: Path) -> bool:
-    """Tell whether only this user writes a folder, on a system that says so."""
+    """Tell whether only this user may write a folder; False on a system that does not tell."""
     if not hasattr(os, "geteuid"):
         return False
     try:
@@ -154,7 +154,7 @@ def is_own(folder: Path) -> bool:
 
 
 def _stays(folder: Path) -> bool:
-    """Tell whether removing a base would leave this folder: a mount, or with other things in it."""
+    """Tell whether removing a base would leave this folder: it is a mount or holds other things."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     ours = set(removable_in(folder))

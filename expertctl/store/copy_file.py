@@ -2,15 +2,15 @@
 
 ::
 
-    rest      all that is no routed expert, as it lies in memory
-    blocks    of routed experts, by layer and number, as they lie in memory or shorter
-    table     of each piece, 4 MiB of the rest or a block: its bytes, in eight, and their sha256
-    sizes     of the rest, how many blocks there are, and of one in memory: three times eight bytes
+    rest      everything but the routed experts, as it lies in memory
+    blocks    the routed experts, by layer and number, as they lie in memory or shorter
+    table     for each piece (4 MiB of the rest, or a block): its size, 8 bytes, and its sha256
+    sizes     the size of the rest, the number of blocks, the size of one in memory, 8 bytes each
     seal      a sha256 over what this is a copy of, the sizes and the table
 
-Each block begins at the next multiple of 4096, and so does the table behind blocks. It is written
-from its beginning to its end, so nothing of it is in memory but a piece. The seal is checked when a
-file is opened, and a piece against the table when it is first read, in the memory where it is used.
+Each block begins at the next multiple of 4096, and so does the table behind blocks. The file is
+written from beginning to end, so only one piece of it is in memory. The seal is checked when a file
+is opened; a piece is checked against the table when it is first read, where it is used.
 """
 
 import errno
@@ -29,7 +29,7 @@ from expertctl.durable import Write
 from expertctl.store.copies_folder import demand_own
 
 ALIGNED = 4096
-"""Where blocks may begin, so that they can be mapped and need not share a page."""
+"""Blocks begin at multiples of this, so that they can be mapped and share no page."""
 _PIECE = 4 << 20
 _SIZES = struct.Struct("<QQQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -38,31 +38,31 @@ _END_BYTES = _SIZES.size + _DIGEST_BYTES
 _THREADS = 4
 _SLACK = 32
 _AT_ONCE = 2 << 20
-"""Bytes that are read before somebody is asked whether they are still wanted."""
+"""How many bytes are read between two checks whether they are still wanted."""
 
 
 class Dropped(Exception):  # noqa: N818 - nothing went wrong
-    """Nobody wants any more what was being read; so many bytes were."""
+    """What was being read is no longer wanted; ``read_bytes`` were read until then."""
 
     def __init__(self, read_bytes: int) -> None:
-        """Know how many."""
+        """Keep the number of bytes."""
         super().__init__(read_bytes)
         self.read_bytes = read_bytes
 
 
 def always() -> bool:
-    """Return True: it is wanted."""
+    """Return True: the bytes are wanted."""
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyShape:
-    """What a copy holds: so many bytes, and so many blocks of routed experts."""
+    """What a copy holds: the bytes of the rest, and the number of blocks of routed experts."""
 
     rest: int
     blocks: int = 0
     block: int = 0
-    """Bytes of one."""
+    """The bytes of one block."""
 
     @property
     def rest_pieces(self) -> int:
@@ -71,7 +71,7 @@ class CopyShape:
 
     @property
     def most(self) -> int:
-        """Bytes of the file that a block has at most: what is no shorter may be a little longer."""
+        """The most bytes of a block in the file: one that is not shortened may grow a little."""
         return self.block + self.block // _SLACK + 2 * ALIGNED
 
     @property
@@ -80,28 +80,28 @@ class CopyShape:
         return self.rest_pieces + self.blocks
 
     def in_memory(self, piece: int) -> slice:
-        """Return which bytes a piece is where all of them lie behind each other in memory."""
+        """Return the span of a piece in memory that holds all pieces one after the other."""
         if piece < self.rest_pieces:
             return slice(piece * _PIECE, min(self.rest, (piece + 1) * _PIECE))
         begin = self.rest + (piece - self.rest_pieces) * self.block
         return slice(begin, begin + self.block)
 
     def pieces_of(self, memory: memoryview) -> int:
-        """Return how many pieces a memory has room for: those of the rest, or all."""
+        """Return how many pieces fit into a memory: those of the rest, or all."""
         assert len(memory) in (self.rest, self.rest + self.blocks * self.block)
         return self.rest_pieces if len(memory) == self.rest else self.pieces
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The bytes of a piece, until the next one is asked for, and their sha256."""
+    """The bytes of a piece, valid until the next piece is taken, and their sha256."""
 
     memory: memoryview
     digest: bytes
 
 
 def pieces_in(memory: memoryview, shape: CopyShape) -> Generator[Piece]:
-    """Yield the pieces that lie in a memory, hashed in threads."""
+    """Yield the pieces that are in memory, hashed in threads."""
 
     def hashed(number: int) -> Piece:
         piece = memory[shape.in_memory(number)]
@@ -115,7 +115,7 @@ def pieces_in(memory: memoryview, shape: CopyShape) -> Generator[Piece]:
 
 
 def write_copy(write: Write, of: str, shape: CopyShape, pieces: Iterable[Piece]) -> None:
-    """Write a copy of something; ``pieces`` are all that its shape says, in their order."""
+    """Write a copy of ``of``; ``pieces`` are all pieces of its shape, in order."""
     table, at = bytearray(), 0
     for piece in pieces:
         write(memoryview(bytes(_filled(at) - at)))
@@ -138,10 +138,10 @@ class _Place:
 
 
 class CopyFile:
-    """An open copy whose seal was right; several threads may read it at a time."""
+    """An open copy whose seal was right; several threads may read it at once."""
 
     def __init__(self, handle: int, shape: CopyShape, places: Sequence[_Place]) -> None:
-        """Own an open file whose table is believed."""
+        """Own an open file whose table was checked."""
         self.handle, self.shape, self._places = handle, shape, places
         self._past_cache: int | None = None
         """The same file, opened to be read past the system's file cache."""
@@ -149,10 +149,10 @@ class CopyFile:
 
     @classmethod
     def open(cls, path: Path, of: str) -> Self | None:
-        """Open a copy of something; None where it is damaged, or of anything else.
+        """Open a copy of ``of``; None where it is damaged, or a copy of anything else.
 
         Raises:
-            OSError: when it is not there, or no file that only this user writes.
+            OSError: when it is not there, or is no file that only this user may write.
         """
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -170,10 +170,10 @@ class CopyFile:
         return cls(handle, *ends)
 
     def bypass_cache(self, path: Path) -> None:
-        """Read from now on past the system's file cache, into memory that is aligned.
+        """From now on, read into aligned memory past the system's file cache.
 
-        That leaves the processor to others and does not push out what the cache holds; who asks for
-        a piece again waits for the disk again.
+        That takes less of the processor and does not push out what the cache holds, but reading a
+        piece again waits for the disk again.
 
         Raises:
             OSError: when the system does not offer that, or another file has this path now.
@@ -203,7 +203,7 @@ class CopyFile:
 
         Raises:
             OSError: when the file cannot be read to the end of the piece.
-            Dropped: when it is wanted no more, which is asked now and then.
+            Dropped: when it is no longer wanted, which is checked now and then.
         """
         begin = self.begin_of(piece)
         assert len(memory) == self.size_of(piece)
@@ -224,11 +224,11 @@ class CopyFile:
         _read_into(memory[done:], self.handle, begin + done)
 
     def is_sound(self, piece: int, memory: memoryview) -> bool:
-        """Tell whether bytes are those of a piece, by its digest."""
+        """Tell whether these are the bytes of a piece, by its digest."""
         return digest_of(memory) == self._places[piece].digest
 
     def fill_all(self, memory: memoryview, *, progress: Progress = no_progress) -> bool:
-        """Read all pieces that a memory has room for, in threads, until one is not sound.
+        """Read all pieces that fit into a memory, in threads, until one is not sound.
 
         Raises:
             OSError: when the file cannot be read to its end.
@@ -255,7 +255,7 @@ class CopyFile:
         return all(self.fill(n, buffer[: p.size]) for n, p in enumerate(self._places))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self.handle)
         if self._past_cache is not None:
             os.close(self._past_cache)
@@ -263,12 +263,12 @@ class CopyFile:
 
 
 def digest_of(memory: memoryview) -> bytes:
-    """Return the sha256 of bytes; the interpreter is free meanwhile."""
+    """Return the sha256 of bytes; the GIL is released meanwhile."""
     return hashlib.sha256(memory).digest()
 
 
 def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, Sequence[_Place]] | None:
-    """Return what a file holds and where, if that is sealed as a copy of this."""
+    """Return what a file holds and where, if it is sealed as a copy of ``of``."""
     if size < _END_BYTES:
         return None
     end = memoryview(bytearray(_END_BYTES))
@@ -278,7 +278,7 @@ def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, Sequence[_Pl
     shape = CopyShape(rest=rest, blocks=blocks, block=block)
     begin = size - _END_BYTES - shape.pieces * _ENTRY.size
     if begin < rest + blocks * ALIGNED or not shape.pieces:
-        return None  # before memory is taken for what the sizes say
+        return None  # before memory is allocated by these sizes
     table = bytearray(size - _END_BYTES - begin)
     _read_into(memoryview(table), handle, begin)
     if _seal(of, sizes, table) != seal:
@@ -288,7 +288,7 @@ def _read_ends(handle: int, size: int, of: str) -> tuple[CopyShape, Sequence[_Pl
 
 
 def _places(table: bytes | bytearray) -> Sequence[_Place]:
-    """Return where pieces are that lie behind each other."""
+    """Return where the pieces are, which lie one after the other."""
     places, end = [], 0
     for size, digest in _ENTRY.iter_unpack(table):
         places.append(_Place(_filled(end), size, digest))
@@ -297,7 +297,7 @@ def _places(table: bytes | bytearray) -> Sequence[_Place]:
 
 
 def _fits(places: Sequence[_Place], shape: CopyShape, end: int) -> bool:
-    """Tell whether pieces are of a shape, and what comes next begins where they end."""
+    """Tell whether pieces are those of a shape, and the table begins behind them."""
     whole = [shape.in_memory(number) for number in range(shape.pieces)]
     sizes = [place.stop - place.start for place in whole]
     rest, last = shape.rest_pieces, places[-1]
@@ -318,10 +318,10 @@ def _read_into(memory: memoryview, handle: int, begin: int) -> None:
 
 
 def _read_aligned(memory: memoryview, handle: int, begin: int) -> int:
-    """Read all that is aligned, in memory and in the file; return how many bytes that was.
+    """Read the whole aligned part past the cache; return how many bytes were read.
 
-    What the system refuses, for the memory is not aligned or there is too little of it to do this,
-    is left to who reads through the cache: only then it is known whether the file is at fault.
+    What the system refuses, because the memory is not aligned or too little of it is free, is left
+    to a read through the cache: only that shows whether the file is at fault.
     """
     done, whole = 0, len(memory) // ALIGNED * ALIGNED
     while done < whole:
@@ -344,7 +344,7 @@ def _seal(of: str, sizes: bytes, table: bytes | bytearray) -> bytes:
 
 
 def _table_begin(shape: CopyShape, end: int) -> int:
-    """Return where the table begins behind the pieces, which end there."""
+    """Return where the table begins behind the pieces, which end at ``end``."""
     return _filled(end) if shape.blocks else end
 
 

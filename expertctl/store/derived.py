@@ -1,4 +1,4 @@
-"""What was computed from a package once and would be computed again: never believed unchecked.
+"""Data derived from a package, kept to save computing it again: never believed unchecked.
 
 ::
 
@@ -28,14 +28,14 @@ class Derived:
         self._notes: list[str] = []
 
     def read(self, package: Digest, key: Digest, *, size: int) -> bytes | None:
-        """Return data of exactly that size; None when there is none that was written here."""
+        """Return data of exactly that size that was written here; None when there is none."""
         try:
             with self.path(package, key).open("rb") as stream:
                 if os.fstat(stream.fileno()).st_size != _SEAL_BYTES + size:
                     return None
                 seal, data = stream.read(_SEAL_BYTES), stream.read(size)
         except OSError:
-            return None  # not there, or not readable: both mean that it is computed again
+            return None  # missing or unreadable: it is computed again
         return data if seal == _seal(package, key, data) else None
 
     def write(self, package: Digest, key: Digest, data: bytes) -> None:
@@ -56,7 +56,7 @@ class Derived:
         return sorted(path for path in folders if path.is_dir() and path.name not in known)
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what could not be written since the last call, for a person to know."""
+        """Return what could not be written since the last call, for the user."""
         notes, self._notes = tuple(self._notes), []
         return notes
 

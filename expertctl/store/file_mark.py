@@ -1,7 +1,7 @@
 """`WhileUnchanged`: what was read from an SQLite file, read again only once the file changed.
 
-A look costs two calls of ``stat``. A file that was written a moment ago may be written again
-without another time stamp, so what is read then is not kept.
+A check costs two calls of ``stat``. A file that was written a moment ago may be written again with
+the same time stamp, so what is read from it is not kept.
 """
 
 import os
@@ -14,23 +14,23 @@ T = TypeVar("T")
 Stamp = tuple[int, int, int]
 """Inode, size and time."""
 _Mark = tuple[Stamp | None, Stamp | None]
-"""Of the file and of its log."""
+"""The stamps of the file and of its log."""
 
 _TICK_NS, _COARSE_TICK_NS = 100_000_000, 2_000_000_000
-"""More than the time stamps of a file system jump by; the second, where they are whole seconds."""
+"""More than one step of a file system's time stamps; the second, where they are whole seconds."""
 _SECOND_NS = 1_000_000_000
 
 
 class WhileUnchanged(Generic[T]):
-    """The owner of the last answer to one question that is asked of a file."""
+    """Keeps the last answer to one question about a file."""
 
     def __init__(self, path: Path, read: Callable[[], T]) -> None:
-        """Remember what to ask; nothing is read yet."""
+        """Remember the file and the question; nothing is read yet."""
         self._paths, self._read = (str(path), f"{path}-wal"), read
         self._kept: tuple[_Mark, T] | None = None
 
     def get(self) -> T:
-        """Return the answer, of now."""
+        """Return the current answer."""
         mark, kept = (stamp_of(self._paths[0]), stamp_of(self._paths[1])), self._kept
         if kept is not None and kept[0] == mark:
             return kept[1]
@@ -40,7 +40,7 @@ class WhileUnchanged(Generic[T]):
 
 
 def stamp_of(path: str) -> Stamp | None:
-    """Return what changes with a file; an empty log is none, as readers make one."""
+    """Return what changes with a file; None for an empty one (readers make empty logs) or none."""
     try:
         found = os.stat(path)  # noqa: PTH116  # called for each prompt: a `Path` takes twice as long
     except OSError:

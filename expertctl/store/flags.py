@@ -1,7 +1,7 @@
-"""Flags: what looks as if it were made to mislead the router, in a file that is read in no time.
+"""Flags: what looks as if it were made to mislead the router, in a file that is fast to read.
 
-``flagged.json`` repeats what `store.suspicions` decided, for those who only read: `list`, and the
-router. It names nothing but contents that have flags, so mostly it says next to nothing.
+``flagged.json`` repeats what `store.suspicions` decided, for those that only read: `list`, and the
+router. It names only contents that have flags, so it is mostly nearly empty.
 """
 
 import json
@@ -30,7 +30,7 @@ class Flag:
     sentence: str
     """For people; names what was found."""
     other: str | None = None
-    """The package that it is about beside its own."""
+    """The other package that the flag is about, if any."""
 
 
 Flagged = Mapping[Digest, tuple[Flag, ...]]
@@ -38,7 +38,7 @@ Flagged = Mapping[Digest, tuple[Flag, ...]]
 
 
 def read_flagged(path: Path) -> dict[Digest, tuple[Flag, ...]]:
-    """Read all flags; a file that is missing or damaged has none (`doctor` looks at the record)."""
+    """Read all flags; a missing or damaged file has none (`doctor` checks the record)."""
     try:
         document = json.loads(path.read_bytes())
         return {Digest.parse(digest): decode_flags(flags) for digest, flags in document.items()}

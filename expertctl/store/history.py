@@ -1,7 +1,7 @@
 """`History`: the newest runs, how they were judged, and what that says of their experts.
 
-It is part of ``index.db`` and never leaves the machine. No prompt and no answer is in it. The
-evidence of a run outlives it: what is for and against an expert is kept as two sums that fade.
+It is part of ``index.db`` and never leaves the machine. It holds no prompt and no answer. The
+evidence of a run outlives the run: what speaks for and against an expert is kept as sums that fade.
 """
 
 import time
@@ -57,7 +57,7 @@ _SET_GAIN = "INSERT OR REPLACE INTO gains VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How often an expert was used, and how often a person said that it was good or bad."""
+    """How often an expert was used, and how often the user called it good or bad."""
 
     uses: int
     successes: int
@@ -67,10 +67,10 @@ class Usage:
 
 
 class History:
-    """The owner of all tables of ``index.db`` but that of experts."""
+    """The owner of all tables of ``index.db`` except that of experts."""
 
     def __init__(self, database: IndexDatabase, *, clock: Callable[[], float] = time.time) -> None:
-        """Remember where; nothing is read yet."""
+        """Remember the file; nothing is read yet."""
         self._database, self._clock = database, clock
         self._rates = WhileUnchanged(database.path, self._weighed)
         self._gains = WhileUnchanged(database.path, self._measured)
@@ -85,7 +85,7 @@ class History:
         return self._noted(lambda db: _insert(db, job))
 
     def judge(self, name: str, verdict: Verdict) -> Job:
-        """Say that a run was good or bad; return it. The last word on a run counts, once.
+        """Judge a run good or bad; return it. Only the last judgement of a run counts, once.
 
         ``name`` is its id, an unambiguous beginning of it, or `LAST`.
 
@@ -121,11 +121,11 @@ class History:
         return {Digest.parse(row.pop("content_digest")): Usage(**row) for row in rows}
 
     def success_rates(self) -> SuccessRates:
-        """Return how well experts did of late; what was read before counts until a change."""
+        """Return how well experts did of late; the last result is kept until a change."""
         return self._rates.get()
 
     def record_gain(self, gain: PairGain) -> None:
-        """Remember what a chain of two gains; a later measurement replaces an earlier one.
+        """Remember what a chain of two experts gains; a later measurement replaces an earlier one.
 
         Raises:
             StoreError: when the file cannot be written.
@@ -243,7 +243,7 @@ def _weigh(
 
 
 def _found(db: Database, name: str) -> tuple[int, Job]:
-    """Find one run by what a person calls it."""
+    """Find one run by its id, the beginning of its id, or `LAST`."""
     if name == LAST:
         rows = _rows(db, "WHERE finish_reason != ? ORDER BY number DESC LIMIT 1", FAILED)
     else:
@@ -257,7 +257,7 @@ def _found(db: Database, name: str) -> tuple[int, Job]:
 
 
 def _span(name: str) -> tuple[str, str]:
-    """Return between which ids those lie that begin so; ids are hexadecimal."""
+    """Return the range of ids that begin with ``name``; ids are hexadecimal."""
     lowered = name.lower()
     return (lowered, f"{lowered}g") if lowered.isalnum() else ("", "")
 
@@ -302,7 +302,7 @@ def _experts(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple
 
 
 def _figures(db: Database, rows: Sequence[Mapping[str, Any]]) -> dict[int, JobFigures]:
-    """Return the figures of runs that have some; a file of an older version has none."""
+    """Return the figures of runs that have any; a file of an older version has none."""
     if "job_figures" not in db.table_names():
         return {}
     numbers = [row["number"] for row in rows]

@@ -1,6 +1,6 @@
 """`IndexDatabase`: the file ``index.db`` itself: its tables, how it is opened, what damage means.
 
-Every call opens it, so processes may share it. A damaged file is moved aside, said in `notes`.
+Every call opens it, so processes may share it. A damaged file is moved aside, and `notes` says so.
 Where nothing can be written, reading still works.
 """
 
@@ -24,7 +24,7 @@ MODE = 0o600
 _FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
 _BUSY = {"SQLITE_BUSY", "SQLITE_LOCKED"}
 _DAMAGED = {"SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH"}
-"""SQLITE_ERROR is a table or column that is not there: we always ask for the same ones."""
+"""SQLITE_ERROR means a missing table or column: we always ask for the same ones."""
 
 TABLES = {
     "experts": """
@@ -53,24 +53,24 @@ TABLES = {
         at REAL, PRIMARY KEY (first, second, base)""",
     "revision": "id INTEGER PRIMARY KEY, number INTEGER",
 }
-"""Table → its columns. What a table holds is known to its owner: `Catalogue`, `History`."""
+"""Table → its columns. The owner of a table defines what it holds: `Catalogue`, `History`."""
 _LONG_LOG = 1 << 20
-"""A log of so many bytes is folded into the file, as readers beside keep SQLite from doing that."""
+"""From this size on a log is folded into the file, which `jot` otherwise keeps from happening."""
 _LAYOUT = 2
-"""The ``user_version`` of a file that has all of them."""
+"""The ``user_version`` of a file that has all tables."""
 
 
 class IndexDatabase:
     """The owner of one ``index.db``."""
 
     def __init__(self, path: Path) -> None:
-        """Remember where; nothing is read yet."""
+        """Remember the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
         self._revision = WhileUnchanged(path, self._read_revision)
 
     def revision(self) -> int:
-        """Return a number that `advance` changes, also from one file to one that replaces it.
+        """Return a number that `advance` changes, and that differs in a replacement of the file.
 
         Raises:
             StoreError: when the file cannot be read.
@@ -95,8 +95,8 @@ class IndexDatabase:
     def jot(self, action: Callable[[Database], object]) -> None:
         """Do as `write` does, without waiting for the disk: a power failure may undo it.
 
-        SQLite folds its log into the file, and flushes both, when the last connection that may
-        write is closed and is the last of all; a reader beside it spares that.
+        SQLite folds its log into the file, and flushes both, when the last open connection is
+        closed, if it may write; a reader held open meanwhile avoids that.
 
         Raises:
             StoreError: when the file cannot be written.
@@ -178,7 +178,7 @@ class IndexDatabase:
             yield db
 
     def _make_sure_of_the_file(self) -> None:
-        """Make the file where there is none; one that is there is not touched.
+        """Make the file where there is none; an existing one is not touched.
 
         Closing a second handle of it would drop all locks that SQLite has on it in this process.
         """
@@ -201,7 +201,7 @@ class IndexDatabase:
 
     @contextmanager
     def _open_for_reading(self) -> Iterator[Database]:
-        """Open without writing; a log needs a folder to write to, so say when there is none."""
+        """Open without writing; where no log can be written, the file is opened as immutable."""
         log = [self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm")]
         can_log = os.access(self.path.parent, os.W_OK) or all(path.exists() for path in log)
         mode = "mode=ro" if can_log else "mode=ro&immutable=1"
@@ -209,7 +209,7 @@ class IndexDatabase:
             yield db
 
     def _move_aside(self, why: str) -> None:
-        """Keep a damaged file beside; what others have repaired meanwhile stays."""
+        """Move a damaged file aside; one that another process repaired meanwhile stays."""
         target = self.path.with_name(f"{self.path.name}.damaged")
         if not os.access(self.path.parent, os.W_OK):
             self.notes.append(f"{self.path} is damaged ({why}) and cannot be replaced here")
@@ -247,14 +247,14 @@ class IndexDatabase:
 
 @contextmanager
 def immediately(db: Database) -> Iterator[None]:
-    """Make what is done one transaction that waits for other writers before it reads."""
+    """Run the body in one transaction that waits for other writers before it reads."""
     db.execute("BEGIN IMMEDIATE")
     with db.conn:
         yield
 
 
 def advance(db: Database) -> None:
-    """Count up the revision; a new file begins where no other one was."""
+    """Count up the revision; a new file begins at a number that no older file had."""
     first = time.time_ns()
     db.execute(
         "INSERT INTO revision VALUES (1, ?) ON CONFLICT (id) DO UPDATE SET number = number + 1",
@@ -272,7 +272,7 @@ def _opened(uri: str) -> Iterator[Database]:
 
 
 def _lay_out(db: Database) -> None:
-    """Make what tables are missing; those of an older version stay as they are."""
+    """Make the tables that are missing; those of an older version stay as they are."""
     db.enable_wal()
     with db.atomic():
         for name, columns in TABLES.items():
@@ -285,7 +285,7 @@ def _quoted(path: Path) -> str:
 
 
 def _foreign_tables(db: Database) -> list[str]:
-    """Return which of our tables have other columns than ours."""
+    """Return which of our tables do not have our columns."""
     there = {name: set(db.table(name).columns_dict) for name in db.table_names()}
     return [
         f"the table {name} is not ours"

@@ -1,6 +1,6 @@
-"""`Job`: one run as it is remembered: who answered, how long it took, how it was judged.
+"""`Job`: one remembered run: which experts answered, how long it took, how it was judged.
 
-Neither the prompt nor the answer is ever part of it.
+It never contains the prompt or the answer.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Validation = Literal["passed", "failed"]
 FAILED = "error"
 """The ``finish_reason`` of a run that ended with an error."""
 CUT = "length"
-"""That of an answer that had no room to end; its form is nobody's fault."""
+"""That of an answer that had no room to end; the experts are not to blame for its form."""
 
 SAID = 1.0
-"""What the word of a person counts as evidence."""
+"""What a user's judgement counts as evidence."""
 PASSED = 0.25
 FAILED_VALIDATION = 0.5
-"""Form says less than a person: an answer may be well-formed and wrong."""
+"""Form counts less than a judgement: an answer may be well-formed and wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,19 +48,19 @@ class JobFigures:
 
     prefill_ms: float
     prefill_tokens: int
-    """Tokens that were read, virtual ones too; those that were kept from before are not."""
+    """Tokens that were read, virtual ones included, those reused from the KV cache excluded."""
     kv_reused_tokens: int
     decode_steps: int
     threads: int
     ssd_bytes: int
-    """What came from files into memory."""
+    """The bytes read from files into memory."""
     ram_bytes: int
-    """What was made of it for the device to compute with."""
+    """The bytes made from them for the device to compute with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run; it is named by its ``job_id``, or the beginning of it."""
+    """One run, named by its ``job_id`` or the beginning of it."""
 
     job_id: str
     at: float
@@ -76,7 +76,7 @@ class Job:
     generated_tokens: int = 0
     times: JobTimes = JobTimes()
     figures: JobFigures | None = None
-    """None for a run that failed, or that was before they were kept."""
+    """None for a run that failed, or that took place before figures were kept."""
     blamed: bool = False
     """Whether it ended with an error that the experts are to blame for."""
 
@@ -89,14 +89,14 @@ class Job:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """How fast the answer was written, where that is known; not known of a single token."""
+        """How fast the answer was written, where that is known; a single token gives no rate."""
         if self.figures is None or self.times.decode is None:
             return None
         return _per_second(self.figures.decode_steps, self.times.decode)
 
     @property
     def evidence(self) -> Evidence:
-        """What it says of its experts together; the word of a person replaces all else."""
+        """What the run says of its experts together; a user's judgement replaces all else."""
         at = self.at if self.judged_at is None else self.judged_at
         if self.verdict == "good":
             return Evidence(at=at, good=SAID)
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def outcome(self) -> Verdict | None:
-        """Whether it went well, as far as anything says so."""
+        """Whether the run went well, as far as is known."""
         found = self.evidence
         if not found:
             return None

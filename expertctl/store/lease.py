@@ -1,4 +1,4 @@
-"""Leases: blobs that a running process uses stay until it ends, also when they are removed."""
+"""Leases: blobs that a running process uses stay until it ends, even when they are removed."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Locks between processes: one for whoever changes the store, one per folder in use.
+"""Locks between processes: one for changing the store, one per folder in use.
 
 The operating system drops a lock with the process that holds it, so a killed process leaves
 nothing to repair.
@@ -42,9 +42,9 @@ def exclusive(path: Path, *, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 def claim(folder: Path, *, prefix: str = "") -> Iterator[Path]:
     """Make a folder in ``folder`` that is held until the end, then removed.
 
-    Create it while the store's lock is held: until its own lock is taken it looks abandoned. Who
-    only looks whether it is held, holds it for that moment, so there is a wait. A process that was
-    forked meanwhile has a copy of this, and removes nothing.
+    Create it while the store's lock is held: until its own lock is taken it looks abandoned. A
+    process that checks whether the folder is held takes its lock for a moment, so there is a wait.
+    A process that was forked meanwhile has a copy of this, and removes nothing.
     """
     maker = os.getpid()
     own = folder / f"{prefix}{secrets.token_hex(8)}"
@@ -58,7 +58,7 @@ def claim(folder: Path, *, prefix: str = "") -> Iterator[Path]:
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a living process holds a folder; one that nobody here may write counts."""
+    """Tell whether a living process holds a folder; one that we may not write counts as held."""
     path = folder / _LOCK_NAME
     if not path.exists():
         return False

@@ -1,4 +1,4 @@
-"""Where the store keeps what, and what refs there are; reads only.
+"""Where the store keeps things, and which refs there are; reads only.
 
 ::
 
@@ -9,7 +9,7 @@
     store/leases/<token>/                              blobs that one process is using now
     store/derived/<content digest>/                    what was computed from one package
     store/running/<number>-<token>/                    what one run takes of the memory
-    store/lock                                         held by whoever changes refs or blobs
+    store/lock                                         held while refs or blobs are changed
 """
 
 import os
@@ -62,7 +62,7 @@ class StorePaths:
 
     @property
     def lock(self) -> Path:
-        """The lock of whoever changes refs or blobs."""
+        """The lock that is held while refs or blobs are changed."""
         return self.root / "lock"
 
     def blob(self, digest: Digest) -> Path:
@@ -83,7 +83,7 @@ class StorePaths:
 
 @dataclass(frozen=True, slots=True)
 class DamagedRef:
-    """A file among the refs that is not one."""
+    """A file among the refs that is not a ref."""
 
     path: Path
     name: str
@@ -92,7 +92,7 @@ class DamagedRef:
 
     @property
     def warning(self) -> str:
-        """What a person is told who did not ask about the store."""
+        """What the user is told when a command is not about the store."""
         return f"the record of {self.name} is damaged; see `expertctl doctor`"
 
 
@@ -103,11 +103,11 @@ class Scan:
     experts: tuple[StoredExpert, ...]
     damaged: tuple[DamagedRef, ...]
     shadowed: tuple[StoredExpert, ...] = ()
-    """What was left where an expert came from before, by a process that was killed."""
+    """Refs of an earlier origin of an expert, left by a process that was killed."""
 
 
 def scan(paths: StorePaths) -> Scan:
-    """Read every ref; what is removed meanwhile is not there."""
+    """Read every ref; one that is removed meanwhile is left out."""
     experts: list[StoredExpert] = []
     damaged: list[DamagedRef] = []
     for path in _ref_files(paths.refs):
@@ -125,12 +125,12 @@ def scan(paths: StorePaths) -> Scan:
 
 
 def _is_shadow(shown: StoredExpert, other: StoredExpert) -> bool:
-    """Tell whether one stands for both: its registry took over from a file, or from another."""
+    """Tell whether one ref stands for both: a registry took over from a file or another one."""
     return shown.ref == other.ref and shown.content_digest == other.content_digest
 
 
 def _folder_of(registry: str) -> str:
-    """Return a host as the name of a folder on any system, as `RegistryAddress.folder` does."""
+    """Return a host as a folder name valid on any system, as `RegistryAddress.folder` does."""
     return registry.replace(":", "+").replace("[", "").replace("]", "")
 
 
@@ -148,7 +148,7 @@ def read_ref(paths: StorePaths, path: Path) -> StoredExpert:
 
 
 def _ref_files(folder: Path) -> Iterator[Path]:
-    """Yield the files four levels below ``refs``; a dot begins what is being written."""
+    """Yield the files four levels below ``refs``, without those being written (``.`` first)."""
     level = [str(folder)]
     for _ in range(3):
         level = [e.path for f in level for e in _entries(f) if e.is_dir()]

@@ -1,16 +1,16 @@
-"""`QuantisedCopies`: a base as it was packed, for the next time; never believed unchecked.
+"""`QuantisedCopies`: packed bases, kept for the next time; never believed unchecked.
 
 ::
 
     bases/<name>/quantised/<scheme>-<version>    see `copy_file`
 
-A copy is kept only of bytes that were hashed while they were packed, and are those of the base.
-The folder of the copies may be a link, or a mount, to another disk: they are written there, too.
-A copy is read into the memory where it is used, and checked there; of routed experts that do not
-all fit into memory, each when it is first needed. Losing one costs time, nothing else: whatever is
-odd about it counts as absent, then it is written anew; where it cannot be written, a person is told
-and nothing more. No copy is ever changed: another file takes its place, or it is unlinked, so who
-has it open or mapped reads on.
+A copy is kept only of bytes that were hashed while they were packed and match the base. The folder
+of the copies may be a link, or a mount, to another disk: they are written there, too. A copy is
+read into the memory where it is used, and checked there; where not all routed experts fit into
+memory, each is read and checked when it is first needed. Losing a copy costs time, nothing else: a
+copy with any fault counts as absent and is written anew; where it cannot be written, the user is
+told and nothing more. A copy is never changed: another file replaces it, or it is unlinked, so
+processes that have it open or mapped read on.
 """
 
 import os
@@ -31,11 +31,11 @@ from expertctl.store.copy_file import CopyFile, CopyShape, Piece, pieces_in, wri
 from expertctl.telling import Tell, tell_nobody
 
 VERSION = 4
-"""To be raised with whatever gives other bytes for the same base: packing, or the layout."""
+"""Raised whenever the same base gives other bytes, by another packing or layout."""
 _UNKEPT = (ConflictError, DiskFullError, StoreError)
-"""Why a copy is not kept, besides what a disk says."""
+"""Why a copy is not kept, besides errors of the disk."""
 _LARGE = 64 << 20
-"""Bytes that are written of a smaller one before anybody could read that it is done."""
+"""A smaller copy is written before the user could read a message about it."""
 
 
 def copies_of(
@@ -43,15 +43,15 @@ def copies_of(
 ) -> "QuantisedCopies | None":
     """Return the owner of a base's copies; ``tell`` gets a sentence when a large one is begun.
 
-    None where a copy could not be told from another: weights that nobody hashed, or a system that
-    does not say who may write a file.
+    None where a copy could not be trusted: the weights were not hashed, or the system does not say
+    who may write a file.
     """
     safe = hasattr(os, "geteuid") and hasattr(os, "preadv")
     return QuantisedCopies(bases, base, tell=tell) if safe and base.identity.weights else None
 
 
 def outdated_copies(bases: BaseStore) -> tuple[Path, ...]:
-    """Return what lies among the copies of every base and is none of this version's."""
+    """Return the copies of all bases that are not of this version."""
     folders = (bases.copies_of(base) for base in bases.bases())
     found = (path for folder in folders if is_own(folder) for path in copies_in(folder))
     return tuple(sorted(path for path in found if not _is_of_this_version(path)))
@@ -61,14 +61,14 @@ class QuantisedCopies:
     """The owner of the copies of one base whose weights have a digest."""
 
     def __init__(self, bases: BaseStore, base: StoredBase, *, tell: Tell = tell_nobody) -> None:
-        """Keep copies beside the record of a base; they go with it."""
+        """Keep copies beside the record of a base; they are removed with it."""
         self._bases, self._base, self._tell = bases, base, tell
         self._notes: dict[str, str] = {}
 
     def open(self, scheme: str, shape: CopyShape) -> CopyFile | None:
-        """Open the copy in a scheme; None when there is none that can be believed.
+        """Open the copy in a scheme; None when there is none that can be trusted.
 
-        Why that is so is told unless there is more to tell, of one that could not be written.
+        A copy that is there and not used is noted, unless a note about this scheme is kept already.
         """
         path = self.path(scheme)
         try:
@@ -89,9 +89,9 @@ class QuantisedCopies:
     def read(
         self, scheme: str, shape: CopyShape, memory: memoryview, *, progress: Progress = no_progress
     ) -> bool:
-        """Fill memory with a copy, or with its rest; False when there is none to be believed.
+        """Fill memory with a copy, or with its rest; False when there is none that can be trusted.
 
-        Then anything may be in the memory.
+        After False the content of the memory is undefined.
         """
         copy = self.open(scheme, shape)
         if copy is None:
@@ -112,8 +112,8 @@ class QuantisedCopies:
     ) -> None:
         """Keep a base that is in memory for the next time, or note why that cannot be.
 
-        ``weights`` is the digest of the bytes that were packed, taken while that was done: the
-        files may have become others since the base was added, unseen.
+        ``weights`` is the digest of the bytes that were packed, taken during packing: the files may
+        have changed unnoticed since the base was added.
 
         Raises:
             BaseMismatchError: when it is not that of the base; nothing is kept.
@@ -130,10 +130,10 @@ class QuantisedCopies:
         weights: Callable[[], Digest],
         least: int = 0,
     ) -> None:
-        """Keep a base that comes in pieces, or note why that cannot be; then some are not taken.
+        """Keep a base that comes in pieces; where that fails, note why and take no more pieces.
 
-        ``weights`` is asked after the last piece; see `write`. ``least`` is what all pieces take at
-        least, in bytes: where the disk has less, none is taken.
+        ``weights`` is called after the last piece; see `write`. ``least`` is the least number of
+        bytes of all pieces: where the disk has less room, no piece is taken.
 
         Raises:
             BaseMismatchError: when it is not that of the base; nothing is kept.
@@ -146,24 +146,24 @@ class QuantisedCopies:
         self._write(scheme, shape, checked(), least=least)
 
     def give_up(self, scheme: str, copy: CopyFile, *, why: str) -> None:
-        """Have a copy that is open made again the next time; note why."""
+        """Remove an open copy, so that it is made again the next time; note why."""
         path = self.path(scheme)
         self._notes[scheme] = f"{path} is not used any more ({why}): made again next time"
         with suppress(OSError, *_UNKEPT):
             if os.path.samestat(path.lstat(), os.fstat(copy.handle)):
-                self._bases.discard([path], seconds=0)  # a text waits for this
+                self._bases.discard([path], seconds=0)  # text generation waits for this
 
     @property
     def weights(self) -> Digest | None:
-        """What the copies are of."""
+        """The digest of the weights that the copies are made of."""
         return self._base.identity.weights
 
     def note(self, scheme: str, text: str) -> None:
-        """Have a person know something of the copy in a scheme."""
+        """Note something about the copy in a scheme, for the user."""
         self._notes[scheme] = text
 
     def take_notes(self) -> tuple[str, ...]:
-        """Return what went wrong since the last call, for a person to know."""
+        """Return what went wrong since the last call, for the user."""
         notes, self._notes = tuple(self._notes.values()), {}
         return notes
 
@@ -213,7 +213,7 @@ class QuantisedCopies:
             self._notes[scheme] = f"{path} cannot be written ({told}): tried again next time"
 
     def _tell_begun(self, path: Path, least: int) -> None:
-        """Say what takes a while and stays on the disk."""
+        """Tell the user what takes a while and stays on the disk."""
         if least >= _LARGE:
             size, name = human_size(least), self._base.name
             self._tell(f"copying {name} for this machine, once: at least {size} to {path}")
@@ -233,7 +233,7 @@ def _damaged(path: Path) -> str:
 
 
 def _demand_room(folder: Path, size: int) -> None:
-    """Refuse before a disk that others need, too, is filled for nothing."""
+    """Refuse early, before a disk that is needed for other things is filled for nothing."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise DiskFullError(f"it takes {human_size(size)}, and {human_size(free)} are free there")

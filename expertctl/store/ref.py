@@ -1,6 +1,6 @@
 """A ref: the small file that makes an expert installed, as a value and as bytes.
 
-It is written last, so whoever can read it finds all it names. Reading needs only the standard
+It is written last, so all that a readable ref names is there. Reading needs only the standard
 library: `list` must start fast.
 """
 
@@ -27,7 +27,7 @@ _KEYS = {
 }  # fmt: skip
 _BASE_KEYS = {"name", "revision", "arch", "weights", "tokenizer", "accepts"}
 _MANIFEST = "expert.json"
-"""`MANIFEST_PATH`, whose module imports the libraries of others."""
+"""The same as `MANIFEST_PATH`, whose module imports third-party libraries."""
 _FILE_KEYS = {"path", "size", "digest"}
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class StoredExpert:
 
     @property
     def again(self) -> str:
-        """How a person makes damage to it good."""
+        """How the user repairs damage to it."""
         if self.registry == LOCAL:
             return "install it again from its file: `expertctl install FILE`"
         exact = self.ref if self.signer is not None else f"{self.package}@{self.package_digest}"
@@ -92,7 +92,7 @@ class StoredExpert:
         return any(MISMATCH in warning for warning in self.warnings)
 
     def file(self, path: str) -> FileDigest:
-        """Return one of its files; a path that is not there is our own bug."""
+        """Return one of its files; an unknown path is our own bug."""
         return next(file for file in self.files if file.path == path)
 
 

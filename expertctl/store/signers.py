@@ -18,7 +18,7 @@ class Signers:
 
     names: dict[str, str] = field(default_factory=dict)
     revoked: frozenset[tuple[str, str | None, str | None]] = frozenset()
-    """Key id, registry and namespace; without the two it is revoked everywhere."""
+    """Key id, registry and namespace; a key without the last two is revoked everywhere."""
     meant: frozenset[Belonging] = frozenset()
     pinned: frozenset[Belonging] = frozenset()
     registries: frozenset[str] = frozenset()
@@ -42,7 +42,7 @@ class Signers:
 
 
 def read_signers(path: Path) -> Signers:
-    """Read the names; a file that is missing or damaged names nobody (`doctor` reports it)."""
+    """Read the names; a file that is missing or damaged has none (`doctor` reports it)."""
     try:
         return _signers(json.loads(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

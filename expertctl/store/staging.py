@@ -38,12 +38,12 @@ class Staging:
         return self.folder / digest.hex
 
     def adopt(self, digest: Digest, source: Path) -> None:
-        """Have a blob that is somewhere else already; it stays there too."""
+        """Stage a blob that exists elsewhere already; it stays there too."""
         self.path(digest).unlink(missing_ok=True)
         _link(source, self.path(digest))
 
     def part(self, name: str, digests: Iterable[Digest]) -> "Staging":
-        """Return a staging inside this one with some of its blobs, which others may have too."""
+        """Return a staging inside this one with some of its blobs; several may share a blob."""
         part = Staging(self.folder / name)
         part.folder.mkdir(mode=0o700)
         for digest in digests:
@@ -57,7 +57,7 @@ class Staging:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Give a file a second name; where the file system knows none, a copy."""
+    """Give a file a second name; copy it where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError as error:

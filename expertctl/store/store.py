@@ -1,7 +1,7 @@
 """`Store`: the one owner of installed packages on this disk.
 
-Readers take no lock: refs are written last and removed first, so what a ref names is there. What
-writes lives in other modules and is imported when something is written: `list` must start fast.
+Readers take no lock: refs are written last and removed first, so what a ref names is there. Code
+that writes lives in other modules and is imported only when needed: `list` must start fast.
 """
 
 import os
@@ -35,7 +35,7 @@ class Store:
 
     @property
     def paths(self) -> StorePaths:
-        """Where everything is."""
+        """The paths of the store."""
         return StorePaths(self.root)
 
     def scan(self) -> Scan:
@@ -47,7 +47,7 @@ class Store:
         return list(self.scan().experts)
 
     def find(self, wanted: Reference | Digest) -> StoredExpert:
-        """Return the newest version that a reference allows, or what has a digest.
+        """Return the newest version that a reference allows, or the expert that has a digest.
 
         Raises:
             NotFoundError: when nothing fits; the hint names what is near.
@@ -129,7 +129,7 @@ class Store:
             return 0
 
     def transaction(self) -> "AbstractContextManager[Transaction]":
-        """Keep all others from changing the store.
+        """Keep other processes from changing the store.
 
         Raises:
             StoreError: when it cannot be written, or another process holds it for too long.
@@ -178,9 +178,9 @@ class Store:
 
     @contextmanager
     def lease(self, experts: Iterable[StoredExpert]) -> Iterator[None]:
-        """Keep the blobs of experts until the end, whoever removes them meanwhile.
+        """Keep the blobs of experts until the end, even if they are removed meanwhile.
 
-        A store that cannot be written needs no lease: nobody here can remove anything.
+        A store that cannot be written needs no lease: nothing can be removed from it here.
 
         Raises:
             NotFoundError: when one of them is not installed any more.
@@ -214,7 +214,7 @@ class Store:
 
 
 def parse_wanted(text: str) -> Reference | Digest:
-    """Read what a person names an installed expert by: a reference, or ``sha256:<hex>``.
+    """Read how the user names an installed expert: a reference, or ``sha256:<hex>``.
 
     Raises:
         UsageError: when it is neither.
@@ -252,8 +252,8 @@ def _missing(wanted: Reference, now: Scan) -> NotFoundError:
 def near_names(name: str, names: Iterable[str]) -> list[str]:
     """Return up to three names that look like another one, those of its namespace first.
 
-    Of these only the last part is compared, and of all where no namespace is given: what all of
-    them share makes none more alike.
+    Names in its namespace, or all names where none is given, are compared by their last part
+    only: a shared part does not make names more alike.
     """
     from difflib import get_close_matches
 

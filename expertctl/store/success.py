@@ -1,8 +1,8 @@
 """`SuccessRates`: how well experts did of late, by task, from evidence that fades with its age.
 
-Evidence halves every `HALF_LIFE_DAYS`. Nobody starts from nothing: an expert begins at `PRIOR`, as
-if it had been judged `STRENGTH` times, and at a task it begins at what it is worth at the others.
-What the form of answers says counts for `STRENGTH` judgements at most, however often it is seen.
+Evidence halves every `HALF_LIFE_DAYS`. An expert begins at `PRIOR`, as if it had been judged
+`STRENGTH` times; at a new task it begins at its rate over the others. Evidence from the form of
+answers counts for `STRENGTH` judgements at most, however much of it there is.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,11 +37,11 @@ class Evidence:
         return any((self.good, self.bad, self.well_formed, self.malformed))
 
     def aged(self, now: float) -> Self:
-        """Return what of it is left; a clock that was set back takes and gives nothing."""
+        """Return what is left of it; a clock that was set back changes nothing."""
         return replace(self._times(fading(self.at, now)), at=now)
 
     def share(self, count: int) -> Self:
-        """Return what one of so many experts has of it."""
+        """Return the share of one of several experts in it."""
         return self._times(1 / count)
 
     def plus(self, other: Self) -> Self:
@@ -77,18 +77,18 @@ def fading(then: float, now: float) -> float:
 
 
 class SuccessRates:
-    """The rates of all experts that somebody or something has judged; each is weighed when asked.
+    """The rates of all experts with evidence; each rate is computed when it is asked for.
 
-    Of thousands of experts few are candidates, so what is kept is read fast and weighed late.
+    Of thousands of experts few are candidates, so evidence is read fast and weighed late.
     """
 
     def __init__(self, kept: Mapping[str, Sequence[KeptEvidence]], *, now: float) -> None:
-        """Take what is kept of each expert, by its content digest as text, for one time."""
+        """Take the stored evidence by content digest as text, weighed at one time."""
         self._kept, self._now = kept, now
         self._rates: dict[tuple[Digest, str | None], float | None] = {}
 
     def of(self, digest: Digest, *, task: str | None = None) -> float | None:
-        """Return the rate of an expert at a task, else at any; None when nobody has judged it."""
+        """Return the rate of an expert at a task, else at any; None without evidence."""
         key = (digest, task)
         if key not in self._rates:
             self._rates[key] = self._weighed(digest, task)

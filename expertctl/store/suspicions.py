@@ -1,11 +1,11 @@
-"""`Suspicions`: ``suspicions.db``, what is odd about installed packages, and who came first.
+"""`Suspicions`: ``suspicions.db``, what is odd about installed packages, and which came first.
 
-One row per content digest says what was flagged when it was installed, so that nobody has to judge
-again; `store.flags` repeats it for those who only read. A mark is a number made from a text or a
-piece of it. It belongs to the package that brought it first, for good: so a copy is flagged and
-never what it was copied from, whatever is updated, removed or installed again in between. The file
-may be deleted at any time and is made again by `expertctl reindex`; then what was installed first
-counts as first.
+One row per content digest says what was flagged when it was installed, so that it need not be
+judged again; `store.flags` repeats it for those that only read. A mark is a number made from a text
+or a piece of it. It belongs for good to the package that brought it first: so a copy is flagged and
+never the original, whatever is updated, removed or installed again in between. The file may be
+deleted at any time and is made again by `expertctl reindex`; then what was installed first counts
+as first.
 """
 
 import json
@@ -30,7 +30,7 @@ MODE = 0o600
 _FULL = {"SQLITE_FULL", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE"}
 _DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR", "SQLITE_MISMATCH")
 _MANY = 500
-"""How many values one question may have; SQLite allows 999 and more."""
+"""How many values one query may have; SQLite allows 999 and more."""
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS packages (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, "
     "short TEXT NOT NULL)",
@@ -77,7 +77,7 @@ class Suspicions:
     """The owner of one ``suspicions.db``; every call opens it, so processes may share it."""
 
     def __init__(self, path: Path) -> None:
-        """Remember where; nothing is read yet."""
+        """Remember the path; nothing is read yet."""
         self.path = path
         self.notes: list[str] = []
 
@@ -86,12 +86,12 @@ class Suspicions:
         return read_flagged(self.path.with_name(FLAGGED_FILE))
 
     def of(self, content_digest: Digest) -> tuple[Flag, ...] | None:
-        """Return the flags of one content; None where nobody has judged it yet."""
+        """Return the flags of one content; None where it has not been judged yet."""
         found = self.verdicts([content_digest])
         return found[content_digest].flags if found else None
 
     def verdicts(self, content_digests: Collection[Digest]) -> dict[Digest, Verdict]:
-        """Return what was found about these contents, of those that were judged."""
+        """Return the verdicts on those of these contents that were judged."""
         query = (
             "SELECT content_digest, name, flags, rules FROM verdicts WHERE content_digest IN ({})"
         )
@@ -172,7 +172,7 @@ class Suspicions:
         return [row for p in parts for row in self._ask(query.format(",".join("?" * len(p))), p)]
 
     def _ask(self, query: str, values: Sequence[object] = ()) -> list[tuple[object, ...]]:
-        """Ask; a file that is missing or damaged knows nothing, and `doctor` says so."""
+        """Query the file; a missing or damaged one gives no rows, and `doctor` reports it."""
         if not self.path.exists():
             return []
         try:
@@ -193,7 +193,7 @@ class Suspicions:
         self._repeat()
 
     def _repeat(self) -> None:
-        """Write the file that is read in no time, where it would say something else."""
+        """Write the file of flags that is fast to read, where its content would change."""
         query = "SELECT content_digest, name, flags, rules FROM verdicts WHERE flags != '[]'"
         verdicts = [_read_verdict(row) for row in self._ask(query)]
         flagged = {verdict.content_digest: verdict.flags for verdict in verdicts}

@@ -1,4 +1,4 @@
-"""`Tally`: what the remembered runs come to, for each expert and for each day."""
+"""`Tally`: figures of the remembered runs, for each expert and for each day."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,17 +26,17 @@ class Runs:
 
     @property
     def good(self) -> int:
-        """How many a person called good."""
+        """How many the user called good."""
         return sum(job.verdict == "good" for job in self.jobs)
 
     @property
     def bad(self) -> int:
-        """How many a person called bad."""
+        """How many the user called bad."""
         return sum(job.verdict == "bad" for job in self.jobs)
 
     @property
     def passed(self) -> int:
-        """How many answers had the form that was called for."""
+        """How many answers had the form that was asked for."""
         return sum(job.validation == "passed" for job in self.jobs)
 
     @property
@@ -51,7 +51,7 @@ class Runs:
 
     @property
     def success(self) -> float | None:
-        """The share that went well of those of which that is known; None where of none."""
+        """The share that went well of the runs whose outcome is known; None without any."""
         outcomes = [job.outcome for job in self.jobs if job.outcome]
         return outcomes.count("good") / len(outcomes) if outcomes else None
 
@@ -68,14 +68,14 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTally:
-    """One expert: its remembered runs, and all there ever were."""
+    """One expert: its remembered runs, and the number of all there ever were."""
 
     ref: str
     content_digest: Digest
     uses: int
     last_used: float | None
     success: float | None
-    """What the router reckons with: of late, with the prior; None where nobody judged it."""
+    """The recent success rate that the router uses, with the prior; None without evidence."""
     runs: Runs
 
 
@@ -98,11 +98,11 @@ class Tally:
     experts: tuple[ExpertTally, ...]
     """The most used first."""
     days: tuple[DayTally, ...]
-    """Without a gap, the last is today."""
+    """Days without a gap, the last of them today."""
 
     @classmethod
     def of(cls, history: History, *, days: int, today: date, only: str | None = None) -> Self:
-        """Count everything that a history remembers, or what it does of one expert.
+        """Count everything that a history remembers, or only what concerns one expert.
 
         ``only`` is its ref, or its name for all versions.
 
@@ -173,7 +173,7 @@ def _days(jobs: Sequence[Job], count: int, today: date) -> tuple[DayTally, ...]:
 
 
 def day_of(seconds: float) -> date:
-    """Return the day of a time, where this machine is."""
+    """Return the day of a time, in this machine's time zone."""
     return datetime.fromtimestamp(seconds).astimezone().date()
 
 

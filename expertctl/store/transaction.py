@@ -1,8 +1,8 @@
-"""Changes to refs and blobs, made while nobody else makes any.
+"""Changes to refs and blobs, made while no other process makes any.
 
-Order is everything here. Installing: blobs, their folder flushed, then the ref. Removing: the ref,
+The order is essential. Installing: blobs, their folder flushed, then the ref. Removing: the ref,
 its folder flushed, then blobs that no ref names and no lease holds. So a process may be killed
-between any two steps, and what refs say is there, is there.
+between any two steps, and every blob that a ref names is there.
 """
 
 import os
@@ -28,7 +28,7 @@ from expertctl.store.ref import LOCAL, RequiredBase, StoredExpert, encode_ref
 from expertctl.store.staging import Staging
 
 STAGING_AGE = 3600.0
-"""Staging that is younger, in seconds, is left alone, even where locks do not work."""
+"""Staging younger than this, in seconds, is left alone, even where locks do not work."""
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 Outcome = Literal["installed", "re-signed", "already installed"]
@@ -87,9 +87,9 @@ class Transaction:
     ) -> Added:
         """Publish a package whose blobs are staged; ``registry`` is where it came from.
 
-        The blobs replace those that are there: so installing again repairs damage. One version of a
-        name is there once: a registry takes it over from a file or from another registry, a file
-        from none, so that what a registry revokes later is still heard.
+        The blobs replace existing ones, so installing again repairs damage. One version of a name
+        is installed once: a registry takes it over from a file or another registry, a file from
+        none, so that later revocations by the registry still apply.
 
         Raises:
             ConflictError: when the version is installed with other content.
@@ -98,7 +98,7 @@ class Transaction:
         old = self._installed(new)
         expert, outcome = _decide(old, new)
         path = self._paths.ref(expert.registry, expert.package, expert.version)
-        self._say_so()  # before, too: this may be killed between a change and saying so
+        self._say_so()  # before, too: the process may be killed after the change
         for digest in {file.digest for file in new.layers}:
             make_folders(self._paths.blobs, mode=0o755)
             publish(staging.path(digest), self._paths.blob(digest))
@@ -110,7 +110,7 @@ class Transaction:
             if place != path:
                 self.discard(place)
         superseded = {*new.layers, *(old.layers if old else ())} - {*expert.layers}
-        if superseded:  # else there is no need to read every ref
+        if superseded:  # otherwise there is no need to read every ref
             self._free(file.digest for file in superseded)
         return Added(expert, outcome)
 
@@ -181,7 +181,7 @@ class Transaction:
         sync_folder(path.parent)
 
     def _say_so(self) -> None:
-        """Let those who read refs or blobs a while ago read them again: `Store.revision`."""
+        """Change `Store.revision`, so that processes that cache refs or blobs read them again."""
         now = time.time_ns()
         with suppress(FileNotFoundError):  # there was nothing to be read
             os.utime(self._paths.refs, ns=(now, now))
@@ -248,7 +248,7 @@ def _referenced(now: Scan) -> set[Digest]:
 
 
 def _decide(old: StoredExpert | None, new: StoredExpert) -> tuple[StoredExpert, Outcome]:
-    """Return what the ref shall say; neither a signature nor a registry is ever taken away."""
+    """Return the content of the new ref; a signature or a registry is never taken away."""
     if old is None:
         return new, "installed"
     if old.content_digest != new.content_digest:

@@ -22,10 +22,11 @@ def homes(
 def authorities(
     registry: str | None, *, homes: Collection[str], known: Collection[str]
 ) -> frozenset[str]:
-    """Return the registries whose grants and revocations count for what came from somewhere.
+    """Return the registries whose grants and revocations count for what came from ``registry``.
 
-    A known registry speaks for itself alone. A file, and a mirror that has no index that could be
-    believed, carry what the namespace's home says; where there is not exactly one, nobody's.
+    For a known registry only its own count. For a file, those of the namespace's home count; for a
+    mirror without an index that could be believed, its own and those. Without exactly one home, a
+    file has none, and a mirror only its own.
     """
     own = frozenset() if registry is None or registry == FROM_FILE else frozenset({registry})
     if registry in known or len(homes) != 1:

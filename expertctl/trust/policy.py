@@ -26,7 +26,7 @@ LOCK_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TrustStore:
-    """Which key may sign what, kept in one file; a missing file trusts nobody."""
+    """Which key may sign what, kept in one file; a missing file trusts no key."""
 
     path: Path
     lock_seconds: float = LOCK_SECONDS
@@ -164,7 +164,7 @@ class TrustStore:
         assert TrustRecord.parse(record.encode(), what=str(self.path)) == record
 
     def change(self, change: Callable[[TrustRecord], TrustRecord]) -> TrustRecord:
-        """Apply a change to what the file says while nobody else writes; return the result.
+        """Apply a change to what the file says while no other process writes; return the result.
 
         Raises:
             StoreError: when another process writes it for too long.

@@ -64,7 +64,7 @@ class Publisher:
 
         Raises:
             NotFoundError: when there is none of that name.
-            RevokedError: when it was revoked, since nobody would accept its signature.
+            RevokedError: when it was revoked, since its signature would not be accepted.
         """
         key = self.ring.private(name)
         if self.trust.is_revoked(key.public.key_id):
@@ -102,7 +102,7 @@ class Publisher:
         return ids.pop()
 
     def _adopt(self, name: str, key: PrivateKey, namespaces: Sequence[str]) -> TrustedKey:
-        """Keep, then trust; what could refuse the second step is asked before the first."""
+        """Keep, then trust; what could refuse the second step is checked before the first."""
         wanted = TrustedKey(key.public, name, grants_for([OWN_NAMESPACE, *namespaces], None))
         self.trust.read().with_key(wanted)
         self.ring.add(name, key)

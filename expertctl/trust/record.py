@@ -96,7 +96,7 @@ class TrustRecord:
         return homes(namespace, meant=meant, pinned=chain(pinned, granted))
 
     def authorities(self, namespace: str, registry: str | None) -> frozenset[str]:
-        """Return the hosts whose word counts for a namespace of what came from somewhere."""
+        """Return the hosts whose word counts for a namespace of what came from ``registry``."""
         known = {r.host for r in self.registries}
         return authorities(registry, homes=self.homes(namespace), known=known)
 

@@ -1,7 +1,7 @@
 """The bytes of ``trust.json`` (``schemas/trust.schema.json``), read strictly.
 
-What a file of before registries were known lacks has its default, and a default is not written: so
-old files are read, and a file without registries is one that an older program reads.
+Fields that files lacked before registries were known have defaults, and defaults are not written:
+so old files can be read, and a file without registries can be read by an older program.
 """
 
 import json
