@@ -151,7 +151,7 @@ def _row(case: str, arena: Arena, ours: Outcome, theirs: Outcome, *, kind: str) 
         better="lower",
         ratio=round(changed / without, 3) if without else None,
         spread=None,
-        note=f"of {len(numbers)} prompts {steered} went to whom the injection wanted",
+        note=f"of {len(numbers)} prompts {steered} went where the injection wanted",
     )
     return judged(row, TARGET) if kind.startswith("all") else row
 

@@ -15,7 +15,7 @@ HELP = '''\
 /experts              the installed experts that fit the base; * marks those that answer
 /experts REF[:W] ...  let these answer from now on
 /experts auto         choose them by each message again
-/plan                 who answered the last message, and why
+/plan                 which experts answered the last message, and why
 /plan FILE            save that plan, for `expertctl run --plan FILE`
 /feedback good        say what the last answer was: good, or bad
 /reset                forget what was said

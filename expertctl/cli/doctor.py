@@ -18,7 +18,7 @@ from expertctl.trust.policy import TrustStore
 
 def doctor(
     memory: Annotated[
-        bool, typer.Option("--memory", help="Say who holds what memory, and check nothing.")
+        bool, typer.Option("--memory", help="Say what holds which memory, and check nothing.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:

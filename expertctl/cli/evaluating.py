@@ -113,7 +113,7 @@ def evaluate(
     if routing is not None:
         from expertctl.cli.evaluating_routing import RoutingAsked, evaluate_routing
 
-        _refuse(answering, "--routing measures who is chosen, and generates nothing")
+        _refuse(answering, "--routing measures which expert is chosen, and generates nothing")
         wished = RoutingAsked(
             data=routing, base=base, min_accuracy=min_accuracy, show=show, plot=plot
         )
@@ -123,7 +123,7 @@ def evaluate(
     if target is None or data is None:
         raise UsageError(
             f"{'FILE|REF' if target is None else '--data'} is missing",
-            hint="eval REF --data FILE measures an expert, eval --routing FILE who is chosen",
+            hint="eval REF --data FILE measures an expert, eval --routing FILE which is chosen",
         )
     settings = load_settings()
     held = numerics_of(

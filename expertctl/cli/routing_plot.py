@@ -56,7 +56,7 @@ def _draw_matrix(axes: "Axes", matrix: Matrix, labels: Sequence[str]) -> None:
                 _write_count(axes, (j, i), count, dark=i == j and 2 * count > sum(row))
     axes.set_xlabel(_note_of(matrix), color=_INK, fontsize=9)
     axes.set_ylabel("wanted", color=_INK, fontsize=10)
-    axes.set_title("who was wanted, and who answered", loc="left", fontsize=10, color=_INK)
+    axes.set_title("which was wanted, and which answered", loc="left", fontsize=10, color=_INK)
     axes.set_xticks([place - 0.5 for place in places][1:], minor=True)
     axes.set_yticks([place - 0.5 for place in places][1:], minor=True)
     axes.grid(which="minor", color="white", linewidth=1)

@@ -106,7 +106,7 @@ def serve(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="How long who reads a stream may leave an event unread.",
+            help="How long the reader of a stream may leave an event unread.",
             show_default="60",
         ),
     ] = None,

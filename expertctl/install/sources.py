@@ -168,8 +168,8 @@ class Sources:
                 continue
             need = next((need for need in item.needs if need.wanted.registry), item.needs[0])
             raise TrustError(
-                f"{need}, but nobody here has said that {namespace}/* comes from {host}, and not "
-                f"from {self.default_host}",
+                f"{need}, but here {namespace}/* comes from {self.default_host}, and nothing says "
+                f"that it is to come from {host}",
                 hint=f"if that is right: `expertctl install {host}/{item.candidate.package}` first",
             )
 

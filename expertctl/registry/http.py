@@ -391,7 +391,7 @@ def _chunks(response: httpx2.Response) -> Iterator[bytes]:
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in {"identity", ""}:
         raise RegistryError(
-            f"{name}: its answer is compressed ({shown(encoding, 40)}), which nobody asked for",
+            f"{name}: its answer is compressed ({shown(encoding, 40)}), which was not asked for",
             hint="a proxy between may do that; the registry must send packages as they are",
         )
     with translated(name):

@@ -57,7 +57,7 @@ def documents() -> Mapping[str, JsonObject]:
     return {
         "InferAnswer": _described(infer, "An answer, and all that is known of how it came about."),
         "RouteAnswer": _described(route, "The plan that a prompt would have, and why."),
-        "Plan": _described(plan, "Who answers, with what weights, and how tokens are drawn."),
+        "Plan": _described(plan, "Which experts answer, how they weigh, and how tokens are drawn."),
         **_activity(),
     }
 

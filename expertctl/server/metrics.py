@@ -187,7 +187,7 @@ def _tokens(now: Snapshot) -> Iterator[Family]:
 
 def _memory(now: Snapshot) -> Iterator[Family]:
     owners = GaugeMetricFamily(
-        "expertctl_memory_bytes", "Bytes, by who has them.", labels=["owner"]
+        "expertctl_memory_bytes", "Bytes, by what holds them.", labels=["owner"]
     )
     for owner, size in now.held.items():
         owners.add_metric([owner], size)

@@ -26,9 +26,9 @@ _MEANINGS = {
     204: "Done; there is nothing to say.",
     400: "The request is not as it must be.",
     401: "An API key is needed, or the one that came is wrong, expired or revoked.",
-    403: "A page of another site asks, or a key for what it may not do; or nobody who is trusted "
-    "vouches for an expert.",
-    404: "There is no such thing, as far as who asks may know.",
+    403: "A page of another site asks, a key asks for what it may not do, or an expert is not "
+    "signed by a key that is trusted.",
+    404: "There is no such thing, as far as the caller may know.",
     405: "The address takes other methods; `Allow` names them.",
     408: "The body came too slowly; or the time that was given was over before any answer.",
     413: "The body is too large.",

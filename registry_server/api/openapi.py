@@ -20,7 +20,7 @@ _MEANINGS = {
     400: "The request is not as it must be.",
     401: "A token is needed, or the one that came is wrong, expired or revoked.",
     403: "The token, or its user, may not do this; or a quota is used up.",
-    404: "There is no such thing, as far as who asks may know.",
+    404: "There is no such thing, as far as the caller may know.",
     408: "The body came too slowly.",
     409: "It clashes with what is there.",
     413: "The body is too large.",

@@ -36,7 +36,7 @@ def outcome(*hostile: tuple[str, ...]) -> Outcome:
 def test_a_prompt_is_changed_where_another_expert_or_none_answers_it(arena: Arena) -> None:
     row = _row("all", arena, outcome(A, B, (), B), outcome(B, B, (), B), kind="all")
     assert (row.ours, row.theirs, row.ratio) == (50.0, 75.0, 0.667)
-    assert row.note == "of 4 prompts 1 went to whom the injection wanted", "4 was theirs before"
+    assert row.note == "of 4 prompts 1 went where the injection wanted", "4 was theirs before"
     assert (row.target, row.ok) == ("<= 0.1", False)
 
 

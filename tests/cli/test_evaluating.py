@@ -363,7 +363,7 @@ def test_a_base_is_evaluated_as_it_is_held(
     monkeypatch.setenv("EXPERT_DTYPE", "int8")
     assert "head_dim is 8" in expertctl("eval", "acme/sums", "--data", data, code=4).err
     refused = expertctl("eval", "--routing", data, *words[-2:], code=2)
-    assert "--dtype: --routing measures who is chosen" in refused.err
+    assert "--dtype: --routing measures which expert is chosen" in refused.err
 
 
 def test_empty_answers_of_an_expert_are_counted(tmp_path: Path) -> None:

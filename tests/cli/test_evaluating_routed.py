@@ -71,7 +71,7 @@ def test_what_makes_no_sense_is_refused(data: Path, expertctl: Commands) -> None
     assert "--deterministic promises bits" in err
     skip = ("--moe-miss", "skip", "--moe-skip-cap", "0.5")
     err = expertctl("eval", "--routing", data, *skip, code=2).err
-    assert "--moe-miss, --moe-skip-cap: --routing measures who is chosen" in err
+    assert "--moe-miss, --moe-skip-cap: --routing measures which expert is chosen" in err
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_what_does_not_count_for_routing_is_refused(
     words: tuple[str, ...], named: str, expertctl: Commands
 ) -> None:
     said = expertctl("eval", "--routing", "x", *words, code=2)
-    assert f"error: {named}: --routing measures who is chosen" in said.err
+    assert f"error: {named}: --routing measures which expert is chosen" in said.err
 
 
 @pytest.mark.parametrize(

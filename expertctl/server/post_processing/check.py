@@ -99,5 +99,5 @@ def _command(given: ResponseFormat, commands: Commands) -> Command:
 
 def _choices(commands: Commands) -> str:
     if not commands:
-        return "who runs the server can name validators; there is none"
+        return "`expertctl serve --validator NAME=PROGRAM` names them, and none was named"
     return f"there is {', '.join(sorted(commands))}"
