@@ -133,7 +133,11 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="For so much memory.", show_default="what a run would take"
+            "--memory",
+            "--memory-budget",
+            metavar="SIZE",
+            help="For so much memory.",
+            show_default="what a run would take",
         ),
     ] = None,
     lane: Annotated[

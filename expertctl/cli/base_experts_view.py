@@ -88,10 +88,11 @@ def _parts(plan: "RoutedPlan") -> Iterator[str]:
 
 
 def _layers(plan: "RoutedPlan") -> Iterator[str]:
+    even = plan.layers[0].even
     yield ""
     yield f"what is asked for: {'nothing is known yet' if plan.known is None else plan.known}"
     yield table(
-        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", "IF ALL HAD AS MANY"],
+        ["LAYER", "SLOTS", "PINNED", "ASKED FOR", "SERVED BY SLOTS", f"BY {even} EACH"],
         [
             [
                 str(each.layer),
@@ -99,7 +100,7 @@ def _layers(plan: "RoutedPlan") -> Iterator[str]:
                 str(each.pinned),
                 f"{each.asked} of {plan.plan.experts}",
                 _percent(each.served),
-                f"{each.even} slots, {_percent(each.served_even)}",
+                _percent(each.served_even),
             ]
             for each in plan.layers
         ],

@@ -135,6 +135,9 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
         assert lane["used"] <= lane["budget"]
     text = expertctl("base", "plan", "moe", "--memory", BUDGET).out
     assert "the pool" in text
+    first = plan["layers"][0]
+    assert f"SERVED BY SLOTS  BY {first['slots_even']} EACH\n" in text
+    assert re.search(rf"\n0 .*  {100 * first['served_even']:.1f} %\n", text)
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
@@ -144,7 +147,7 @@ def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
     monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
     house.bases.add(base_dir)
     numbers = ("--dtype", "bf16", "--json")
-    plan = ("base", "plan", "moe", "--memory", "45MB", *numbers)
+    plan = ("base", "plan", "moe", "--memory-budget", "45MB", *numbers)
     before = expertctl(*plan).document
     assert before["block_bytes"] == before["expert_bytes"]
     assert "a larger pool once" in expertctl(*plan[:-1]).out
