@@ -13,7 +13,8 @@ from expertctl.package.module_names import canonical_name
 from expertctl.package.tensor_file import TensorInfo
 
 _STACK = re.compile(
-    r"(?P<experts>model\.layers\.[0-9]+\.mlp\.experts)\.(?P<kind>gate_up|down)_proj"
+    r"(?P<experts>model\.layers\.(?P<layer>0|[1-9][0-9]{0,3})\.mlp\.experts)"
+    r"\.(?P<kind>gate_up|down)_proj"
 )
 _WAYS = {
     "stacked": re.compile(r".*\.experts\.(gate_up_proj|down_proj)"),
@@ -61,8 +62,8 @@ def _parts(
 ) -> Iterator[tuple[str, Source]]:
     name = canonical_name(stored)
     match = _STACK.fullmatch(name)
-    if match is None:
-        yield name, Source(stored, 0, info)
+    if match is None or int(match["layer"]) not in experts.layers:
+        yield name, Source(stored, 0, info)  # the stack of a layer that is not there stays whole
         return
     inner = experts.intermediate_size
     halves = {"gate_proj": inner, "up_proj": inner} if match["kind"] == "gate_up" else {}

@@ -235,6 +235,11 @@ def _refuse_unsupported(fields: Fields, row: Architecture, what: str) -> None:
             f"{what}: weights quantised by quantization_config are not supported",
             hint="use the base in float32, float16 or bfloat16",
         )
+    if fields.get("per_layer_config"):
+        raise IncompatibleError(
+            f"{what}: layers that differ by per_layer_config are not supported",
+            hint="supported is a base whose layers are alike",
+        )
     if row.refused and fields.get(row.refused) is not None:
         raise IncompatibleError(
             f"{what}: {row.refused} is not supported", hint="supported is a base without it"

@@ -191,6 +191,20 @@ def test_a_stack_in_a_dense_layer_is_unexpected(tmp_path: Path) -> None:
         tensors_of(base)
 
 
+@pytest.mark.parametrize("layer", ["2", "00", "1" * 100])
+def test_a_stack_of_a_layer_that_is_not_there_is_one_unexpected_tensor(
+    layer: str, tmp_path: Path
+) -> None:
+    base = write_base(tmp_path / "b", arch="olmoe")
+    save_file(stacked(our_arrays(base)), base / FILE)
+    stack = load_file(base / FILE)[f"{LAYER}.experts.down_proj"]
+    name = f"model.layers.{layer}.mlp.experts.down_proj"
+    rewrite(base, {name: stack})
+    with pytest.raises(InvalidPackageError) as caught:
+        tensors_of(base)
+    assert caught.value.problems == (f"unexpected tensor {name}",)
+
+
 def test_names_of_routed_experts_mean_nothing_in_a_dense_base(tmp_path: Path) -> None:
     base = write_base(tmp_path / "b", arch="llama")
     name = "model.layers.0.block_sparse_moe.experts.0.w1.weight"

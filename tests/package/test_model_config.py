@@ -136,6 +136,7 @@ def test_a_null_head_dim_is_an_even_split(arch: str, wanted: int) -> None:
         "use_sliding_window",
         "layer_types",
         "quantization_config",
+        "per_layer_config",
         "architectures",
     ],
 )
@@ -367,6 +368,7 @@ def test_a_base_of_every_architecture_is_read_from_its_directory(tmp_path: Path)
         ({"architectures": "LlamaForCausalLM"}, "LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
     ],
