@@ -117,7 +117,7 @@ def adapted(plan: CachePlan, activations: Activations, *, least: int = 1) -> Cac
     if plan.slots == 0 or min(counted, default=0.0) < EVIDENCE * plan.experts:
         return plan
     best = _shared_out(plan, activations, least=max(plan.slots // _LEAST_SHARE, least))
-    return best if _misses(best, activations) <= _WORTH * _misses(plan, activations) else plan
+    return best if _misses(best, activations) < _WORTH * _misses(plan, activations) else plan
 
 
 def _shared_out(plan: CachePlan, activations: Activations, *, least: int) -> CachePlan:

@@ -104,14 +104,21 @@ def _smooth_weights(layers: Layers, curve: float) -> list[float]:
 def _time_weights(layers: Layers, curve: float) -> list[float]:
     """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
 
-    A layer whose time is unknown is weighed by its pressure.
+    Where the time of a whole call is not told, it is that of its two lanes; a layer that tells
+    neither is weighed by its pressure.
     """
-    times = [layer.times.total_moe or layer.pressure for layer in layers]
+    times = [_time(layer) or layer.pressure for layer in layers]
     low, high = min(_known(times)), max(_known(times))
     if high <= low:
         return [1.0] * len(layers)
     least, most = 1 - 0.6 * curve, 1 + 0.8 * curve
     return _each(times, lambda time: least + (most - least) * (time - low) / (high - low))
+
+
+def _time(layer: LayerActivity) -> float:
+    times = layer.times
+    lanes = times.parallel_hot_lane_wall + times.parallel_cold_lane_wall
+    return times.total_moe or times.parallel_region_wall or lanes
 
 
 def _known(values: Iterable[float]) -> list[float]:

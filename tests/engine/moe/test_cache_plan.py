@@ -85,6 +85,13 @@ def test_layers_that_are_alike_get_alike_slots(counts: list[np.ndarray]) -> None
     assert adapted(plan, counts) == plan
 
 
+def test_a_plan_that_serves_everything_stays_even() -> None:
+    plan = CachePlan(layers=2, experts=64, slots=32)
+    counts = [np.repeat([n, 0], [asked, 64 - asked]) for n, asked in ((40, 20), (900, 30))]
+    assert missed(counts, plan.capacities) == [0, 0]
+    assert adapted(plan, counts) == plan
+
+
 def test_too_little_that_was_counted_changes_nothing() -> None:
     plan = CachePlan(layers=2, experts=64, slots=8)
     few = [np.full(64, 7), np.eye(64, dtype=int)[0] * 10_000]

@@ -58,6 +58,14 @@ def test_a_layer_that_fewer_tokens_asked_is_measured_by_those() -> None:
     assert pins == [frozenset({0, 1}), frozenset({5, 6})]
 
 
+def test_prompts_that_tokens_were_added_to_are_measured_by_layer_too() -> None:
+    first, last = LayerActivity(0, raw={0: 60, 1: 60, 2: 40}), LayerActivity(1, raw={5: 6, 6: 4})
+    learnt = ActivityDocument("update", (first, last), experts=8, used=2, prompts=80)
+    usage = usage_of(learnt, experts=8)
+    assert (usage.prompts, usage.asking) == (80, {1: 5})
+    assert pinned(SharePins(0.7), usage, 1, capacity=8) == frozenset({5, 6})
+
+
 def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(write_profile(UsageProfile("acme/moe", 24, 8, {3: {5: 20, 2: 4}})))

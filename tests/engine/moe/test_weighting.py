@@ -97,6 +97,18 @@ def test_time_weights_go_from_the_fastest_to_the_slowest_layer() -> None:
     assert [scored.score for scored in half] == [1400, 1050, 700]
 
 
+def test_the_time_of_a_layer_is_that_of_its_lanes_where_no_whole_one_is_told() -> None:
+    """Together where they ran side by side, one after the other where that is not told either."""
+    times = [
+        LayerTimes(total_moe=100, parallel_region_wall=1, parallel_hot_lane_wall=1),
+        LayerTimes(parallel_region_wall=150, parallel_hot_lane_wall=140),
+        LayerTimes(parallel_hot_lane_wall=120, parallel_cold_lane_wall=80),
+    ]
+    layers = [LayerActivity(n, raw={0: 1000}, times=each) for n, each in enumerate(times)]
+    found = scores(layers, weighting="time", curve=1.0)
+    assert [(scored.layer, scored.score) for scored in found] == [(2, 1800), (1, 1100), (0, 400)]
+
+
 def test_a_layer_without_a_time_is_weighed_by_its_pressure() -> None:
     layers = [
         LayerActivity(0, raw={0: 1000}, times=LayerTimes(total_moe=100)),
