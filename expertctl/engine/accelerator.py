@@ -10,6 +10,7 @@ import torch
 from expertctl.engine.device_streams import LentStream, lend_stream
 from expertctl.errors import BudgetError, DeviceError, ExpertError, NotFoundError
 from expertctl.routing.request import DeviceName
+from expertctl.settings import human_size
 
 CUDA = torch.device("cuda")
 RESERVE = 512 << 20
@@ -57,10 +58,17 @@ def device_budget(wanted: int | None) -> int:
 
     Raises:
         NotFoundError: when there is no such device.
+        BudgetError: when others have taken nearly all of its memory.
     """
     check_cuda()
-    most = max(free_bytes() - RESERVE, 0)
-    return most if wanted is None else min(wanted, most)
+    free = free_bytes()
+    if free <= RESERVE:
+        raise BudgetError(
+            f"the CUDA device has {human_size(free)} free, no more than the "
+            f"{human_size(RESERVE)} that are left to its libraries",
+            hint=f"end what else uses it, see `nvidia-smi`, {_ON_THE_CPU}",
+        )
+    return free - RESERVE if wanted is None else min(wanted, free - RESERVE)
 
 
 def free_bytes() -> int:

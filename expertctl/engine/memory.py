@@ -45,7 +45,7 @@ def budget_limit(wanted: int | None, device: DeviceName) -> int:
 
     Raises:
         NotFoundError: when there is no such device.
-        BudgetError: when a device has less free than is wanted.
+        BudgetError: when others have taken nearly all memory of a device.
     """
     if device == "cpu":
         return usual_budget() if wanted is None else wanted

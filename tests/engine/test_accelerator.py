@@ -37,7 +37,7 @@ def test_the_cause_is_told(version: str | None, said: str, monkeypatch: pytest.M
         (RESERVE + 100, None, 100),
         (RESERVE + 100, 60, 60),
         (RESERVE + 100, 160, 100),
-        (RESERVE - 1, None, 0),
+        (RESERVE + 1, None, 1),
     ],
 )
 def test_the_budget_leaves_a_reserve(
@@ -46,6 +46,18 @@ def test_the_budget_leaves_a_reserve(
     monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
     monkeypatch.setattr(accelerator, "free_bytes", lambda: free)
     assert device_budget(wanted) == given
+
+
+@pytest.mark.parametrize("wanted", [None, 100])
+def test_a_device_that_others_have_filled_says_so(
+    wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "has_cuda", lambda: True)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda: RESERVE)
+    with pytest.raises(BudgetError, match=r"^the CUDA device has 536\.9 MB free, no more") as told:
+        device_budget(wanted)
+    assert "nvidia-smi" in told.value.hint
+    assert "--device cpu" in told.value.hint
 
 
 def test_what_torch_keeps_of_tensors_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
