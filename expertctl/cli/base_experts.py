@@ -13,7 +13,15 @@ import typer
 from expertctl.cli.named_file import write_file
 from expertctl.cli.opening import importing_engine
 from expertctl.cli.output import JsonFlag, emit, note, warn
-from expertctl.cli.run_options import Dtype, MoePin, MoeProfile, budget_of, numerics_of
+from expertctl.cli.run_options import (
+    Dtype,
+    MoePin,
+    MoeProfile,
+    budget_of,
+    check_processor,
+    numerics_of,
+    start_of,
+)
 from expertctl.errors import IncompatibleError, NotFoundError, UsageError
 from expertctl.settings import load_settings, parse_size
 from expertctl.store.base_habits import HabitsFile
@@ -33,6 +41,8 @@ profile = typer.Typer(
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of a base.")]
 Kind = Literal["activity", "prompts"]
+_LONGEST = 20
+"""Characters of the name of a lane."""
 
 
 @profile.command()
@@ -102,7 +112,7 @@ def import_(
 
     Example: expertctl base profile import Qwen/Qwen3-30B-A3B habits.json
     """
-    from expertctl.engine.moe.activity_sum import NOTHING, added
+    from expertctl.engine.moe.activity_sum import FADED_AT, NOTHING, added
     from expertctl.engine.moe.guide import read_guide
     from expertctl.engine.moe.habit_keeper import learn
     from expertctl.engine.moe.habits import Habits
@@ -110,6 +120,12 @@ def import_(
     base, routed = _routed(name)
     guide = read_guide(file, routed)
     taken = added(NOTHING, guide.activity)
+    if not any(layer.hits for layer in taken.layers):
+        raise IncompatibleError(
+            f"{file} counts no expert often enough: what is learnt is kept for at most "
+            f"{FADED_AT:,} tokens, and all its counts are below one then",
+            hint="nothing was changed; --moe-profile uses the file as it is",
+        )
     learn(_file(base), routed, lambda habits: Habits(habits.base, taken))
     layers = len(guide.usage.layers)
     document = {"base": base.name, "path": str(file), "layers": layers}
@@ -165,8 +181,6 @@ def plan(
         from expertctl.engine.memory import budget_limit
         from expertctl.engine.moe.expert_copies import compact_bytes
         from expertctl.engine.moe.habit_keeper import HabitKeeper
-        from expertctl.engine.moe.pins import parse_pins
-        from expertctl.engine.moe.start import StartWishes
         from expertctl.engine.packed_backend import SCHEMES
         from expertctl.engine.routed_plan import routed_plan
     from expertctl.cli.base_experts_view import plan_text
@@ -175,11 +189,14 @@ def plan(
     from expertctl.store.quantised_copies import copies_of
 
     settings = load_settings()
+    check_processor(settings, "base plan")
     base, routed = _routed(name)
     _bases().check(base)
     held = numerics_of(settings, dtype=dtype, adapter_dtype=None, deterministic=None)
-    pins = None if moe_pin is None else parse_pins(moe_pin)
-    keeper = HabitKeeper(_bases(), StartWishes(profile=moe_profile, pins=pins))
+    wishes = start_of(
+        settings, profile=moe_profile, pin=moe_pin, warmup=None, exchange=0.0, learn=None
+    )
+    keeper = HabitKeeper(_bases(), wishes)
     config, width = read_config(base.path), dtype_of(base, held.dtype)
     copies = copies_of(_bases(), base)
     found = routed_plan(
@@ -237,9 +254,14 @@ def _lanes(texts: Sequence[str]) -> dict[str, int]:
             raise UsageError(
                 f"--lane {text[:40]!r}: no name and size of a memory", hint="write --lane gpu=6GB"
             )
+        if len(name) > _LONGEST:
+            raise UsageError(
+                f"--lane {name[:_LONGEST]}…: a name of more than {_LONGEST} characters",
+                hint="name a memory gpu, ram or the like",
+            )
         if name in lanes:
             raise UsageError(
-                f"--lane {name[:20]} is given twice", hint="name each memory once, such as gpu, ram"
+                f"--lane {name} is given twice", hint="name each memory once, such as gpu, ram"
             )
-        lanes[name[:20]] = parse_size(size)
+        lanes[name] = parse_size(size)
     return lanes

@@ -7,6 +7,7 @@ from expertctl.cli.output import counted, human_limit, human_size, table
 
 if TYPE_CHECKING:
     from expertctl.engine.moe.guide import Guide
+    from expertctl.engine.moe.usage_profile import UsageProfile
     from expertctl.engine.routed_plan import RoutedPlan, WeightedPlan
     from expertctl.package.experts_config import ExpertsConfig
 
@@ -25,6 +26,7 @@ def profile_document(
         "experts": routed.count,
         "used": routed.used,
         "tokens": 0 if guide is None else guide.usage.prompts,
+        "counted": "tokens" if guide is None else f"{_what(guide.usage)}s",
         "layers": [
             {
                 "layer": number,
@@ -40,8 +42,6 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
     """Return a profile as a person reads it."""
     if guide is None:
         return f"nothing was learnt of {base}: a run on it learns where kernels compute it"
-    from expertctl.engine.moe.guide import TOKENS
-
     usage = guide.usage
     head = ["LAYER", "ASKED FOR", "EXPERTS ASKED FOR MOST"]
     rows = [
@@ -52,9 +52,15 @@ def profile_text(base: str, routed: "ExpertsConfig", guide: "Guide | None") -> s
         ]
         for number in routed.layers
     ]
-    what = "token" if usage.preset == TOKENS else "prompt"
-    learnt = f"{base}: learnt from {counted(usage.prompts, what)}; the older, the less they count"
-    return f"{learnt}\n\n{table(head, rows)}"
+    learnt = f"{base}: learnt from {counted(usage.prompts, _what(usage))}"
+    return f"{learnt}; the older, the less they count\n\n{table(head, rows)}"
+
+
+def _what(usage: "UsageProfile") -> str:
+    """Return what was counted: how many of them asked for an expert."""
+    from expertctl.engine.moe.guide import TOKENS
+
+    return "token" if usage.preset == TOKENS else "prompt"
 
 
 def plan_text(plan: "RoutedPlan") -> str:

@@ -175,25 +175,34 @@ def routed_plan(
         )
     held = PackedBackend.of(config, dtype)
     block, texts = expert_shape(config, scheme).nbytes, held.text_bytes()
-    even = cache_plan(
-        layers=len(routed.layers),
-        experts=routed.count,
-        block=block,
-        rest=held.rest_bytes,
-        limit=limit,
-        miss="exact",
-        cap=1.0,
-        texts=texts,
-    )
-    plan, guide = start.planned(even, routed.layers), start.guide
+    layers, rest, guide = len(routed.layers), held.rest_bytes, start.guide
+    whole = fits_whole(held.weight_bytes, limit, texts=texts)
+    if whole:
+        rest = held.weight_bytes - layers * routed.count * block
+        even = CachePlan(
+            layers=layers, experts=routed.count, slots=routed.count, miss="exact", cap=1.0
+        )
+        plan, compact = even, None  # no copy is read, and no expert is pinned
+    else:
+        even = cache_plan(
+            layers=layers,
+            experts=routed.count,
+            block=block,
+            rest=rest,
+            limit=limit,
+            miss="exact",
+            cap=1.0,
+            texts=texts,
+        )
+        plan = start.planned(even, routed.layers)
     each = compact or block
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return RoutedPlan(
         base=base,
         dtype=dtype,
         limit=limit,
-        whole=fits_whole(held.weight_bytes, limit, texts=texts),
-        rest=held.rest_bytes,
+        whole=whole,
+        rest=rest,
         expert=block,
         compact=compact,
         plan=plan,

@@ -66,6 +66,7 @@ def test_what_was_learnt_is_shown_written_taken_over_and_forgotten(
 ) -> None:
     shown = expertctl("base", "profile", "show", "moe", "--json").document
     assert (shown["experts"], shown["used"], len(shown["layers"])) == (32, 4, 4)
+    assert shown["counted"] == "tokens"
     assert shown["tokens"] > 24
     assert "tokens; the older" in expertctl("base", "profile", "show", "moe").out
     activity, prompts = tmp_path / "activity.json", tmp_path / "prompts.json"
@@ -102,7 +103,8 @@ def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
         )
     )
     expertctl("base", "profile", "import", "moe", theirs)
-    assert expertctl("base", "profile", "show", "moe", "--json").document["tokens"] == 24
+    shown = expertctl("base", "profile", "show", "moe", "--json").document
+    assert (shown["tokens"], shown["counted"]) == (24, "prompts")
     assert "learnt from 24 prompts" in expertctl("base", "profile", "show", "moe").out
     expertctl("base", "profile", "export", "moe", first, "--kind", "prompts")
     usage = read_profile(first.read_bytes(), what="ours")
@@ -114,6 +116,49 @@ def test_a_profile_of_prompts_is_of_as_many_when_it_is_written_again(
         expertctl("base", "profile", "import", "moe", between)
         expertctl("base", "profile", "export", "moe", again, "--kind", "prompts")
         assert again.read_bytes() == first.read_bytes()
+
+
+def test_counts_that_fade_at_once_are_not_taken_for_what_was_learnt(
+    learnt: Any, expertctl: Commands, tmp_path: Path
+) -> None:
+    """Of a thousand million prompts one in fifty million asked for an expert."""
+    before = expertctl("base", "profile", "show", "moe", "--json").document
+    rare = tmp_path / "rare.json"
+    asked = {"0": {"activation_counts": {"3": 20}}}
+    rare.write_text(json.dumps({"num_prompts": 10**9, "num_experts": 32, "layers": asked}))
+    said = expertctl("base", "profile", "import", "moe", rare, code=4)
+    assert f"{rare} counts no expert often enough" in "".join(said.err.split("\n"))
+    assert "hint: nothing was changed; --moe-profile uses the file as it is" in said.err
+    assert expertctl("base", "profile", "show", "moe", "--json").document == before
+    plan = ("base", "plan", "moe", "--memory", BUDGET, "--moe-profile", rare, "--json")
+    assert expertctl(*plan).document["known"] == str(rare)
+
+
+def test_a_base_that_is_whole_is_planned_as_it_is_held(
+    expertctl: Commands, house: House, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertctl.routing.numerics.SMALL_BASE", 0)
+    house.bases.add(base_dir)
+    words = ("run", "hi", "--base", "moe", "--no-experts", "--max-tokens", "1", "--json")
+    for dtype in ("bf16", "int8"):
+        memory = expertctl(*words, "--dtype", dtype, "--memory-budget", "1GB").document["memory"]
+        plan = expertctl(
+            "base", "plan", "moe", "--dtype", dtype, "--memory", "1GB", "--json"
+        ).document
+        assert (plan["whole"], plan["fits"]) == (True, True)
+        assert (plan["slots"], plan["pool"]) == (4 * 32, 0)
+        assert plan["planned_bytes"] == memory["base"]
+        assert plan["block_bytes"] == plan["expert_bytes"], "no copy is read"
+
+
+def test_a_device_that_is_set_plans_no_processor(
+    expertctl: Commands, house: House, base_dir: Path
+) -> None:
+    house.bases.add(base_dir)
+    expertctl("config", "set", "device", "cuda")
+    said = expertctl("base", "plan", "moe", code=2)
+    assert "base plan computes on the processor alone" in said.err
+    assert "hint: " in said.err
 
 
 def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
@@ -182,6 +227,11 @@ def test_up_to_three_lanes_are_planned(learnt: Any, expertctl: Commands) -> None
     assert "--lane gpu=6GB" in expertctl("base", "plan", "moe", "--lane", "gpu", code=2).err
     said = expertctl("base", "plan", "moe", *lanes, "--lane", "gpu=1MB", code=2)
     assert "--lane gpu is given twice" in said.err
+    long = "g" * 20
+    said = expertctl("base", "plan", "moe", "--lane", f"{long}1=1MB", code=2)
+    assert f"--lane {long}…: a name of more than 20 characters" in said.err
+    plan = expertctl("base", "plan", "moe", "--lane", f"{long}=1MB", "--json").document
+    assert plan["weightings"][0]["lanes"][0]["name"] == long
     text = expertctl("base", "plan", "moe", "--memory", "1GB", *lanes).out
     assert "all of it fits" in text
     assert re.search(r"flat +\d+\.\d %  gpu +\d+ ", text)
