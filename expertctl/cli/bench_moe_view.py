@@ -12,7 +12,8 @@ _FOOT = [
     "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
     "expert was in memory. MISSED: of the different experts that one pass asked for,",
     "those that were not. LEFT OUT: of the weights of routers, those of experts that",
-    "were left out. WAITED: for experts, for each token that was written.",
+    "were left out. WAITED: for experts, for each token that was written, beside",
+    "what was waited while prompts were read, which is in READ.",
 ]
 
 
@@ -40,12 +41,13 @@ def _start(found: "RoutedMeasured") -> list[str]:
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
     told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
     told += ["all slots filled first"] if wishes.warmup == "full" else []
+    told += [] if found.skip_cap is None else [f"leaves out up to {found.skip_cap:g} of a token"]
     told += [] if found.cold == "auto" else [f"cold experts: {found.cold}"]
     return [printable("; ".join(told))] if told else []
 
 
 def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:
-    holding, did = row.holding, row.report.activity
+    holding = row.holding
     residence = row.report.residence
     return [
         f"{residence.slots} of {residence.experts}",
@@ -55,7 +57,7 @@ def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:
         _percent(row.hit_rate),
         _percent(row.report.fallback_rate),
         _percent(row.report.skipped_mass),
-        f"{did.waited_ms / max(row.written, 1):.2f} ms",
+        f"{row.waited_ms:.2f} ms",
         human_size(row.memory),
     ]
 

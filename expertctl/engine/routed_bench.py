@@ -136,6 +136,8 @@ def measure_routed(
         texts=_told(wanted),
         start=wanted.start,
         cold=wanted.cold,
+        skip_cap=wanted.cap if any(row.holding.miss == "skip" for row in rows) else None,
+        seed=None if wanted.prompts else wanted.seed,
         experts=config.count,
         used=config.used,
         layers=len(config.layers),
@@ -302,6 +304,7 @@ class _Course:
         self._steps: list[tuple[float, ...]] = []
         self._now: list[float] = []
         self._prompts: list[tuple[int, float]] = []
+        self._waited_reading = 0.0
         self._before = self._report()
         self._counted: Observed | None = None
         self._counted_from = 0
@@ -311,14 +314,17 @@ class _Course:
         """Let only what comes from now on count."""
         self._counted_from = self._written
         self._steps, self._now, self._prompts = [], [], []
+        self._waited_reading = 0.0
         self._before = self._report()
         self._counted = self._observed()
 
     def follow(self, reading: Reading, text: _Text) -> None:
         """Read a text, and write what comes after it."""
+        waited = self._waited()
         started = time.perf_counter()
         scores = reading.prefill(text.ids).logits
         self._prompts.append((len(text.ids), time.perf_counter() - started))
+        self._waited_reading += self._waited() - waited
         for place in range(self._wanted.tokens):
             token = text.follows[place] if text.follows else int(scores.argmax())
             started = time.perf_counter()
@@ -343,6 +349,7 @@ class _Course:
             layers=self._layers(),
             timeline=Timeline.of(self._moments),
             counted_from=self._counted_from,
+            waited_reading_ms=self._waited_reading,
             memory=memory,
         )
 
@@ -359,6 +366,10 @@ class _Course:
         report = self._model.routed
         assert report is not None, "a base of routed experts"
         return report
+
+    def _waited(self) -> float:
+        """Return how many milliseconds were waited for experts so far."""
+        return self._report().activity.waited_ms
 
     def _observed(self) -> Observed | None:
         """Return what was counted; None where all experts are there, and nothing can be missed."""

@@ -91,6 +91,8 @@ class RoutedRow:
     """Of all rounds."""
     counted_from: int
     """How many tokens had been written when rounds began to count."""
+    waited_reading_ms: float
+    """How long was waited for experts while prompts were read."""
     memory: int
     """Bytes of the weights and of all blocks for experts."""
 
@@ -108,6 +110,12 @@ class RoutedRow:
     def written(self) -> int:
         """How many tokens were written."""
         return sum(map(len, self.steps.rounds))
+
+    @property
+    def waited_ms(self) -> float:
+        """How long was waited for experts, for each token that was written."""
+        waited = self.report.activity.waited_ms - self.waited_reading_ms
+        return waited / self.written if self.written else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -139,6 +147,7 @@ class RoutedRow:
             "loads": did.loads,
             "bytes_read": did.read_bytes,
             "waited_ms": round(did.waited_ms, 3),
+            "waited_reading_ms": round(self.waited_reading_ms, 3),
             "swaps": did.swaps,
             "memory": self.memory,
             "by_layer": [_layer(number, counted) for number, counted in self.layers.items()],
@@ -167,6 +176,10 @@ class RoutedMeasured:
     """How each way began."""
     cold: MoeColdWish = "auto"
     """How experts without a slot were to come from the disk; rows say how they did."""
+    skip_cap: float | None = None
+    """How much of a token's weights might be left out; None where nothing was."""
+    seed: int | None = None
+    """Of random texts; None where prompts were read."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -190,6 +203,8 @@ class RoutedMeasured:
                 "layers": self.layers,
                 "experts": self.experts,
                 "used": self.used,
+                "seed": self.seed,
+                "skip_cap": self.skip_cap,
                 "start": _start(self.start, self.cold),
             },
             "rows": [row.to_json(self.whole) for row in self.rows],

@@ -42,6 +42,7 @@ def test_the_newest_base_with_routed_experts_is_measured(added: Path, expertctl:
     rows = lines[header + 1 : header + 4]
     assert [row.split("  ")[0] for row in rows] == ["8 of 8", "4 of 8", "4 of 8"]
     assert "100.0 %" in rows[0]
+    assert "leaves out up to 0.25 of a token" in lines
     assert [row.split()[3] for row in rows[1:]] == ["exact", "skip"]
     assert max(map(len, lines)) <= 80
 
@@ -51,7 +52,9 @@ def test_the_document_has_a_row_for_each_way(added: Path, expertctl: Commands) -
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     assert document["name"] == "bench moe"
     assert document["measured"]["texts"] == "a prompt, then 8 tokens more, 2 times"
+    assert (document["measured"]["seed"], document["measured"]["skip_cap"]) == (None, None)
     whole, half = document["rows"]
+    assert half["waited_reading_ms"] <= half["waited_ms"]
     assert (whole["case"], half["case"]) == ("all resident", "50 % resident, exact")
     assert half["ratio"] == pytest.approx(half["ours"] / whole["ours"], abs=2e-3)
     assert half["memory"] < whole["memory"]
@@ -81,7 +84,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) 
     more = ("--moe-warmup", "full", "--moe-cold", "read", "--moe-exchange", "0.2")
     lines = expertctl("bench", "moe", *words, *more, *QUICK).out.splitlines()
     told = "begins with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
-    assert told + "cold experts: read" in lines
+    assert told + "leaves out up to 0.25 of a token; cold experts: read" in lines
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     start = document["measured"]["start"]
     assert (start["profile"], start["pin"], start["warmup"]) == ("profile.json", "50%", "hybrid")

@@ -80,7 +80,12 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
         assert 0 < row.hit_rate < 1
         assert (row.timeline.tokens, row.counted_from) == ((4, 8, 12, 16), 8)
         assert row.timeline.rates.shape == (LAYERS, 4)
+        waited = row.report.activity.waited_ms
+        assert 0 <= row.waited_reading_ms <= waited
+        assert row.waited_ms == pytest.approx((waited - row.waited_reading_ms) / 8)
+    assert exact.waited_reading_ms > 0, "a prompt of six tokens asks for nearly all"
     assert exact.report.skipped_mass == 0
+    assert (found.skip_cap, found.seed) == (WANTED.cap, WANTED.seed)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
@@ -103,7 +108,9 @@ def test_what_follows_a_prompt_is_the_same_wherever_nothing_is_skipped(stocked: 
     wanted = RoutedWanted(
         shares=(0.75, 0.5), misses=("exact",), prompts=("Sort these", "Hello"), tokens=6, rounds=2
     )
-    more, fewer = measured(stocked, wanted).rows
+    found = measured(stocked, wanted)
+    more, fewer = found.rows
+    assert (found.skip_cap, found.seed) == (None, None), "nothing is skipped, and nothing is drawn"
     assert [tokens for tokens, _ in more.prompts] == [tokens for tokens, _ in fewer.prompts]
     requests = [[layer.requests for layer in row.layers.values()] for row in (more, fewer)]
     assert requests[0] == requests[1]

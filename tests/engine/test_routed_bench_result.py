@@ -35,6 +35,7 @@ def row(share: float, seconds: float) -> RoutedRow:
         layers=dict(seen[-1].seen.layers),
         timeline=Timeline.of(seen),
         counted_from=8,
+        waited_reading_ms=1.0,
         memory=1000,
     )
 
@@ -64,6 +65,7 @@ def test_a_row_is_compared_with_all_experts_in_memory() -> None:
     assert told["read_tokens_per_s"] == 40
     assert (told["hit_rate"], told["fallback_rate"], told["skipped_mass"]) == (0.6, 0.4, 0.25)
     assert (told["slots"], told["in_memory"], told["waited_ms"]) == (2, 6, 3)
+    assert (part.waited_ms, told["waited_reading_ms"]) == (0.5, 1), "of four tokens written"
     assert isinstance(told["by_layer"], list)
     assert [layer["layer"] for layer in told["by_layer"] if isinstance(layer, dict)] == [4, 7]
     assert isinstance(told["timeline"], dict)
@@ -84,6 +86,7 @@ def test_where_nobody_counts_everybody_is_there() -> None:
             layers={},
             timeline=Timeline.of([]),
             counted_from=0,
+            waited_reading_ms=0.0,
             memory=1,
         ).to_json(None)["hit_rate"]
         == 1.0
