@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import OpenBase
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.cache_plan import USUAL_PROMPT
+from expertctl.engine.packed_backend import PackedBackend
 from expertctl.engine.preparation import beside_base, prepare_on
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError
@@ -63,11 +65,13 @@ class RoomForExperts:
         wishes = sorted(self._wishes(base), key=lambda one: one.size, reverse=True)
         until, found = time.monotonic() + SECONDS, base
         without, refusals = list[str](), list[str]()
-        for wish in wishes:
+        for number, wish in enumerate(wishes):
             if base.weight_bytes + wish.size <= self.limit:
                 break
-            in_time = not without or time.monotonic() < until
-            fewer = self._with_room(wish, open_beside, refusals) if in_time else None
+            if number and time.monotonic() >= until:
+                self.tell(f"{WARNING}room was sought for {number} of {len(wishes)} experts")
+                break
+            fewer = self._with_room(wish, base, open_beside, refusals)
             if fewer is not None:
                 self.tell(f"slots of routed experts leave room for {wish.ref}")
                 found = fewer
@@ -94,7 +98,11 @@ class RoomForExperts:
                 yield _Wish(self._beside(base, planned), expert.ref, planned)
 
     def _with_room(
-        self, wish: _Wish, open_beside: Callable[[int], OpenBase], refusals: list[str]
+        self,
+        wish: _Wish,
+        base: OpenBase,
+        open_beside: Callable[[int], OpenBase],
+        refusals: list[str],
     ) -> OpenBase | None:
         """Return the base with room for an expert; None where it can have none.
 
@@ -102,6 +110,8 @@ class RoomForExperts:
         than beside a whole base: routed experts that its gains are computed from are read anew.
         """
         size = wish.size
+        if _without_experts(base) + size > self.limit:
+            return None  # to open the base takes time, and a smaller wish may be granted
         for _ in range(_TRIES):
             try:
                 fewer = open_beside(size)
@@ -123,6 +133,12 @@ class RoomForExperts:
         request = replace(self.request, message=message, truncate=True)
         prepared = prepare_on(base, planner, request, planned, {})
         return beside_base(planner, prepared, {}, rows=self.rows)
+
+
+def _without_experts(base: OpenBase) -> int:
+    """Return what a base takes at least, however few of its routed experts are in memory."""
+    backend = base.backend
+    return backend.rest_bytes if isinstance(backend, PackedBackend | CudaBackend) else 0
 
 
 def _named(refs: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from expertctl.engine.moe.start import USUAL, StartWishes
 from expertctl.engine.serving import room_for_experts
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.job import Failed
+from expertctl.engine.serving.room_for_experts import RoomForExperts
 from expertctl.errors import BudgetError
 from expertctl.package.base_model import read_base
 from expertctl.routing.presets import NO_WISHES
@@ -183,6 +185,50 @@ def test_of_many_experts_no_more_than_so_many_are_looked_at(
     monkeypatch.setattr(room_for_experts, "SECONDS", 0.0)
     hasty = shelf.answers(shelf.settings(13)).told
     assert "what experts take was worked out for 1 of 5" in hasty
+
+
+def test_a_base_is_not_opened_for_experts_that_have_no_room_beside_any(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even beside what is no routed expert: to open it takes time, and changes nothing."""
+    for name, rank in (("small", 2), ("huge", 40), ("larger", 41)):
+        shelf.install(name, rank)
+    opened = list[str]()
+    opens = RoomForExperts._with_room
+
+    def watched(self: RoomForExperts, wish: Any, base: Any, open_beside: Any, why: Any) -> Any:
+        def watched_open(size: int) -> Any:
+            opened.append(wish.ref)
+            return open_beside(size)
+
+        return opens(self, wish, base, watched_open, why)
+
+    monkeypatch.setattr(RoomForExperts, "_with_room", watched)
+    found = shelf.answers(shelf.settings(16), "small", "huge")
+    assert found.tokens[0] is not None
+    assert found.tokens[1] is None
+    assert set(opened) == {"acme/small@1.0.0"}
+    assert "there is no room for acme/larger@1.0.0, acme/huge@1.0.0" in found.told
+    assert "leave room for acme/small" in found.told
+
+
+def test_a_search_for_room_that_takes_long_ends_and_says_how_far_it_came(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        shelf.install(f"rank-{number}", 14 + number)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    looks = RoomForExperts._with_room
+
+    def slowly(self: RoomForExperts, *wished: Any) -> Any:
+        clock.now += room_for_experts.SECONDS * 0.6
+        return looks(self, *wished)
+
+    monkeypatch.setattr(room_for_experts, "time", clock)
+    monkeypatch.setattr(RoomForExperts, "_with_room", slowly)
+    told = shelf.answers(shelf.settings(13)).told
+    assert "warning: room was sought for 2 of 4 experts" in told
+    assert "there is no room for acme/rank-3@1.0.0, acme/rank-2@1.0.0\n" in f"{told}\n"
 
 
 def inventory(shelf: Shelf) -> list[Any]:
