@@ -70,11 +70,13 @@ class Lent:
     clock: Clock
     routed: RoutedReport | None = None
     """What had become of routed experts before it."""
+    routed_after: RoutedReport | None = None
+    """What had become of them when it ended, where others may be answered before that is told."""
 
     @property
     def moe(self) -> RoutedReport | None:
-        """What became of routed experts since; None where the base has none."""
-        now = self.ready.routed
+        """What became of routed experts until it ended, or now; None where the base has none."""
+        now = self.ready.routed if self.routed_after is None else self.routed_after
         return now if now is None or self.routed is None else now.since(self.routed)
 
     @property

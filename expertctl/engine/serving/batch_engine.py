@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from expertctl.engine.loaded_base import TORCH_BELOW
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.adoption import ProfileWishes
-from expertctl.engine.moe.counters import Mode, Observed
+from expertctl.engine.moe.counters import Counters, Mode, Observed
 from expertctl.engine.moe.guide import guide_in
 from expertctl.engine.moe.observation import Observation, observation_of
 from expertctl.engine.request import RunRequest
@@ -90,7 +90,7 @@ class BatchEngine:
             self._answer_first(_request("?", force=(Forced(expert.digest),), max_tokens=2))
         for prompt in self.settings.warm:
             self._answer_first(_request(prompt, max_tokens=WARM_TOKENS))
-        if (counters := self._house.model.counters) is not None:
+        if (counters := self._counters()) is not None:
             counters.reset()  # only what callers ask for is observed
 
     @property
@@ -157,8 +157,9 @@ class BatchEngine:
         """Return what goes on now."""
         assert self._press is not None, "start comes first"
         board, house, batch = self._board, self._house, self._press.batch
-        model = house.model
-        observed = None if model.counters is None else model.counters.observed()
+        # before the lock, which submitting takes: a device may be asked, which can last
+        routed, counters = house.model.routed, house.model.counters
+        observed = None if counters is None else counters.observed()
         with board.lock:
             memory, texts = house.memory, batch.texts
             prepared = [t for t in board.tickets if t.stage in {"preparing", "loading", "ready"}]
@@ -179,14 +180,14 @@ class BatchEngine:
                 traffic={t.value: replace(n) for t, n in house.residents.tiers.traffic.items()},
                 running_plans=tuple(text.ticket.refs for text in texts),
                 waiting_plans=tuple(ticket.refs for ticket in (*prepared, *board.line)),
-                routed=model.routed,
+                routed=routed,
                 observed=observed,
                 residents=self._residents(),
             )
 
     def observation(self) -> Observation:
         """Return what was counted of routed experts, all of it at one moment."""
-        counters = self._house.model.counters
+        counters = self._counters()
         return self._observation(None if counters is None else counters.observed())
 
     def observe(self, *, mode: Mode | None = None, reset: bool = False) -> Observation:
@@ -195,7 +196,7 @@ class BatchEngine:
         Raises:
             IncompatibleError: when the base has none, or they are not counted.
         """
-        counters = self._house.model.counters
+        counters = self._counters()
         if counters is None:
             raise IncompatibleError(
                 f"nothing is counted of {self.base_name}: it has no routed experts, or torch runs "
@@ -239,6 +240,11 @@ class BatchEngine:
             self._press.join()
         self._desk.close()
         self._house.close()
+
+    def _counters(self) -> Counters | None:
+        """Return what is counted, with what is still on a device: a reset covers that, too."""
+        model = self._house.model
+        return None if model.routed is None else model.counters
 
     def _observation(self, seen: Observed | None) -> Observation:
         base, model = self._house.base, self._house.model

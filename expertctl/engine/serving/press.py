@@ -24,7 +24,13 @@ from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.threads import threads
-from expertctl.errors import BudgetError, DeviceError, ExpertError
+from expertctl.errors import (
+    BudgetError,
+    DeviceError,
+    ExpertError,
+    InvalidPackageError,
+    StoreError,
+)
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
@@ -239,10 +245,21 @@ class Press:
             self._house.model.check_integrity()  # or the engine ends: answers would be wrong
         for text in over:
             if text.error is not None:
-                self._put_out(text.ticket, text.error)
+                self._put_out(text.ticket, self._told(text.error))
             elif text in self._lent:  # else another text of its job failed
                 self._end(text)
         self._count_rows()
+
+    def _told(self, error: ExpertError) -> ExpertError:
+        """Return what a caller is told: where the base lies, only the operator may know.
+
+        A pass reads no files but those of the base.
+        """
+        if not isinstance(error, InvalidPackageError):
+            return error
+        self._tell(f"error: a pass failed: {error.message}")
+        base = self._house.base.stored.name
+        return StoreError(f"{base} cannot be read now", hint="the server's log says why")
 
     def _go_on(self) -> None:
         """Let paused texts go on, the first one first; those that are no longer wanted end."""
@@ -317,7 +334,7 @@ class Press:
                 loan.ready.kv.complete((*ticket.prepared.prompt.ids, *generated.tokens))
             loan.stack.close()
         ticket.ended[text.number] = generated
-        ticket.lents[text.number] = _without_plan(ticket.lents[text.number])
+        ticket.lents[text.number] = _ended(ticket.lents[text.number])
         self._conclude(ticket)
 
     def _conclude(self, ticket: Ticket) -> None:
@@ -354,10 +371,14 @@ class Press:
             self._board.free_rows = self.batch.free
 
 
-def _without_plan(lent: Lent) -> Lent:
-    """Return what is told of an answer, without its plan, whose memory others may have now."""
-    assert isinstance(lent.ready, Ready)
-    return replace(lent, ready=replace(lent.ready, plan=BASE_ALONE))
+def _ended(lent: Lent) -> Lent:
+    """Return what is told of an answer, without its plan, whose memory others may have now.
+
+    What becomes of routed experts from now on is not told of it.
+    """
+    ready = lent.ready
+    assert isinstance(ready, Ready)
+    return replace(lent, ready=replace(ready, plan=BASE_ALONE), routed_after=ready.routed)
 
 
 def _failure() -> ExpertError:

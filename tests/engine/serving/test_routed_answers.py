@@ -1,0 +1,96 @@
+"""What answers on a base of routed experts tell, each for itself, and what no caller is told."""
+
+import os
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from expertctl.engine import accelerator
+from expertctl.engine.serving.batch_engine import BatchEngine
+from expertctl.engine.serving.batch_settings import BatchSettings
+from expertctl.engine.serving.job import Piece
+from expertctl.errors import StoreError
+from tests.engine.moe.test_cached_runs import LARGE
+from tests.engine.moe.test_learnt_runs import base
+from tests.engine.serving.test_batch_engine import Reader, job
+from tests.engine.serving.workshop import ENDLESS, Workshop, request, workshop
+from tests.engine.test_routed_bench import device
+from tests.engine.test_runtime import planner
+from tests.store.shop import House, fast, house
+
+__all__ = ["base", "device", "fast", "house"]
+
+
+def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
+    base: Path, house: House
+) -> None:
+    """The first of two answers ends while the other is not begun; both are told together."""
+    stored = house.bases.add(base)
+    settings = BatchSettings(budget=stored.size * 8 // 10, rows=1)
+    found = []
+    for texts in (1, 2):
+        with workshop(house.home, settings, torch_below=0) as shop:
+            at_first = requests(shop)
+            results = shop.answer(request(max_tokens=9), texts=texts).results
+            found.append([result.moe.activity for result in results if result.moe is not None])
+            asked = requests(shop) - at_first
+    (alone,), (first, second) = found
+    assert first.requests == alone.requests > 0
+    assert first.requests + second.requests == asked
+
+
+def requests(shop: Workshop) -> int:
+    routed = shop.house.model.routed
+    assert routed is not None
+    return routed.activity.requests
+
+
+def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
+    base: Path, house: House, tmp_path: Path
+) -> None:
+    """Its file is replaced under a server; experts that are missing cannot be read any more."""
+    elsewhere = Path(shutil.copytree(base, tmp_path / "elsewhere"))
+    stored = house.bases.add(elsewhere, name="moved")
+    (weights,) = elsewhere.glob("*.safetensors")
+    settings = BatchSettings(base="moved", budget=stored.size // 2, rows=1)
+    with workshop(house.home, settings, torch_below=0) as shop:
+        os.utime(weights, ns=(0, 0))
+        refused = shop.answer(request("Sort these: 7, 5, 3, 1, 9", max_tokens=40)).error
+        assert isinstance(refused, StoreError)
+        assert refused.message == "moved cannot be read now"
+        assert refused.hint == "the server's log says why"
+        told = [line for line in shop.told if "a pass failed" in line]
+        assert told == [
+            f"error: a pass failed: {weights}: it was changed while the base is in memory; "
+            "load the base again"
+        ]
+
+
+@pytest.mark.usefixtures("device")
+def test_what_a_device_has_still_to_tell_is_reset_too(
+    base: Path, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an answer: what was asked for before the reset is not observed after it."""
+    house.bases.add(base)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda: LARGE + accelerator.RESERVE)
+    settings = BatchSettings(device="cuda", rows=1)
+    engine = BatchEngine(planner(house), settings)
+    engine.start()
+    reader = Reader(engine, job(request("Sort: 9, 8, 7", max_tokens=ENDLESS)))
+    while not isinstance(reader.next(), Piece):
+        pass
+    found = Future[list[int]]()
+
+    def between_two_passes() -> None:
+        press, model = engine._press, engine._house.model
+        assert press is not None
+        assert press.batch.advance() == [], "a pass of an answer that goes on"
+        assert engine.observe(reset=True).document.layers[0].hits == {}
+        assert model.routed is not None  # it asks the device for all that was not told yet
+        found.set_result([layer.requests for layer in engine.observation().document.layers])
+
+    engine._board.errands.append(between_two_passes)
+    assert found.result(timeout=60) == [0, 0, 0, 0]
+    engine.close()
