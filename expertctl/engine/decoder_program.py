@@ -203,7 +203,9 @@ class _Decoder:
         self._angles()
         for number, layer in enumerate(base.layers):
             self._layer(number, layer)
-        self._stages.append(Stage(self._built()))
+        end = self._built()
+        if len(end.table):  # nothing is left behind experts of the last layer
+            self._stages.append(Stage(end))
         self._builder.begin("head")
         self._norm(base.norm)
         head = self._layers("lm_head", base.head, (base.config.vocab_size,), None)

@@ -277,7 +277,7 @@ def test_programs_and_rooms_take_no_more_than_is_said(
         decoder_program(decoder._base, room, kinds, decoder._experts)  # kernels are there
         with allocations() as found:
             held = decoder_program(decoder._base, room, kinds, decoder._experts)
-        assert len(held.layers) == len(config.experts.layers) + 1  # type: ignore[union-attr]
+        assert len(held.layers) == len(config.experts.layers)  # type: ignore[union-attr]
         assert found.python_bytes <= program_bytes(config, schemes=0, scales=False)
 
 
