@@ -12,8 +12,8 @@ _FOOT = [
     "WRITE and READ are tokens a second. HITS: of all choices of tokens, those whose",
     "expert was in memory. MISSED: of the different experts that one pass asked for,",
     "those that were not. LEFT OUT: of the weights of routers, those of experts that",
-    "were left out. WAITED: for experts, for each token that was written, beside",
-    "what was waited while prompts were read, which is in READ.",
+    "were left out. WAITED: for experts, for each token that was written; what was",
+    "waited while prompts were read is in READ alone.",
 ]
 
 
@@ -35,7 +35,7 @@ def _head(found: "RoutedMeasured") -> list[str]:
 
 
 def _start(found: "RoutedMeasured") -> list[str]:
-    """Say which options of the start were given, if any."""
+    """Say which options of the start were given, and how much may be left out where any may."""
     wishes = found.start
     told = [] if wishes.profile is None else [f"begins with {wishes.profile}"]
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
@@ -57,7 +57,7 @@ def _cells(found: "RoutedMeasured", row: "RoutedRow") -> list[str]:
         _percent(row.hit_rate),
         _percent(row.report.fallback_rate),
         _percent(row.report.skipped_mass),
-        f"{row.waited_ms:.2f} ms",
+        f"{row.waited_ms_per_token:.2f} ms",
         human_size(row.memory),
     ]
 

@@ -112,7 +112,7 @@ class RoutedRow:
         return sum(map(len, self.steps.rounds))
 
     @property
-    def waited_ms(self) -> float:
+    def waited_ms_per_token(self) -> float:
         """How long was waited for experts, for each token that was written."""
         waited = self.report.activity.waited_ms - self.waited_reading_ms
         return waited / self.written if self.written else 0.0

@@ -82,7 +82,7 @@ def test_all_ways_are_measured_and_counted(stocked: Planner) -> None:
         assert row.timeline.rates.shape == (LAYERS, 4)
         waited = row.report.activity.waited_ms
         assert 0 <= row.waited_reading_ms <= waited
-        assert row.waited_ms == pytest.approx((waited - row.waited_reading_ms) / 8)
+        assert row.waited_ms_per_token == pytest.approx((waited - row.waited_reading_ms) / 8)
     assert exact.waited_reading_ms > 0, "a prompt of six tokens asks for nearly all"
     assert exact.report.skipped_mass == 0
     assert (found.skip_cap, found.seed) == (WANTED.cap, WANTED.seed)

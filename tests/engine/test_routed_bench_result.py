@@ -65,7 +65,9 @@ def test_a_row_is_compared_with_all_experts_in_memory() -> None:
     assert told["read_tokens_per_s"] == 40
     assert (told["hit_rate"], told["fallback_rate"], told["skipped_mass"]) == (0.6, 0.4, 0.25)
     assert (told["slots"], told["in_memory"], told["waited_ms"]) == (2, 6, 3)
-    assert (part.waited_ms, told["waited_reading_ms"]) == (0.5, 1), "of four tokens written"
+    assert (part.waited_ms_per_token, told["waited_reading_ms"]) == (0.5, 1), (
+        "of four tokens written"
+    )
     assert isinstance(told["by_layer"], list)
     assert [layer["layer"] for layer in told["by_layer"] if isinstance(layer, dict)] == [4, 7]
     assert isinstance(told["timeline"], dict)

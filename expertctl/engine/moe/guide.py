@@ -105,7 +105,7 @@ def usage_of(activity: ActivityDocument, *, experts: int, model: str = "") -> Us
     """
     layers = {layer.layer: dict(sorted(layer.hits.items())) for layer in activity.layers}
     preset = activity.preset if activity.prompts else TOKENS
-    told, used = tokens_of(activity), activity.used
+    told, used = tokens_of(activity), 0 if activity.prompts else activity.used
     tokens = {n: -(-sum(counts.values()) // used) for n, counts in layers.items()} if used else {}
     asking = {n: count for n, count in tokens.items() if count < told}
     return UsageProfile(model, told, experts, layers, preset=preset, asking=asking)

@@ -104,8 +104,8 @@ def _smooth_weights(layers: Layers, curve: float) -> list[float]:
 def _time_weights(layers: Layers, curve: float) -> list[float]:
     """From ``1 - 0.6 c`` for the fastest layer to ``1 + 0.8 c`` for the slowest.
 
-    Where the time of a whole call is not told, it is that of its two lanes; a layer that tells
-    neither is weighed by its pressure.
+    Where the time of a whole call is not told, it is that of its lanes side by side, or else the
+    sum of both; a layer that tells none of these is weighed by its pressure.
     """
     times = [_time(layer) or layer.pressure for layer in layers]
     low, high = min(_known(times)), max(_known(times))

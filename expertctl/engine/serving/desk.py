@@ -23,7 +23,14 @@ from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.house import House
 from expertctl.engine.serving.job import Finished
 from expertctl.engine.serving.ticket import Ticket
-from expertctl.errors import BudgetError, DeviceError, ExpertError, NoAnswerError
+from expertctl.errors import (
+    BudgetError,
+    DeviceError,
+    ExpertError,
+    IncompatibleError,
+    InvalidPackageError,
+    NoAnswerError,
+)
 from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
 from expertctl.telling import Tell
@@ -44,6 +51,8 @@ class Desk:
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="desk")
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._checking = ThreadPoolExecutor(CHECKERS, thread_name_prefix="checker")
+        self._last = ""
+        """What the operator was told last of files of the base."""
 
     def open_house(self) -> None:
         """Have the base read; raises as `House.open` does."""
@@ -174,12 +183,29 @@ class Desk:
         if isinstance(error, DeviceError):  # its traceback is soon lost
             trace = "".join(traceback.format_exception(error))
             self._tell(f"error: {error.message}; {error.hint}\n{trace}")
+        error = self._told_of(error)
         planned = ticket.planned if ticket.job.remember else None
         if self._board.fail(ticket, error) and not (
             planned is None or isinstance(error, NoAnswerError)
         ):
             catalogue = self._planner.catalogue
             self._planning.submit(record_failure, planned, catalogue, error)
+
+    def _told_of(self, error: ExpertError) -> ExpertError:
+        """Return what a caller is told of an error: only the operator may know where the base lies.
+
+        An error that ends several jobs, or each that comes, is told to the operator once.
+        """
+        base = self._house.base.stored
+        if not isinstance(error, InvalidPackageError) or str(base.path) not in error.message:
+            return error
+        if error.message != self._last:
+            self._last = error.message
+            self._tell(f"error: {error.message}")
+        return IncompatibleError(
+            f"the files of {base.name} were changed or damaged while it is served",
+            hint="whoever runs the server has to start it again; its log names the file",
+        )
 
     def _check_and_remember(self, ticket: Ticket) -> None:
         self._remember(self._checks(ticket), ticket)

@@ -24,13 +24,7 @@ from expertctl.engine.serving.job import Started
 from expertctl.engine.serving.text import Text
 from expertctl.engine.serving.ticket import Ticket
 from expertctl.engine.threads import threads
-from expertctl.errors import (
-    BudgetError,
-    DeviceError,
-    ExpertError,
-    InvalidPackageError,
-    StoreError,
-)
+from expertctl.errors import BudgetError, DeviceError, ExpertError
 from expertctl.telling import Tell
 
 Broke = Callable[[], None]
@@ -245,21 +239,10 @@ class Press:
             self._house.model.check_integrity()  # or the engine ends: answers would be wrong
         for text in over:
             if text.error is not None:
-                self._put_out(text.ticket, self._told(text.error))
+                self._put_out(text.ticket, text.error)
             elif text in self._lent:  # else another text of its job failed
                 self._end(text)
         self._count_rows()
-
-    def _told(self, error: ExpertError) -> ExpertError:
-        """Return what a caller is told: where the base lies, only the operator may know.
-
-        A pass reads no files but those of the base.
-        """
-        if not isinstance(error, InvalidPackageError):
-            return error
-        self._tell(f"error: a pass failed: {error.message}")
-        base = self._house.base.stored.name
-        return StoreError(f"{base} cannot be read now", hint="the server's log says why")
 
     def _go_on(self) -> None:
         """Let paused texts go on, the first one first; those that are no longer wanted end."""

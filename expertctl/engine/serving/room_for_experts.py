@@ -24,8 +24,8 @@ from expertctl.routing.session import PlanningSession
 from expertctl.telling import WARNING, Tell
 
 MEASURED, SECONDS = 100, 10.0
-"""Of so many experts, those with the largest files, the need is worked out; that may last so long,
-and so may the search for room, expert by expert. Each looks at one expert in any case."""
+"""Of so many experts, those with the largest files, the need is worked out. After so long neither
+that nor the search for room goes on to a next expert; each looks at one in any case."""
 _TRIES = 2
 _NAMED = 3
 """How many of the experts that have no room are named."""
@@ -62,8 +62,8 @@ class RoomForExperts:
         """
         if base.config.experts is None:
             return base
-        wishes = sorted(self._wishes(base), key=lambda one: one.size, reverse=True)
         until, found = time.monotonic() + SECONDS, base
+        wishes = sorted(self._wishes(base, until), key=lambda one: one.size, reverse=True)
         without, refusals = list[str](), list[str]()
         for number, wish in enumerate(wishes):
             if base.weight_bytes + wish.size <= self.limit:
@@ -83,15 +83,15 @@ class RoomForExperts:
             self.tell(f"{WARNING}there is no room for {_named(without)}")
         return found
 
-    def _wishes(self, base: OpenBase) -> Iterator[_Wish]:
+    def _wishes(self, base: OpenBase, until: float) -> Iterator[_Wish]:
         """Yield what each expert takes on its own, except for those that cannot answer."""
-        until = time.monotonic() + SECONDS
         identity, installed = base.stored.identity, self.session.inventory.experts
         fitting = [one for one in installed if not misfit(one, identity, allow_mismatch=False)]
         fitting.sort(key=lambda expert: expert.resident_bytes, reverse=True)
         for number, expert in enumerate(fitting):
             if number == MEASURED or (number and time.monotonic() > until):
-                self.tell(f"what experts take was worked out for {number} of {len(fitting)}")
+                seen = f"{number} of {len(fitting)} experts"
+                self.tell(f"{WARNING}what experts take was worked out for {seen}")
                 return
             with suppress(ExpertError):  # told to requests that ask for it
                 planned = self._planned(expert)

@@ -58,12 +58,13 @@ def test_a_layer_that_fewer_tokens_asked_is_measured_by_those() -> None:
     assert pins == [frozenset({0, 1}), frozenset({5, 6})]
 
 
-def test_prompts_that_tokens_were_added_to_are_measured_by_layer_too() -> None:
-    first, last = LayerActivity(0, raw={0: 60, 1: 60, 2: 40}), LayerActivity(1, raw={5: 6, 6: 4})
-    learnt = ActivityDocument("update", (first, last), experts=8, used=2, prompts=80)
+def test_prompts_that_tokens_were_added_to_are_all_prompts_of_each_layer() -> None:
+    """How many of them asked a layer is not told: a prompt may list any number of experts."""
+    counts = LayerActivity(0, raw={3: 20, 5: 2, 7: 2})
+    learnt = ActivityDocument("update", (counts,), experts=8, used=4, prompts=24)
     usage = usage_of(learnt, experts=8)
-    assert (usage.prompts, usage.asking) == (80, {1: 5})
-    assert pinned(SharePins(0.7), usage, 1, capacity=8) == frozenset({5, 6})
+    assert (usage.prompts, usage.asking) == (24, {})
+    assert pinned(SharePins(0.5), usage, 0, capacity=8) == frozenset({3})
 
 
 def test_a_profile_is_read_as_counts(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from expertctl.engine import accelerator
 from expertctl.engine.serving.batch_engine import BatchEngine
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.job import Piece
-from expertctl.errors import StoreError
+from expertctl.errors import IncompatibleError
+from expertctl.package.base_model import read_base
+from tests.engine.market import Market
 from tests.engine.moe.test_cached_runs import LARGE
 from tests.engine.moe.test_learnt_runs import base
 from tests.engine.serving.test_batch_engine import Reader, job
@@ -47,24 +49,34 @@ def requests(shop: Workshop) -> int:
     return routed.activity.requests
 
 
+@pytest.mark.parametrize("while_doing", ["a pass", "loading"])
 def test_where_a_base_lies_is_told_to_who_runs_the_server_and_to_no_caller(
-    base: Path, house: House, tmp_path: Path
+    while_doing: str, base: Path, house: House, tmp_path: Path
 ) -> None:
-    """Its file is replaced under a server; experts that are missing cannot be read any more."""
+    """Its file is replaced under a server; what is missing of it cannot be read any more."""
     elsewhere = Path(shutil.copytree(base, tmp_path / "elsewhere"))
     stored = house.bases.add(elsewhere, name="moved")
     (weights,) = elsewhere.glob("*.safetensors")
+    if while_doing == "loading":  # the gains of DoRA read the experts that it changes
+        market = Market(tmp_path / "market", elsewhere, read_base(elsewhere))
+        options = {"targets": ("experts.3.down_proj",), "rank": 2, "seed": 1}
+        house.trusting("acme")
+        house.install(market.package("acme/gains", adapters=[("dora", options)]))
+    experts = ["gains"] if while_doing == "loading" else []
     settings = BatchSettings(base="moved", budget=stored.size // 2, rows=1)
     with workshop(house.home, settings, torch_below=0) as shop:
         os.utime(weights, ns=(0, 0))
-        refused = shop.answer(request("Sort these: 7, 5, 3, 1, 9", max_tokens=40)).error
-        assert isinstance(refused, StoreError)
-        assert refused.message == "moved cannot be read now"
-        assert refused.hint == "the server's log says why"
-        told = [line for line in shop.told if "a pass failed" in line]
-        assert told == [
-            f"error: a pass failed: {weights}: it was changed while the base is in memory; "
-            "load the base again"
+        before = len(shop.told)
+        for _ in range(2):
+            asked = request("Sort these: 7, 5, 3, 1, 9", *experts, max_tokens=40)
+            refused = shop.answer(asked).error
+            assert isinstance(refused, IncompatibleError), "no caller tries that again by itself"
+            assert refused.message == (
+                "the files of moved were changed or damaged while it is served"
+            )
+            assert "start it again" in refused.hint
+        assert shop.told[before:] == [
+            f"error: {weights}: it was changed while the base is in memory; load the base again"
         ]
 
 
