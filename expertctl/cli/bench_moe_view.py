@@ -41,7 +41,8 @@ def _start(found: "RoutedMeasured") -> list[str]:
     told += [] if wishes.pins is None else [f"pins {wishes.pins}"]
     told += [f"exchanges {wishes.exchange:g}"] if wishes.exchange else []
     told += ["all slots filled first"] if wishes.warmup == "full" else []
-    told += [] if found.skip_cap is None else [f"leaves out up to {found.skip_cap:g} of a token"]
+    cap = found.skip_cap
+    told += [] if cap is None else [f"leaves out up to {cap:g} of a token's weights"]
     told += [] if found.cold == "auto" else [f"cold experts: {found.cold}"]
     return [printable("; ".join(told))] if told else []
 

@@ -8,14 +8,17 @@ if TYPE_CHECKING:
 
 
 def routed_text(moe: "RoutedReport | None") -> Iterator[str]:
-    """Say how many routed experts were missing, if any could be."""
+    """Say how many routed experts were missing and what that cost, if any could be."""
     if moe is None or moe.residence.is_whole:
         return
-    yield (
-        f"routed experts: room for {moe.residence.blocks} of {moe.residence.all}, "
-        f"{100 * moe.fallback_rate:.1f} % of requests missed, "
-        f"{100 * moe.skipped_mass:.1f} % of weights left out"
-    )
+    did = moe.activity
+    told = [f"room for {moe.residence.blocks} of {moe.residence.all}"]
+    told += [f"{100 * moe.fallback_rate:.1f} % of requests missed"]
+    told += [f"{did.lent} of {did.misses} computed in the file cache"] if did.lent else []
+    told += [f"{did.waited_ms:.0f} ms waited"]
+    skips = moe.residence.miss == "skip"
+    told += [f"{100 * moe.skipped_mass:.1f} % of weights left out"] if skips else []
+    yield f"routed experts: {', '.join(told)}"
 
 
 def loss_text(moe: "RoutedReport | None") -> Iterator[str]:

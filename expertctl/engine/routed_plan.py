@@ -142,6 +142,7 @@ class RoutedPlan:
             "pool": self.pool,
             "planned_bytes": self.planned,
             "texts_bytes": self.texts,
+            "least_bytes": self.least,
             "known": self.known,
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],

@@ -243,7 +243,8 @@ def test_a_memory_in_which_no_run_can_begin_is_told_as_one(
     house.bases.add(base_dir)
     plan = expertctl("base", "plan", "moe", "--memory", "20MB", "--json").document
     assert not plan["fits"]
-    least = plan["planned_bytes"] + plan["texts_bytes"]
+    least = plan["least_bytes"]
+    assert least == plan["planned_bytes"] + plan["texts_bytes"]
     text = expertctl("base", "plan", "moe", "--memory", "20MB").out
     typed = re.search(r"too little: (\d+MB) is the least for a usual text", text)
     assert typed is not None

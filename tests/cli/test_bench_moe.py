@@ -42,7 +42,7 @@ def test_the_newest_base_with_routed_experts_is_measured(added: Path, expertctl:
     rows = lines[header + 1 : header + 4]
     assert [row.split("  ")[0] for row in rows] == ["8 of 8", "4 of 8", "4 of 8"]
     assert "100.0 %" in rows[0]
-    assert "leaves out up to 0.25 of a token" in lines
+    assert "leaves out up to 0.25 of a token's weights" in lines
     assert [row.split()[3] for row in rows[1:]] == ["exact", "skip"]
     assert max(map(len, lines)) <= 80
 
@@ -84,7 +84,7 @@ def test_it_begins_with_a_profile_and_says_so(added: Path, expertctl: Commands) 
     more = ("--moe-warmup", "full", "--moe-cold", "read", "--moe-exchange", "0.2")
     lines = expertctl("bench", "moe", *words, *more, *QUICK).out.splitlines()
     told = "begins with profile.json; pins 50%; exchanges 0.2; all slots filled first; "
-    assert told + "leaves out up to 0.25 of a token; cold experts: read" in lines
+    assert told + "leaves out up to 0.25 of a token's weights; cold experts: read" in lines
     document = expertctl("bench", "moe", *words, "--json", *QUICK).document
     start = document["measured"]["start"]
     assert (start["profile"], start["pin"], start["warmup"]) == ("profile.json", "50%", "hybrid")

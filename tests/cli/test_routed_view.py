@@ -28,13 +28,15 @@ def test_nothing_is_told_where_none_could_be_missing(moe: RoutedReport | None) -
 
 
 def test_shares_are_of_what_was_asked_for_and_of_what_routers_gave() -> None:
-    moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1)
+    moe = report(PART, requests=8, misses=2, mass=40.0, skipped=0.1, waited_ms=7.6)
     assert list(routed_text(moe)) == [
-        "routed experts: room for 8 of 16, 25.0 % of requests missed, 0.2 % of weights left out"
+        "routed experts: room for 8 of 16, 25.0 % of requests missed, 8 ms waited, "
+        "0.2 % of weights left out"
     ]
-    assert "room for 16 of 16, 50.0 % of requests" in next(
-        routed_text(report(ROOMY, requests=8, misses=4))
-    )
+    assert list(routed_text(report(ROOMY, requests=8, misses=4, lent=3))) == [
+        "routed experts: room for 16 of 16, 50.0 % of requests missed, "
+        "3 of 4 computed in the file cache, 0 ms waited"
+    ], "nothing is left out unless that was asked for"
     assert list(loss_text(moe)) == ["0.25 % of the weights of routed experts were left out"]
     assert list(loss_text(report(PART, requests=8, mass=40.0))) == []
 

@@ -33,7 +33,7 @@ from expertctl.engine.kernels.cpu import compiled_features, host_cpu
 from expertctl.settings import Home
 from expertctl.telling import Tell, tell_nobody
 
-COMPILING = "compiling kernels for this machine, once"
+COMPILING = "compiling kernels for this machine and this way of running, once"
 COMPILING_AGAIN = "compiling kernels; they are not kept: the home is not yours alone to write"
 COMPILING_BY_ANOTHER = (
     "compiling kernels; they are not kept: this numba is newer than what is known"

@@ -67,7 +67,7 @@ def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> fro
         case TopPins(count):
             if count > capacity:
                 raise UsageError(
-                    f"{count} routed experts of each layer are to be pinned, but layer {layer} "
+                    f"{count} of each layer's routed experts are to be pinned, but layer {layer} "
                     f"has {capacity} slots",
                     hint="pin fewer experts, or give more memory",
                 )

@@ -115,7 +115,10 @@ class House:
         self.threads = choose_threads(base.weight_bytes)
         self._hold_first_buffers()
         self._tell(f"loading {base.stored.name}, {human_size(base.weight_bytes)} in memory")
-        self._model = self.residents.hold_base(base, threads=self.threads)
+        self._model = model = self.residents.hold_base(base, threads=self.threads)
+        if (routed := model.routed) is not None and not routed.residence.is_whole:
+            held = routed.residence
+            self._tell(f"there is room for {held.blocks} of {held.all} routed experts")
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()

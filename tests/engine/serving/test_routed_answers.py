@@ -1,6 +1,7 @@
 """What answers on a base of routed experts tell, each for itself, and what no caller is told."""
 
 import os
+import re
 import shutil
 from concurrent.futures import Future
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_what_becomes_of_experts_after_an_answer_is_not_told_of_it(
             results = shop.answer(request(max_tokens=9), texts=texts).results
             found.append([result.moe.activity for result in results if result.moe is not None])
             asked = requests(shop) - at_first
+            assert shop.house.model.experts is not None
+            there = re.compile(r"there is room for \d\d of 128 routed experts")
+            assert sum(there.fullmatch(line) is not None for line in shop.told) == 1
     (alone,), (first, second) = found
     assert first.requests == alone.requests > 0
     assert first.requests + second.requests == asked
