@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expertctl.durable import staged_file
+from expertctl.store import copy_file
 from expertctl.store.copy_file import (
     ALIGNED,
     CopyFile,
     CopyShape,
     Dropped,
     Piece,
+    digest_of,
     pieces_in,
     write_copy,
 )
@@ -205,20 +207,57 @@ def is_in(shape: CopyShape, piece: int, position: int) -> bool:
     return begin <= position < begin + len(room(shape, piece))
 
 
-def test_a_piece_that_was_sound_is_not_hashed_again(tmp_path: Path) -> None:
-    shape = CopyShape(rest=64, blocks=1, block=64)
-    written(tmp_path / "copy", shape)
-    copy = CopyFile.open(tmp_path / "copy", OF)
+def test_a_piece_that_was_sound_is_hashed_again_only_where_the_file_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, path, hashed = CopyShape(rest=64, blocks=2, block=64), tmp_path / "copy", list[bytes]()
+    written(path, shape)
+
+    def counted(memory: memoryview) -> bytes:
+        hashed.append(bytes(memory))
+        return digest_of(memory)
+
+    monkeypatch.setattr(copy_file, "digest_of", counted)
+    copy = CopyFile.open(path, OF)
     assert copy is not None
     with closing(copy):
-        assert copy.fill(1, room(shape, 1))
-        with (tmp_path / "copy").open("r+b") as stream:
+        for _ in range(3):
+            assert copy.fill(1, room(shape, 1))
+        assert len(hashed) == 1
+        before = path.stat()
+        with path.open("r+b") as stream:
             stream.seek(in_file(shape, 1))
             stream.write(b"?")
+        while path.stat().st_ctime_ns == before.st_ctime_ns:  # it ticks every few milliseconds
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         memory = room(shape, 1)
-        assert copy.fill(1, memory)
+        assert not copy.fill(1, memory), "though size and time are as before"
         assert bytes(memory[:1]) == b"?"
-        assert not copy.is_sound(1, memory)
+        assert copy.fill(2, room(shape, 2)), "what was not touched is sound"
+
+
+def test_what_is_written_while_a_piece_is_read_is_not_believed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first read is over when the byte changes, and its edition is not looked at yet."""
+    shape, path = CopyShape(rest=64, blocks=1, block=64), tmp_path / "copy"
+    written(path, shape)
+    os.utime(path, ns=(0, 0))
+    copy = CopyFile.open(path, OF)
+    assert copy is not None
+    reads = CopyFile._read
+
+    def read_then_write(self: CopyFile, memory: memoryview, begin: int) -> None:
+        reads(self, memory, begin)
+        with path.open("r+b") as stream:
+            stream.seek(in_file(shape, 1))
+            stream.write(b"?")
+
+    with closing(copy):
+        with monkeypatch.context() as once:
+            once.setattr(CopyFile, "_read", read_then_write)
+            assert copy.fill(1, room(shape, 1)), "what was read is sound"
+        assert not copy.fill(1, room(shape, 1))
 
 
 def test_what_is_sealed_for_something_else_opens_nothing(tmp_path: Path) -> None:

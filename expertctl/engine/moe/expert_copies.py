@@ -18,7 +18,7 @@ from expertctl.engine.moe.expert_files import IsWanted, StoredExperts
 from expertctl.engine.moe.expert_stream import copy_shape, experts_of
 from expertctl.package.model_config import ModelConfig
 from expertctl.routing.request import MoeCold, MoeColdWish
-from expertctl.store.copy_file import CopyFile, CopyShape, always
+from expertctl.store.copy_file import CopyFile, CopyShape, Edition, always
 from expertctl.store.quantised_copies import QuantisedCopies
 
 Numbers = np.ndarray[Any, Any]
@@ -134,8 +134,8 @@ class CopiedExperts:
         """False: a compact expert is longer than unpacked, so blocks are for unpacked ones."""
         self._pieces = {expert: first + n for n, expert in enumerate(experts_of(config))}
         self._cold, self._mapped = cold, mapped
-        self._sound: set[int] = set()
-        """Pieces whose bytes were checked in the mapping."""
+        self._sound: set[tuple[Edition, int]] = set()
+        """Pieces whose bytes were checked in the mapping, in an edition of the file."""
         self._damaged: set[int] = set()
 
     @property
@@ -192,12 +192,13 @@ class CopiedExperts:
         return False
 
     def _is_sound(self, piece: int, mapped: MappedFile) -> bool:
-        """Tell whether a piece is what was written; it is checked once."""
-        if piece in self._sound:
+        """Tell whether a piece is what was written; it is checked once in each edition."""
+        known = self._copy.edition, piece
+        if known in self._sound:
             return True
         with mapped.part(self._copy.begin_of(piece), self._copy.size_of(piece)) as octets:
             if self._copy.is_sound(piece, octets):
-                self._sound.add(piece)
+                self._sound.add(known)
                 return True
         self._refuse(piece, "it is damaged")
         return False

@@ -31,7 +31,7 @@ from expertctl.engine.packed_decoder import PackedDecoder
 from expertctl.engine.packed_load import load_packed_base
 from expertctl.package.model_config import read_config
 from expertctl.routing.request import MoeColdWish
-from expertctl.store.copy_file import ALIGNED, CopyShape
+from expertctl.store.copy_file import ALIGNED, CopyFile, CopyShape
 from expertctl.store.quantised_copies import QuantisedCopies
 from tests.engine.moe.copied_bases import known, routed_base, stored_experts
 from tests.engine.test_packed_decoder import scores
@@ -205,9 +205,10 @@ def test_who_wants_the_matrix_of_a_compact_expert_gets_it_from_the_base(
 
 @pytest.mark.parametrize("cold", ["read", "direct"])
 def test_an_expert_that_the_disk_gives_otherwise_later_is_read_from_the_base(
-    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+    cold: MoeColdWish, directory: Path, copies: QuantisedCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A piece is hashed once; later, whether it can be unpacked is looked at all the same."""
+    """Nobody wrote it, so it is not hashed again; whether it can be unpacked is looked at."""
+    monkeypatch.setattr(CopyFile, "edition", (0, 0, 0))
     path, number = keep(directory, copies, Scheme.BFLOAT16), 5
     expert = experts_of(read_config(directory))[number]
     expected = as_copied(directory, Scheme.BFLOAT16, *expert)
@@ -221,6 +222,25 @@ def test_an_expert_that_the_disk_gives_otherwise_later_is_read_from_the_base(
             stream.write(b"\xff" * 4096)
         reader.read(*expert, block)
         assert block.tobytes()[: len(expected)] == expected
+        told = f"{path} is not used any more (it is damaged): made again next time"
+        assert copies.take_notes() == (told,)
+
+
+@pytest.mark.parametrize("cold", ["read", "direct", "map"])
+def test_an_expert_that_is_written_over_after_it_was_read_is_read_from_the_base(
+    cold: MoeColdWish, directory: Path, copies: QuantisedCopies
+) -> None:
+    shape, path = shape_of(directory, Scheme.INT8), keep(directory, copies, Scheme.INT8)
+    os.utime(path, ns=(0, 0))
+    block = np.empty(shape.block, np.uint8)
+    with closing(reader_of(directory, copies, Scheme.INT8, cold=cold)) as reader:
+        reader.read(0, 5, block)
+        lent = reader.lend(0, 5)
+        assert lent is None or cold == "map"
+        damage(path, in_file(shape, shape.rest_pieces + 5))
+        assert reader.lend(0, 5) is None
+        reader.read(0, 5, block)
+        assert block.tobytes() == packed(directory, Scheme.INT8, 0, 5)
         told = f"{path} is not used any more (it is damaged): made again next time"
         assert copies.take_notes() == (told,)
 
