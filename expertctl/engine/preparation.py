@@ -4,7 +4,8 @@ A request may ask for fewer experts where not all fit into memory, or to be queu
 runs. Both are decided here, from the outlines of the experts, before a weight is read.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -249,6 +250,19 @@ def check_fits(wanted: Iterable[Need], limit: int) -> int:
     for need in wanted:
         ledger.reserve(need.purpose, need.size, what=need.what)
     return ledger.used
+
+
+@contextmanager
+def naming_the_least(prepared: Prepared) -> Iterator[None]:
+    """Add to the way out of a refusal which command says what a base of routed experts needs."""
+    try:
+        yield
+    except BudgetError as error:
+        base = prepared.base
+        if isinstance(base, OpenBase) and base.config.experts and prepared.wish.device == "cpu":
+            name = base.stored.name
+            error.hint += f"; `expertctl base plan {name}` says what a usual text takes"
+        raise
 
 
 def _wish(request: RunRequest, base: StoredBase) -> Wish:

@@ -28,6 +28,7 @@ from expertctl.engine.preparation import (
     certain_needs,
     check_fits,
     lacking,
+    naming_the_least,
     needs,
     paths_of,
     plan_request,
@@ -134,6 +135,7 @@ class Engine:
             clock.lap("route")
             stack.enter_context(failures_of(planned, self._planner.catalogue))
             prepared = self._prepared(request, planned, files)
+            stack.enter_context(naming_the_least(prepared))
             seat = stack.enter_context(self._seat(request, prepared, files))
             if seat.queued:
                 clock.lap("queue")

@@ -61,7 +61,7 @@ def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> fro
     A share pins no more experts than there are slots.
 
     Raises:
-        UsageError: when more experts are to be pinned than there are slots.
+        UsageError: when more experts are to be pinned than there are slots, or there are none.
     """
     match pins:
         case TopPins(count):
@@ -75,4 +75,10 @@ def pinned(pins: Pins, usage: UsageProfile, layer: int, *, capacity: int) -> fro
         case SharePins(share):
             universal = set(replace(usage, threshold=share).universal(layer))
             ranked = [expert for expert in usage.ranked(layer) if expert in universal]
+            if ranked and not capacity:
+                raise UsageError(
+                    f"{len(ranked)} of the routed experts of layer {layer} are to be pinned, but "
+                    "it has no slots",
+                    hint="pin none, or give more memory",
+                )
             return frozenset(ranked[:capacity])

@@ -35,3 +35,10 @@ def test_more_than_there_are_slots_are_refused_by_number_and_cut_by_share() -> N
     assert pinned(SharePins(0.0), USAGE, 0, capacity=2) == {3, 7}
     with pytest.raises(UsageError, match="layer 0 has 2 slots"):
         pinned(TopPins(3), USAGE, 0, capacity=2)
+
+
+def test_a_share_of_a_layer_without_slots_is_refused_unless_it_names_nobody() -> None:
+    with pytest.raises(UsageError, match="2 of the routed experts of layer 0 are to be") as told:
+        pinned(SharePins(0.5), USAGE, 0, capacity=0)
+    assert "memory" in told.value.hint
+    assert pinned(SharePins(0.5), USAGE, 1, capacity=0) == frozenset(), "nobody asked it"
