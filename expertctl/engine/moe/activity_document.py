@@ -232,11 +232,11 @@ class _Record(msgspec.Struct):
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[str]:
-    """Yield what a schema cannot rule out: duplicate or too high layers, unknown experts.
+    """Yield what a schema cannot rule out: layers that are twice there or cannot be, odd experts.
 
     More missed requests than requests are wrong, too.
     """
@@ -244,8 +244,8 @@ def _wrong_numbers(layers: Iterable[LayerActivity], experts: int) -> Iterator[st
     for layer in layers:
         if layer.layer in seen:
             yield f"layer {layer.layer} is there twice"
-        if layer.layer >= MAX_LAYERS:
-            yield f"layer {layer.layer} is not below {MAX_LAYERS}"
+        if not 0 <= layer.layer < MAX_LAYERS:
+            yield f"layer {layer.layer} is not from 0 to {MAX_LAYERS - 1}"
         seen.add(layer.layer)
         if (highest := max(layer.hits, default=0)) >= experts:
             yield f"layer {layer.layer}: expert {highest} of only {experts}"
