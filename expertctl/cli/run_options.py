@@ -120,7 +120,7 @@ MoeWarmup = Annotated[
     typer.Option(
         "--moe-warmup",
         help="Routed experts are read when asked for; those that are known beside the work; or "
-        "as many as have slots before the first token.",
+        "all there is room for before the first token.",
         show_default="hybrid",
     ),
 ]

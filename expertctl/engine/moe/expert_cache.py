@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from expertctl.engine.moe.miss_policy import EXACT, MissPolicy
 from expertctl.engine.moe.pass_log import PassLog
 from expertctl.engine.moe.phase import Phase, cache_phase
 from expertctl.engine.moe.pinning import pin_swaps
+from expertctl.engine.moe.placement import in_turn
 from expertctl.engine.moe.report import Activity, Residence, RoutedReport
 from expertctl.engine.moe.skipping import over_cap
 from expertctl.engine.moe.update_policy import UpdatePolicy
@@ -227,7 +227,7 @@ class ExpertCache:
         self._pace.updated(update)
 
     def fill(self, ranked: Sequence[Sequence[int]]) -> None:
-        """Bring experts into all empty slots, for each layer those that are ranked first.
+        """Bring experts into all empty slots, those ranked first; those ranked next into the pool.
 
         Raises:
             InvalidPackageError: when a file of the base cannot be read.
@@ -235,6 +235,7 @@ class ExpertCache:
         for layer, slots in enumerate(self.slots):
             wanted = [(layer, expert) for expert in slots.first_residents(ranked[layer])]
             self._have([e for e in wanted if e not in self._memory], frozenset(wanted))
+        self._have(self._memory.absent(ranked), frozenset())
 
     def expect(self, ranked: Sequence[Sequence[int]]) -> None:
         """Fill empty slots while passes go on, in each layer with the experts ranked first.
@@ -243,8 +244,7 @@ class ExpertCache:
         """
         room = [len(slots.free) for slots in self.slots]
         firsts = [[(n, e) for e in order[: room[n]]] for n, order in enumerate(ranked)]
-        in_turn = (expert for each in zip_longest(*firsts) for expert in each if expert)
-        self._expected = deque(in_turn)
+        self._expected = deque(in_turn(firsts))
         self._pins_come = any(slots.pinned for slots in self.slots)
         self._go_on_filling(len(self._expected))
 

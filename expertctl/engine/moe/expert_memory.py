@@ -6,7 +6,8 @@ the rest of the blocks, the *pool*, where the least valuable expert gives its bl
 expert may also be *lent* for one pass: it is computed where it lies outside these blocks.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from expertctl.engine.moe.expert_pool import (
     Expert as Expert,
 )  # callers of a memory name them, too
 from expertctl.engine.moe.expert_pool import ExpertPool
+from expertctl.engine.moe.placement import in_turn
 
 Numbers = np.ndarray[Any, Any]
 Read = Callable[[Numbers], int]
@@ -117,6 +119,12 @@ class ExpertMemory:
     def blocks(self) -> int:
         """How many blocks there are."""
         return len(self._blocks)
+
+    def absent(self, ranked: Iterable[Sequence[int]]) -> list[Expert]:
+        """Return as many experts as there are free blocks: the first of each layer, then on."""
+        orders = ([(layer, one) for one in order] for layer, order in enumerate(ranked))
+        there_not = (expert for expert in in_turn(orders) if expert not in self._held)
+        return list(islice(there_not, len(self._free)))
 
     def held(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for each that has a block; it may change with the memory."""

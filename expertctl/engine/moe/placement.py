@@ -10,9 +10,10 @@ that lanes share the work of each layer. *even-split* gives each lane a band of 
 its part of all budgets, and goes through a band's layers in turn.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal, get_args
 
 import numpy as np
@@ -156,11 +157,11 @@ def _split(wanted: Sequence[LayerExpert], sizes: Sizes, lanes: Sequence[Lane]) -
     layers = sorted({layer for layer, _ in sizes})
     ends = _boundaries([lane.budget for lane in lanes], len(layers))
     for lane, begin, end in zip(lanes, [0, *ends], ends, strict=False):
-        queues = {layer: deque[LayerExpert]() for layer in layers[begin:end]}
+        queues: dict[int, list[LayerExpert]] = {layer: [] for layer in layers[begin:end]}
         for place in wanted:
             if place[0] in queues:
                 queues[place[0]].append(place)
-        _place(_in_turn(queues.values()), sizes, [lane])
+        _place(in_turn(queues.values()), sizes, [lane])
 
 
 def _boundaries(budgets: Sequence[int], layers: int) -> list[int]:
@@ -172,8 +173,7 @@ def _boundaries(budgets: Sequence[int], layers: int) -> list[int]:
     return ends
 
 
-def _in_turn(queues: Iterable[deque[LayerExpert]]) -> Iterable[LayerExpert]:
-    """Yield the first of every layer, then the second of every layer."""
-    going = list(queues)
-    while going := [queue for queue in going if queue]:
-        yield from [queue.popleft() for queue in going]
+def in_turn(orders: Iterable[Iterable[LayerExpert]]) -> Iterator[LayerExpert]:
+    """Yield the first of every layer, then the second of every layer, as far as there is one."""
+    for each in zip_longest(*orders):
+        yield from (place for place in each if place is not None)

@@ -140,6 +140,24 @@ def marks(cache: ExpertCache, layer: int) -> Iterator[tuple[int, int]]:
             yield expert, ctypes.c_uint8.from_address(int(address)).value
 
 
+def test_what_is_ranked_behind_those_with_slots_fills_the_pool() -> None:
+    """Layer by layer in turn, as far as there are free blocks; nobody is evicted for it."""
+    reader = Marked()
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:  # and a pool of seven
+        cache.fill([[5, 4, 3, 2], [7, 6, 1, 0], [2]])
+        there = [[expert for expert, _ in marks(cache, layer)] for layer in range(LAYERS)]
+        assert there == [[2, 3, 4, 5], [0, 1, 6, 7], [2]], "nobody knows of more in the last layer"
+        assert [slots.residents for slots in cache.slots] == [[5], [7], [2]]
+        cache.fill([[5, 4, 3, 2, 1, 0], [7, 6, 1, 0], [2, 3]])
+        now = [[expert for expert, _ in marks(cache, layer)] for layer in range(LAYERS)]
+        assert now == [[2, 3, 4, 5], [0, 1, 6, 7], [2, 3]], "one block was free"
+        assert len(reader.read_names) == len(set(reader.read_names)) == 10
+        cache.check_integrity()
+    with closing(new_cache(reader, slots=1, policy=EXACT)) as cache:
+        cache.fill([[]] * LAYERS)
+        assert sum(len(list(marks(cache, layer))) for layer in range(LAYERS)) == LAYERS
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     slots=st.sampled_from([0, 1, 3, 8]),
