@@ -55,7 +55,7 @@ from expertctl.package.model_config import ModelConfig
 
 Numbers = np.ndarray[Any, Any]
 
-_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 10 << 10
+_LAYER_BYTES, _SCHEME_BYTES, _SCALES_BYTES = 10 << 10, 6 << 10, 11 << 10
 _ROUTED_BYTES, _ROUTED_SCHEME_BYTES, _LANES_BYTES = 12 << 10, 3 << 10, 26 << 10
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from expertctl.engine.allocations import Allocations, allocations
 
 
-def fewest_allocations(call: Callable[[], None], *, times: int = 4) -> Allocations:
+def fewest_allocations(call: Callable[[], object], *, times: int = 4) -> Allocations:
     """Call so many times; return what was allocated in the quietest one.
 
     What the call allocates is there each time; threads of others, such as those of a runner of

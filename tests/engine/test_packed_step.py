@@ -224,9 +224,9 @@ def test_programs_are_few_and_take_no_more_than_is_said(model: Oracle, crew: Cre
             numbers=Scheme.FLOAT16,
             plans=[plan for plan in chosen if plan is not None],
         )
-        decoder_program(decoder._base, room, kinds)  # kernels and room are there
-        with allocations() as found:
-            held = decoder_program(decoder._base, room, kinds)
+        build = partial(decoder_program, decoder._base, room, kinds)
+        held = build()  # kernels and room are there from now on
+        found = fewest_allocations(build)
         assert held.layers[0].program.table.nbytes < found.python_bytes
         assert found.python_bytes <= program_bytes(
             config, schemes=len(kinds.adapters), scales=kinds.scales

@@ -36,6 +36,7 @@ from expertctl.engine.program_variant import variant
 from expertctl.errors import IncompatibleError
 from expertctl.package.model_config import ModelConfig, read_config
 from tests.engine.conftest import TOLERANCE, MakeOracle, Oracle, build_oracle
+from tests.engine.measured import fewest_allocations
 from tests.engine.moe.adapted_models import EVERY, merge
 from tests.engine.moe.test_adapted_experts import WRITERS, fitted, weighted
 from tests.engine.moe.test_packed_experts import SIZES, cached, fitting, whole
@@ -313,9 +314,8 @@ def test_a_plan_takes_what_was_announced(adapters: AdapterDtype, oracle: MakeOra
     config = read_config(model.directory)
     chain = chain_of(config, ("lora", "ia3", "lora"))
     composition = compose(chain, form_of(config, Packing(Scheme.BFLOAT16, adapters)))
-    composition.compile()
-    with allocations() as found:
-        plan = composition.compile()
+    plan = composition.compile()
+    found = fewest_allocations(composition.compile)
     assert plan.packed is not None
     assert plan.nbytes == composition.nbytes == plan.packed.nbytes
     assert found.python_bytes <= composition.nbytes + composition.scratch_bytes
@@ -333,9 +333,9 @@ def test_programs_take_no_more_than_is_said(
         for chosen in plans_of(config, base), plans_of(config, base)[1:2]:
             plans = [plan for plan in chosen if plan is not None]
             kinds = variant(together=False, numbers=Scheme.FLOAT16, plans=plans)
-            decoder_program(decoder._base, room, kinds, decoder._experts)  # kernels are there
-            with allocations() as found:
-                held = decoder_program(decoder._base, room, kinds, decoder._experts)
+            build = partial(decoder_program, decoder._base, room, kinds, decoder._experts)
+            held = build()  # kernels are there from now on
+            found = fewest_allocations(build)
             assert held.embed.table.nbytes < found.python_bytes
             assert found.python_bytes <= program_bytes(
                 config,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from threading import Event
 from typing import Any
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from expertctl.engine.allocations import allocations
 from expertctl.engine.base_weights import load_base
 from expertctl.engine.decoder import PREFILL_CHUNK, Decoder
 from expertctl.engine.decoder_program import decoder_program, program_bytes
@@ -34,6 +34,7 @@ from expertctl.errors import InvalidPackageError
 from expertctl.package.base_tensors import base_tensors
 from expertctl.package.model_config import read_config
 from tests.engine.conftest import MakeOracle, Oracle, run_decoder
+from tests.engine.measured import fewest_allocations
 from tests.engine.shapes import ROUTED
 from tests.engine.test_packed_decoder import assert_exact, scores
 
@@ -271,12 +272,12 @@ def test_programs_and_rooms_take_no_more_than_is_said(
     with cached(reference, crew, Scheme.INT8, slots=2) as (decoder, _):
         config = decoder.config
         kinds = variant(together=False, numbers=Scheme.FLOAT16, plans=[])
-        with allocations() as room_bytes_found:
-            room = DecoderRoom(config, Scheme.INT8, tokens=64, rows=4)
-        assert room_bytes_found.python_bytes <= 1.1 * room.nbytes
-        decoder_program(decoder._base, room, kinds, decoder._experts)  # kernels are there
-        with allocations() as found:
-            held = decoder_program(decoder._base, room, kinds, decoder._experts)
+        make_room = partial(DecoderRoom, config, Scheme.INT8, tokens=64, rows=4)
+        room = make_room()
+        assert fewest_allocations(make_room).python_bytes <= 1.1 * room.nbytes
+        build = partial(decoder_program, decoder._base, room, kinds, decoder._experts)
+        held = build()  # kernels are there from now on
+        found = fewest_allocations(build)
         assert len(held.layers) == len(config.experts.layers)  # type: ignore[union-attr]
         assert found.python_bytes <= program_bytes(config, schemes=0, scales=False)
 
