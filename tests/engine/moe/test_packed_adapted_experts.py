@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from expertctl.engine.adapter_load import LoadedAdapter
-from expertctl.engine.allocations import allocations
 from expertctl.engine.compose import Weighted, compose
 from expertctl.engine.decoder_program import decoder_program, program_bytes
 from expertctl.engine.decoder_programs import buffer_bytes
@@ -352,9 +351,12 @@ def test_what_a_decoder_holds_is_what_was_announced(
     decoder = whole(olmoe, crew, base, chunk=8)
     config, room = decoder.config, partial(KVPages, decoder.config, 40)
     narrow = packed_plan(config, [expert(config, "lora", of=is_routed)], base=base)
-    with allocations() as found:
+
+    def read() -> None:
         decoder.prefill(prompt_of(9), room(), narrow)
         decoder.decode(1, room(), narrow)
+
+    found = fewest_allocations(read, before=decoder.rest)
     assert decoder.nbytes / 2 <= found.python_bytes <= decoder.nbytes
     assert 0 < decoder.nbytes <= buffer_bytes(config, base, tokens=12, chunk=8)
     decoder.rest()
