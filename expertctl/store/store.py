@@ -6,13 +6,13 @@ that writes lives in other modules and is imported only when needed: `list` must
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expertctl.digest import Digest, hash_file
-from expertctl.errors import DigestError, NotFoundError, StoreError
+from expertctl.errors import DigestError, DiskFullError, NotFoundError, StoreError
 from expertctl.reference import ANY, Reference
 from expertctl.store.paths import Scan, StorePaths, file_size, scan
 from expertctl.store.ref import LOCAL, StoredExpert
@@ -69,7 +69,7 @@ class Store:
         path = self.paths.blob(digest)
         if file_size(path) is None:
             hint = "`expertctl doctor` tells which expert needs it and what to do"
-            raise StoreError(f"{path}: this file of the store is missing", hint=hint)
+            raise StoreError(f"{digest} is missing from the store", hint=hint)
         return path
 
     def read(self, expert: StoredExpert, path: str) -> bytes:
@@ -80,14 +80,16 @@ class Store:
             StoreError: when it is missing, or cannot be read.
         """
         file = expert.file(path)
-        blob = self.blob_path(file.digest)
         try:
-            data = blob.read_bytes()
+            data = self.paths.blob(file.digest).read_bytes()
+        except FileNotFoundError as error:
+            message = f"{expert.ref}: {path} is missing from the store"
+            raise StoreError(message, hint="see `expertctl doctor`") from error
         except OSError as error:
-            message = f"{expert.ref}: {blob} cannot be read: {error.strerror}"
+            message = f"{expert.ref}: {path} cannot be read in the store: {error.strerror}"
             raise StoreError(message, hint=expert.again) from error
         if Digest.of(data) != file.digest:
-            hint = f"{expert.again}; `expertctl doctor` checks all of {self.root}"
+            hint = f"{expert.again}; `expertctl doctor` checks the whole store"
             raise DigestError(f"{expert.ref}: {path} was changed in the store", hint=hint)
         return data
 
@@ -180,7 +182,8 @@ class Store:
     def lease(self, experts: Iterable[StoredExpert]) -> Iterator[None]:
         """Keep the blobs of experts until the end, even if they are removed meanwhile.
 
-        A store that cannot be written needs no lease: nothing can be removed from it here.
+        A store that cannot be written needs no lease: nothing can be removed from it here. On a
+        full disk there is none either: who uses an expert that is removed then is told so.
 
         Raises:
             NotFoundError: when one of them is not installed any more.
@@ -190,12 +193,10 @@ class Store:
         wanted = list(experts)
         with ExitStack() as stack:
             if os.access(self.root, os.W_OK):
-                with self.transaction():
-                    self._demand(wanted)
+                with suppress(DiskFullError), self.transaction():
                     digests = [file.digest for expert in wanted for file in expert.layers]
                     stack.enter_context(lease(self.paths, digests))
-            else:
-                self._demand(wanted)
+            self._demand(wanted)
             yield
 
     def check_integrity(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from expertctl.errors import DiskFullError, StoreError
+from expertctl.errors import DiskFullError, NotFoundError, StoreError
 from expertctl.settings import Home
 from expertctl.store.disk import disk_errors
 from expertctl.store.store import Store
@@ -83,6 +83,24 @@ def test_an_expert_can_be_removed_from_a_full_disk(small_disk: Path, shop: Shop)
     freed = full.store.remove(done.expert)
     assert freed.size > 0
     assert full.refs() == []
+
+
+def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
+    full = House(small_disk / "home").trusting("acme")
+    (done,) = full.install(shop.package("acme/first"))
+    filler, leases = small_disk / "filler", full.store.paths.leases
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(b"x" * (256 << 10))
+    with full.store.lease([done.expert]):
+        assert full.store.manifest(done.expert).name == "acme/first"
+        assert not list(leases.iterdir()), "there is no room for a lease, and no half of one"
+        full.store.remove(done.expert)
+        with pytest.raises(StoreError, match="missing"):
+            full.store.manifest(done.expert)
+    filler.unlink()
+    with pytest.raises(NotFoundError), full.store.lease([done.expert]):
+        pass
+    assert not list(leases.iterdir())
 
 
 def test_a_limit_on_file_size_is_told_and_changes_nothing(house: House, shop: Shop) -> None:
