@@ -111,6 +111,11 @@ def _layers(plan: "RoutedPlan") -> Iterator[str]:
             for each in plan.layers
         ],
     )
+    if plan.served is not None and plan.pool:
+        yield (
+            f"slots serve {_percent(plan.served)} of it in all, and "
+            f"{_percent(plan.served_with_pool)} with a pool of those asked for most"
+        )
 
 
 def _lanes(plan: "RoutedPlan") -> Iterator[str]:

@@ -88,6 +88,8 @@ class RoutedPlan:
     texts: int
     """What a text that is asked for without further wishes takes besides."""
     layers: tuple[LayerPlan, ...]
+    asked: tuple[tuple[int, ...], tuple[int, ...]]
+    """How often experts in slots, and all others, were asked for, the largest count first."""
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
     """Whether lanes were asked for: else one is as large as all slots."""
@@ -124,6 +126,22 @@ class RoutedPlan:
         return held - sum(self.plan.capacities)
 
     @property
+    def served(self) -> float | None:
+        """The share of what was asked for that the slots of all layers serve."""
+        in_slots, beyond = self.asked
+        return _share(sum(in_slots), sum(in_slots) + sum(beyond))
+
+    @property
+    def served_with_pool(self) -> float | None:
+        """The same where the pool holds those that are asked for most among the others.
+
+        A run keeps in it what was asked for lately, which may serve more or less.
+        """
+        in_slots, beyond = self.asked
+        there = sum(in_slots) + sum(beyond[: self.pool])
+        return _share(there, sum(in_slots) + sum(beyond))
+
+    @property
     def _all(self) -> int:
         return self.plan.layers * self.plan.experts
 
@@ -144,6 +162,8 @@ class RoutedPlan:
             "texts_bytes": self.texts,
             "least_bytes": self.least,
             "known": self.known,
+            "served": _rounded(self.served),
+            "served_with_pool": _rounded(self.served_with_pool),
             "layers": [_layer_json(layer) for layer in self.layers],
             "weightings": [_weighted_json(each) for each in self.weightings],
         }
@@ -210,6 +230,7 @@ def routed_plan(
         known=None if guide is None else guide.what,
         texts=texts,
         layers=tuple(_layers(routed, even, plan, guide)),
+        asked=_asked(routed, plan, guide),
         weightings=_weighted(routed, guide, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
@@ -234,6 +255,18 @@ def _layers(
             )
         )
     return found
+
+
+def _asked(
+    routed: ExpertsConfig, plan: CachePlan, guide: Guide | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how often experts were asked for: those that slots hold, and all others."""
+    in_slots, beyond = list[int](), list[int]()
+    for number, slots in zip(routed.layers, plan.capacities, strict=True):
+        ranked = sorted(({} if guide is None else guide.counts(number)).values(), reverse=True)
+        in_slots += ranked[:slots]
+        beyond += ranked[slots:]
+    return tuple(sorted(in_slots, reverse=True)), tuple(sorted(beyond, reverse=True))
 
 
 def _weighted(

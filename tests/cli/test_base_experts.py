@@ -162,7 +162,7 @@ def test_a_device_that_is_set_plans_no_processor(
 
 
 def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
-    learnt: Any, expertctl: Commands
+    learnt: Any, expertctl: Commands, tmp_path: Path
 ) -> None:
     plan = expertctl("base", "plan", "moe", "--memory", BUDGET, "--json").document
     assert not plan["whole"]
@@ -180,10 +180,27 @@ def test_a_plan_says_how_much_of_what_was_asked_for_is_served(
         assert lane["used"] <= lane["budget"]
     text = expertctl("base", "plan", "moe", "--memory", BUDGET).out
     assert "the pool" in text
+    asked = counts_of(expertctl, tmp_path)
+    in_slots = [sum(counts[: learnt["slots"]]) for counts in asked]
+    others = sorted((n for counts in asked for n in counts[learnt["slots"] :]), reverse=True)
+    whole, pool = sum(map(sum, asked)), sum(others[: plan["pool"]])
+    assert 0 < plan["pool"] < len(others), "the pool has not room for all of them"
+    assert plan["served"] == pytest.approx(sum(in_slots) / whole, abs=1e-6)
+    assert plan["served_with_pool"] == pytest.approx((sum(in_slots) + pool) / whole, abs=1e-6)
+    both = [f"{100 * plan[name]:.1f} %" for name in ("served", "served_with_pool")]
+    assert f"\nslots serve {both[0]} of it in all, and {both[1]} with a pool of those" in text
     first = plan["layers"][0]
     assert f"SERVED BY SLOTS  BY {first['slots_even']} EACH\n" in text
     assert re.search(rf"\n0 .*  {100 * first['served_even']:.1f} %\n", text)
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def counts_of(expertctl: Commands, folder: Path) -> list[list[int]]:
+    """How often the experts of each layer were asked for, the most asked for first."""
+    file = folder / "counts.json"
+    expertctl("base", "profile", "export", "moe", file, "--kind", "prompts")
+    layers = json.loads(file.read_bytes())["layers"].values()
+    return [sorted(layer["activation_counts"].values(), reverse=True) for layer in layers]
 
 
 def test_the_pool_of_a_plan_is_that_of_a_run_that_has_kept_a_copy(
