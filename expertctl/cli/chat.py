@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertctl.cli.chat_error import refused
 from expertctl.cli.chat_input import ReadLine, Said, line_reader, next_said
 from expertctl.cli.chat_loading import Loading, StoppedError, save_plan
 from expertctl.cli.exit_codes import OK, exit_code
 from expertctl.cli.interruption import Ending, TerminatedError
-from expertctl.cli.misnamed import explained
 from expertctl.cli.opening import importing_engine, open_engine, open_planner
 from expertctl.cli.output import (
     JsonFlag,
@@ -279,7 +279,7 @@ class _Session:
             self._refuse(said.text, error)
 
     def _refuse(self, text: str, error: ExpertError) -> None:
-        error = explained(error)
+        error = refused(error, self.conversation)
         fail(error, as_json=False)
         self._code = self._code or exit_code(error)
         fields = {"code": error.code, "message": error.message, "hint": error.hint}
