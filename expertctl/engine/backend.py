@@ -163,6 +163,10 @@ class Backend(Protocol):
         """What its weights take in memory."""
 
     @property
+    def least_bytes(self) -> int:
+        """The same where no routed expert is in memory; a run needs some of them besides."""
+
+    @property
     def cache(self) -> CachePlan | None:
         """How its routed experts are held, where not all of them are in memory."""
 

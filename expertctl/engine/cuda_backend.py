@@ -83,7 +83,7 @@ class CudaBackend:
             layers=len(config.experts.layers),
             experts=config.experts.count,
             block=whole.stack_shape.nbytes,
-            rest=whole.rest_bytes + whole.staged_bytes + workspaces,
+            rest=whole.least_bytes + whole.staged_bytes + workspaces,
             limit=room,
             miss=miss,
             cap=cap,
@@ -114,7 +114,7 @@ class CudaBackend:
         routed, workspaces = self.config.experts, self.workspace_bytes
         if routed is None:
             return self._plain.weight_bytes + workspaces
-        each, rest = self.stack_shape.nbytes, self.rest_bytes + workspaces
+        each, rest = self.stack_shape.nbytes, self.least_bytes + workspaces
         if self.cache is None:
             blocks = len(routed.layers) * routed.count
             return rest + asked_bytes(routed) + blocks * each
@@ -133,10 +133,11 @@ class CudaBackend:
         return staying_bytes(self.config) + graphs
 
     @property
-    def rest_bytes(self) -> int:
-        """What all but routed experts takes, the dummy and the lookup included."""
+    def least_bytes(self) -> int:
+        """What all but routed experts takes, the dummy and the lookup included; see `Backend`."""
         routed, itemsize = self.config.experts, torch_dtype(self.dtype).itemsize
-        assert routed is not None, "a base with routed experts"
+        if routed is None:
+            return self.weight_bytes
         total = lookup_bytes(routed) + stack_bytes(self.stack_shape, blocks=0)
         for name, shape in self.config.tensor_shapes().items():
             if not is_routed_expert(name):

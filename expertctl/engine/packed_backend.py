@@ -111,7 +111,7 @@ class PackedBackend:
         texts = max(held.text_bytes(rows=rows), beside)
         if fits_whole(whole, room, texts=texts):
             return held
-        rest, block = held.rest_bytes, expert_shape(config, scheme)
+        rest, block = held.least_bytes, expert_shape(config, scheme)
         layers, experts = len(config.experts.layers), config.experts.count
         plan = cache_plan(
             layers=layers,
@@ -156,9 +156,10 @@ class PackedBackend:
         return packing_scratch(self.config)
 
     @property
-    def rest_bytes(self) -> int:
-        """What all but routed experts takes where not all of those fit."""
-        assert self.config.experts is not None, "a base with routed experts"
+    def least_bytes(self) -> int:
+        """What all but routed experts takes where not all fit; a run needs some of them, too."""
+        if self.config.experts is None:
+            return self.weight_bytes
         rest = packed_bytes(self.config, self.scheme, experts=False)
         return rest + known_bytes(self.config.experts)
 

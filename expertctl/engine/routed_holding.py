@@ -63,7 +63,7 @@ def held(
     if isinstance(backend, CudaBackend):
         return replace(backend, cache=plan).begun(lambda _: start)
     blocks = plan.blocks * expert_shape(config, backend.scheme).nbytes
-    packed = replace(backend, cache=plan, weight_bytes=backend.rest_bytes + blocks)
+    packed = replace(backend, cache=plan, weight_bytes=backend.least_bytes + blocks)
     return packed.begun(lambda _: start)
 
 

@@ -196,7 +196,7 @@ def routed_plan(
         )
     held = PackedBackend.of(config, dtype)
     block, texts = expert_shape(config, scheme).nbytes, held.text_bytes()
-    layers, rest, guide = len(routed.layers), held.rest_bytes, start.guide
+    layers, rest, guide = len(routed.layers), held.least_bytes, start.guide
     whole = fits_whole(held.weight_bytes, limit, texts=texts)
     if whole:
         rest = held.weight_bytes - layers * routed.count * block

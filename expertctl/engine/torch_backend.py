@@ -50,6 +50,11 @@ class TorchBackend:
         return total
 
     @property
+    def least_bytes(self) -> int:
+        """The same: all of its experts are in memory."""
+        return self.weight_bytes
+
+    @property
     def cache(self) -> None:
         """None: all of them are in memory."""
 

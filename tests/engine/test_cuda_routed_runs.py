@@ -215,7 +215,7 @@ def test_what_libraries_keep_is_paid_before_slots_are_given_out(
         residence, held = result.moe.residence, engine.budget.held("base")
         backend, _ = backend_of(read_config(base), Wish(device="cuda", room=budget))
         assert isinstance(backend, CudaBackend)
-        rest = backend.rest_bytes + backend.staged_bytes
+        rest = backend.least_bytes + backend.staged_bytes
         assert held == backend.weight_bytes == rest + residence.blocks * ONE + 3 * workspace
         assert engine.budget.peak <= budget
         engine.check_integrity()

@@ -38,6 +38,7 @@ from expertctl.engine.run_result import MemoryUse
 from expertctl.engine.serving.batch_settings import BatchSettings
 from expertctl.engine.serving.expert_here import ExpertHere
 from expertctl.engine.serving.room_for_experts import RoomForExperts
+from expertctl.engine.serving.room_for_texts import told_of_room
 from expertctl.engine.serving.ticket import InMemory
 from expertctl.engine.threads import choose_threads
 from expertctl.engine.tiers import Tier
@@ -119,6 +120,8 @@ class House:
         if (routed := model.routed) is not None and not routed.residence.is_whole:
             held = routed.residence
             self._tell(f"there is room for {held.blocks} of {held.all} routed experts")
+        if told := told_of_room(base, limit=self.budget.limit, rows=self.settings.rows):
+            self._tell(f"{WARNING}{told}")
         self._seat = self._stack.enter_context(self._admission.seat(self.budget.limit))
         with ThreadPoolExecutor(1, thread_name_prefix="warming") as thread:
             thread.submit(self._warm, planned).result()

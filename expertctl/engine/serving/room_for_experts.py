@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from expertctl.engine.cuda_backend import CudaBackend
 from expertctl.engine.loaded_base import OpenBase
 from expertctl.engine.message import UserMessage
 from expertctl.engine.moe.cache_plan import USUAL_PROMPT
-from expertctl.engine.packed_backend import PackedBackend
 from expertctl.engine.preparation import beside_base, prepare_on
 from expertctl.engine.request import RunRequest
 from expertctl.errors import ExpertError
@@ -110,7 +108,7 @@ class RoomForExperts:
         than beside a whole base: routed experts that its gains are computed from are read anew.
         """
         size = wish.size
-        if _without_experts(base) + size > self.limit:
+        if base.backend.least_bytes + size > self.limit:
             return None  # to open the base takes time, and a smaller wish may be granted
         for _ in range(_TRIES):
             try:
@@ -133,12 +131,6 @@ class RoomForExperts:
         request = replace(self.request, message=message, truncate=True)
         prepared = prepare_on(base, planner, request, planned, {})
         return beside_base(planner, prepared, {}, rows=self.rows)
-
-
-def _without_experts(base: OpenBase) -> int:
-    """Return what a base takes at least, however few of its routed experts are in memory."""
-    backend = base.backend
-    return backend.rest_bytes if isinstance(backend, PackedBackend | CudaBackend) else 0
 
 
 def _named(refs: Sequence[str]) -> str:
