@@ -88,5 +88,5 @@ def _shown(value: JsonValue) -> str:
     if value is None:
         return "missing"
     if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'}"
+        return "a list" if isinstance(value, list) else "an object"
     return repr(value)[:40]

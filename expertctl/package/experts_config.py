@@ -56,10 +56,11 @@ def parse_experts(
     """
     if row.scoring == "sigmoid":
         _refuse_groups(fields, what)
+    before = len(fields.problems)
     count = _count(fields, row)
     used = fields.integer("num_experts_per_tok", low=1, high=MAX_COUNT, default=row.used)
-    if used > count:
-        fields.refuse("num_experts_per_tok", f"is {used}, but there are only {count} experts")
+    if used > count and len(fields.problems) == before:
+        fields.refuse("num_experts_per_tok", f"is {used}, more than the {count} that there are")
     size = intermediate_size
     if row.size is not None:
         size = fields.integer(_SIZE, low=1, high=_MAX_SIZE, default=row.size)
@@ -79,10 +80,11 @@ def parse_experts(
 
 def _count(fields: Fields, row: ExpertsRow) -> int:
     """Read the number of experts from its one key, or from several that agree."""
+    before = len(fields.problems)
     there = [name for name in row.count_names if fields.get(name) is not None]
     names = there or row.count_names[:1]
     counts = [fields.integer(n, low=1, high=MAX_COUNT, default=row.count) for n in names]
-    if len(set(counts)) > 1:
+    if len(set(counts)) > 1 and len(fields.problems) == before:
         fields.refuse(names[0], f"and {names[1]} are not the same number")
     return counts[0]
 

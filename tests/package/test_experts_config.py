@@ -149,9 +149,9 @@ def test_what_the_decoder_reads_changes_the_document(arch: str, change: dict[str
         ("olmoe", {"num_experts": True}, "num_experts is True"),
         ("olmoe", {"num_experts": 8.0}, "num_experts is 8.0"),
         ("olmoe", {"num_experts": "8"}, "num_experts is '8'"),
-        ("olmoe", {"num_experts": 4}, "num_experts_per_tok is 8, but there are only 4 experts"),
+        ("olmoe", {"num_experts": 4}, "num_experts_per_tok is 8, more than the 4 that there are"),
         ("olmoe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
-        ("olmoe", {"num_experts_per_tok": 65}, "there are only 64 experts"),
+        ("olmoe", {"num_experts_per_tok": 65}, "is 65, more than the 64 that there are"),
         ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
         ("olmoe", {"head_dim": 4}, "head_dim is not hidden_size / num_attention_heads"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
@@ -184,6 +184,17 @@ def test_absurd_numbers_are_refused(arch: str, changes: dict[str, Any], problem:
     with pytest.raises(InvalidPackageError) as caught:
         parse(arch, **changes)
     assert any(problem in line for line in caught.value.problems), caught.value.problems
+
+
+def test_one_wrong_number_is_one_problem() -> None:
+    """What is read instead of a wrong number is compared to nothing."""
+    for changes in ({"num_experts": {}}, {"num_experts": 0}, {"num_local_experts": 2.5}):
+        with pytest.raises(InvalidPackageError) as caught:
+            parse("olmoe", **changes)
+        [problem] = caught.value.problems
+        assert problem.endswith("it must be a whole number from 1 to 1024")
+    with pytest.raises(InvalidPackageError, match="num_experts is an object, it must be"):
+        parse("olmoe", num_experts={})
 
 
 @pytest.mark.parametrize(
