@@ -26,6 +26,8 @@ from tests.ci.packaging import (
 )
 from tests.registry.live import Live, live_registry
 
+pytestmark = pytest.mark.all
+
 PACKAGE = PackageName("acme", "sorting")
 SORTING = [("41, 17, 23, 15", "15, 17, 23, 41"), ("8, 52, 30", "8, 30, 52")]
 PLURALS = [("What is the plural of city?", "cities"), ("What is the plural of wolf?", "wolves")]

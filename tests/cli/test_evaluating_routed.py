@@ -87,9 +87,7 @@ def test_what_makes_no_sense_is_refused(data: Path, expertctl: Commands) -> None
     ids=lambda words: words[0],
 )
 @pytest.mark.parametrize("cap", ["0.25", "2.0"])
-def test_a_cap_of_nothing_is_refused(
-    cap: str, words: tuple[str, ...], data: Path, expertctl: Commands
-) -> None:
-    """Whoever gives one wants experts to be left out, and none is."""
+def test_a_cap_of_nothing_is_refused(cap: str, words: tuple[str, ...], expertctl: Commands) -> None:
+    """Whoever gives one wants experts to be left out, and none is; no file is looked for."""
     told = f"--moe-skip-cap {cap}: nothing is left out of a token with --moe-miss exact"
     assert told in expertctl(*words, "--moe-skip-cap", cap, code=2).err

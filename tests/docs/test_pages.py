@@ -15,8 +15,11 @@ from tests.factories import write_base, write_lora, write_soft_prompt
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 STAGES = "cli|engine|install|package|registry|routing|schema|store|trust"
-LONG = {"tutorial.md", "evaluate.md", "evaluate-routing.md", "measure.md"}
-"""These train, or measure, for half a minute and more."""
+LONG = {
+    *("tutorial.md", "evaluate.md", "evaluate-routing.md", "measure.md"),
+    *("tutorial-registry.md", "install-from-a-registry.md", "serve.md"),
+}
+"""These train, or measure, for half a minute and more, or run servers."""
 RUNNABLE = [
     pytest.param(page, marks=[pytest.mark.all] if page.name in LONG else [])
     for page in PAGES

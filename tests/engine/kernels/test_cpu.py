@@ -108,11 +108,13 @@ def test_products_are_compiled_for_the_processor_that_numba_was_told() -> None:
 
 
 @X86
+@pytest.mark.all
 def test_compact_experts_make_the_same_products_where_registers_are_narrow() -> None:
     assert said_where("haswell", "+avx,+avx2,+fma,+f16c", "-c", COMPACT) == "haswell\n"
 
 
 @X86
+@pytest.mark.all
 def test_rows_with_plans_of_their_own_are_the_formula_without_any_instruction_of_ours() -> None:
     assert said_where("x86-64", "+sse2", "-c", PLANS) == "x86-64 False\n"
 

@@ -225,7 +225,7 @@ def test_a_small_base_answers_with_the_same_bits_in_any_memory(base: Path, house
 
 
 @pytest.mark.parametrize("tokens", [None, 24])
-@pytest.mark.parametrize("dtype", ["float32", "bf16", "int4"])
+@pytest.mark.parametrize("dtype", ["bf16", "int4", pytest.param("float32", marks=pytest.mark.all)])
 def test_whoever_runs_in_a_memory_runs_in_a_larger_one(
     dtype: Dtype, tokens: int | None, base: Path, house: House
 ) -> None:

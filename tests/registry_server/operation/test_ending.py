@@ -17,6 +17,8 @@ from tests.registry_server.operation.running import Running, new_registry, runni
 from tests.registry_server.operation.test_serve import await_refusal
 from tests.registry_server.served import serve
 
+pytestmark = pytest.mark.all
+
 ROUNDS = 4
 STORM_SECONDS = 0.05
 SOON = 25.0
