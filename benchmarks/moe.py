@@ -52,6 +52,9 @@ TOKENS, DRIFT = 4000, 1000
 LAYERS, FEW_LAYERS, ENOUGH = 4, 2, 14 << 30
 """How many layers the base has where so many bytes are free, and where they are not."""
 STEPS, PROMPT = 24, 512
+SHORT_TURNS = 5
+"""Where all is in memory a turn takes a second, and the next may be a tenth slower: so many more
+are taken in each round."""
 LIMIT = 0.75
 """The memory that a process that reads from the disk may have, as a share of the base's size."""
 IMPLEMENTATIONS = ("grouped_mm", "eager")
@@ -122,14 +125,19 @@ def from_memory(subject: Subject, rounds: int) -> list[Row]:
     """Run all decoders in one process, in turns: they share the weights and the workers."""
     keepings = (Keeping.WHOLE, Keeping.CACHED, Keeping.LENT)
     with EngineProcess(ours(subject.setting(*keepings))) as process:
-        seconds = take_turns(_follow(dict.fromkeys(keepings, process)), rounds=rounds)
-        misses = process.run(Tell(Keeping.LENT, Figure.MISSES), THREADS)
+        runs = _follow(dict.fromkeys(keepings, process))
+        seconds = take_turns(runs, rounds=SHORT_TURNS * rounds)
+        misses, huge = (
+            process.run(Tell(Keeping.LENT, figure), THREADS)
+            for figure in (Figure.MISSES, Figure.HUGE)
+        )
     lent = _decoded(
         f"decode, {SHARE:.0%} resident, cold experts in memory", seconds, Keeping.LENT, ">= 0.9"
     )
     cached = _decoded("decode, all resident, through the cache", seconds, Keeping.CACHED, ">= 0.95")
-    note = f"{subject.simulates}, bf16; {misses:.0%} of requests not in memory; blocks are lent"
-    return [replace(cached, note=f"{subject.simulates}, bf16"), replace(lent, note=note)]
+    about = f"{subject.simulates}, bf16; {huge:.0%} of the process in huge pages"
+    note = f"{about}; {misses:.0%} of requests not in memory; blocks are lent"
+    return [replace(cached, note=about), replace(lent, note=note)]
 
 
 def from_disk(

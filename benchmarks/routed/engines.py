@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.engine_process import Engine, ReadPrompt
 from benchmarks.harness import Seconds, timed
 from benchmarks.routed.homes import open_homes
-from benchmarks.routed.resident_set import Watch, io_bytes, limit_memory
+from benchmarks.routed.resident_set import Watch, huge_share, io_bytes, limit_memory
 from benchmarks.routed.tasks import Figure, Follow, Keeping, RoutedTask, Tell
 from expertctl.engine.kernels.compiled import compiled_cache
 from expertctl.engine.kernels.crew import Crew
@@ -108,6 +108,8 @@ class _Ours:
                 return home.read_bytes
             case Figure.MISSES:
                 return home.misses
+            case Figure.HUGE:
+                return huge_share()
 
 
 class _Transformers:

@@ -119,7 +119,9 @@ def _cache(base: PackedBase, reader: ExpertReader, found: Split) -> ExpertCache:
         blocks=HostBlocks.within(size, shape, most=layers * routed.count),
     )
     slots = [LayerSlots(experts=routed.count, capacity=found.slots) for _ in range(layers)]
-    cache = MisledCache(memory, reader, numbers=routed.layers, slots=slots, threads=_THREADS)
+    some_go = found.slots < routed.count  # else there is nothing to guess at
+    kind = MisledCache if some_go else ExpertCache
+    cache = kind(memory, reader, numbers=routed.layers, slots=slots, threads=_THREADS)
     cache.fill([[]] * layers)
     return cache
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 
 _APART = 0.002
-_STATUS, _IO = Path("/proc/self/status"), Path("/proc/self/io")
+_STATUS, _IO, _MAPS = (Path("/proc/self") / name for name in ("status", "io", "smaps_rollup"))
 
 
 class Watch:
@@ -60,15 +60,25 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
+def huge_share() -> float:
+    """Return how much of this process's own memory lies in huge pages, of 1.
+
+    Where the system has none left, weights are looked up page by page, and read more slowly.
+    """
+    return _number(_MAPS, "AnonHugePages") / _number(_MAPS, "Anonymous")
+
+
 def status_bytes(name: str) -> int:
     """Return what the system counts for this process under a name, in bytes."""
-    lines = _STATUS.read_text(encoding="ascii").splitlines()
-    [line] = [line for line in lines if line.startswith(f"{name}:")]
-    return int(line.split()[1]) * 1024
+    return _number(_STATUS, name) * 1024
 
 
 def io_bytes(name: str) -> int:
     """Return what this process had read or written, under a name of the system."""
-    lines = _IO.read_text(encoding="ascii").splitlines()
+    return _number(_IO, name)
+
+
+def _number(file: Path, name: str) -> int:
+    lines = file.read_text(encoding="ascii").splitlines()
     [line] = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1])

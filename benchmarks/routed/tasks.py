@@ -24,6 +24,7 @@ class Figure(Enum):
     DISK = "bytes that it had the disk read"
     READ = "bytes of files that experts were read from"
     MISSES = "requests that found no resident, of 1"
+    HUGE = "its own memory that lies in huge pages, of 1"
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,12 +124,12 @@ class ExpertCache:
         selected, slots = room.selected[layer, :tokens], self.slots[layer]
         self._land()  # first, so that experts found present below stay
         self._log.ask(layer, selected, self._memory.held(layer))
-        self._guesses.judge(layer, selected)
-        if self._some_go:
+        different = set(selected.ravel().tolist())
+        self._guesses.judge(layer, different)
+        if slots.capacity < slots.experts:
             slots.chances = self._followers.chances(layer, selected)
             self._memory.worths[layer] = slots.worths()
-        without = slots.hit_mask[selected] == 0
-        asked = _experts(layer, selected[without]) if without.any() else []
+        asked = [(layer, expert) for expert in sorted(different - slots.seated)]
         self._spared = frozenset(asked)
         self._missing = self._not_skipped(layer, room, tokens, asked) if asked else []
         self._likely = None
@@ -324,7 +324,7 @@ class ExpertCache:
     def _all_came(self) -> None:
         """Log that all missing experts came, and begin to read ahead."""
         self._log.brought()
-        if self._likely is not None:
+        if self._likely is not None and not self.slots[self._likely[0]].has_all:
             self._read_ahead(*self._likely, self._spared)
 
     def _not_skipped(

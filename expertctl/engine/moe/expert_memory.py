@@ -94,7 +94,8 @@ class ExpertMemory:
         self._held: dict[Expert, int] = {}
         self._pool = ExpertPool(layers=layers, experts=experts)
         """Experts in a block but without a slot."""
-        self._lent: list[Expert] = []
+        self._lent: dict[int, list[int]] = {}
+        """Those that are lent, of each layer that has some."""
 
     @property
     def nbytes(self) -> int:
@@ -129,8 +130,7 @@ class ExpertMemory:
     def held(self, layer: int) -> Numbers:
         """Return float32 [experts], 1 for each that has a block; it may change with the memory."""
         row: Numbers = self.hits[layer]
-        lent = [name for place, name in self._lent if place == layer]
-        if lent:
+        if lent := self._lent.get(layer):
             row = row.copy()
             row[[name for name in lent if (layer, name) not in self._held]] = 0
         return row
@@ -178,7 +178,7 @@ class ExpertMemory:
         """Record where an expert without a block lies, until `end_lending`."""
         assert expert not in self._held
         self.places[expert], self.hits[expert] = address, 1
-        self._lent.append(expert)
+        self._lent.setdefault(expert[0], []).append(expert[1])
 
     def count_lent(self, experts: Iterable[Expert]) -> int:
         """Return how many of these experts are lent and have no block."""
@@ -186,9 +186,9 @@ class ExpertMemory:
 
     def end_lending(self) -> None:
         """Forget where lent experts lie, except those that have got a block meanwhile."""
-        for expert in self._lent:
-            if expert not in self._held:
-                self.places[expert], self.hits[expert] = 0, 0
+        for layer, names in self._lent.items():
+            gone = [name for name in names if (layer, name) not in self._held]
+            self.places[layer, gone], self.hits[layer, gone] = 0, 0
         self._lent.clear()
 
     def check_integrity(self, *, coming: int = 0, kept: Collection[Expert] = ()) -> None:
@@ -200,8 +200,8 @@ class ExpertMemory:
         assert self._pool.members | set(kept) == self._held.keys()
         assert not self._pool.members & set(kept)
         places = np.zeros_like(self.places)
-        for expert in self._lent:  # until the next pass, if one failed
-            places[expert] = self.places[expert]
+        for layer, names in self._lent.items():  # until the next pass, if one failed
+            places[layer, names] = self.places[layer, names]
         for expert, number in self._held.items():
             places[expert] = self._blocks.place(number)
         assert np.array_equal(places, self.places)

@@ -15,7 +15,7 @@ Passes of more than 16 tokens, which are prompts, are neither held back nor judg
 ask for nearly every expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,12 +58,12 @@ class Guesses:
         trusted = (rank for rank, share in zip(ranks, shares, strict=True) if share >= BOUND)
         return list(dict.fromkeys(expert for rank in trusted for expert in rank))
 
-    def judge(self, layer: int, selected: Ids) -> None:
-        """Count how many of the last guesses were right, now that a layer asks for ``selected``."""
+    def judge(self, layer: int, asked: Set[int]) -> None:
+        """Count how many of the last guesses were right, now that it is known who is asked for."""
         guess, self._open = self._open, None
         if guess is None or guess[0] != layer:
             return  # there was no guess, or that pass failed
-        asked, shares = frozenset(selected.ravel().tolist()), self._shares[layer]
+        shares = self._shares[layer]
         for number, rank in enumerate(guess[1]):
             if rank:
                 right = sum(expert in asked for expert in rank) / len(rank)

@@ -52,6 +52,8 @@ class LayerSlots:
         self.ids: NDArray[np.int32] = np.full(capacity, EMPTY, np.int32)
         self.lookup: NDArray[np.int32] = np.full(experts, capacity, np.int32)
         self.hit_mask: NDArray[np.float32] = np.zeros(experts, np.float32)
+        self.seated: set[int] = set()
+        """The experts of the hit mask; where few are asked for, a set tells sooner than numpy."""
         self.counts: NDArray[np.float64] = np.zeros(experts)
         """Activations of each expert, resident or not, faded as of the last of them."""
         self.last_used: NDArray[np.int64] = np.zeros(experts, np.int64)
@@ -64,6 +66,11 @@ class LayerSlots:
     def residents(self) -> list[int]:
         """The experts that are resident, by slot."""
         return [int(expert) for expert in self.ids if expert != EMPTY]
+
+    @property
+    def has_all(self) -> bool:
+        """Whether each expert of the layer has a slot."""
+        return len(self.seated) == self.experts
 
     @property
     def free(self) -> list[int]:
@@ -140,6 +147,7 @@ class LayerSlots:
         gone = self.vacate(slot=slot)
         self.ids[slot] = expert
         self.lookup[expert], self.hit_mask[expert] = slot, 1
+        self.seated.add(expert)
         if not self.counts[expert]:
             self.counts[expert], self.last_used[expert] = 1, self.step
         return gone
@@ -155,12 +163,14 @@ class LayerSlots:
             raise ValueError(f"expert {gone} is pinned in slot {slot}")
         self.ids[slot] = EMPTY
         self.lookup[gone], self.hit_mask[gone] = self.capacity, 0
+        self.seated.remove(gone)
         return gone
 
     def check_integrity(self) -> None:
         """Assert that slots, lookup and hit mask say the same."""
         residents = self.residents
         assert len(set(residents)) == len(residents) <= self.capacity
+        assert self.seated == set(residents)
         assert len(residents) + len(self.free) == self.capacity
         where = {int(expert): slot for slot, expert in enumerate(self.ids) if expert != EMPTY}
         for expert in range(self.experts):

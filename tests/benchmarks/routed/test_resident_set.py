@@ -5,8 +5,17 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from benchmarks.routed.resident_set import Watch, io_bytes, limit_memory, status_bytes
+import pytest
+
+from benchmarks.routed.resident_set import (
+    Watch,
+    huge_share,
+    io_bytes,
+    limit_memory,
+    status_bytes,
+)
 from expertctl.engine.memory import allocate
 
 _MB = 1 << 20
@@ -44,6 +53,19 @@ def held(size: int) -> Iterator[None]:
 def test_figures_of_the_system_are_bytes() -> None:
     assert status_bytes("VmData") > status_bytes("RssAnon") > _MB
     assert io_bytes("rchar") > 0
+
+
+def test_huge_pages_are_those_that_the_system_lists_block_by_block() -> None:
+    block = allocate(256 * _MB)
+    for begin in range(0, len(block), mmap.PAGESIZE):
+        block[begin] = 1
+    listed = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
+    kilobytes = {
+        name: sum(int(line.split()[1]) for line in listed if line.startswith(f"{name}:"))
+        for name in ("AnonHugePages", "Anonymous")
+    }
+    wanted = kilobytes["AnonHugePages"] / kilobytes["Anonymous"]
+    assert huge_share() == pytest.approx(wanted, abs=0.05)
 
 
 def test_a_process_gets_no_more_than_it_may_have() -> None:

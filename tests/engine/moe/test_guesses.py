@@ -39,7 +39,7 @@ def test_shares_are_what_the_formula_says(
             by_rank = [(rank, e) for rank in range(USED) for e in guessed[:, rank].tolist()]
             wanted = [e for rank, e in by_rank if e not in there and plain[layer, rank] >= BOUND]
             assert read == list(dict.fromkeys(wanted))
-            guesses.judge(layer, chosen)
+            guesses.judge(layer, set(chosen.ravel().tolist()))
             for rank in range(USED):
                 mine = [e in chosen for e in guessed[:, rank].tolist() if e not in there]
                 if mine:
@@ -56,7 +56,7 @@ def test_a_rank_that_is_always_wrong_is_read_thirty_five_times() -> None:
         chosen = guesses.worth_reading(1, ids([3, 5]), everybody(ids([3, 5])))
         assert 5 in chosen
         read += 3 in chosen
-        guesses.judge(1, ids([5, 6]))
+        guesses.judge(1, {5, 6})
     assert read == 35
     assert guesses.shares(1) == pytest.approx([0.98**100, 1.0])
 
@@ -65,10 +65,10 @@ def test_a_rank_that_becomes_right_is_read_again() -> None:
     guesses, likely = Guesses(), ids([3, 5])
     for _ in range(100):
         guesses.worth_reading(1, likely, everybody(likely))
-        guesses.judge(1, ids([5, 6]))
+        guesses.judge(1, {5, 6})
     late = 0
     while guesses.worth_reading(1, likely, everybody(likely)) == [5]:
-        guesses.judge(1, ids([3, 6]))
+        guesses.judge(1, {3, 6})
         late += 1
     share = 0.98**100
     assert 1 - (1 - share) * 0.98**late >= BOUND > 1 - (1 - share) * 0.98 ** (late - 1)
@@ -79,19 +79,19 @@ def test_who_is_there_says_nothing_of_a_rank() -> None:
     guesses, likely = Guesses(), ids([3, 5])
     for _ in range(50):
         assert guesses.worth_reading(2, likely, np.array([[False, False]])) == []
-        guesses.judge(2, ids([1, 2]))
+        guesses.judge(2, {1, 2})
     assert guesses.shares(2) == (1.0, 1.0)
 
 
 def test_a_guess_is_judged_by_its_own_layer_and_once() -> None:
     guesses, likely = Guesses(), ids([3, 5])
     guesses.worth_reading(2, likely, everybody(likely))
-    guesses.judge(0, ids([1, 2]))  # that pass failed, another one begins
-    guesses.judge(2, ids([1, 2]))
+    guesses.judge(0, {1, 2})  # that pass failed, another one begins
+    guesses.judge(2, {1, 2})
     assert guesses.shares(2) == (1.0, 1.0)
     guesses.worth_reading(2, likely, everybody(likely))
     for _ in range(3):
-        guesses.judge(2, ids([5, 2]))
+        guesses.judge(2, {5, 2})
     assert guesses.shares(2) == pytest.approx((0.98, 1.0))
 
 
@@ -99,11 +99,11 @@ def test_a_prompt_is_neither_held_back_nor_judged() -> None:
     guesses, likely = Guesses(), ids([3, 5])
     for _ in range(50):
         guesses.worth_reading(1, likely, everybody(likely))
-        guesses.judge(1, ids([1, 2]))
+        guesses.judge(1, {1, 2})
     before = guesses.shares(1)
     prompt = np.repeat(likely, MOST_TEXTS + 1, axis=0)
     assert guesses.worth_reading(1, prompt, everybody(prompt)) == [3, 5]
-    guesses.judge(1, ids([1, 2]))
+    guesses.judge(1, {1, 2})
     assert guesses.shares(1) == before
 
 
