@@ -87,10 +87,10 @@ def test_a_base_that_is_removed_is_told_and_comes_back(make_served: MakeServed) 
     assert answered(served, FORCED)["text"] == before
 
 
-def test_a_full_disk_is_told_and_what_is_freed_is_used(
+def test_a_full_disk_costs_no_answer_and_what_is_freed_is_used(
     make_served: MakeServed, small_disk: Path
 ) -> None:
-    """The catalogue cannot even be read there: SQLite needs room for its index."""
+    """SQLite has no room there even for the index of a log; the catalogue is read without one."""
     served = make_served()
     index = served.house.home.index
     answered(served, FORCED)
@@ -103,10 +103,11 @@ def test_a_full_disk_is_told_and_what_is_freed_is_used(
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space left"):
         filler.write_bytes(b"x" * (512 << 10))
-    answer = served.client().post(INFER, json=FORCED)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "disk_full")
+    document = answered(served, FORCED)
+    assert document["text"]
+    assert any("was not recorded" in warning for warning in document["warnings"])
     filler.unlink()
-    assert answered(served, FORCED)["text"]
+    assert not any("recorded" in warning for warning in answered(served, FORCED)["warnings"])
 
 
 def test_a_catalogue_that_another_process_holds_costs_no_answer(
