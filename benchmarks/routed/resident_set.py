@@ -60,12 +60,12 @@ def limit_memory(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def huge_share() -> float:
+def huge_share(maps: Path = _MAPS) -> float:
     """Return how much of this process's own memory lies in huge pages, of 1.
 
     Where the system has none left, weights are looked up page by page, and read more slowly.
     """
-    return _number(_MAPS, "AnonHugePages") / _number(_MAPS, "Anonymous")
+    return _number(maps, "AnonHugePages") / _number(maps, "Anonymous")
 
 
 def status_bytes(name: str) -> int:

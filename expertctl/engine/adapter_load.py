@@ -22,7 +22,7 @@ from expertctl.engine.dora import DoraTensors
 from expertctl.engine.ia3 import Ia3Tensors
 from expertctl.engine.lora import LoraTensors
 from expertctl.engine.memory import allocate
-from expertctl.errors import DigestError, InvalidPackageError, NotFoundError
+from expertctl.errors import DigestError, InvalidPackageError, NotFoundError, StoreError
 from expertctl.package.adapter import AdapterSpec, Dora, Ia3, Lora, Part, SoftPrompt
 from expertctl.package.adapter_config import parse_config
 from expertctl.package.adapter_spec import adapter_spec
@@ -118,7 +118,8 @@ def read_verified(
 
     Raises:
         DigestError: when size or digest differ.
-        NotFoundError: when the file cannot be opened.
+        NotFoundError: when the file is missing.
+        StoreError: when it cannot be read.
     """
     try:
         with path.open("rb", buffering=0) as stream:
@@ -130,6 +131,11 @@ def read_verified(
     except FileNotFoundError as error:
         raise NotFoundError(
             f"{owner}: {expected.path} is missing from the store", hint="see `expertctl doctor`"
+        ) from error
+    except OSError as error:
+        raise StoreError(
+            f"{owner}: {expected.path} cannot be read in the store: {error.strerror}",
+            hint="see `expertctl doctor`",
         ) from error
     if digest != expected.digest:
         raise _changed(owner, expected, size)

@@ -135,7 +135,7 @@ class RoutedPlan:
     def served_with_pool(self) -> float | None:
         """The same where the pool holds those that are asked for most among the others.
 
-        A run keeps in it what was asked for lately, which may serve more or less.
+        A run keeps in it what is worth most to it at the time, which may serve more or less.
         """
         in_slots, beyond = self.asked
         there = sum(in_slots) + sum(beyond[: self.pool])

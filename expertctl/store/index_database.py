@@ -109,7 +109,8 @@ class IndexDatabase:
 
     def _log_size(self) -> int:
         with suppress(OSError):
-            return self.path.with_name(f"{self.path.name}-wal").stat().st_size
+            real = self.path.resolve()
+            return real.with_name(f"{real.name}-wal").stat().st_size
         return 0
 
     def rows(self, table: str, query: str, *values: object) -> list[dict[str, Any]]:
@@ -130,14 +131,28 @@ class IndexDatabase:
         """
         if not self.path.exists():
             return
+
+        def ask(db: Database) -> None:
+            if table in db.table_names():
+                action(db)
+
         try:
-            with self._open_for_reading() as db:
-                if table in db.table_names():
-                    action(db)
+            self._ask(ask)
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise self._told(error) from error
             self._move_aside(str(error))
+
+    def _ask(self, action: Callable[[Database], None]) -> None:
+        """Read; on a full disk without the memory of a log, as long as there is no log."""
+        try:
+            with self._open_for_reading() as db:
+                action(db)
+        except sqlite3.DatabaseError as error:
+            if _error_name(error) not in _FULL or self._log_size():
+                raise
+            with _opened(f"file:{_quoted(self.path)}?mode=ro&immutable=1") as db:
+                action(db)
 
     def problems(self) -> list[str]:
         """Return what is wrong with the file, without changing it."""

@@ -183,20 +183,23 @@ class Store:
         """Keep the blobs of experts until the end, even if they are removed meanwhile.
 
         A store that cannot be written needs no lease: nothing can be removed from it here. On a
-        full disk there is none either: who uses an expert that is removed then is told so.
+        full disk there is none either: an expert that is removed then is missing.
 
         Raises:
             NotFoundError: when one of them is not installed any more.
         """
         from expertctl.store.lease import lease
 
-        wanted = list(experts)
+        wanted, is_held = list(experts), False
         with ExitStack() as stack:
             if os.access(self.root, os.W_OK):
                 with suppress(DiskFullError), self.transaction():
+                    self._demand(wanted)
                     digests = [file.digest for expert in wanted for file in expert.layers]
                     stack.enter_context(lease(self.paths, digests))
-            self._demand(wanted)
+                    is_held = True
+            if not is_held:
+                self._demand(wanted)
             yield
 
     def check_integrity(self) -> None:

@@ -79,25 +79,6 @@ def test_experts_are_changed_within_a_chat_and_that_is_said(
     assert "(all read again: the experts changed)" in told
 
 
-def test_a_chat_that_has_grown_beyond_its_memory_is_told_how_to_begin_anew(
-    workshop: Workshop, expertctl: Expertctl
-) -> None:
-    """Each turn has the prompt before and more; the budget has room for the first alone."""
-    alone = expertctl("run", OTHER, "--no-experts", "--json", *QUIET).document["memory"]
-    limit = ("--no-experts", "--memory-budget", str(alone["peak"] + 1024))
-    said = f"{OTHER}\n{PROMPT}\n/reset\n{OTHER}\n{PROMPT}\n"
-    first, refused, again, last = turns(expertctl, *limit, said=said, code=7)
-    assert first["text"] == again["text"]
-    assert first["tokens"]["prompt"] == again["tokens"]["prompt"]
-    assert refused == last
-    assert refused["error"]["code"] == "budget"
-    assert refused["error"]["hint"].endswith(
-        "/reset forgets what was said, which takes memory, too"
-    )
-    at_first = turns(expertctl, *limit[:2], str(alone["peak"] - 1024), said=f"{OTHER}\n", code=7)
-    assert "/reset" not in at_first[0]["error"]["hint"]
-
-
 def test_experts_are_listed_with_those_that_answer_marked(
     workshop: Workshop, expertctl: Expertctl
 ) -> None:

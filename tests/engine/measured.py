@@ -5,8 +5,12 @@ from collections.abc import Callable
 from expertctl.engine.allocations import Allocations, allocations
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 def fewest_allocations(
-    call: Callable[[], object], *, before: Callable[[], object] = bool, times: int = 4
+    call: Callable[[], object], *, before: Callable[[], object] = nothing, times: int = 4
 ) -> Allocations:
     """Call so many times; return what was allocated in the quietest one.
 

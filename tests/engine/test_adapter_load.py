@@ -29,6 +29,7 @@ from expertctl.errors import (
     DigestError,
     InvalidPackageError,
     NotFoundError,
+    StoreError,
 )
 from expertctl.schema.manifest import AdapterEntry, AdapterKind, BaseRequirement, Manifest
 from tests.engine.adapter_files import CONFIG, WEIGHTS, files_of, load, manifest_of
@@ -167,6 +168,17 @@ def test_a_missing_file_is_named_with_the_way_out(lora: Path) -> None:
     (lora / WEIGHTS).unlink()
     with pytest.raises(NotFoundError, match=r"adapter_model\.safetensors is missing") as caught:
         load_adapter(manifest, files)
+    assert "doctor" in caught.value.hint
+
+
+def test_a_file_that_cannot_be_read_is_named_and_its_folder_is_not(lora: Path) -> None:
+    manifest, files = manifest_of(lora), files_of(lora)
+    (lora / WEIGHTS).unlink()
+    (lora / WEIGHTS).mkdir()
+    with pytest.raises(StoreError) as caught:
+        load_adapter(manifest, files)
+    said = f"{manifest.ref}: {WEIGHTS} cannot be read in the store: Is a directory"
+    assert caught.value.message == said
     assert "doctor" in caught.value.hint
 
 

@@ -3,9 +3,11 @@
 import errno
 import os
 import resource
+import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,30 @@ def test_experts_are_used_from_a_full_disk(small_disk: Path, shop: Shop) -> None
     with pytest.raises(NotFoundError), full.store.lease([done.expert]):
         pass
     assert not list(leases.iterdir())
+
+
+def test_what_is_known_of_experts_is_read_from_a_full_disk(small_disk: Path, shop: Shop) -> None:
+    """Whoever closed the catalogue last removed its log, and there is no room for another."""
+    full = House(small_disk / "home").trusting("acme")
+    (done,) = full.install(shop.package("acme/first"), catalogue=full.catalogue)
+    digest = done.expert.content_digest
+    assert full.catalogue.record_use(digest)
+    index = full.home.index
+    with closing(sqlite3.connect(index)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert not list(index.parent.glob(f"{index.name}-*"))
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space"):
+        filler.write_bytes(b"x" * (256 << 10))
+    usage = full.catalogue.usage(digest)
+    assert usage is not None
+    assert usage.uses == 1
+    assert not full.catalogue.record_use(digest)
+    filler.unlink()
+    assert full.catalogue.record_use(digest)
+    usage = full.catalogue.usage(digest)
+    assert usage is not None
+    assert usage.uses == 2
 
 
 def test_a_limit_on_file_size_is_told_and_changes_nothing(house: House, shop: Shop) -> None:

@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from expertctl.digest import Digest
-from expertctl.errors import (
-    ConflictError,
-    DigestError,
-    ExpertError,
-    NotFoundError,
-    StoreError,
-    UsageError,
-)
+from expertctl.errors import ConflictError, DigestError, NotFoundError, StoreError, UsageError
 from expertctl.package.read import read_package
 from expertctl.package.verify import verify_contents, verify_file
 from expertctl.reference import Reference
@@ -239,31 +232,6 @@ def test_a_missing_file_is_told_with_the_way_out(house: House, shop: Shop) -> No
     with pytest.raises(StoreError, match="missing") as error:
         house.store.blob_path(expert.files[0].digest)
     assert "doctor" in error.value.hint
-
-
-@pytest.mark.parametrize("damage", ["changed", "missing", "unreadable"])
-def test_a_damaged_file_is_told_by_what_it_is_of_and_not_by_where_it_lies(
-    damage: str, house: House, shop: Shop
-) -> None:
-    """A server hands these words on to callers, who need not know the folders of its machine."""
-    (expert,) = put(house, shop.package())
-    path = house.store.blob_path(expert.file("expert.json").digest)
-    path.unlink()
-    if damage == "changed":
-        path.write_bytes(b"{}")
-    elif damage == "unreadable":
-        path.mkdir()
-    with pytest.raises(ExpertError) as error:
-        house.store.manifest(expert)
-    facts = {
-        "changed": "expert.json was changed in the store",
-        "missing": "expert.json is missing from the store",
-        "unreadable": "expert.json cannot be read in the store: Is a directory",
-    }
-    assert error.value.message == f"{expert.ref}: {facts[damage]}"
-    assert isinstance(error.value, DigestError if damage == "changed" else StoreError)
-    assert "expertctl" in error.value.hint
-    assert str(house.home.root) not in error.value.hint
 
 
 def test_a_damaged_ref_hides_only_itself(house: House, shop: Shop) -> None:

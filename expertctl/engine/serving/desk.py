@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from expertctl.engine.answer_form import Checked
 from expertctl.engine.generate import Generated
@@ -26,10 +27,12 @@ from expertctl.engine.serving.ticket import Ticket
 from expertctl.errors import (
     BudgetError,
     DeviceError,
+    DiskFullError,
     ExpertError,
     IncompatibleError,
-    InvalidPackageError,
     NoAnswerError,
+    StoreError,
+    UsageError,
 )
 from expertctl.routing.planner import Inventory, Planned, Planner
 from expertctl.routing.session import PlanningSession
@@ -37,6 +40,7 @@ from expertctl.telling import Tell
 
 CHECKERS = 2
 """How many answers of jobs with a check of their own are checked at a time."""
+_Found = TypeVar("_Found")
 _REST_SECONDS = 30.0
 """How long to wait for buffers, which are given back once the current pass has ended."""
 
@@ -64,7 +68,8 @@ class Desk:
         A future that is cancelled before it begins no longer holds the request.
         """
         asked = [request]
-        future = self._planning.submit(lambda: plan_request(self._session, asked[0], {}))
+        plan = partial(plan_request, self._session)
+        future = self._planning.submit(lambda: self._discreetly(lambda: plan(asked[0], {})))
         future.add_done_callback(lambda _: asked.clear())
         return future
 
@@ -75,7 +80,9 @@ class Desk:
     def experts(self) -> Future[tuple[ExpertHere, ...]]:
         """Return what these experts are to this server, once earlier planning is done."""
         here = self._house.expert_here
-        return self._planning.submit(lambda: tuple(map(here, self._session.inventory.experts)))
+        return self._planning.submit(
+            lambda: self._discreetly(lambda: tuple(map(here, self._session.inventory.experts)))
+        )
 
     def prepare_next(self) -> None:
         """Begin to prepare jobs, as many as there may soon be rows for."""
@@ -191,20 +198,38 @@ class Desk:
             catalogue = self._planner.catalogue
             self._planning.submit(record_failure, planned, catalogue, error)
 
+    def _discreetly(self, work: Callable[[], _Found]) -> _Found:
+        """Do work whose errors callers are told."""
+        try:
+            return work()
+        except ExpertError as error:
+            told = self._told_of(error)
+            if told is error:
+                raise
+            raise told from error
+
     def _told_of(self, error: ExpertError) -> ExpertError:
-        """Return what a caller is told of an error: only the operator may know where the base lies.
+        """Return what a caller is told of an error: only the operator may know where things lie.
 
         An error that ends several jobs, or each that comes, is told to the operator once.
         """
-        base = self._house.base.stored
-        if not isinstance(error, InvalidPackageError) or str(base.path) not in error.message:
+        base, said = self._house.base.stored, f"{error.message} {error.hint}"
+        is_of_base = str(base.path) in said
+        is_of_home = str(self._planner.home.root) in said
+        if isinstance(error, UsageError) or not (is_of_base or is_of_home):
             return error
         if error.message != self._last:
             self._last = error.message
             self._tell(f"error: {error.message}")
-        return IncompatibleError(
-            f"the files of {base.name} were changed or damaged while it is served",
-            hint="whoever runs the server has to start it again; its log names the file",
+        if is_of_base:
+            return IncompatibleError(
+                f"the files of {base.name} were changed or damaged while it is served",
+                hint="whoever runs the server has to start it again; its log names the file",
+            )
+        kind = DiskFullError if isinstance(error, DiskFullError) else StoreError
+        return kind(
+            "a file of this server cannot be used",
+            hint="its log names the file, to whoever runs the server",
         )
 
     def _check_and_remember(self, ticket: Ticket) -> None:

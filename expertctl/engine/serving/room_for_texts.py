@@ -10,7 +10,7 @@ def told_of_room(base: OpenBase, *, limit: int, rows: int) -> str | None:
     """Return what an operator should know of the length of texts; None where usual ones fit.
 
     ``limit`` are the bytes of all that a server holds, ``rows`` the texts of a batch. A text with
-    experts takes more than one without.
+    experts takes more than one without. A server reads two tokens before it begins, so those fit.
     """
     usual = min(USUAL_TOKENS, base.context)
 
@@ -22,6 +22,6 @@ def told_of_room(base: OpenBase, *, limit: int, rows: int) -> str | None:
         return None
     longest = bisect_left(range(1, usual), True, key=is_too_long)
     return (
-        f"there is room for {longest} tokens of a text, prompt and answer together; raise the "
+        f"there is room for texts up to {longest} tokens, prompt and answer together; raise the "
         "memory budget for longer ones"
     )

@@ -10,7 +10,7 @@ from expertctl.engine.answer_form import Checked
 from expertctl.engine.request import RunRequest
 from expertctl.engine.serving import board
 from expertctl.engine.serving.ticket import Ticket
-from expertctl.errors import BudgetError, CancelledError, DigestError, UsageError
+from expertctl.errors import BudgetError, CancelledError, DigestError, StoreError, UsageError
 from tests.engine.serving.workshop import (
     ENDLESS,
     SETTINGS,
@@ -55,6 +55,29 @@ def test_an_expert_whose_bytes_changed_fails_its_own_job_and_is_remembered(
     shop.desk.plan(shop.house.bound(request())).result()  # behind what is remembered
     blamed = [job for job in shop.planner.catalogue.history.jobs() if job.blamed]
     assert [[expert.ref for expert in job.experts] for job in blamed] == [["acme/sql@1.0.0"]]
+
+
+def test_where_the_home_lies_is_told_to_who_runs_the_server_and_to_no_caller(
+    shop: Workshop, house: House
+) -> None:
+    """A folder lies in the place of the catalogue: it is asked for each plan, a job's or not."""
+    index = house.home.index
+    for path in index.parent.glob(f"{index.name}*"):
+        path.unlink()
+    index.mkdir()
+    before = len(shop.told)
+    refused = [shop.answer(request("Sort: 1", "sql")).error for _ in range(2)]
+    with pytest.raises(StoreError) as planned:
+        shop.desk.plan(shop.house.bound(request())).result()
+    for error in (*refused, planned.value):
+        assert isinstance(error, StoreError)
+        assert error.message == "a file of this server cannot be used"
+        assert str(house.home.root) not in error.hint
+    errors = [line for line in shop.told[before:] if line.startswith("error: ")]
+    assert errors == [f"error: {index} is not a regular file"], "once, however many are refused"
+    index.rmdir()
+    assert shop.answer(request("Sort: 1", "sql")).results
+    shop.check_idle()
 
 
 def test_a_check_that_breaks_ends_one_job_and_is_told(shop: Workshop) -> None:

@@ -123,28 +123,6 @@ def test_too_little_for_the_rows_names_what_a_server_can_change(house: House) ->
     assert refused.value.hint == "raise --memory-budget, or lower --rows"
 
 
-def test_a_server_in_little_memory_says_how_long_a_text_may_be(
-    house: House, torch_below: int
-) -> None:
-    wanted = request("Sort: 1", max_tokens=40)
-    with workshop(house.home, torch_below=torch_below) as shop:
-        limit = shop.least_budget(wanted)
-        bound = shop.house.bound(wanted)
-        tokens = shop.house.prepared(bound, shop.desk.plan(bound).result()).prompt.capacity
-        assert not any("tokens of a text" in line for line in shop.told)
-    enough = replace(SETTINGS, budget=limit)
-    with workshop(house.home, enough, torch_below=torch_below) as shop:
-        [said] = [line for line in shop.told if "tokens of a text" in line]
-        assert shop.answer(wanted).results
-    longest = int(said.removeprefix("warning: there is room for ").split()[0])
-    assert longest >= tokens, "pages of keys and values hold more than one token"
-    more = longest - tokens
-    with workshop(house.home, enough, torch_below=torch_below) as shop:
-        assert shop.answer(request("Sort: 1", max_tokens=40 + more)).results
-        refused = shop.answer(request("Sort: 1", max_tokens=41 + more))
-        assert isinstance(refused.error, BudgetError)
-
-
 def test_a_base_that_was_changed_behind_the_server_is_no_more_served(
     house: House, market: Market
 ) -> None:

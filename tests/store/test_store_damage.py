@@ -1,0 +1,32 @@
+"""A file of the store that cannot be used is named by the expert that it is of."""
+
+import pytest
+
+from expertctl.errors import DigestError, ExpertError, StoreError
+from tests.store.shop import House, Shop
+from tests.store.test_store import put
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing", "unreadable"])
+def test_a_damaged_file_is_told_by_what_it_is_of_and_not_by_where_it_lies(
+    damage: str, house: House, shop: Shop
+) -> None:
+    """A server hands these words on to callers, who need not know the folders of its machine."""
+    (expert,) = put(house, shop.package())
+    path = house.store.blob_path(expert.file("expert.json").digest)
+    path.unlink()
+    if damage == "changed":
+        path.write_bytes(b"{}")
+    elif damage == "unreadable":
+        path.mkdir()
+    with pytest.raises(ExpertError) as error:
+        house.store.manifest(expert)
+    facts = {
+        "changed": "expert.json was changed in the store",
+        "missing": "expert.json is missing from the store",
+        "unreadable": "expert.json cannot be read in the store: Is a directory",
+    }
+    assert error.value.message == f"{expert.ref}: {facts[damage]}"
+    assert isinstance(error.value, DigestError if damage == "changed" else StoreError)
+    assert "expertctl" in error.value.hint
+    assert str(house.home.root) not in error.value.hint
