@@ -88,8 +88,10 @@ class RoutedPlan:
     texts: int
     """What a text that is asked for without further wishes takes besides."""
     layers: tuple[LayerPlan, ...]
-    asked: tuple[tuple[int, ...], tuple[int, ...]]
-    """How often experts in slots, and all others, were asked for, the largest count first."""
+    asked_in_slots: int
+    """How often experts in slots were asked for, all together."""
+    asked_beyond: tuple[int, ...]
+    """How often each of the others was, the largest count first."""
     weightings: tuple[WeightedPlan, ...]
     has_lanes: bool = False
     """Whether lanes were asked for: else one is as large as all slots."""
@@ -128,8 +130,7 @@ class RoutedPlan:
     @property
     def served(self) -> float | None:
         """The share of what was asked for that the slots of all layers serve."""
-        in_slots, beyond = self.asked
-        return _share(sum(in_slots), sum(in_slots) + sum(beyond))
+        return _share(self.asked_in_slots, self._asked)
 
     @property
     def served_with_pool(self) -> float | None:
@@ -137,9 +138,11 @@ class RoutedPlan:
 
         A run keeps in it what is worth most to it at the time, which may serve more or less.
         """
-        in_slots, beyond = self.asked
-        there = sum(in_slots) + sum(beyond[: self.pool])
-        return _share(there, sum(in_slots) + sum(beyond))
+        return _share(self.asked_in_slots + sum(self.asked_beyond[: self.pool]), self._asked)
+
+    @property
+    def _asked(self) -> int:
+        return self.asked_in_slots + sum(self.asked_beyond)
 
     @property
     def _all(self) -> int:
@@ -217,6 +220,7 @@ def routed_plan(
         )
         plan = start.planned(even, routed.layers)
     each = compact or block
+    in_slots, beyond = _asked(routed, plan, guide)
     budgets = lanes or {"ram": sum(plan.capacities) * each}
     return RoutedPlan(
         base=base,
@@ -230,7 +234,8 @@ def routed_plan(
         known=None if guide is None else guide.what,
         texts=texts,
         layers=tuple(_layers(routed, even, plan, guide)),
-        asked=_asked(routed, plan, guide),
+        asked_in_slots=in_slots,
+        asked_beyond=beyond,
         weightings=_weighted(routed, guide, budgets, strategy, block=each, curve=curve),
         has_lanes=bool(lanes),
     )
@@ -259,14 +264,14 @@ def _layers(
 
 def _asked(
     routed: ExpertsConfig, plan: CachePlan, guide: Guide | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return how often experts were asked for: those that slots hold, and all others."""
-    in_slots, beyond = list[int](), list[int]()
+) -> tuple[int, tuple[int, ...]]:
+    """Return how often experts were asked for: all that slots hold together, and each other."""
+    in_slots, beyond = 0, list[int]()
     for number, slots in zip(routed.layers, plan.capacities, strict=True):
         ranked = sorted(({} if guide is None else guide.counts(number)).values(), reverse=True)
-        in_slots += ranked[:slots]
+        in_slots += sum(ranked[:slots])
         beyond += ranked[slots:]
-    return tuple(sorted(in_slots, reverse=True)), tuple(sorted(beyond, reverse=True))
+    return in_slots, tuple(sorted(beyond, reverse=True))
 
 
 def _weighted(
