@@ -10,9 +10,9 @@ import pytest
 from expertctl.digest import Digest
 from expertctl.errors import BaseMismatchError
 from expertctl.package.adapter import AdapterSpec
+from expertctl.package.adapter_files import read_adapter
 from expertctl.package.base_model import BaseFacts
 from expertctl.package.compatibility import check_base, check_tensors
-from expertctl.package.draft import read_adapter
 from expertctl.package.model_config import read_config
 from expertctl.package.read import read_package
 from expertctl.schema.manifest import Manifest
@@ -87,13 +87,13 @@ def test_tensors_are_held_to_the_layers_of_the_base(
     (spec,) = read_package(package).adapters
     assert check_tensors(spec, read_config(base_dir).linear_shapes()) == []
     wider = write_base(tmp_path / "wider", hidden=64, intermediate=48)
-    assert any(
-        "made for 32 x 32" in p for p in check_tensors(spec, read_config(wider).linear_shapes())
-    )
+    assert check_tensors(spec, read_config(wider).linear_shapes(), base="wider") == [
+        "made for hidden size 32; wider has 64"
+    ]
     shallow = write_base(tmp_path / "shallow", layers=1)
-    problems = check_tensors(spec, read_config(shallow).linear_shapes())
-    assert len(problems) == 7
-    assert all("no such linear layer" in problem for problem in problems)
+    assert check_tensors(spec, read_config(shallow).linear_shapes()) == [
+        "model.layers.1.mlp.down_proj and 6 more: the base has no such linear layer"
+    ]
 
 
 Factory = Callable[..., Path]
@@ -155,4 +155,6 @@ def test_a_soft_prompt_is_as_wide_as_the_tokens_of_the_base(base_dir: Path, tmp_
 
 def test_no_module_at_all_is_a_problem_and_never_silence(package: Path) -> None:
     (spec,) = read_package(package).adapters
-    assert len(check_tensors(spec, {})) == 14
+    assert check_tensors(spec, {}) == [
+        "model.layers.0.mlp.down_proj and 13 more: the base has no such linear layer"
+    ]
