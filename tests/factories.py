@@ -14,9 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH
 from expertctl.package.base_model import BaseFacts, read_base
 from expertctl.package.build import build, plan_build
-from expertctl.package.draft import CONFIG_PATH, WEIGHTS_PATH, Overrides
+from expertctl.package.draft import Overrides
 from expertctl.schema.manifest import AdapterKind
 from expertctl.trust.keys import PrivateKey
 from tests import routed_shapes

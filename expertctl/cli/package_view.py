@@ -35,6 +35,7 @@ def built_document(built: Built) -> dict[str, object]:
         "signer": built.signer,
         "left_out": list(built.left_out),
         "warnings": list(built.warnings),
+        "notes": list(built.notes),
     }
 
 

@@ -19,7 +19,8 @@ from expertctl.durable import write_atomic
 from expertctl.errors import UsageError
 from expertctl.package import build as building
 from expertctl.package.base_model import BaseFacts, read_base
-from expertctl.package.draft import Overrides, base_label, base_problems, encode, is_hub_name
+from expertctl.package.config_cleaning import is_hub_name
+from expertctl.package.draft import Overrides, base_label, base_problems, encode
 from expertctl.package.evaluation_data import read_data
 from expertctl.package.frame import FAST, LEVELS
 from expertctl.package.numbers import doubts
@@ -247,7 +248,7 @@ def _base_facts(directory: Path, base: str | None, *, as_json: bool) -> BaseFact
 
 
 def _facts_of(base: StoredBase) -> BaseFacts:
-    return BaseFacts(base.identity, base.shapes)
+    return BaseFacts(base.identity, base.shapes, base.foreign, base.path)
 
 
 def _read_base(directory: Path, label: str | None, *, as_json: bool) -> BaseFacts:
@@ -263,8 +264,10 @@ def _private_key(settings: Settings, name: str) -> PrivateKey:
 
 def _say_built(built: building.Built) -> None:
     warn(built.warnings)
+    for line in built.notes:
+        note(line)
     if built.left_out:
-        note(f"left out, because nothing names them: {', '.join(built.left_out)}")
+        note(f"left out, because nothing in the package needs them: {', '.join(built.left_out)}")
     if built.signer is None:
         note("not signed; sign it with `expertctl sign FILE --key NAME`")
 

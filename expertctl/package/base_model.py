@@ -9,7 +9,7 @@ our decoder does not run: its whole configuration and every tensor of its files 
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class BaseFacts:
     shapes: Mapping[str, tuple[int, int]]
     foreign: bool = False
     """Whether only ``run --engine transformers`` runs it."""
+    directory: Path | None = field(default=None, compare=False)
+    """Where its files are, for what is compared with them; ``None``: nowhere here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def read_base(
         weights=_weights(headers.tensors, progress),
         tokenizer=tokenizer,
     )
-    return BaseFacts(identity, headers.shapes, headers.foreign)
+    return BaseFacts(identity, headers.shapes, headers.foreign, directory)
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor], digests: Mapping[str, str]) -> Digest:

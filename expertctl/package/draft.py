@@ -12,25 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter import KIND_NAMES, AdapterSpec
-from expertctl.package.adapter_config import MAX_CONFIG_BYTES, AdapterConfig, parse_config
-from expertctl.package.adapter_spec import adapter_spec
+from expertctl.errors import InvalidPackageError
+from expertctl.package.adapter import KIND_NAMES
+from expertctl.package.adapter_config import AdapterConfig
+from expertctl.package.adapter_files import CONFIG_PATH, WEIGHTS_PATH, AdapterFiles, read_label
 from expertctl.package.base_model import BaseFacts
+from expertctl.package.config_cleaning import full_precision_label
 from expertctl.package.layout import name_problem
-from expertctl.package.tensor_file import TensorTable, read_table
+from expertctl.package.source_files import cached_name, source_file
 from expertctl.reference import PackageName
 from expertctl.schema.manifest import MANIFEST_PATH, MAX_MANIFEST_BYTES
-from expertctl.schema.strict_json import JsonObject, JsonValue, load_object, read_bounded
+from expertctl.schema.strict_json import JsonObject, JsonValue, load_object
 
-WEIGHTS_PATH = "adapter_model.safetensors"
-CONFIG_PATH = "adapter_config.json"
 DEFAULT_NAMESPACE = "local"
 DEFAULT_VERSION = "0.1.0"
 DEFAULT_LICENSE = "unspecified"
 BASE_HINT = "run `expertctl base add DIR`, or pass `--base DIR`"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_PICKLES = ("adapter_model.bin", "adapter_model.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +40,6 @@ class Overrides:
     license: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterFiles:
-    """One adapter's two files, read."""
-
-    config_path: str
-    weights_path: str
-    config: AdapterConfig
-    table: TensorTable
-    spec: AdapterSpec
-
-
-def read_adapter(directory: Path, *, weights: str, config: str) -> AdapterFiles:
-    """Read an adapter's configuration and table of tensors.
-
-    Raises:
-        NotFoundError: when the directory or a file is missing.
-        InvalidPackageError: with every problem.
-    """
-    for name in (config, weights):
-        _demand(directory, name)
-    data = read_bounded(directory / config, max_bytes=MAX_CONFIG_BYTES)
-    parsed = parse_config(data, what=config)
-    table = read_table(directory / weights)
-    spec = adapter_spec(parsed, table, what=weights)
-    return AdapterFiles(config, weights, parsed, table, spec)
-
-
 def base_label(directory: Path) -> str | None:
     """Return what the directory calls its base: a label to look up, never a path to open.
 
@@ -80,10 +50,7 @@ def base_label(directory: Path) -> str | None:
     base = draft.get("base")
     name = base.get("name") if isinstance(base, dict) else None
     for _, config_path in named_adapters(draft.get("adapters"))[:1] if name is None else ():
-        if (directory / config_path).is_file():
-            data = read_bounded(directory / config_path, max_bytes=MAX_CONFIG_BYTES)
-            config = load_object(data, what=config_path, max_bytes=MAX_CONFIG_BYTES)
-            name = config.get("base_model_name_or_path")
+        name = read_label(directory, config_path)
     return name if isinstance(name, str) else None
 
 
@@ -103,21 +70,16 @@ def named_adapters(stated: JsonValue) -> list[tuple[str, str]]:
     return names
 
 
-def is_hub_name(label: str) -> bool:
-    """Tell whether a label names a model rather than a path on a disk."""
-    return _HUB_NAME.fullmatch(label) is not None
-
-
 def read_draft(directory: Path) -> JsonObject:
     """Return ``expert.json`` as it is, or an empty one.
 
     Raises:
         InvalidPackageError: when it is not a JSON object.
     """
-    path = directory / MANIFEST_PATH
-    if not path.is_file():
+    found = source_file(directory, MANIFEST_PATH) if directory.is_dir() else None
+    if found is None:
         return {}
-    data = read_bounded(path, max_bytes=MAX_MANIFEST_BYTES)
+    data = found.read(max_bytes=MAX_MANIFEST_BYTES)
     return load_object(data, what=MANIFEST_PATH, max_bytes=MAX_MANIFEST_BYTES)
 
 
@@ -167,8 +129,9 @@ def encode(document: JsonObject) -> bytes:
 
 
 def default_name(directory: Path) -> str:
-    """Return ``local/`` and the directory's name, made into a package name."""
-    slug = re.sub(r"[^a-z0-9]+", "-", directory.resolve().name.lower()).strip("-")[:64].strip("-")
+    """Return ``local/`` and the directory's name, or its repository's, as a package name."""
+    title = cached_name(directory) or directory.resolve().name
+    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:64].strip("-")
     return str(PackageName(DEFAULT_NAMESPACE, slug or "expert"))
 
 
@@ -179,29 +142,14 @@ def base_problems(document: JsonObject) -> list[str]:
     if not absent:
         return []
     name = base.get("name") if isinstance(base, Mapping) else None
+    full = full_precision_label(name) if isinstance(name, str) else None
+    if full is not None:
+        return [
+            f"base {name} is a quantised copy of {full}, which is not known here, so its digests "
+            f"cannot be stated: {BASE_HINT}"
+        ]
     label = f"base {name}" if name else "the base"
     return [f"{label} is not known here, so its digests cannot be stated: {BASE_HINT}"]
-
-
-def _demand(directory: Path, name: str) -> None:
-    path = directory / name
-    if path.is_file() and not path.is_symlink():
-        return
-    if not directory.is_dir():
-        raise NotFoundError(
-            f"{directory}: no such directory", hint="name the one that PEFT saved the adapter to"
-        )
-    if path.is_symlink():
-        raise InvalidPackageError(name, ["a symbolic link is not packed; put the file itself here"])
-    pickles = [p for p in _PICKLES if (directory / p).exists()]
-    if pickles:
-        raise InvalidPackageError(
-            pickles[0],
-            ["pickles are never opened; save the adapter with safe_serialization=True"],
-        )
-    raise NotFoundError(
-        f"{directory}: {name} is missing", hint="name the directory that PEFT saved the adapter to"
-    )
 
 
 def _description(adapters: Sequence[AdapterFiles]) -> str:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import BinaryIO
 
 _PRIVATE_KEY = re.compile(rb"-----BEGIN ([A-Z0-9]+ )*PRIVATE KEY( BLOCK)?-----")
 _TOKEN = re.compile(rb"(?<![A-Za-z0-9_-])xpt_[A-Za-z0-9_-]{43}(?![A-Za-z0-9_-])")
@@ -11,12 +12,17 @@ _CHUNK = 1 << 20
 
 def secret_in_file(path: Path) -> str | None:
     """Return what secret a file of any size holds; see `secret_in`."""
-    tail = b""
     with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            if found := secret_in(tail + chunk):
-                return found
-            tail = chunk[-_LONGEST:]
+        return secret_in_stream(stream)
+
+
+def secret_in_stream(stream: BinaryIO) -> str | None:
+    """Return what secret a stream of any length holds; see `secret_in`."""
+    tail = b""
+    while chunk := stream.read(_CHUNK):
+        if found := secret_in(tail + chunk):
+            return found
+        tail = chunk[-_LONGEST:]
     return None
 
 

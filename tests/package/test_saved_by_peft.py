@@ -40,7 +40,8 @@ def save(tmp_path: Path, base_dir: Path) -> Save:
 
 def packed(directory: Path, facts: BaseFacts) -> PackageContents:
     plan = plan_build(directory, Overrides(), base=facts)
-    assert plan.warnings == ()
+    untrained = [warning for warning in plan.warnings if "every lora_B is zero" in warning]
+    assert list(plan.warnings) == untrained
     return read_package(build(plan, directory.parent / "x.expert").path)
 
 

@@ -15,8 +15,8 @@ from expertctl.engine.dora import DoraTensors, gains
 from expertctl.engine.fit import check_fit, named_for
 from expertctl.engine.kv_cache import KVCache
 from expertctl.errors import IncompatibleError
+from expertctl.package.adapter_files import read_adapter
 from expertctl.package.compatibility import check_tensors
-from expertctl.package.draft import read_adapter
 from expertctl.package.model_config import read_config
 from tests.engine.adapter_files import load
 from tests.engine.conftest import MakeOracle, Oracle, assert_same_logits
