@@ -8,7 +8,7 @@ reader that caches records need check only that.
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from expertctl.errors import (
     NotFoundError,
 )
 from expertctl.package.base_model import read_base, read_headers
+from expertctl.package.config_cleaning import full_precision_label
 from expertctl.store.base_files import (
     BaseFile,
     copy_files,
@@ -89,13 +90,12 @@ class BaseStore:
         """Return the base that an adapter's label means: by its name, else by the last part.
 
         ``Qwen/Qwen3-0.6B`` and ``/models/Qwen3-0.6B`` both mean the only base that is called
-        ``Qwen3-0.6B``. A label is compared, never opened.
+        ``Qwen3-0.6B``. A label is compared, never opened. One that ends in ``-bnb-4bit`` means the
+        16-bit base where that copy itself was not added.
         """
         known = self.bases()
-        exact = [base for base in known if base.name == label]
-        alike = [base for base in known if _last_part(base.name) == _last_part(label)]
-        found = exact or alike
-        return found[0] if len(found) == 1 else None
+        full = full_precision_label(label)
+        return _meant(known, label) or (None if full is None else _meant(known, full))
 
     def default(self) -> StoredBase | None:
         """Return the base that was added last; None when there is none."""
@@ -373,6 +373,13 @@ def _read_whole(
         added_ns=time.time_ns(),
         foreign=facts.foreign,
     )
+
+
+def _meant(known: Sequence[StoredBase], label: str) -> StoredBase | None:
+    exact = [base for base in known if base.name == label]
+    alike = [base for base in known if _last_part(base.name) == _last_part(label)]
+    found = exact or alike
+    return found[0] if len(found) == 1 else None
 
 
 def _last_part(label: str) -> str:

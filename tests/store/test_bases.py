@@ -177,6 +177,15 @@ def test_a_label_that_could_mean_two_bases_means_none_but_its_own(
     assert bases.meant_by("one/tiny") == first
 
 
+def test_the_label_of_a_quantised_copy_means_the_base_that_it_was_made_from(
+    bases: BaseStore, directory: Path
+) -> None:
+    base = bases.add(directory, name="acme/Tiny")
+    for label in ("acme/Tiny-bnb-4bit", "unsloth/tiny-unsloth-bnb-4bit", "tiny-bnb-8bit"):
+        assert bases.meant_by(label) == base
+    assert bases.meant_by("acme/Tiny-4bit") is None
+
+
 def test_the_default_is_the_base_that_was_added_last(
     bases: BaseStore, directory: Path, tmp_path: Path
 ) -> None:
