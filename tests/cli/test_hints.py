@@ -92,7 +92,7 @@ def here(house: House, shop: Shop, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             3,
             "make it first: mkdir -p 'HERE/no where'",
         ),
-        (["build", "nowhere"], 3, "name the one that PEFT saved the adapter to"),
+        (["build", "nowhere"], 3, "name the directory that PEFT saved the adapter to"),
         (
             ["base", "add", "nowhere"],
             3,
