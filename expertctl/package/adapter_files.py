@@ -5,11 +5,12 @@ configuration, and embeddings that are the base's own out of the weights; what i
 package is. The configuration and the weights are checked together.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from expertctl.errors import InvalidPackageError, NotFoundError
-from expertctl.package.adapter import AdapterSpec, SoftPrompt, shortened
+from expertctl.errors import ExpertError, InvalidPackageError, NotFoundError
+from expertctl.package.adapter import AdapterSpec, SoftPrompt, shortened, wrapped
 from expertctl.package.adapter_config import (
     MAX_CONFIG_BYTES,
     AdapterConfig,
@@ -19,6 +20,7 @@ from expertctl.package.adapter_config import (
 from expertctl.package.adapter_spec import adapter_spec
 from expertctl.package.adapter_weights import PackedWeights, packed_weights
 from expertctl.package.base_model import BaseFacts, read_headers
+from expertctl.package.base_tensors import StoredTensor
 from expertctl.package.file_kinds import HEAD_BYTES, OtherKind, mlx_folder, other_kind, pickled
 from expertctl.package.findings import Findings
 from expertctl.package.saved_embeddings import changed_embeddings, saved_embeddings
@@ -77,6 +79,8 @@ def read_adapter(
         problems = _compare_embeddings(weights_file, table, saved, base)
         findings.problems += [f"{weights}: {problem}" for problem in problems]
         packed = packed_weights(weights_file, table, frozenset(saved))
+    if settings is None and packed is not None:
+        findings.problems += [f"{weights}: {problem}" for problem in _wrappers(packed.table)]
     if settings is None or packed is None:
         findings.raise_if_any()
     assert settings is not None, "problems were raised"
@@ -182,6 +186,12 @@ def _refusal(what: str, found: OtherKind) -> InvalidPackageError:
     return InvalidPackageError(what, [found.problem], hint=found.hint)
 
 
+def _wrappers(table: TensorTable) -> list[str]:
+    """Return what is wrong with names of tensors whatever the configuration says."""
+    found = {name: why for name in table.tensors if (why := wrapped(name)) is not None}
+    return shortened(f"{name}: {why}" for name, why in found.items())
+
+
 def _encoders(spec: AdapterSpec) -> list[str]:
     """Say it where an adapter changes an encoder, which no causal language model has."""
     modules = [part.module for part in spec.parts if not isinstance(part, SoftPrompt)]
@@ -194,9 +204,17 @@ def _compare_embeddings(
 ) -> list[str]:
     if not saved:
         return []
-    known = base is not None and base.directory is not None
-    tensors = read_headers(base.directory).tensors if known else None  # type: ignore[union-attr, arg-type]  # known says so
-    return shortened(changed_embeddings(source, table, saved, tensors))
+    return shortened(changed_embeddings(source, table, saved, _tensors_of(base)))
+
+
+def _tensors_of(base: BaseFacts | None) -> Mapping[str, StoredTensor] | None:
+    """Return the tensors of a base that is here and can be read."""
+    if base is None or base.directory is None:
+        return None
+    try:
+        return read_headers(base.directory).tensors
+    except ExpertError:
+        return None
 
 
 def _weights_notes(packed: PackedWeights, saved: dict[str, str]) -> list[str]:

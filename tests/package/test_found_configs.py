@@ -7,10 +7,13 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from expertctl.errors import InvalidPackageError
 from expertctl.package.adapter_config import find_config, parse_config
@@ -159,25 +162,32 @@ def planned(directory: Path, facts: BaseFacts) -> Plan:
     return plan_build(directory, Overrides(), base=facts)
 
 
+@pytest.fixture(scope="module")
+def expected(saved: Path, numbers: Numbers) -> list[float]:
+    """What PEFT gives for the adapter as it was saved."""
+    return numbers(saved)
+
+
 @pytest.mark.parametrize("case", NEUTRAL | ACCEPTED)
 def test_a_field_without_an_effect_is_packed_as_peft_would_load_it(
-    case: str, saved: Path, numbers: Numbers, facts: BaseFacts, tmp_path: Path
+    case: str,
+    saved: Path,
+    numbers: Numbers,
+    expected: list[float],
+    facts: BaseFacts,
+    tmp_path: Path,
 ) -> None:
     changes = (NEUTRAL | ACCEPTED)[case]
     directory = copy_with(saved, tmp_path / "a", base_model_name_or_path="acme/tiny", **changes)
-    assert numbers(directory) == numbers(saved)
+    found = json.loads((directory / CONFIG).read_text())
+    assert numbers(directory) == expected
     plan = planned(directory, facts)
     package = read_package(build(plan, tmp_path / "a.expert").path)
-    packed = json.loads(package.small[CONFIG])
-    (note, *more) = plan.notes if case in NEUTRAL else ("",)
-    assert more == []
-    for field, value in changes.items():
-        assert case in ACCEPTED or field not in packed or packed[field] != value
-        assert case in ACCEPTED or field in note
-    repacked = tmp_path / "repacked"
-    shutil.copytree(directory, repacked)
-    (repacked / CONFIG).write_text(json.dumps(packed))
-    assert numbers(repacked) == numbers(saved)
+    left_out = changes if case in NEUTRAL else {}
+    kept = {field: value for field, value in found.items() if field not in left_out}
+    assert json.loads(package.small[CONFIG]) == kept
+    assert len(plan.notes) == (1 if left_out else 0)
+    assert all(field in plan.notes[0] for field in left_out)
 
 
 def test_an_own_configuration_is_packed_byte_by_byte() -> None:
@@ -191,6 +201,32 @@ def test_what_is_left_out_is_said_in_one_line() -> None:
         "enable_lora (unknown, null), merge_weights (unknown, false)",
     )
     assert packed == {key: value for key, value in document().items() if key != "auto_mapping"}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []},
+        {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4},
+        {"peft_type": "P_TUNING", "num_virtual_tokens": 4},
+    ],
+    ids=lambda config: str(config["peft_type"]),
+)
+def test_the_other_kinds_lose_what_has_no_effect_too(config: dict[str, Any]) -> None:
+    noise = {"auto_mapping": UNSLOTH, "inference_mode": None, "new": False}
+    read = find_config(json.dumps({**config, **noise}).encode(), what=CONFIG)
+    assert read.packed is not None
+    assert json.loads(read.packed) == config
+    with pytest.raises(InvalidPackageError, match="new = true"):
+        find_config(json.dumps({**config, "new": True}).encode(), what=CONFIG)
+
+
+def test_a_tokenizer_on_the_machine_that_trained_a_prompt_is_not_packed() -> None:
+    config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}
+    named = {**config, "tokenizer_name_or_path": "/home/me/tokenizer"}
+    read = find_config(json.dumps(named).encode(), what=CONFIG)
+    assert read.packed is not None
+    assert json.loads(read.packed) == {**config, "tokenizer_name_or_path": None}
 
 
 def test_a_path_on_the_machine_that_trained_it_is_not_packed() -> None:
@@ -240,6 +276,29 @@ def test_a_package_holds_no_field_that_the_strict_reader_does_not_take() -> None
         parse_config(read.packed, what=CONFIG)
         with pytest.raises(InvalidPackageError):
             parse_config(json.dumps(document(**changes)).encode(), what=CONFIG)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["", "a", "/x", "gaussian"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from([*document(), "enable_lora", "runtime_config", "new"])
+
+
+@given(st.dictionaries(FIELDS, JSON, max_size=4))
+def test_any_configuration_is_refused_or_packed_as_the_strict_reader_takes_it(
+    changes: dict[str, Any],
+) -> None:
+    data = json.dumps(document(**changes)).encode()
+    try:
+        read = find_config(data, what=CONFIG)
+    except InvalidPackageError:
+        return
+    packed = data if read.packed is None else read.packed
+    strict = parse_config(packed, what=CONFIG)
+    assert replace(read.config, base_label=None) == replace(strict, base_label=None)
+    assert find_config(packed, what=CONFIG).packed is None
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])

@@ -195,6 +195,16 @@ def test_the_configuration_and_the_weights_are_checked_together(
     assert [line.split(":")[0] for line in said] == [CONFIG, CONFIG, WEIGHTS]
 
 
+def test_names_are_checked_beside_a_configuration_that_is_refused(
+    lora: Path, facts: BaseFacts
+) -> None:
+    rename_tensors(lora, lambda name: f"base_model.model.{name}")
+    (lora / CONFIG).write_text(POINTER)
+    config, weights = problems(lora, facts)
+    assert config == f"{CONFIG}: a Git LFS pointer, not the file itself"
+    assert "is doubled" in weights
+
+
 def test_a_refused_adapter_says_nothing_of_a_manifest_that_nobody_wrote(
     lora: Path, facts: BaseFacts
 ) -> None:

@@ -140,6 +140,14 @@ def test_without_the_base_the_way_out_is_said(save: Save) -> None:
     assert "expertctl base add DIR" in message
 
 
+def test_a_base_whose_files_are_gone_cannot_be_compared(save: Save, tmp_path: Path) -> None:
+    base = write_base(tmp_path / "b", seed=4)
+    directory = save(base=base, target_modules=["q_proj", "lm_head"])
+    facts = read_base(base, name="acme/tiny")
+    (base / "config.json").unlink()
+    assert "the base is not here to compare it with" in refused(directory, facts)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_embeddings_are_compared_by_their_numbers_not_their_bytes(
     dtype: str, save: Save, tmp_path: Path
