@@ -13,6 +13,7 @@
     ├── TrustError                   exit 5   nobody vouches for it, or the wrong one
     │   ├── SignatureError                    the signature itself does not verify
     │   ├── DigestError                       bytes are not the ones that were promised
+    │   │   └── ChangedVersionError           a version has another content than before
     │   ├── UnsignedError                     a signature is demanded and absent
     │   └── RevokedError                      the key was revoked
     ├── RegistryError                exit 6   network or registry
@@ -114,6 +115,12 @@ class DigestError(TrustError):
     """Bytes differ from the digest that was promised for them."""
 
     code = "digest"
+
+
+class ChangedVersionError(DigestError):
+    """A version has another content than it had before, which a version never may."""
+
+    code = "changed"
 
 
 class UnsignedError(TrustError):
