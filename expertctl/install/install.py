@@ -7,10 +7,11 @@ a killed process leaves no expert without its requirements. When one cannot be p
 before it are withdrawn.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from expertctl.digest import Digest, Progress, no_progress
 from expertctl.errors import (
@@ -50,6 +51,16 @@ from expertctl.store.store import Store
 from expertctl.store.transaction import Outcome, Transaction
 from expertctl.trust.policy import TrustStore
 from expertctl.trust.record import TrustRecord
+
+T = TypeVar("T")
+
+
+class Pinning(Protocol):
+    """Verifies with the keys that registries name, and then pins them."""
+
+    def __call__(self, verify: Callable[[TrustRecord], T]) -> T:
+        """Return what ``verify`` returns; when it raises, nothing is pinned."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ def install_files(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> list[Installed]:
     """Install packages from files, all or none of them.
@@ -107,7 +119,8 @@ def install_files(
     Raises:
         NotFoundError: when a file, or something that a package requires, is missing.
         InvalidPackageError: when a file is malformed.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         DiskFullError: when there is no space left.
         StoreError: when the store cannot be written.
@@ -124,6 +137,7 @@ def install_files(
             index=index,
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
         )
 
 
@@ -137,6 +151,7 @@ def install_set(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> list[Installed]:
     """Install what was exported together, all or none of it; checks are those of `install_files`.
@@ -144,7 +159,8 @@ def install_set(
     Raises:
         NotFoundError: when the file, or something that a package requires, is missing.
         InvalidPackageError: when the file or a package in it is malformed.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         DiskFullError: when there is no space left.
         StoreError: when the store cannot be written.
@@ -159,6 +175,7 @@ def install_set(
             index=index,
             allow_unsigned=allow_unsigned,
             allow_base_mismatch=allow_base_mismatch,
+            accept_changed=accept_changed,
         )
 
 
@@ -172,19 +189,28 @@ def install_staged(
     index: RoutingIndex | None = None,
     allow_unsigned: bool = False,
     allow_base_mismatch: bool = False,
+    accept_changed: Collection[str] = (),
+    pinning: Pinning | None = None,
 ) -> list[Installed]:
     """Verify packages whose bytes are here, and install all or none of them.
 
+    All signatures are verified first, through ``pinning`` where there is one. A ref in
+    ``accept_changed`` may have another content than the one that is installed, which it replaces.
+
     Raises:
         NotFoundError: when something that a package requires is missing.
-        TrustError: when nobody who is trusted vouches for one.
+        TrustError: when nobody who is trusted vouches for one, or one is installed with another
+            content.
         IncompatibleError: when they do not fit a base, each other or what is installed.
         StoreError: when the store cannot be written.
     """
-    record = trust.read()
-    candidates = [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+
+    def verify(record: TrustRecord) -> list[_Candidate]:
+        return [_vouched_for(item, record, allow_unsigned=allow_unsigned) for item in staged]
+
+    candidates = pinning(verify) if pinning else verify(trust.read())
     fitted = _fitted(candidates, bases, allow_mismatch=allow_base_mismatch)
-    return _installed(fitted, store, catalogue, index)
+    return _installed(fitted, store, catalogue, index, accept_changed=accept_changed)
 
 
 def stage_files(
@@ -235,12 +261,16 @@ def _installed(
     store: Store,
     catalogue: Catalogue | None,
     index: RoutingIndex | None,
+    *,
+    accept_changed: Collection[str],
 ) -> list[Installed]:
     with store.transaction() as changes:
-        ordered = _checked(candidates, changes)
-        added = _publish_all(ordered, changes)
+        before = changes.scan().experts
+        ordered = _checked(candidates, changes, accept_changed)
+        added = _publish_all(ordered, changes, accept_changed)
     manifests = {item.expert: c.manifest for item, c in zip(added, ordered, strict=True)}
     told = _remember(manifests, catalogue, index)
+    _forget_replaced(before, added, index)
     return [replace(i, warnings=(*i.warnings, *told.get(i.expert.ref, ()))) for i in added]
 
 
@@ -271,13 +301,28 @@ def _fitted(
     return fitted
 
 
-def _checked(candidates: Sequence[_Candidate], changes: Transaction) -> list[_Candidate]:
+def _forget_replaced(
+    before: Iterable[StoredExpert], added: Iterable[Installed], index: RoutingIndex | None
+) -> None:
+    """Remove the vectors of contents that others have replaced; `reindex` would do the same."""
+    now = {item.expert.ref: item.expert.content_digest for item in added}
+    gone = [
+        e.content_digest for e in before if now.get(e.ref, e.content_digest) != e.content_digest
+    ]
+    if index is not None and gone:
+        with suppress(ExpertError):
+            index.remove(gone)
+
+
+def _checked(
+    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
+) -> list[_Candidate]:
     """Check the experts against each other and the installed ones; return them in order."""
     unique: dict[str, _Candidate] = {}
     for candidate in candidates:
         ref = candidate.manifest.ref
         unique[ref] = _preferred(unique.get(ref), candidate)
-        changes.check(candidate.package, registry=candidate.registry)
+        changes.check(candidate.package, registry=candidate.registry, replace=ref in accept_changed)
     installed = [Claims.of(expert) for expert in changes.scan().experts]
     new = {ref: _claims(candidate) for ref, candidate in unique.items()}
     check_conflicts(list(new.values()), installed)
@@ -308,11 +353,13 @@ def _claims(candidate: _Candidate) -> Claims:
     )
 
 
-def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list[Installed]:
+def _publish_all(
+    candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
+) -> list[Installed]:
     now = changes.scan()
     before = {*(expert.ref for expert in now.experts), *(ref.name for ref in now.damaged)}
     try:
-        return [_publish(candidate, changes) for candidate in candidates]
+        return [_publish(candidate, changes, accept_changed) for candidate in candidates]
     except BaseException:
         there = {expert.ref: expert for expert in changes.scan().experts}
         for ref in reversed([candidate.manifest.ref for candidate in candidates]):
@@ -321,12 +368,15 @@ def _publish_all(candidates: Sequence[_Candidate], changes: Transaction) -> list
         raise
 
 
-def _publish(candidate: _Candidate, changes: Transaction) -> Installed:
+def _publish(
+    candidate: _Candidate, changes: Transaction, accept_changed: Collection[str]
+) -> Installed:
     added = changes.add(
         candidate.package,
         candidate.staging,
         warnings=candidate.lasting,
         registry=candidate.registry,
+        replace=candidate.manifest.ref in accept_changed,
     )
     warnings = [*candidate.lasting, *candidate.momentary]
     if added.expert.signer is None:

@@ -1,7 +1,7 @@
 """The first known content of versions that a registry changed or took away later, as bytes.
 
-An index document says only what a version contains now. A version that vanished, or that got another
-content, would be forgotten with the document before it, and could come back as something else.
+An index document says only what a version contains now. A version that vanished, or that got
+another content, would be forgotten with the document before, and could come back as something else.
 """
 
 from collections.abc import Mapping

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -154,10 +154,12 @@ class Http:
         max_bytes: int,
         accept: Collection[int] = frozenset({200}),
         repeatable: bool | None = None,
+        attempts: int | None = None,
     ) -> Answer:
         """Send a request and read its answer; what may be repeated is tried again.
 
-        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived.
+        By default GET, HEAD, PUT and DELETE may, and others when they cannot have arrived; and as
+        often as `Retries` says.
 
         Raises:
             UnreachableError: when the registry cannot be reached, or not for long enough.
@@ -165,7 +167,8 @@ class Http:
             RegistryError: when the answer is too large or not understood.
         """
         again = call.method in _REPEATABLE if repeatable is None else repeatable
-        return self._retries.run(
+        retries = replace(self._retries, attempts=attempts) if attempts else self._retries
+        return retries.run(
             lambda: self._once(call, max_bytes, accept), repeatable=again, stop=self._stopped
         )
 
