@@ -13,6 +13,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
+from threading import Lock
 from typing import Annotated, TextIO
 
 import typer
@@ -27,6 +28,7 @@ _NARROWEST = 20
 _GAP, _BELOW = "  ", "    "
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?i?B|ms|s|%)(?!\w))")
 """The space between a number and its unit, where no line is broken."""
+_ONE_LINE_AT_A_TIME = Lock()
 _JOINT = "\0"
 """Stands for a space at which no line is broken; `printable` replaces it in any text."""
 
@@ -102,7 +104,9 @@ def _shown(character: str) -> str:
 
 
 def _say(text: str, stream: TextIO) -> None:
-    print(_encodable(text, stream), file=stream)
+    """Print a line at once: those of several threads, and of progress bars, must not mix."""
+    with _ONE_LINE_AT_A_TIME:
+        stream.write(f"{_encodable(text, stream)}\n")
 
 
 def _shown_on(text: str, stream: TextIO) -> str:

@@ -107,7 +107,7 @@ class ChatTemplate:
         """Say what is wrong with a conversation, in the words of the template."""
         cause = error.__cause__
         is_said = isinstance(cause, _RefusalError)
-        said = str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}"
+        said = _one_line(str(cause) if is_said else f"it fails: {type(cause).__name__}: {cause}")
         return UsageError(
             f"the chat template takes no such conversation: {said[:_MAX_SAID]}",
             hint="change roles, order or contents of the messages, or of the tools, as it says",
@@ -132,7 +132,7 @@ class ChatTemplate:
     def _refused(self, problem: str) -> InvalidPackageError:
         return InvalidPackageError(
             f"{self.source.file}: chat template",
-            [problem[:1000]],
+            [_one_line(problem)],
             hint="use a base and experts whose chat template can be rendered",
         )
 
@@ -246,7 +246,13 @@ def _fields_of(messages: Sequence[Message]) -> list[dict[str, JsonValue]]:
 
 def _raise_exception(message: object) -> None:
     """Let a template refuse a conversation, as transformers does."""
-    raise _RefusalError(str(message)[:1000])
+    raise _RefusalError(_one_line(str(message)))
+
+
+def _one_line(text: str) -> str:
+    """Return a text of a template as it may stand in a message: one line, printable, bounded."""
+    plain = "".join(c if c.isprintable() else " " for c in text[:1000])
+    return " ".join(plain.split())
 
 
 def _formatted(moment: datetime, form: str) -> str:

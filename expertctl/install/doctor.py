@@ -13,6 +13,7 @@ from expertctl.install.remove import fits
 from expertctl.install.requirements import missing_requirements
 from expertctl.install.sources import Sources
 from expertctl.package.layout import content_digest, layout_of
+from expertctl.package.verify import check_signed_name
 from expertctl.registry.index_store import IndexStore
 from expertctl.routing.index import DEEP_FOLDER
 from expertctl.routing.suspicion import RULES, flags
@@ -230,6 +231,7 @@ def _signer_findings(expert: StoredExpert, store: Store, trust: TrustStore) -> I
             registry=expert.registry,
         )
         verify_bundle(bundle, expert.files, key)
+        check_signed_name(bundle, expert.package, expert.version)
     except RevokedError as error:
         yield Finding(expert.ref, error.message, error.hint, untrusted=True)
     except TrustError as error:

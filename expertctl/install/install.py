@@ -17,6 +17,7 @@ from expertctl.digest import Digest, Progress, no_progress
 from expertctl.errors import (
     ConflictError,
     ExpertError,
+    InvalidPackageError,
     RevokedError,
     SignatureError,
     TrustError,
@@ -30,8 +31,10 @@ from expertctl.install.requirements import (
     check_requirements,
     in_order,
 )
+from expertctl.package.layout import WEIGHT_TYPE, media_type
 from expertctl.package.numbers import doubts
 from expertctl.package.read import PackageContents, read_package, read_set
+from expertctl.package.secrets_scan import document_problem
 from expertctl.package.verify import (
     VerifiedPackage,
     accept_named,
@@ -93,6 +96,8 @@ class _Candidate:
     package: VerifiedPackage
     staging: Staging
     registry: str
+    home: str | None = None
+    """The registry that its namespace belongs to, where it comes from another one."""
     lasting: tuple[str, ...] = ()
     momentary: tuple[str, ...] = ()
 
@@ -234,10 +239,32 @@ def _from_set(path: Path, staging: Staging, progress: Progress) -> Iterator[Stag
 
 
 def _vouched_for(staged: Staged, trust: TrustRecord, *, allow_unsigned: bool) -> _Candidate:
+    _demand_documents(staged)
     if staged.named is not None:
-        return _named(staged, staged.named, trust)
-    package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
-    return _Candidate(package, staged.staging, staged.registry)
+        candidate = _named(staged, staged.named, trust)
+    else:
+        package = _vouched(staged, trust, allow_unsigned=allow_unsigned)
+        candidate = _Candidate(package, staged.staging, staged.registry)
+    home = trust.other_home(candidate.manifest.package.namespace, staged.registry)
+    return replace(candidate, home=home)
+
+
+def _demand_documents(staged: Staged) -> None:
+    """Refuse a package that gives away a secret of its publisher, or whose README is no text.
+
+    Raises:
+        InvalidPackageError: with every problem.
+    """
+    problems = [
+        problem
+        for file in staged.contents.files
+        if media_type(file.path) != WEIGHT_TYPE
+        and (problem := document_problem(staged.staging.path(file.digest), name=file.path))
+    ]
+    if problems:
+        ref = staged.contents.manifest.ref
+        hint = "tell its publisher, who has to publish another version without it"
+        raise InvalidPackageError(ref, problems, hint=hint)
 
 
 def _named(staged: Staged, digest: Digest, trust: TrustRecord) -> _Candidate:
@@ -357,15 +384,36 @@ def _publish_all(
     candidates: Sequence[_Candidate], changes: Transaction, accept_changed: Collection[str]
 ) -> list[Installed]:
     now = changes.scan()
-    before = {*(expert.ref for expert in now.experts), *(ref.name for ref in now.damaged)}
+    here = {expert.ref: expert for expert in now.experts}
+    before = {*here, *(ref.name for ref in now.damaged)}
     try:
-        return [_publish(candidate, changes, accept_changed) for candidate in candidates]
+        return [
+            _kept_from_home(candidate, here.get(candidate.manifest.ref))
+            or _publish(candidate, changes, accept_changed)
+            for candidate in candidates
+        ]
     except BaseException:
         there = {expert.ref: expert for expert in changes.scan().experts}
         for ref in reversed([candidate.manifest.ref for candidate in candidates]):
             if ref in there and ref not in before:
                 changes.remove(there[ref])
         raise
+
+
+def _kept_from_home(candidate: _Candidate, there: StoredExpert | None) -> Installed | None:
+    """Return the same content from the namespace's own registry, which another does not replace.
+
+    Otherwise what that registry revokes would not count for it any more.
+    """
+    if there is None or candidate.home is None or there.registry != candidate.home:
+        return None
+    if there.content_digest != candidate.package.contents.content_digest:
+        return None
+    warning = (
+        f"{there.ref} stays that of {there.registry}, to which {there.package.namespace}/* "
+        f"belongs; {candidate.registry} has the same content"
+    )
+    return Installed(there, "already installed", (warning,))
 
 
 def _publish(

@@ -28,7 +28,7 @@ from expertctl.package.draft import (
 from expertctl.package.frame import FAST
 from expertctl.package.layout import Blobs, Layout, content_digest, is_document, name_problem
 from expertctl.package.numbers import extremes, not_finite, peaks
-from expertctl.package.secrets_scan import secret_in_file
+from expertctl.package.secrets_scan import document_problem
 from expertctl.package.spool import signed_layout, with_document
 from expertctl.package.write import write_package
 from expertctl.schema.manifest import MANIFEST_PATH, SIGNATURE_PATH, Manifest, manifest_of
@@ -276,8 +276,8 @@ def _file_problems(directory: Path, manifest: Manifest, paths: tuple[str, ...]) 
         path = directory / name
         if path.is_symlink() or not path.is_file():
             problems.append(f"{name}: not a regular file; links are not packed")
-        elif not name.endswith(".safetensors") and (secret := secret_in_file(path)):
-            problems.append(f"{name}: holds {secret}, which must never be published")
+        elif not name.endswith(".safetensors") and (found := document_problem(path, name=name)):
+            problems.append(found)
     return problems
 
 

@@ -188,8 +188,9 @@ class Planner:
         now = self.store.scan()
         for stored in now.experts:
             revoked = self._is_revoked(stored, trusted)
+            home = trusted.other_home(stored.package.namespace, stored.registry)
             try:
-                readable.append(Installed(stored, self.store.manifest(stored), revoked))
+                readable.append(Installed(stored, self.store.manifest(stored), revoked, home))
             except ExpertError as error:
                 broken.append((stored, error))
         return Inventory(tuple(readable), tuple(broken), now.damaged)

@@ -75,7 +75,7 @@ class Liar:
 
     def _release(self, parcel: Parcel) -> Release:
         manifest = parse_manifest(manifest_of(parcel.blobs, parcel))
-        size = sum(file.size for file in parcel.layout.layers)
+        size = sum(file.size for file in parcel.layout.files)
         form = SignedForm(
             parcel.package_digest, a_key("acme").public.key_id, len(parcel.layout.manifest)
         )
