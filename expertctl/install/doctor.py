@@ -126,7 +126,7 @@ def ask_registries(store: Store, sources: Sources) -> tuple[Finding, ...]:
     return tuple(
         Finding(
             notice.ref,
-            notice.message.removeprefix(f"{notice.ref}: "),
+            notice.message.removeprefix(f"{notice.ref}: ").replace(f"{notice.ref} ", "it ", 1),
             notice.hint,
             broken=notice.kind in REFUSED,
             untrusted=notice.kind in REFUSED,

@@ -70,13 +70,17 @@ def held_in_store(expert: StoredExpert) -> Held:
 
 
 def held_in_lock(locked: Locked, sources: Sources) -> Held:
-    """Return an entry of a lock file; its signer is looked up in the index."""
+    """Return an entry of a lock file; its signer is looked up in the index, or the one before."""
     document = sources.statement(locked.registry, locked.package)
     release = document.release(locked.version) if document else None
     same = release is not None and release.content_digest == locked.content_digest
     form = release.form(locked.package_digest) if release and same else None
     signer = form.signer if form else None
-    content = VersionContent("expert.lock", locked.content_digest, (signer,) if signer else ())
+    signers = (signer,) if signer else ()
+    first = sources.first_content(locked.registry, locked.package, locked.version)
+    if first is not None and first.digest == locked.content_digest:
+        signers = first.signers
+    content = VersionContent("expert.lock", locked.content_digest, signers)
     return Held(locked.package, locked.version, locked.registry, content, signer)
 
 
@@ -213,7 +217,7 @@ def sound_notices(
           for one in kept),
     ]  # fmt: skip
     notices = notices_about(held, sources)
-    demand_sound([*_contradictions(kept, items), *notices], accepted=accepted)
+    demand_sound([*notices, *_contradictions(kept, items)], accepted=accepted)
     others = [held_in_store(e) for e in experts if e.package in items and not _is_chosen(e, items)]
     bad = [n for n in notices_about(others, sources) if n.kind in REFUSED]
     return (*(n for n in notices if n.kind not in REFUSED), *bad)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -153,3 +154,18 @@ def test_a_bar_shows_no_question_marks_where_nobody_knows_the_end(
         advance(5_200_000_000)
     assert "5.2 GB" in stream.getvalue()
     assert "?" not in stream.getvalue().replace("?25", ""), "but in what hides the cursor"
+
+
+def test_lines_of_several_threads_are_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloads side by side report that they try again; a progress bar keeps half lines back."""
+    pieces: list[str] = []
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    monkeypatch.setattr("sys.stderr", Stream())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(note, (f"{n}: trying again" for n in range(40))))
+    assert sorted(pieces) == sorted(f"{n}: trying again\n" for n in range(40))

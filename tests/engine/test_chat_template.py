@@ -321,3 +321,16 @@ def test_a_long_prompt_and_a_long_conversation_are_no_problem(folder: Path) -> N
     many = [Message("user" if n % 2 == 0 else "assistant", f"turn {n}") for n in range(2001)]
     for messages in (long, many):
         assert render(text, messages) == theirs(text, messages, folder)
+
+
+@pytest.mark.parametrize("shown", ["line one\n\n  line two", "line one\r\x1b[2K line two\t"])
+def test_what_a_template_says_is_one_line_that_a_terminal_can_show(shown: str) -> None:
+    text = f"{{{{ raise_exception({shown!r}) }}}}"
+    with pytest.raises(IncompatibleError) as never:
+        render(text)
+    with pytest.raises(UsageError) as this_one:
+        render(f"{{% if messages | length > 1 %}}{text}{{% endif %}}", [USER, USER])
+    for error in (never.value, this_one.value):
+        assert error.message.isprintable()
+        assert "line one" in error.message
+        assert error.message.endswith("line two")

@@ -225,6 +225,11 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(
     assert "adapters" in refused(lora, facts)
 
 
+def test_a_readme_that_is_not_utf_8_is_not_packed(lora: Path, facts: BaseFacts) -> None:
+    (lora / "README.md").write_bytes("für alle".encode("latin-1"))
+    assert "README.md: not UTF-8 at byte 1" in refused(lora, facts)
+
+
 @pytest.mark.parametrize("kind", ["", "EC ", "RSA ", "OPENSSH ", "ENCRYPTED "])
 @pytest.mark.parametrize("name", ["README.md", "LICENSE", "adapter_config.json", "expert.json"])
 def test_a_private_key_is_never_packed(kind: str, name: str, lora: Path, facts: BaseFacts) -> None:
