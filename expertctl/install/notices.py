@@ -76,7 +76,7 @@ def held_in_lock(locked: Locked, sources: Sources) -> Held:
     same = release is not None and release.content_digest == locked.content_digest
     form = release.form(locked.package_digest) if release and same else None
     signer = form.signer if form else None
-    signers = (signer,) if signer else ()
+    signers: tuple[str, ...] = (signer,) if signer else ()
     first = sources.first_content(locked.registry, locked.package, locked.version)
     if first is not None and first.digest == locked.content_digest:
         signers = first.signers
